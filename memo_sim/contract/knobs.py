@@ -48,7 +48,7 @@ MemoryPolicy = Literal["planned", "caching", "eager"]
 States = Literal["fp32", "bf16", "host", "pure-bf16"]
 """Dtype and place of gradients and optimizer states; bytes per parameter of a bf16 model, whole on one rank.
 
-- fp32: gradients, master weights and moments in fp32 (2 + 4 + 4 + 8 = 18).
+- fp32: gradients, master weights and moments in fp32 (2 + 4 + 4 + 8 = 18; 16 where ``ZeroParams`` is cast).
 - bf16: moments in bf16, the rest as fp32 (14).
 - host: as fp32, with master weights and moments in host memory (6 on the device).
 - pure-bf16: no master weights; gradients and moments in bf16 as the parameters (2 + 2 + 4 = 8). That is AdamW on a
@@ -59,6 +59,12 @@ Streams = Literal["auto", "recorded", "events"]
 - recorded: when the device has passed that work (``record_stream``): DeepSpeed, FSDP1, c10d before PyTorch 2.8.
 - events: when the tensor dies, because the streams wait for each other's events: FSDP2, c10d since.
 - auto: by the year of the libraries and the level of ZeRO (``memory/eager_framework.py``)."""
+ZeroParams = Literal["auto", "stored", "cast"]
+"""What ZeRO 3 gathers parameters from, where there is an fp32 master copy.
+
+- stored: a rank keeps its shard in the parameters' dtype beside the fp32 shard, and gathers that (DeepSpeed).
+- cast: a rank keeps only the fp32 shard, and casts it before every gather (torch FSDP's ``MixedPrecision``).
+- auto: the system's own, else stored."""
 Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
 """How the loss and the gradient of the logits are computed (``program/layers/loss.py``).
 
@@ -112,6 +118,8 @@ MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16
 MOST_WINDOW = 64
 MOST_LIMIT_GIB = 2**20
+MOST_METRICS = 16
+"""More is a typo."""
 MOST_ZERO = 3
 """ZeRO 3 divides parameters, gradients and optimizer states."""
 T = TypeVar("T")
@@ -481,6 +489,14 @@ class Pins:
         " executor), or has buffers of its own. The system's own unless given.",
     )
     """Not searched: buffers of a layer's own never take more memory."""
+    early_stop: bool | None = _knob(
+        None,
+        Switch(),
+        "Full recompute ends where backward has all of a layer's tensors, without the MLP's second product, or repeats"
+        " the whole layer. The system's own unless given.",
+    )
+    """PyTorch 2.1 and later, ``use_reentrant=False``: ``torch.utils.checkpoint.set_checkpoint_early_stop``, on by
+    default. Not searched: it never loses, and whether a framework has it is for the user to say."""
     overlap: Overlap | None = _knob(
         None,
         _one_of(Overlap),
@@ -562,6 +578,12 @@ class Chosen:
         "fp32: master weights and moments in fp32. bf16: moments in bf16. host: optimizer states and their update on"
         " the host. pure-bf16: no master weights; gradients and moments in bf16.",
     )
+    zero_params: ZeroParams = _knob(
+        "auto",
+        _one_of(ZeroParams),
+        "Memory policy eager with ZeRO 3: a rank stores a shard of parameters in their dtype beside the fp32 shard"
+        " (DeepSpeed), or casts the fp32 shard before every gather (FSDP). auto: the system's own, else stored.",
+    )
     loss: Loss = _knob(
         "auto",
         _one_of(Loss),
@@ -569,6 +591,13 @@ class Chosen:
         " gradient over the logits. eager-fp32: torch's cross_entropy of an fp32 copy under autograd. vocab-parallel:"
         " Megatron-LM's, in place in an fp32 copy. auto: blocks, or with memory policy eager what its libraries do.",
     )
+    loss_metrics: int = _knob(
+        0,
+        Whole(0, MOST_METRICS),
+        "Memory policy eager: times that the trainer computes torch's cross entropy again, as metrics, from a"
+        " micro-batch's logits, which it keeps until its backward has ended.",
+    )
+    """MosaicML's Composer with llm-foundry's defaults has two: cross entropy and perplexity, each from the logits."""
     streams: Streams = _knob(
         "auto",
         _one_of(Streams),

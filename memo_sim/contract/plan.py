@@ -15,6 +15,7 @@ from memo_sim.contract.errors import did_you_mean
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
     MOST_LIMIT_GIB,
+    MOST_METRICS,
     MOST_WINDOW,
     CpExchange,
     Loss,
@@ -27,6 +28,7 @@ from memo_sim.contract.knobs import (
     States,
     Streams,
     TpOverlap,
+    ZeroParams,
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.units import (
@@ -200,6 +202,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether METP's layers keep the outputs of their norms, as METP's authors count (Table 1) and autograd does.
 
     Otherwise backward recomputes them."""
+    early_stop: bool = False
+    """Whether full recompute leaves out the MLP's second product, whose output backward does not read."""
     swapped_tokens: Tokens = 0
     subsequence_swapped_tokens: tuple[Tokens, ...] = ()
     offload_window: Annotated[int, msgspec.Meta(ge=0, le=MOST_WINDOW)] = 0
@@ -221,9 +225,13 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     retry releases less, so a step can be shorter."""
     host_allocator: HostAllocator = "exact"
     states: States = "fp32"
+    zero_params: ZeroParams = "auto"
+    """What ZeRO 3 gathers parameters from (``data_parallel/sharding.py``); auto: stored."""
     overlap: Overlap = "none"
     loss: Loss = "auto"
     """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""
+    loss_metrics: Annotated[int, msgspec.Meta(ge=0, le=MOST_METRICS)] = 0
+    """Times that cross entropy is computed again from a micro-batch's logits when its backward has ended."""
     streams: Streams = "auto"
     """When an eager framework gets memory back that streams beside compute have used; auto: as its libraries do."""
     loss_chunk_tokens: Tokens = 0

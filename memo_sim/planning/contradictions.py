@@ -55,6 +55,7 @@ def check_pins(question: Question) -> None:
         if knob.needs:
             _check_need(question, knob, KNOBS[knob.needs])
     _check_inputs(question)
+    _check_early_stop(question)
     check_rules(OF_OPTIONS, _pinned(question))
 
 
@@ -146,6 +147,18 @@ def check_rounding_buffers(question: Question, recompute: Collection[str]) -> No
         wanted="--recompute full",
         hint=f"--recompute full, or leave {option} out",
     )
+
+
+def _check_early_stop(question: Question) -> None:
+    """Refuse an early end of a recompute that is pinned and not full."""
+    pins = question.pins
+    if pins.early_stop and pins.recompute not in (None, "full"):
+        raise UsageError(
+            "only full recompute repeats what backward does not need",
+            got=f"--early-stop with --recompute {pins.recompute}",
+            wanted="--recompute full",
+            hint="leave --early-stop or --recompute out",
+        )
 
 
 def _check_need(question: Question, knob: Knob, need: Knob) -> None:

@@ -122,6 +122,8 @@ class Passes:
             ),
             global_batch=decisions.micro_batch,
             states="fp32",
+            zero_params="auto",
+            loss_metrics=0,
             overlap="none",
             memory_policy="eager" if decisions.memory_policy == "eager" else "planned",
             host_allocator="exact",

@@ -23,7 +23,9 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        pinned. Its recompute methods block and uniform are ``--recompute-layers`` first-K and groups-N;
                        pairs of layers are tried where nothing else fits
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3), around torch modules that
-                       run eagerly
+                       run eagerly. Mixed precision: only fp32 shards are stored, and cast for every gather (torch,
+                       ``distributed/fsdp``: ``MixedPrecision(param_dtype)``). Full recompute is ``checkpoint_wrapper``
+                       with ``NO_REENTRANT``, which ends early since PyTorch 2.1.
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
     rsa                ring self-attention over sequence blocks, parameters and states whole on every rank: scores are
                        written, no flash kernel can play it (Li et al. 2021; METP's Tables 1 and 2). Its hops run beside
@@ -45,7 +47,9 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        distributed/fsdp.py, models/common/attention.py, components/loss.py). Its selective option N
                        (every N-th layer) is ``--recompute-layers every-N``. Stages have ZeRO 1 here, torchtitan's
                        ZeRO 2; its fused AdamW is priced as eager AdamW. Asynchronous tp, which needs compiled
-                       modules: ``--tp-overlap chunked --rowwise compiled`` (distributed/compile.py)
+                       modules: ``--tp-overlap chunked --rowwise compiled`` (distributed/compile.py). Stored shards
+                       are fp32. Its full recompute repeats whole layers (``early_stop=False`` in
+                       distributed/activation_checkpoint.py), and ended early in 2025
     trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
                        device unless ``--offload-inputs``), the loss in chunks of 256 tokens, Hugging Face's eager
                        modules, torch's attention, cuDNN's where it has that (huggingface/trl@f2cd577:
@@ -75,7 +79,16 @@ from dataclasses import dataclass
 from memo_sim.contract.accuracy import Framework
 from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.knobs import CpExchange, Loss, MemoryPolicy, Overlap, RowwiseKernel, Schedule, Streams
+from memo_sim.contract.knobs import (
+    CpExchange,
+    Loss,
+    MemoryPolicy,
+    Overlap,
+    RowwiseKernel,
+    Schedule,
+    Streams,
+    ZeroParams,
+)
 from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -193,6 +206,11 @@ class System:
     Megatron-LM and its fork for DeepSpeed have fused ones, and FSDP wraps modules that run eagerly."""
     streams: Streams = "auto"
     """When memory that other streams use comes back, unless given (``contract/knobs.py``)."""
+    zero_params: ZeroParams = "auto"
+    """What ZeRO 3 gathers parameters from, unless given."""
+    early_stop: bool = False
+    """Whether full recompute ends where backward has its tensors, unless pinned (``checkpoint_wrapper`` with
+    ``NO_REENTRANT``)."""
     attention: tuple[AttentionName, ...] = ()
     """Attention kernels in the order in which its authors prefer them, unless pinned: the first that the profile has.
 
@@ -320,6 +338,8 @@ SYSTEMS = {
             (KEEP, FULL_RECOMPUTE),
             memory_policy="eager",
             rowwise="eager",
+            zero_params="cast",
+            early_stop=True,
             degrees=("dp",),
             zeros=(3,),
         ),
@@ -387,6 +407,7 @@ SYSTEMS = {
             memory_policy="eager",
             rowwise="eager",
             streams="events",
+            zero_params="cast",
             attention=TORCH_FLASH,
             loss="eager-fp32",
             degrees=("tp", "cp", "pp", "dp"),
@@ -403,6 +424,8 @@ SYSTEMS = {
             memory_policy="eager",
             rowwise="eager",
             streams="events",
+            zero_params="cast",
+            early_stop=True,
             attention=("torch-cudnn", *TORCH_FLASH),
             loss="blocks",
             loss_chunk_tokens=256,

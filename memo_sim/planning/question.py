@@ -10,11 +10,24 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, Librar
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
-from memo_sim.contract.knobs import Chosen, Loss, MemoryPolicy, Overlap, Pins, RowwiseKernel, Streams
+from memo_sim.contract.knobs import (
+    MOST_ZERO,
+    Chosen,
+    Loss,
+    MemoryPolicy,
+    Overlap,
+    Pins,
+    RowwiseKernel,
+    Streams,
+    ZeroParams,
+)
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
 from memo_sim.program.layout.recomputed_layers import ALL
+
+EARLY_STOP: Libraries = "2023"
+"""First year whose PyTorch ends recompute early (2.1, October 2023: ``torch.utils.checkpoint``)."""
 
 __all__ = ["Pins", "Question", "under_system", "with_libraries", "with_memory"]
 
@@ -58,6 +71,8 @@ class Question(Chosen):
             states=self.states,
             loss=self._loss(layout),
             streams=self._streams,
+            zero_params=self._zero_params(layout),
+            loss_metrics=self.loss_metrics,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
@@ -79,7 +94,7 @@ class Question(Chosen):
         """What is pinned, or else the system's own; None: memo-exec's that are faster."""
         return self.pins.rowwise or self.preset.rowwise
 
-    def rounding_buffers(self, recompute: str) -> bool:
+    def rounding_buffers(self, recompute: str, layers: str) -> bool:
         """Return whether full recompute is played in the rounding buffers: what is pinned, or else the system's own.
 
         A system's own are part of its planned memory; an offload window, or layers that keep everything, leave none.
@@ -88,7 +103,7 @@ class Question(Chosen):
             return False
         if self.pins.rounding_buffers is not None:
             return self.pins.rounding_buffers
-        if self.pins.recompute_layers not in (None, ALL):
+        if layers != ALL:
             return False
         return self.preset.rounding_buffers and self.memory_policy == "planned" and not self.pins.offload_window
 
@@ -102,6 +117,26 @@ class Question(Chosen):
         """What is given, or else the system's own under an eager framework."""
         own = self.preset.streams if self.memory_policy == "eager" else "auto"
         return own if self.streams == "auto" else self.streams
+
+    def _zero_params(self, layout: Layout) -> ZeroParams:
+        """Return what is given, or else the system's own where an eager framework divides fp32 parameters."""
+        if self.zero_params != "auto":
+            return self.zero_params
+        divided = layout.zero == MOST_ZERO and layout.shards > 1 and self.states in ("fp32", "bf16")
+        return self.preset.zero_params if divided and self.memory_policy == "eager" and self.dtype != "fp32" else "auto"
+
+    def early_stop(self, recompute: str, layers: str) -> bool:
+        """Return whether full recompute ends early: what is pinned, or else the system's own, since PyTorch 2.1.
+
+        Groups of layers, whose inner layers need every output, have no early end of their own.
+        """
+        if recompute != "full":
+            return False
+        if self.pins.early_stop is not None:
+            return self.pins.early_stop
+        if layers.startswith("groups-"):
+            return False
+        return self.preset.early_stop and self.hardware.eager_libraries >= EARLY_STOP
 
     @property
     def dtype(self) -> DtypeName:

@@ -146,11 +146,8 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
             rebuilt = msgspec.structs.replace(complete, recompute=policy.recompute)
             if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
                 continue
-            whole = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
-            buffers = question.rounding_buffers(policy.recompute)
-            whole = msgspec.structs.replace(whole, recompute_layers=policy.layers, rounding_buffers=buffers)
             try:
-                cut = blocks.cut(question, whole, policy, chosen)
+                cut = blocks.cut(question, _with_policy(question, complete, policy), policy, chosen)
                 if cut is None:
                     continue
             except Infeasible as error:
@@ -176,6 +173,16 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
     if not found:
         raise refusal(question, refused)
     return found, reasons
+
+
+def _with_policy(question: Question, decisions: Decisions, policy: Policy) -> Decisions:
+    """Return the plan with the policy's alpha, and with the ways of full recompute that are pinned or the system's."""
+    return msgspec.structs.replace(
+        with_alpha(decisions, policy.recompute, policy.alpha or 0.0),
+        recompute_layers=policy.layers,
+        early_stop=question.early_stop(policy.recompute, policy.layers),
+        rounding_buffers=question.rounding_buffers(policy.recompute, policy.layers),
+    )
 
 
 def _offloaded(

@@ -108,6 +108,7 @@ class PartPrices:
             decisions,
             layout=msgspec.structs.replace(decisions.layout, schedule="1f1b", virtual_stages=1, multiplexed=False),
             recompute="none",
+            early_stop=False,
             swapped_tokens=0,
             subsequence_swapped_tokens=(),
             mlp_chunk_tokens=0,

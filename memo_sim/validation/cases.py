@@ -19,7 +19,7 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States, TpOverlap
+from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States, TpOverlap, ZeroParams
 from memo_sim.contract.plan import Status
 from memo_sim.contract.units import (
     MOST_TOKENS,
@@ -47,6 +47,7 @@ COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
     *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions", "tp_overlap", "recompute_layers"),
+    *("early_stop", "zero_params", "loss_metrics"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
@@ -111,6 +112,9 @@ COLUMN_TEXTS = {
     "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
     "tp_overlap": "whether a layer's products overlap with collectives of tensor parallelism; none when blank",
     "recompute_layers": "layers of full recompute: all (when blank), every-N, first-K or groups-N",
+    "early_stop": "whether full recompute leaves out the MLP's second product; the system's own when blank",
+    "zero_params": "what ZeRO 3 gathers parameters from (`--zero-params`); the system's own when blank",
+    "loss_metrics": "times that the trainer computes cross entropy again as a metric (`--loss-metrics`); 0 when blank",
     "cuda_graphs": "yes: the framework replays its kernels from CUDA graphs, without launches by the host",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
@@ -133,6 +137,8 @@ _WORDS = {
     "states": get_args(States),
     "offload_inputs": ("yes", "no"),
     "tp_overlap": get_args(TpOverlap),
+    "early_stop": ("yes", "no"),
+    "zero_params": get_args(ZeroParams),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,
@@ -141,7 +147,7 @@ _INTEGERS: dict[str, Any] = {
     **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses"), Degree),
     **dict.fromkeys(("virtual_stages", "zero_ranks", "power_w"), Degree),
     "zero": ZeroLevel,
-    **dict.fromkeys(("loss_chunk", "mlp_chunk"), Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]),
+    **dict.fromkeys(("loss_chunk", "mlp_chunk", "loss_metrics"), Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]),
 }
 """Columns of whole numbers, and the type with the limits of the same field in a model or a plan."""
 

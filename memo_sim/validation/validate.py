@@ -236,7 +236,7 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
     given = asked.integers
     if "power_w" in given:
         hardware = with_power(hardware, given["power_w"])
-    sp, overlap, inputs = (asked.words.get(name) for name in ("sp", "overlap", "offload_inputs"))
+    sp, overlap, inputs, early = (asked.words.get(name) for name in ("sp", "overlap", "offload_inputs", "early_stop"))
     if overlap == "no":
         hardware = _taking_turns(hardware)
     pins = Pins(
@@ -249,6 +249,7 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         overlap=_OVERLAP[overlap or ""],
         cuda_graphs=asked.words.get("cuda_graphs") == "yes",
         offload_inputs=None if inputs is None else inputs == "yes",
+        early_stop=None if early is None else early == "yes",
         loss_chunk_tokens=given.get("loss_chunk"),
         mlp_chunk_tokens=given.get("mlp_chunk"),
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
@@ -264,6 +265,8 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         global_batch=given.get("global_batch", 1),
         loss=asked.words.get("loss", "auto"),  # type: ignore[arg-type]
         states=asked.words.get("states", "fp32"),  # type: ignore[arg-type]
+        loss_metrics=given.get("loss_metrics", 0),
+        zero_params=asked.words.get("zero_params", "auto"),  # type: ignore[arg-type]
     )
 
 

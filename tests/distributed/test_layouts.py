@@ -159,6 +159,7 @@ def test_pure_bf16_gradients_err_as_one_process_does(team: Team, layout: Layout)
     "changes",
     [
         {"recompute": "full"},
+        {"recompute": "full", "early_stop": True},
         {"recompute": "full", "swapped_tokens": 256},
         {"recompute": "full", "mlp_chunk_tokens": 256},
         {"recompute": "full", "recompute_layers": "every-2"},

@@ -89,6 +89,11 @@ class Optimizer:
         return (self.decisions.dtype != "fp32" and not self.pure) or self.on_host
 
     @property
+    def cast(self) -> bool:
+        """Whether a rank stores no shard of parameters in their dtype, and casts the master copy for every gather."""
+        return self.decisions.zero_params == "cast" and self.master and self.shared("params")
+
+    @property
     def pure(self) -> bool:
         """Whether gradients and moments have the parameters' dtype, bf16, and there is no master copy."""
         return self.decisions.states == "pure-bf16"
@@ -157,7 +162,7 @@ class Optimizer:
             )
 
         held = {name: share if self.shared(name) else self.block.elements for name in ("params", "grads")}
-        found = [state(FamilyKind.PARAMS, self.decisions.dtype, held["params"], "device")]
+        found = [] if self.cast else [state(FamilyKind.PARAMS, self.decisions.dtype, held["params"], "device")]
         found.append(state(FamilyKind.GRADS, self.grad_dtype, held["grads"], "device"))
         if self.master:
             found.append(state(FamilyKind.MASTER, "fp32", share, space))
@@ -325,7 +330,7 @@ class Optimizer:
             master=accumulates(Rows("master", offset, length)) if self.master else None,
             moment1=accumulates(Rows("moment1", offset, length)),
             moment2=accumulates(Rows("moment2", offset, length)),
-            params=writes(params) if self.master else accumulates(params),
+            params=None if self.cast else writes(params) if self.master else accumulates(params),
             workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, self.decisions.states)),
         )
 
@@ -337,7 +342,7 @@ class Optimizer:
             return 4 * size + size * eager, 3 * size + size * eager
         moment = 2 if self.decisions.states == "bf16" else 4
         read = 4 + 2 * moment + 4
-        written = 2 * moment + 4 + (size if self.master else 0)
+        written = 2 * moment + 4 + (size if self.master and not self.cast else 0)
         return (read + 8, written + 4) if eager else (read, written)
 
     def _host_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:

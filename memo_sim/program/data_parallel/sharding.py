@@ -7,7 +7,8 @@ A use is one pass of the embedding, a layer or the head that needs a block of pa
              cp x ulysses x dp, or over ``zero_ranks`` of them. METP ranks all hold embedding and head, so for these the
              ranks are metp x dp.
     zero 3   A rank also holds only a shard of the parameters. The whole block is gathered before every use, again for
-             backward, and freed after it.
+             backward, and freed after it. With ``zero_params`` cast (torch FSDP's mixed precision) there is only the
+             fp32 shard of the optimizer, which is cast before every gather.
 
 A gather is placed before the previous use and overlaps with it, so two whole blocks exist at a time. A shard is added
 after the next use, so that no kernel waits for the reduce-scatter. Gathers do not cross the end of a micro-batch: the
@@ -35,6 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.data_parallel.optimizer import Optimizer
@@ -134,6 +136,8 @@ class Sharding:
                 count = 2 * uses[kind] if kind == "layer" else uses[kind]
                 name, dtype, holds = f"gathered.{kind}", self.decisions.dtype, FamilyKind.GATHERED
                 found.append(Family(name, BufferClass.GATHERED, dtype, elements, 1, count, kind=holds, block=kind))
+                if optimizer.cast:
+                    found.append(_cast_shard(optimizer, dtype))
         return found
 
     def whole(self, families: Families) -> Families:
@@ -163,9 +167,13 @@ class Sharding:
     def _gather(self, kind: BlockKind, families: Families, phase: Literal[Phase.GATHER, Phase.REGATHER]) -> Template:
         does = TemplateKind.REGATHER if phase is Phase.REGATHER else TemplateKind.GATHER
         builder = TemplateBuilder(f"{kind}.{phase}", phase, does, kind)
-        shard = builder.bind(families[f"params.{kind}"])
-        full = builder.bind(families[f"gathered.{kind}"])
         optimizer = self.optimizers[kind]
+        if optimizer.cast:
+            self._cast(builder, families, optimizer)
+            shard = f"cast.{kind}"
+        else:
+            shard = builder.bind(families[f"params.{kind}"])
+        full = builder.bind(families[f"gathered.{kind}"])
         size = optimizer.block.elements * DTYPE_BYTES[self.decisions.dtype]
         builder.emit(
             f"params.{kind}",
@@ -176,6 +184,23 @@ class Sharding:
             full=writes(builder.all(full)),
         )
         return builder.build()
+
+    def _cast(self, builder: TemplateBuilder, families: Families, optimizer: Optimizer) -> None:
+        """Write the cast of this rank's fp32 shard of parameters, into the buffer that the gather reads.
+
+        torch casts on a stream of its own (``_flat_param.py``, ``pre_unshard``); here it is one more kernel of compute,
+        before the use that the gather overlaps with.
+        """
+        master, out = (builder.bind(families[f"{name}.{optimizer.kind}"]) for name in ("master", "cast"))
+        elements, size = optimizer.state_elements(), DTYPE_BYTES[self.decisions.dtype]
+        builder.emit(
+            f"cast.{optimizer.kind}",
+            "params.cast",
+            Lane.COMPUTE,
+            Rowwise("params.cast", elements, DTYPE_BYTES["fp32"] * elements, size * elements),
+            x=reads(builder.all(master)),
+            out=writes(builder.all(out)),
+        )
 
     def _add(self, kind: BlockKind, families: Families) -> Template:
         """Return the template that adds this rank's shard; the in-place scatter leaves it at the start of each run."""
@@ -263,6 +288,16 @@ class Sharding:
         early = [kind for kind in use.grads if kind in self.reduced_early]
         complete = [kind for kind in early if kind != "embed" or (use.layer < 0 and not spanning)]
         return [Placed(f"{kind}.reduce", f"step/{use.place.rpartition('/')[2]}", 0, use.layer) for kind in complete]
+
+
+def _cast_shard(optimizer: Optimizer, dtype: DtypeName) -> Family:
+    """Return the buffer for this rank's cast shard of a block; the next block's cast waits for this one's gather."""
+    name, elements = f"cast.{optimizer.kind}", optimizer.state_elements()
+    return Family(
+        *(name, BufferClass.EXCHANGE, dtype, elements, 1, 1, "device", "step"),
+        kind=FamilyKind.CAST,
+        block=optimizer.kind,
+    )
 
 
 def _placed(use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:

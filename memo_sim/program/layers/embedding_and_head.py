@@ -122,6 +122,8 @@ def head(
     for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
         builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
+    if decisions.loss_metrics:
+        builder.bind(families["logits"], slot="logits")
     if tied:
         for name in ("params.embed", "grads.embed"):
             builder.bind(families[name], slot=name)

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
@@ -58,7 +59,8 @@ class LossWriter:
     def __post_init__(self) -> None:
         """Declare the buffers that the chunks share."""
         form, dtype = self.decisions.loss, self.decisions.dtype
-        self._own("logits", dtype)
+        if not self.builder.has("logits"):
+            self._own("logits", dtype)
         if form in ("auto", "blocks"):
             self._own("d_logits", dtype)
         if form in ("eager-fp32", "vocab-parallel"):
@@ -281,3 +283,61 @@ class LossWriter:
             return
         work = Collective("all_reduce", FP32_BYTES * numbers * stats.tokens, self.shape.tp, "tp")
         self.builder.emit(name, op, Lane.TP, work, tensor=accumulates(stats))
+
+
+def kept_logits(decisions: Decisions, shape: Shape, micro_batches: int) -> list[Family]:
+    """Return the buffers of the logits that metrics read when a micro-batch's backward has ended."""
+    if not decisions.loss_metrics:
+        return []
+    size = (decisions.dtype, shape.tokens, shape.vocab, micro_batches)
+    return [Family("logits", BufferClass.TRANSIENT, *size, kind=FamilyKind.HEAD_INPUT)]
+
+
+def metrics(decisions: Decisions, shape: Shape, families: Families) -> Template | None:
+    """Return the template of the trainer's metrics; None without them.
+
+    Each is torch's cross entropy under autocast, without a gradient: a copy in fp32 and its log-softmax (Composer,
+    trainer.py, ``_eval_train_metrics``; metrics/nlp.py, ``LanguageCrossEntropy`` and ``LanguagePerplexity``).
+    """
+    if not decisions.loss_metrics:
+        return None
+    builder = TemplateBuilder("metrics", Phase.BACKWARD, TemplateKind.METRICS, BlockKind.HEAD)
+    builder.bind(families["logits"])
+    builder.bind(families["input.labels"])
+    tokens, vocab = shape.tokens, shape.vocab
+    narrow, wide = (tokens * vocab * DTYPE_BYTES[dtype] for dtype in (decisions.dtype, "fp32"))
+    logits = Rows("logits", 0, tokens)
+    if decisions.dtype != "fp32":
+        builder.own("metric.fp32", BufferClass.TRANSIENT, "fp32", tokens, vocab)
+    builder.own("metric.log_probs", BufferClass.TRANSIENT, "fp32", tokens, vocab)
+    source, log_probs = Rows("metric.fp32", 0, tokens), Rows("metric.log_probs", 0, tokens)
+    for number in range(decisions.loss_metrics):
+        if decisions.dtype != "fp32":
+            copied = Rowwise("copy", tokens, narrow, wide)
+            builder.emit(f"widen.m{number}", "copy", Lane.COMPUTE, copied, source=reads(logits), target=writes(source))
+        softmax = Rowwise(
+            "log_softmax",
+            *(tokens, SOFTMAX_READS * wide, wide),
+            elements=tokens * vocab,
+            element_bytes=FP32_BYTES,
+        )
+        wide_logits = source if decisions.dtype != "fp32" else logits
+        builder.emit(
+            f"softmax.m{number}",
+            "metric.log_softmax",
+            Lane.COMPUTE,
+            softmax,
+            logits=reads(wide_logits),
+            out=writes(log_probs),
+        )
+        picked = Rowwise("nll", tokens, FP32_BYTES * tokens, FP32_BYTES)
+        builder.emit(
+            f"nll.m{number}",
+            "metric.nll",
+            Lane.COMPUTE,
+            picked,
+            log_probs=reads(log_probs),
+            labels=reads(Rows("input.labels", shape.start, tokens)),
+            workspace=builder.scratch(f"nll.m{number}.scratch", FP32_BYTES),
+        )
+    return builder.build()

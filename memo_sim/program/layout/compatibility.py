@@ -177,6 +177,20 @@ _SOME_LAYERS = _Feature(
 )
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
 
+_CAST = _Feature(
+    name="cast parameters",
+    chosen=lambda d: d.zero_params == "cast",
+    beside="beside parameters that every gather casts",
+    setting="zero_params cast",
+    hint="--zero-params stored",
+)
+_METRICS = _Feature(
+    name="metrics from logits",
+    chosen=lambda d: d.loss_metrics > 0,
+    beside="beside metrics that read all logits of a micro-batch",
+    setting=lambda d: f"loss_metrics {d.loss_metrics}",
+    hint="leave --loss-metrics out",
+)
 METP_SCHEDULE = _METP.allows(
     "layout.schedule",
     *("gpipe", "1f1b", "interleaved"),
@@ -211,6 +225,15 @@ MLP_BLOCKS_UNDER_FULL_RECOMPUTE = Rule(
     wanted="0, or recompute full",
     hint="--recompute full, or leave --mlp-chunk out",
 )
+EARLY_STOP_OF_FULL_RECOMPUTE = Rule(
+    name="early stop: recompute",
+    breaks=lambda d: d.early_stop and d.recompute != "full",
+    what="only full recompute repeats what backward does not need",
+    where="decisions.early_stop",
+    got=lambda d: f"true with recompute {d.recompute}",
+    wanted="false, or recompute full",
+    hint="--recompute full, or leave --early-stop out",
+)
 MLP_BLOCKS_UNDER_ZERO_BUBBLE = Rule(
     name="MLP in row blocks: schedule",
     breaks=lambda d: d.layout.schedule == "zero-bubble" and _staged(d) and d.mlp_chunk_tokens > 0,
@@ -235,6 +258,12 @@ SOME_LAYERS = (
     _SOME_LAYERS.allows("decisions.mlp_chunk_tokens", 0, because="layers that keep everything keep the whole MLP"),
     _SOME_LAYERS.allows("decisions.attention_chunk_tokens", 0, because="other layers keep the whole attention"),
     _SOME_LAYERS.allows("decisions.rounding_buffers", False, because="two buffers hold layers that are all rebuilt"),
+    _SOME_LAYERS.allows(
+        "decisions.early_stop",
+        False,
+        because="the inner layers of a group need every output",
+        when=lambda d: in_groups(d) and d.early_stop,
+    ),
     _SOME_LAYERS.allows("layout.metp", 1, because="METP recomputes a part of every layer anyway"),
     _SOME_LAYERS.allows("layout.subsequences", 1, because="subsequences are priced with layers that are all alike"),
     _SOME_LAYERS.allows(
@@ -395,6 +424,7 @@ RULES = (
         because="of what selective recompute drops METP keeps only attention's output, which full recompute rebuilds",
     ),
     METP_WHOLE_MLP,
+    _METP.allows("decisions.early_stop", False, because="METP's full recompute plays whole rings"),
     _METP.allows(
         "decisions.states",
         "fp32",
@@ -530,6 +560,7 @@ RULES = (
     *SOME_LAYERS,
     ROUNDING_BUFFERS_OF_FULL_RECOMPUTE,
     MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
+    EARLY_STOP_OF_FULL_RECOMPUTE,
     Rule(
         name="FlashAttention 1: head_dim",
         breaks=lambda d: d.kernels.attention in ("flash1", "triton-flash") and d.model.head_dim > FLASH1_HEAD_DIM,
@@ -548,6 +579,16 @@ RULES = (
         wanted="bf16",
         hint="--states fp32, or a device that computes in bf16",
     ),
+    _CAST.allows("decisions.memory_policy", "eager", because="memo-exec stores a shard of parameters and gathers it"),
+    _CAST.allows("layout.zero", 3, because="otherwise a rank has whole parameters"),
+    _CAST.allows("decisions.states", "fp32", "bf16", because="there has to be an fp32 shard on the device"),
+    _CAST.allows("decisions.dtype", "bf16", "fp16", because="fp32 parameters need no cast"),
+    _METRICS.allows("decisions.memory_policy", "eager", because="memo-exec computes no metrics"),
+    _METRICS.allows("layout.tp", 1, because="ranks of tp hold parts of the logits"),
+    _METRICS.allows("layout.pp", 1, because="stages have no metrics here"),
+    _METRICS.allows("layout.subsequences", 1, because="subsequences have logits of their own"),
+    _METRICS.allows("decisions.loss", "blocks", "eager-fp32", because="the logits have to outlive the loss"),
+    _METRICS.allows("decisions.loss_chunk_tokens", 0, because="chunks of the loss share the buffer of their logits"),
     Rule(
         name="eager-fp32 loss: tp",
         breaks=lambda d: d.loss == "eager-fp32" and d.layout.tp > 1,

@@ -59,7 +59,7 @@ class Rules:
                 return self._deferred
             case kind if kind in STATE_KINDS:
                 return self._block if family.block is BlockKind.LAYER else _only
-            case FamilyKind.SCALAR:
+            case FamilyKind.SCALAR | FamilyKind.CAST:
                 return _only
             case FamilyKind.INPUT_GRADIENT:
                 return self._after if slot == "grad_out" else self._before

@@ -11,6 +11,7 @@ from dataclasses import replace
 from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.ir.instruction import BufferClass, Families, Family
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
+from memo_sim.program.layers.loss import kept_logits
 from memo_sim.program.pipeline.stage_parts import StageParts
 
 
@@ -34,6 +35,7 @@ class StageFamilies:
         parts = self._parts
         first, count = parts.subsequences[0], parts.subsequences[0].activations.kept_per_layer
         self._hold(*self._inputs(), *(_scalar(name) for name in ("loss", "grad_norm")))
+        self._hold(*kept_logits(parts.decisions, parts.shape, parts.micro_batches))
         for number, templates in enumerate(parts.subsequences):
             self._hold(*templates.boundaries(), subsequence=number)
         for optimizer in parts.optimizers.values():

@@ -179,6 +179,8 @@ class StageOrder:
             then()
         if self._stage.begins_model(layer):
             self._use("embed.bwd", f"{at}/embed", each, -1, backward=True)
+            if "metrics" in self._templates:
+                self._place("metrics", f"{at}/metrics", each.micro_batch, len(self._stage.layers))
 
     def _first_row(self, subsequence: int) -> int:
         """Return the first row of the subsequence that this stage computes; helper stages compute the rows before."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from memo_sim.program.data_parallel.optimizer import tied, totals
 from memo_sim.program.ir.instruction import Template
 from memo_sim.program.ir.kinds import BlockKind
+from memo_sim.program.layers.loss import metrics
 from memo_sim.program.layout.swap_schedule import Key
 from memo_sim.program.pipeline.bindings import Bindings, Rules
 from memo_sim.program.pipeline.stage_families import StageFamilies
@@ -56,6 +57,7 @@ class StageTemplates:
         for templates, seen in zip(parts.subsequences, whole, strict=True):
             for template, slots in templates.ends(seen):
                 self._add(template, slots)
+        self._add(metrics(parts.decisions, parts.shape, self._families.all))
         if parts.tied_with_another:
             self._add(tied(parts.blocks[BlockKind.EMBED], self._families.all))
         for templates, families in zip(parts.subsequences, every, strict=True):

@@ -43,6 +43,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full swap": {"swapped_tokens": 256},
     "full recompute": {"recompute": "full"},
     "full recompute in rounding buffers": {"recompute": "full", "rounding_buffers": True},
+    "full recompute, ended early": {"recompute": "full", "early_stop": True},
     "full recompute, inputs swapped": {"recompute": "full", "swapped_tokens": 256},
     "MLP in row blocks": {"recompute": "full", "swapped_tokens": 256, "mlp_chunk_tokens": 128},
     "attention in chunks": {"recompute": "full", "seq_tokens": 320, "micro_batch": 1, "attention_chunk_tokens": 128},

@@ -325,3 +325,24 @@ def test_memory_that_waits_for_streams_is_reserved_besides() -> None:
     assert found["recorded"].prediction.status == "gpu_oom"
     peaks = {each.prediction.peak_device_bytes for each in found.values()}
     assert len(peaks) == 1
+
+
+@pytest.mark.parametrize(("system", "cast", "early"), [("fsdp", "cast", True), ("torchtitan", "cast", False)])
+def test_fsdp_casts_parameters_and_ends_recompute_early(system: str, cast: str, early: bool) -> None:
+    found = [each.base for each in candidates(ask(system, dp=8, recompute="full"))[0]]
+    assert {(each.zero_params, each.early_stop) for each in found} == {(cast, early)}
+    kept = [each.base for each in candidates(ask(system, dp=8, recompute="none"))[0]]
+    assert {each.early_stop for each in kept} == {False}
+    old = [
+        each.base for each in candidates(ask(system, dp=8, recompute="full", libraries="2022", attention="flash1"))[0]
+    ]
+    assert {each.early_stop for each in old} == {False}
+    pinned = [each.base for each in candidates(ask(system, dp=8, recompute="full", early_stop=not early))[0]]
+    assert {each.early_stop for each in pinned} == {not early}
+    unlike = [each.base for each in candidates(ask(system, dp=8, recompute="full", memory_policy="caching"))[0]]
+    assert {each.zero_params for each in unlike} == {"auto"}
+
+
+def test_an_early_stop_needs_full_recompute() -> None:
+    with pytest.raises(UsageError, match="only full recompute"):
+        candidates(ask("fsdp", dp=8, recompute="none", early_stop=True))

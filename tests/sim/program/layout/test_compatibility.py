@@ -16,6 +16,7 @@ from tests.sim.small_programs import GPT
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
+METRICS = {"loss_metrics": 2, "loss": "blocks", "memory_policy": "eager"}
 CHUNKS = {"recompute": "full", "attention_chunk_tokens": 512}
 EVERY_SECOND = {"recompute": "full", "recompute_layers": "every-2"}
 
@@ -64,6 +65,42 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "METP: states": (Layout(metp=2), {"states": "pure-bf16"}, "pure-bf16 with metp 2"),
     "pure bf16 states: dtype": (Layout(), {"states": "pure-bf16", "dtype": "fp32"}, "fp32 with states pure-bf16"),
+    "METP: early_stop": (Layout(metp=2), {"recompute": "full", "early_stop": True}, "true with metp 2"),
+    "early stop: recompute": (Layout(), {"early_stop": True}, "true with recompute none"),
+    "cast parameters: memory_policy": (
+        Layout(dp=2, zero=3),
+        {"global_batch": 2, "zero_params": "cast"},
+        "caching with zero_params cast",
+    ),
+    "cast parameters: zero": (
+        Layout(dp=2, zero=2),
+        {"global_batch": 2, "zero_params": "cast", "memory_policy": "eager"},
+        "2 with zero_params cast",
+    ),
+    "cast parameters: states": (
+        Layout(dp=2, zero=3),
+        {"global_batch": 2, "zero_params": "cast", "memory_policy": "eager", "states": "host"},
+        "host with zero_params cast",
+    ),
+    "cast parameters: dtype": (
+        Layout(dp=2, zero=3),
+        {"global_batch": 2, "zero_params": "cast", "memory_policy": "eager", "dtype": "fp32"},
+        "fp32 with zero_params cast",
+    ),
+    "metrics from logits: memory_policy": (
+        Layout(),
+        {"loss_metrics": 2, "loss": "blocks"},
+        "caching with loss_metrics 2",
+    ),
+    "metrics from logits: tp": (Layout(tp=2), METRICS, "2 with loss_metrics 2"),
+    "metrics from logits: pp": (Layout(pp=5), METRICS, "5 with loss_metrics 2"),
+    "metrics from logits: subsequences": (Layout(subsequences=2), METRICS, "2 with loss_metrics 2"),
+    "metrics from logits: loss": (Layout(), METRICS | {"loss": "fused"}, "fused with loss_metrics 2"),
+    "metrics from logits: loss_chunk_tokens": (
+        Layout(),
+        METRICS | {"loss_chunk_tokens": 512},
+        "512 with loss_metrics 2",
+    ),
     "eager-fp32 loss: tp": (Layout(tp=2), {"loss": "eager-fp32"}, "eager-fp32 with tp 2"),
     "keep_norms: metp": (Layout(tp=2), {"keep_norms": True}, "true with metp 1"),
     "METP: tp": (Layout(metp=2, tp=2), {}, "2 with metp 2"),
