@@ -29,6 +29,23 @@ CPU_ROWS = [
     for n, k in ((768.0, 256.0), (256.0, 256.0), (1024.0, 256.0), (256.0, 1024.0))
 ]
 
+# Output features, input features and TFLOP/s: EleutherAI/cookbook@e6b8f2bf sizing/results/transformer_data/h_sweep.out.
+WIDE_LAYER_PRODUCTS = [
+    (36864, 12288, 252.2),
+    (12288, 12288, 247.4),
+    (49152, 12288, 253.4),
+    (12288, 49152, 253.3),
+    (18432, 12288, 247.5),
+    (12288, 6144, 251.2),
+    (24576, 12288, 257.3),
+    (12288, 24576, 244.4),
+    (9216, 12288, 250.8),
+    (12288, 3072, 222.8),
+    (4608, 12288, 251.0),
+    (12288, 1536, 201.9),
+    (6144, 12288, 243.3),
+]
+
 
 def gemm_table(profile: str, index: int) -> GemmTable:
     return load_hardware(profile).gemm[index]
@@ -91,18 +108,16 @@ class TestGemm:
         assert fprop.rate(65536, 4096, 1024) < 0.95 * fprop.rate(65536, 4096, 8192)
         assert wgrad.rate(4096, 1024, 65536) < 0.9 * wgrad.rate(4096, 16384, 65536)
 
-    def test_layer_products_average_the_recommended_rate(self) -> None:
-        # Published A100 measurements average 225 TFLOP/s over fprop, dgrad and wgrad of layers with at least 4K tokens.
+    def test_products_of_wide_layers_run_at_published_rates(self) -> None:
+        # The source of sustained_gemm: fp16 on A100-SXM4, 8192 tokens, hidden 12,288, tensor parallelism 1 to 8.
         hardware = load_hardware("a100-sxm4-80gb")
         assert hardware.sustained_gemm is not None
-        models = {table.gemm_pass: GemmModel(table.rows) for table in hardware.gemm}
-        h, tokens = 4096.0, 8192.0
-        total_flops = total_s = 0.0
-        for n, k in ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h)):
-            for name, shape in (("fprop", (tokens, n, k)), ("dgrad", (tokens, k, n)), ("wgrad", (n, k, tokens))):
-                total_flops += 2 * tokens * n * k
-                total_s += seconds(models[name], *shape)  # type: ignore[index]
-        assert hardware.sustained_gemm.value * total_flops / total_s == pytest.approx(225e12, rel=0.01)
+        (model,) = (GemmModel(t.rows) for t in hardware.gemm if (t.dtype, t.gemm_pass) == ("fp16", "fprop"))
+        ratios = [
+            hardware.sustained_gemm.value * model.rate(8192, n, k) / (rate * 1e12) for n, k, rate in WIDE_LAYER_PRODUCTS
+        ]
+        assert max(abs(ratio - 1) for ratio in ratios) < 0.12
+        assert sorted(ratios)[len(ratios) // 2] == pytest.approx(1.0, abs=0.02)
 
     def test_a_cpu_table_interpolates_between_its_rows(self) -> None:
         model = GemmModel(CPU_ROWS)

@@ -46,6 +46,12 @@ def test_bundled_files_load_by_name() -> None:
     assert (row.question.alpha, row.question.integers["tp"], row.expected.mfu) == (0.125, 4, 0.5186)
 
 
+def test_rows_of_july_2023_have_the_attention_kernel_of_their_repository() -> None:
+    # InternLM/InternLM@fa7337b (6 July 2023) prints the first of these rows and builds flash-attn 1.0.5.
+    # FlashAttention-2 is of 17 July 2023; the repository took it over in January 2024 (InternLM/InternEvo@87445e3).
+    assert {row.question.words["attention"] for row in load_cases("internevo")} == {"flash1"}
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [
