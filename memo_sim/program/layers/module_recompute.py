@@ -1,4 +1,4 @@
-"""Recompute of single modules (Megatron-LM, ``--recompute-modules``): norms, or the MLP.
+"""Recompute of single modules (Megatron-LM's recompute modules): norms, or the MLP.
 
     norms   Outputs and statistics of both norms are not kept. Each norm runs again where backward reaches its module:
             the second before the MLP's backward, the first before attention's (``layernorm`` there, which frees only
