@@ -30,12 +30,14 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 if TYPE_CHECKING:
     from memo_sim.contract.hardware import DtypeName
 
-Recompute = Literal["none", "full", "selective", "operators", "tokenwise"]
+Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise"]
 """What backward recomputes.
 
 - none: nothing.
 - full: the whole forward of each layer.
 - selective: only attention, from kept Q, K and V (as in Megatron-LM).
+- norms: only the norms (Megatron-LM's recompute module layernorm).
+- mlp: only the MLP, from its kept input (its module mlp).
 - operators: every second product, norms and activations; attention is never recomputed (as in torchtitan).
 - tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO)."""
 MemoryPolicy = Literal["planned", "caching", "eager"]

@@ -173,7 +173,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ``recompute``:
 
     - none: they are kept on the device.
-    - selective, operators: nothing may be swapped; all tokens are kept.
+    - selective, norms, mlp, operators: nothing may be swapped; all tokens are kept.
     - tokenwise: they are recomputed. Layer input and attention output are swapped whole.
     - full: only the layer input can be swapped; its other rows are kept.
 

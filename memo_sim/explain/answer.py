@@ -42,6 +42,8 @@ LIBRARIES: dict[FrameworkLibrary, str] = {
 """What the kernels of each library are called."""
 RUN_AGAIN = {
     "selective": "attention runs forward again; with a flash kernel this saves only its log-sum-exp",
+    "norms": "norms run forward again",
+    "mlp": "the MLP runs forward again",
     "operators": "every second product, norms and activations run forward again",
 }
 """What modes repeat that keep some tensors of all tokens."""

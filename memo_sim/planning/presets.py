@@ -66,10 +66,11 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        (NVIDIA/Megatron-LM@d98e8a6: training/arguments.py, core/transformer/transformer_config.py,
                        core/model_parallel_config.py). Distributed optimizer and both overlaps are on, which are options
                        there. Its recompute methods block and uniform are ``--recompute-layers first-K`` and
-                       ``groups-N``. ``tp_comm_overlap``, off unless asked for: ``--tp-overlap chunked`` (NVIDIA/
-                       TransformerEngine: pytorch/module/base.py, ``initialize_ub``; its buffers live as long as the
-                       job, and behind projection and second MLP product it cuts sums into four pieces by default). No
-                       recompute of single modules, no CUDA graphs
+                       ``groups-N``; of its recompute modules core_attn, layernorm and mlp are ``--recompute``
+                       selective, norms and mlp, each alone. ``tp_comm_overlap``, off unless asked for: ``--tp-overlap
+                       chunked`` (NVIDIA/TransformerEngine: pytorch/module/base.py, ``initialize_ub``; its buffers live
+                       as long as the job, and behind projection and second MLP product it cuts sums into four pieces by
+                       default). No CUDA graphs
 """
 
 from __future__ import annotations
@@ -93,6 +94,14 @@ from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.recomputed_layers import ALL
+
+OF_PARTS = {
+    "selective": "selective recompute",
+    "norms": "recompute of norms",
+    "mlp": "recompute of the MLP",
+    "operators": "recompute by operator",
+}
+"""How policies are called that recompute parts of every layer and swap nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +135,8 @@ class Policy:
             blocks = ", MLP in blocks" if self.mlp_blocks else ""
             layers = "" if self.layers == ALL else f", layers {self.layers}"
             return f"full recompute{layers}{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
-        if self.recompute == "selective":
-            return "selective recompute"
-        if self.recompute == "operators":
-            return "recompute by operator"
+        if self.recompute in OF_PARTS:
+            return OF_PARTS[self.recompute]
         if self.hides:
             return "sequence-aware offload"
         if self.recompute == "none":
@@ -151,6 +158,7 @@ PAIRS_OF_LAYERS = Policy("full", 0.0, layers="groups-2")
 Of a GPT layer, 16 times its input is live (MEMO 3.2). So pairs halve the inputs of a stage for 15 inputs more, and
 larger groups save less and hold more."""
 SELECTIVE_RECOMPUTE = Policy("selective", 0.0)
+MODULES_RECOMPUTE = (Policy("norms", 0.0), Policy("mlp", 0.0))
 OPERATOR_RECOMPUTE = Policy("operators", 0.0)
 FULL_SWAP = Policy("none", 1.0)
 PARTIAL_SWAP = Policy("none", None)

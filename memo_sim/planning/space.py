@@ -20,6 +20,7 @@ from memo_sim.planning.presets import (
     FULL_RECOMPUTE,
     KEEP,
     LAGGING,
+    MODULES_RECOMPUTE,
     OPERATOR_RECOMPUTE,
     PARTIAL_SWAP,
     SELECTIVE_RECOMPUTE,
@@ -101,7 +102,7 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
         cut = [replace(p, alpha=pins.alpha) for p in system.policies if p.recompute == mode == "full"]
         return tuple(dict.fromkeys((Policy(mode, pins.alpha), *cut)))
     own = tuple(p for p in system.short_sequences + system.policies if p.recompute == mode)
-    known = (KEEP, FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, OPERATOR_RECOMPUTE, TOKENWISE)
+    known = (KEEP, FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, *MODULES_RECOMPUTE, OPERATOR_RECOMPUTE, TOKENWISE)
     return own or (next(p for p in known if p.recompute == mode),)
 
 

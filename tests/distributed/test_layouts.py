@@ -165,6 +165,8 @@ def test_pure_bf16_gradients_err_as_one_process_does(team: Team, layout: Layout)
         {"recompute": "full", "recompute_layers": "every-2"},
         {"recompute": "none", "swapped_tokens": 256},
         {"recompute": "selective"},
+        {"recompute": "norms"},
+        {"recompute": "mlp"},
         {"recompute": "operators"},
         {"loss_chunk_tokens": 100},
         {"micro_batch": 2, "seq_tokens": 256, "swapped_tokens": 256},

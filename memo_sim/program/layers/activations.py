@@ -7,6 +7,7 @@ Each policy chooses the families of the skeletal slots in the forward and backwa
                 the two rounding buffers: one is read while the next layer's input is prefetched into the other. With
                 ``rounding_buffers`` all skeletal tensors lie in those two, and inputs are copied out of them.
     selective   keeps everything except tensors that only attention makes (``selective.py``)
+    norms, mlp  keeps everything except what single modules make (``module_recompute.py``)
     operators   keeps the outputs of every second product and of attention (``operator_recompute.py``)
     rounding    Layers alternate between two buffers (MEMO 4.1). A layer whose buffer is overwritten is offloaded to
                 host buffers after its forward, and prefetched before its backward. Rows that are not swapped are
@@ -31,7 +32,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Mode, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Copy, Rowwise
-from memo_sim.program.layers import mlp, operator_recompute, selective
+from memo_sim.program.layers import mlp, module_recompute, operator_recompute, selective
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Fate, Skeletal
@@ -182,6 +183,8 @@ class Activations:
             return tensor.name not in selective.rebuilt(self.shape)
         if self.decisions.recompute == "operators":
             return tensor.name not in operator_recompute.rebuilt(self.decisions.model, self.shape)
+        if tensor.name in module_recompute.rebuilt(self.decisions):
+            return False
         return self.decisions.recompute != "full" or tensor.name == "x"
 
     def _bound(self, tensor: Skeletal) -> bool:

@@ -17,6 +17,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention.chunked import ChunkedAttention
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import TemplateBuilder
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layers.attention_half import AttentionHalf, WholeAttention
 from memo_sim.program.layers.mlp import Mlp
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
@@ -75,5 +76,18 @@ class LayerWriter(OperatorWriter):
 
     def backward(self, grad_out: str, grad_in: str) -> None:
         """Write the backward: reads ``grad_out`` (of the layer's output), writes ``grad_in`` (of its input)."""
+        self._again("norm2", "resid")
+        if self.decisions.recompute == "mlp":
+            self.mlp.again()
         self.mlp.backward(grad_out)
+        self._again("norm1", "x")
         self.attention.backward(grad_in)
+
+    def _again(self, norm: str, source: str) -> None:
+        """Write a norm once more, where backward computes it again as a module (``module_recompute.py``)."""
+        if self.decisions.recompute != "norms":
+            return
+        phase, self.builder.phase = self.builder.phase, Phase.RECOMPUTE
+        rows = (0, self.shape.tokens)
+        self.norm(norm, source, rows, rows)
+        self.builder.phase = phase

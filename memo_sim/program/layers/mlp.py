@@ -93,6 +93,18 @@ class Mlp:
             writer.gather_and_multiply("norm2", shard, "norm2_full", rows, product, tokens=self.tokens)
         self._activate(rows)
 
+    def again(self) -> None:
+        """Write the whole MLP once more from the kept output of its norm (``module_recompute.py``)."""
+        writer, shape, rows = self.writer, self.shape, (0, self.shape.tokens)
+        phase, writer.builder.phase = writer.builder.phase, Phase.RECOMPUTE
+        source = writer.gather("norm2", writer.shard_rows("norm2", rows), "norm2_full", 0, tokens=self.tokens)
+        writer.linear("ffn_up", source, Rows("up", *rows), self.width, shape.hidden)
+        self._activate(rows)
+        product = Rows(writer.own("down_out", self.tokens, shape.hidden), *rows)
+        writer.linear("ffn_down", Rows("act", *rows), product, shape.hidden, shape.ffn, bias=False)
+        writer.scatter("ffn_down", product, tokens=self.tokens)
+        writer.builder.phase = phase
+
     def _beside_gate(self, source: Rows, at: RowBlock, *, again: bool) -> None:
         """Write the first product of a gated MLP, whose gate half is kept, or with ``again`` its other half."""
         up, gate = Rows("up", *at), Rows(GATE, *at)

@@ -30,7 +30,7 @@ MOST_ZERO_OF_GROUPS = 2
 FLASH1_HEAD_DIM = 128
 """Largest head size of flash-attn 1 (csrc/flash_attn/fmha_api.cpp and flash_attn_triton.py at v1.0.9)."""
 
-KEEPS_ALL_TOKENS = ("selective", "operators")
+KEEPS_ALL_TOKENS = ("selective", "norms", "mlp", "operators")
 """Recompute modes that keep some tensors of all tokens, and swap none."""
 
 Test = Callable[[Decisions], bool]

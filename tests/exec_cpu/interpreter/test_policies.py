@@ -31,6 +31,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "rounding buffers, full recompute": {"recompute": "full", "rounding_buffers": True},
     "rounding buffers, inputs swapped": {"recompute": "full", "rounding_buffers": True, "swapped_tokens": 256},
     "selective recompute": {"recompute": "selective"},
+    "norms' recompute": {"recompute": "norms"},
+    "the MLP's recompute": {"recompute": "mlp"},
     "operator recompute": {"recompute": "operators"},
     "full swap": {"swapped_tokens": 256},
     "half swapped, half kept": {"swapped_tokens": 128},
@@ -68,6 +70,12 @@ def test_layers_that_differ_leave_the_gradients_to_autograd(name: str, layers: s
     deeper = msgspec.structs.replace(MODELS[name], layers=5)
     assert_gradients_equal_autograds(decide(deeper, **fields))
     assert_gradients_equal_autograds(decide(deeper, memory_policy="caching", **fields))
+
+
+@pytest.mark.parametrize("module", ["norms", "mlp"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_modules_that_run_again_leave_the_gradients_to_autograd(name: str, module: str) -> None:
+    assert_gradients_equal_autograds(decide(MODELS[name], recompute=module, micro_batch=1, global_batch=2))
 
 
 @pytest.mark.parametrize("policy", ["keep", *POLICIES])

@@ -50,6 +50,8 @@ POLICIES = [
     *(("tokenwise", alpha) for alpha in (0.0, 0.25, 0.75)),
     *(("full", alpha) for alpha in (0.0, 1.0)),
     ("selective", 0.0),
+    ("norms", 0.0),
+    ("mlp", 0.0),
     ("operators", 0.0),
 ]
 
