@@ -21,6 +21,7 @@ from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy
 from memo_sim.planning.question import Question
+from memo_sim.planning.search import play
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.arena.library_workspaces import RESULTS
 from memo_sim.program.ir.instruction import Lane
@@ -90,7 +91,7 @@ def explain(
         *_full_recompute(found, simulation),
         *_fallback(question, found),
         *runner_up(found),
-        *allocator_decides(found),
+        *allocator_decides(found, lambda decisions: play(question, decisions).prediction),
         *ties(found),
         *closer_than_the_interval(close),
     ]

@@ -6,10 +6,11 @@ import dataclasses
 import re
 
 import msgspec
+import pytest
 
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.hardware import DISTURBED
-from memo_sim.contract.plan import Layout, Prediction, Stall
+from memo_sim.contract.plan import Decisions, Layout, Prediction, Stall
 from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, runner_up
 from memo_sim.planning.outcome import Evaluated, SearchResult
@@ -179,22 +180,42 @@ def test_a_runner_up_loses_time_to_waiting_or_to_compute() -> None:
     assert said[1].endswith("5 s (50.0%) slower: 5 s more compute.")
 
 
-def test_a_rival_that_only_the_allocator_slows_is_named() -> None:
-    played, policy = decide(("full", 0.0)), Policy("full", 0.0)
+@pytest.mark.parametrize("policy", ["caching", "eager"])
+def test_a_rival_that_only_the_allocator_slows_is_named(policy: str) -> None:
+    decisions = msgspec.structs.replace(decide(("full", 0.0)), memory_policy=policy)
 
     def evaluated(step_s: float, waits_s: float) -> Evaluated:
-        stalls = [Stall(lane="compute", waits_for="allocator", seconds=waits_s, count=1)]
-        return Evaluated(policy, played, Prediction(status="ok", step_s=step_s, stalls=stalls))
+        stalls = [Stall(lane="compute", waits_for="allocator", seconds=waits_s, count=1)] if waits_s else []
+        prediction = Prediction(status="ok", step_s=step_s, stalls=stalls, allocation_retries=4 * bool(waits_s))
+        return Evaluated(Policy("full", 0.0), decisions, prediction)
 
-    def said(*rivals: Evaluated) -> str:
-        ranked = [evaluated(10.0, 0.5), *rivals]
-        return " ".join(allocator_decides(SearchResult(ranked=ranked, evaluated=len(ranked), pruned=0)))
+    def said(*rivals: Evaluated, best: Evaluated, without_s: float = 8.5) -> str:
+        ranked, asked = [best, *rivals], []
 
-    assert said(evaluated(12.0, 1.5), evaluated(13.0, 0.0)) == ""
-    one = said(evaluated(12.0, 3.0), evaluated(13.0, 0.0))
-    assert one.startswith("The allocator decides: full recompute on tp1 cp1 dp1 takes 12 s, of which compute waits 3 s")
-    assert one.endswith("without these waits it would beat the best plan.")
-    assert said(evaluated(12.0, 3.0), evaluated(13.0, 4.5)).endswith("beat the best plan, as would 1 other plan.")
+        def predict(decisions: Decisions) -> Prediction:
+            asked.append(decisions.memory_policy)
+            return Prediction(status="ok", step_s=without_s)
+
+        text = " ".join(allocator_decides(SearchResult(ranked=ranked, evaluated=1, pruned=0), predict))
+        assert set(asked) <= {"caching"}
+        assert len(asked) <= 3
+        return text
+
+    best = evaluated(10.0, 0.0)
+    assert said(evaluated(12.0, 1.5), evaluated(13.0, 0.0), best=best, without_s=10.5) == ""
+    rival = evaluated(12.0, 3.5)
+    text = said(rival, evaluated(13.0, 0.0), best=best)
+    assert text.startswith(
+        "The allocator decides: full recompute on tp1 cp1 dp1 takes 12 s with 4 allocation retries; without them"
+    )
+    assert ("(--memory-policy caching)" in text) == (policy == "eager")
+    assert text.endswith("it would take 8.5 s and beat the best plan.")
+    # The best plan has no retries either then.
+    waits = said(rival, best=evaluated(10.0, 1.0))
+    assert waits.endswith("beat the best plan, which would take 9 s.") == (policy == "caching")
+    if policy == "eager":
+        assert waits == ""  # both take 8.5 s
+        assert said(rival, best=best, without_s=11.0) == ""
 
 
 def test_a_limit_of_the_allocator_is_explained() -> None:

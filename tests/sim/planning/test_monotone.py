@@ -161,7 +161,7 @@ def faster(machine: tuple[Cluster, Hardware], what: str, factor: float) -> tuple
 KINDS = ["network", "d2h", "h2d", "pcie", "links", "device memory", "host memory"]
 CASES = [
     ("megatron-lm", 32, 8),
-    ("fsdp", 16, 8),
+    ("fsdp", 16, 16),
     ("deepspeed-ulysses", 64, 16),
     ("memo", 128, 4),
     ("full-swap", 64, 4),
@@ -189,7 +189,6 @@ def swept_s(case: tuple[str, int, int], what: str, factor: float) -> float:
     case=st.sampled_from(CASES),
     factors=st.lists(st.sampled_from([0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0]), min_size=2, max_size=2, unique=True),
 )
-@example(what="d2h", case=("sppo", 64, 4), factors=[2.0, 4.0])  # a percent slower at most
 @settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_more_bandwidth_never_makes_the_best_plan_slower(
     what: str, case: tuple[str, int, int], factors: list[float]
@@ -197,6 +196,19 @@ def test_more_bandwidth_never_makes_the_best_plan_slower(
     slow, fast = (swept_s(case, what, factor) for factor in sorted(factors))
     by_rule = case[0] == "sppo" and what in ("d2h", "pcie", "host memory")
     assert fast <= slow * (BY_SPPOS_RULE if by_rule else EXACT)
+
+
+def test_by_sppos_own_rule_it_can_by_a_percent() -> None:
+    asked = ask(("sppo", 64, 4), load_cluster("a100-1x8"), tp=2, pp=1)
+    slow, fast = (
+        search(replace(asked, cluster=cluster, hardware=hardware)).best
+        for cluster, hardware in (faster((asked.cluster, asked.hardware), "d2h", factor) for factor in (1.25, 4.0))
+    )
+    assert slow is not None
+    assert fast is not None
+    assert slow.decisions.swapped_tokens < fast.decisions.swapped_tokens
+    slow_s, fast_s = (e.prediction.step_s or 0.0 for e in (slow, fast))
+    assert slow_s < fast_s < slow_s * BY_SPPOS_RULE
 
 
 @pytest.mark.parametrize(
@@ -207,7 +219,7 @@ def test_more_bandwidth_never_makes_the_best_plan_slower(
         ("d2h", ("full-swap", 64, 4)),
         ("h2d", ("full-swap", 64, 4)),
         ("pcie", ("memo", 128, 4)),
-        ("device memory", ("fsdp", 16, 8)),
+        ("device memory", ("fsdp", 16, 16)),
     ],
 )
 def test_the_sweeps_reach_the_bandwidth_that_they_change(what: str, case: tuple[str, int, int]) -> None:
