@@ -15,14 +15,17 @@ from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
     MOST_LIMIT_GIB,
     MOST_WINDOW,
+    AdamwKernels,
     CpExchange,
     Loss,
     MemoryPolicy,
     Overlap,
     Partition,
     Recompute,
+    ReduceDtype,
     RowwiseKernel,
     Schedule,
+    Sharding,
     States,
     Streams,
 )
@@ -149,6 +152,8 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Attention runs in this many groups of heads, one after the other, which limits its workspace."""
     rowwise: RowwiseKernel = "torch"
     """Whose kernels play norms, activations, rotary embeddings, residuals, loss and optimizer."""
+    adamw: AdamwKernels = "foreach"
+    """AdamW of a framework's row-wise kernels (eager, compiled); memo-exec's own is one kernel."""
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,6 +208,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""
     streams: Streams = "auto"
     """When an eager framework gets memory back that streams beside compute have used; auto: as its libraries do."""
+    sharding: Sharding = "memo"
+    """Whose implementation of ZeRO 2 and 3, with its passes over parameters and gradients."""
+    reduce_dtype: ReduceDtype = "auto"
+    """Dtype in which FSDP sums gradients over ranks; auto: that of their sums over micro-batches."""
     loss_chunk_tokens: Tokens = 0
     """Tokens whose logits exist at the same time; 0 means all tokens."""
     mlp_chunk_tokens: Tokens = 0

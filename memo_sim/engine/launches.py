@@ -39,6 +39,7 @@ from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Instance, Lane
 from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import FRESH, Rowwise
 from memo_sim.program.operators.framework_kernels import launches, library_of
 
 _REPLICAS = frozenset((Lane.REPLICA, Lane.ENDS, Lane.SHARD, Lane.REPLICATE))
@@ -83,7 +84,9 @@ def _kernels(program: Program, columns: Columns, decisions: Decisions) -> Ints:
     for row, template in zip(table, program.templates, strict=True):
         for position, instruction in enumerate(template.instructions):
             if instruction.lane is Lane.COMPUTE:
-                if library is None or library == "fused":
+                if isinstance(instruction.work, Rowwise) and instruction.work.kind == FRESH:
+                    row[position] = 0
+                elif library is None or library == "fused":
                     row[position] = KERNELS
                 else:
                     row[position] = launches(instruction.work, library)

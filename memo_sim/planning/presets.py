@@ -39,7 +39,8 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        compiled``), torch's flash attention first of its backends, cross_entropy of an fp32 copy of all
                        logits, sharded over tp where there is tp (pytorch/torchtitan@b5bcd76: config/configs.py,
                        distributed/fsdp.py, models/common/attention.py, components/loss.py). Stages have ZeRO 1 here,
-                       torchtitan's ZeRO 2; its fused AdamW is priced as eager AdamW; no asynchronous tp
+                       torchtitan's ZeRO 2; no asynchronous tp. AdamW is fused (components/optimizer.py; foreach
+                       until 2025: ``--adamw foreach``)
     trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
                        device unless ``--offload-inputs``), the loss in chunks of 256 tokens, Hugging Face's eager
                        modules, torch's attention, cuDNN's where it has that (huggingface/trl@f2cd577:
@@ -65,7 +66,17 @@ from dataclasses import dataclass
 from memo_sim.contract.accuracy import Framework
 from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.knobs import CpExchange, Loss, MemoryPolicy, Overlap, RowwiseKernel, Schedule, Streams
+from memo_sim.contract.knobs import (
+    AdamwKernels,
+    CpExchange,
+    Loss,
+    MemoryPolicy,
+    Overlap,
+    RowwiseKernel,
+    Schedule,
+    Sharding,
+    Streams,
+)
 from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -171,6 +182,10 @@ class System:
     Megatron-LM and its fork for DeepSpeed have fused ones, and FSDP wraps modules that run eagerly."""
     streams: Streams = "auto"
     """When memory that other streams use comes back, unless given (``contract/knobs.py``)."""
+    sharding: Sharding = "memo"
+    """Whose ZeRO 2 and 3 under an eager framework, unless pinned; fsdp2 is fsdp1 with libraries from before it."""
+    adamw: AdamwKernels = "foreach"
+    """Kernels of AdamW, unless pinned."""
     attention: tuple[AttentionName, ...] = ()
     """Attention kernels in the order in which its authors prefer them, unless pinned: the first that the profile has.
 
@@ -293,6 +308,7 @@ SYSTEMS = {
             (KEEP, FULL_RECOMPUTE),
             memory_policy="eager",
             rowwise="eager",
+            sharding="fsdp2",
             degrees=("dp",),
             zeros=(3,),
         ),
@@ -360,6 +376,8 @@ SYSTEMS = {
             memory_policy="eager",
             rowwise="eager",
             streams="events",
+            sharding="fsdp2",
+            adamw="fused",
             attention=TORCH_FLASH,
             loss="eager-fp32",
             degrees=("tp", "cp", "pp", "dp"),
@@ -376,6 +394,8 @@ SYSTEMS = {
             memory_policy="eager",
             rowwise="eager",
             streams="events",
+            sharding="fsdp2",
+            adamw="fused",
             attention=("torch-cudnn", *TORCH_FLASH),
             loss="blocks",
             loss_chunk_tokens=256,

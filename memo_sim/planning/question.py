@@ -10,10 +10,23 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, Librar
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
-from memo_sim.contract.knobs import Chosen, Loss, MemoryPolicy, Overlap, Pins, RowwiseKernel, Streams
+from memo_sim.contract.knobs import (
+    AdamwKernels,
+    Chosen,
+    Loss,
+    MemoryPolicy,
+    Overlap,
+    Pins,
+    RowwiseKernel,
+    Sharding,
+    Streams,
+)
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
+
+FSDP2_SINCE: Libraries = "2024"
+"""Year of the first PyTorch with FSDP2: 2.4, of July 2024."""
 
 __all__ = ["Pins", "Question", "under_system", "with_libraries", "with_memory"]
 
@@ -57,6 +70,8 @@ class Question(Chosen):
             states=self.states,
             loss=self._loss(layout),
             streams=self._streams,
+            sharding=self.sharding,
+            reduce_dtype=self.pins.reduce_dtype,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
@@ -82,6 +97,20 @@ class Question(Chosen):
         """Return the form that is given, or else the system's own on that layout."""
         own = self.preset.loss if self.loss == "auto" else self.loss
         return "vocab-parallel" if own == "eager-fp32" != self.loss and layout.tp > 1 else own
+
+    @property
+    def sharding(self) -> Sharding:
+        """What is pinned, or else the system's own under an eager framework; FSDP's second version is of 2024."""
+        if self.pins.sharding is not None or self.memory_policy != "eager":
+            return self.pins.sharding or "memo"
+        if self.preset.sharding == "fsdp2" and self.hardware.eager_libraries < FSDP2_SINCE:
+            return "fsdp1"
+        return self.preset.sharding
+
+    @property
+    def adamw(self) -> AdamwKernels:
+        """What is pinned, or else the system's own."""
+        return self.pins.adamw or self.preset.adamw
 
     @property
     def _streams(self) -> Streams:

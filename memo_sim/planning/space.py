@@ -101,7 +101,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     """
     chosen, kernel = policies(question), attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
-    kernels = Kernels(attention=kernel, rowwise=question.rowwise or "torch")
+    kernels = Kernels(attention=kernel, rowwise=question.rowwise or "torch", adamw=question.adamw)
     prices = part_prices(question.hardware, question.cluster)
     found: list[Candidate] = []
     refused: list[tuple[Infeasible, str]] = []

@@ -325,3 +325,22 @@ def test_memory_that_waits_for_streams_is_reserved_besides() -> None:
     assert found["recorded"].prediction.status == "gpu_oom"
     peaks = {each.prediction.peak_device_bytes for each in found.values()}
     assert len(peaks) == 1
+
+
+@pytest.mark.parametrize(
+    ("system", "year", "sharding", "adamw"),
+    [
+        ("fsdp", "2023", "fsdp1", "foreach"),
+        ("fsdp", "2024", "fsdp2", "foreach"),
+        ("torchtitan", None, "fsdp2", "fused"),
+        ("trl-fsdp2", None, "fsdp2", "fused"),
+        ("deepspeed-alst", None, "memo", "foreach"),
+    ],
+)
+def test_whose_sharding_follows_from_the_system_and_the_year(system: str, year: str, sharding: str, adamw: str) -> None:
+    found = [each.base for each in candidates(ask(system, dp=8, libraries=year))[0]]
+    assert {(base.sharding, base.kernels.adamw) for base in found} == {(sharding, adamw)}
+    pinned = [each.base for each in candidates(ask(system, dp=8, sharding="memo", adamw="foreach"))[0]]
+    assert {(base.sharding, base.kernels.adamw) for base in pinned} == {("memo", "foreach")}
+    planned = [each.base for each in candidates(ask(system, dp=8, memory_policy="caching"))[0]]
+    assert {base.sharding for base in planned} == {"memo"}
