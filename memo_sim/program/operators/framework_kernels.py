@@ -234,6 +234,27 @@ _OF_TORCH: dict[str, Kernels] = {
     # Of torch.optim and FSDP, which torch.compile leaves as they are.
     "adamw": _EAGER.pop("adamw"),
     "adamw.fused": _FUSED_ADAMW,
+    # torch's loss parallel, which stands for Megatron-LM's form here (torch/distributed/tensor/parallel/loss.py:
+    # _log_softmax, _nll_loss_forward, _nll_loss_and_log_softmax_backward); every result is a tensor of its own.
+    "loss.max": (_k("w", "", "row_sum"),),
+    "loss.exp": (
+        _k("w", "w", "broadcast"),  # x - x_max
+        _k("w", "w"),  # exp
+        _k("w", "", "row_sum"),
+        _TINY,  # which targets this rank has
+    ),
+    "loss.softmax": (
+        _TINY,  # log
+        _k("w", "w", "broadcast"),  # shifted - shifted_logsumexp
+        *(_TINY,) * 2,  # gather, mean
+    ),
+    "loss.gradient": (
+        _k("", "w"),  # zeros_like
+        _TINY,  # -1 at the targets
+        _k("w", "w"),  # exp
+        _k("ww", "w"),
+        _k("w", "w", "broadcast"),  # * grad_output
+    ),
     # FSDP2's split_with_sizes_copy and chunk_cat; FSDP1's cat has the rate of the narrow one here.
     "copy_out": (_k("n", "n", "shard_copy"),),
     "flatten": (_k("n", "n", "shard_copy"),),
