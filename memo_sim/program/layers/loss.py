@@ -19,8 +19,8 @@ Several chunks share their buffers, so those live from the first chunk to the la
 has the buffer of the logits, and autograd's chunks hold 14 bytes per logit of a chunk.
 
 torch's loss parallel has no form of its own: with row-wise kernels eager or compiled, vocab-parallel is priced with its
-kernels, 76 bytes per logit (``operators/framework_kernels.py``). It holds more tensors than Megatron-LM's form, which is
-not counted.
+kernels, 76 bytes per logit (``operators/framework_kernels.py``). It holds more tensors than Megatron-LM's form, which
+is not counted.
 
 With tensor parallelism each rank has the logits of its part of the vocabulary. The ranks combine a few fp32 numbers a
 token: the maximum first, then sums (vocab-parallel), or both at once from each rank's log-sum-exp (blocks and fused).
