@@ -32,6 +32,8 @@ AccessPattern = Literal[
     "norm_backward",
     "softmax",
     "multi_tensor",
+    "shard_copy",
+    "shard_widen",
 ]
 """How a row-wise kernel of a framework goes through memory; kernels of one pattern reach about the same rate.
 
@@ -43,7 +45,9 @@ AccessPattern = Literal[
 - row_sum, column_sum: one number a row; one number a feature, summed over all rows.
 - norm, norm_backward: one kernel for a norm, or for a gradient of one.
 - softmax: one kernel over the vocabulary.
-- multi_tensor: one operator over the tensors of many parameters (foreach)."""
+- multi_tensor: one operator over the tensors of many parameters (foreach).
+- shard_copy, shard_widen: FSDP's copies of a unit's tensors to or from one flat tensor, shard by shard, and with a cast
+  to fp32."""
 
 DISTURBED = "disturbed"
 """Key in a profile's ``provenance``: what else the machine did during the measurement."""

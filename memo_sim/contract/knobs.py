@@ -55,6 +55,22 @@ States = Literal["fp32", "bf16", "host", "pure-bf16"]
 - host: as fp32, with master weights and moments in host memory (6 on the device).
 - pure-bf16: no master weights; gradients and moments in bf16 as the parameters (2 + 2 + 4 = 8). That is AdamW on a
   model that was loaded in bf16, without autocast."""
+Sharding = Literal["memo", "fsdp1", "fsdp2"]
+"""Whose implementation of ZeRO 2 and 3, with its own passes over parameters and gradients
+(``program/data_parallel/sharding.py``).
+
+- memo: gathers and reduces in place, as memo-exec does.
+- fsdp1: torch's flat parameters. Autograd copies the gradients of a unit into one flat tensor.
+- fsdp2: torch's ``fully_shard``. Each gather is copied out to the parameters, and gradients are copied into the tensor
+  that is reduced."""
+ReduceDtype = Literal["auto", "fp32", "bf16"]
+"""Dtype in which FSDP sums gradients over ranks.
+
+- auto: that of the sums over micro-batches (``States``): fp32, or bf16 without master weights.
+- fp32, bf16: torchtitan's ``mixed_precision_reduce``, composer's ``PURE``. A rank's own sums stay in theirs."""
+AdamwKernels = Literal["foreach", "fused"]
+"""AdamW of a framework (row-wise kernels eager or compiled): torch's default, ten passes over lists of tensors, or one
+kernel."""
 Streams = Literal["auto", "recorded", "events"]
 """When an eager framework gets memory back that a stream beside compute has used.
 
@@ -528,6 +544,19 @@ class Pins:
         "An eager framework replays its kernels from CUDA graphs: its host launches none (with memory policy eager).",
     )
     """Not searched: it is a choice of the framework's configuration."""
+    sharding: Sharding | None = _knob(
+        None,
+        _one_of(Sharding),
+        "Whose ZeRO 2 and 3: memo-exec's, which copies nothing, or torch's FSDP, which copies whole units: fsdp1 their"
+        " gradients, fsdp2 their parameters too (with memory policy eager). The system's own unless given.",
+    )
+    """Not searched: it is a choice of the framework."""
+    reduce_dtype: ReduceDtype = _knob(
+        "auto",
+        _one_of(ReduceDtype),
+        "Dtype in which FSDP reduces gradients over ranks. auto: as it sums them over micro-batches.",
+    )
+    """Not searched: it changes what is learned."""
     loss_chunk_tokens: int | None = _knob(
         None, Length(), "Tokens whose logits exist at once; 0 = all. Chosen when not given."
     )
@@ -562,6 +591,14 @@ class Pins:
         at="decisions.kernels",
     )
     """The search chooses between torch and triton where a system has memo-exec's kernels."""
+    adamw: AdamwKernels | None = _knob(
+        None,
+        _one_of(AdamwKernels),
+        "AdamW of a framework whose row-wise kernels are eager or compiled: foreach (torch's default, ten passes) or"
+        " fused (one). The system's own unless given.",
+        at="decisions.kernels",
+    )
+    """Not searched: it is a choice of the framework's configuration."""
     dtype: DtypeName | None = _knob(
         None,
         Name(),

@@ -17,14 +17,17 @@ from memo_sim.contract.knobs import (
     MOST_LIMIT_GIB,
     MOST_METRICS,
     MOST_WINDOW,
+    AdamwKernels,
     CpExchange,
     Loss,
     MemoryPolicy,
     Overlap,
     Partition,
     Recompute,
+    ReduceDtype,
     RowwiseKernel,
     Schedule,
+    Sharding,
     States,
     Streams,
     TpOverlap,
@@ -156,6 +159,8 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Attention runs in this many groups of heads, one after the other, which limits its workspace."""
     rowwise: RowwiseKernel = "torch"
     """Whose kernels play norms, activations, rotary embeddings, residuals, loss and optimizer."""
+    adamw: AdamwKernels = "foreach"
+    """AdamW of a framework's row-wise kernels (eager, compiled); memo-exec's own is one kernel."""
 
     def __post_init__(self) -> None:
         """Refuse an attention kernel that memo does not know."""
@@ -234,6 +239,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Times that cross entropy is computed again from a micro-batch's logits when its backward has ended."""
     streams: Streams = "auto"
     """When an eager framework gets memory back that streams beside compute have used; auto: as its libraries do."""
+    sharding: Sharding = "memo"
+    """Whose implementation of ZeRO 2 and 3, with its passes over parameters and gradients."""
+    reduce_dtype: ReduceDtype = "auto"
+    """Dtype in which FSDP sums gradients over ranks; auto: that of their sums over micro-batches."""
     loss_chunk_tokens: Tokens = 0
     """Tokens whose logits exist at the same time; 0 means all tokens."""
     mlp_chunk_tokens: Tokens = 0

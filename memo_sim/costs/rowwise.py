@@ -15,7 +15,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import FrameworkLibrary, RowwiseKernel
 from memo_sim.costs.curves import LogCurve
-from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.ir.work import FRESH, Rowwise
 from memo_sim.program.operators.framework_kernels import Kernel, framework_kernels, library_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 
@@ -47,6 +47,8 @@ class RowwiseRates:
         Raises:
                 Infeasible: when the profile has not measured this implementation of the operator.
         """
+        if work.kind == FRESH:
+            return 0.0
         library = library_of(kernel)
         if library is not None:
             if kernels := framework_kernels(work, library):

@@ -40,6 +40,7 @@ from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Instance, Lane
 from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import FRESH, Rowwise
 from memo_sim.program.operators.framework_kernels import launches, library_of
 
 _REPLICAS = frozenset((Lane.REPLICA, Lane.ENDS, Lane.SHARD, Lane.REPLICATE))
@@ -86,6 +87,8 @@ def _kernels(program: Program, columns: Columns, decisions: Decisions) -> Ints:
             if instruction.lane is Lane.COMPUTE:
                 if instruction.further:
                     row[position] = 1
+                elif isinstance(instruction.work, Rowwise) and instruction.work.kind == FRESH:
+                    row[position] = 0
                 elif library is None or library == "fused":
                     row[position] = KERNELS
                 else:

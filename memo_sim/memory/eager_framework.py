@@ -126,7 +126,9 @@ def fused_loss(libraries: Libraries) -> bool:
 
 def records_streams(decisions: Decisions, libraries: Libraries) -> bool:
     """Return whether tensors of other streams are marked with ``record_stream``: as the plan says, or by the year."""
-    return libraries < "2025" if decisions.streams == "auto" else decisions.streams == "recorded"
+    if decisions.streams == "auto":
+        return libraries < "2025" and decisions.sharding != "fsdp2"
+    return decisions.streams == "recorded"
 
 
 def eager_buffers(
@@ -291,7 +293,8 @@ def _gathers(program: Program, columns: Columns) -> list[int]:
     """Return the instructions that gather parameters, in program order."""
     gathered = np.array([f.buffer_class is BufferClass.GATHERED for f in program.all_families], dtype=np.bool_)
     writes = gathered[columns.buffer_family[columns.operand_buffer]] & ((columns.operand_mode & Mode.WRITE) > 0)
-    found: list[int] = np.unique(columns.operand_instruction[writes]).tolist()
+    writers = columns.operand_instruction[writes & (columns.lane[columns.operand_instruction] != Lane.COMPUTE)]
+    found: list[int] = np.unique(writers).tolist()
     return found
 
 

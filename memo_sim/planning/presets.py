@@ -46,10 +46,10 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        logits, sharded over tp where there is tp (pytorch/torchtitan@b5bcd76: config/configs.py,
                        distributed/fsdp.py, models/common/attention.py, components/loss.py). Its selective option N
                        (every N-th layer) is ``--recompute-layers every-N``. Stages have ZeRO 1 here, torchtitan's
-                       ZeRO 2; its fused AdamW is priced as eager AdamW. Asynchronous tp, which needs compiled
-                       modules: ``--tp-overlap chunked --rowwise compiled`` (distributed/compile.py). Stored shards
-                       are fp32. Its full recompute repeats whole layers (``early_stop=False`` in
-                       distributed/activation_checkpoint.py), and ended early in 2025
+                       ZeRO 2. AdamW is fused (components/optimizer.py; foreach until 2025: ``--adamw foreach``).
+                       Asynchronous tp, which needs compiled modules: ``--tp-overlap chunked --rowwise compiled``
+                       (distributed/compile.py). Stored shards are fp32. Its full recompute repeats whole layers
+                       (``early_stop=False`` in distributed/activation_checkpoint.py), and ended early in 2025
     trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
                        device unless ``--offload-inputs``), the loss in chunks of 256 tokens, Hugging Face's eager
                        modules, torch's attention, cuDNN's where it has that (huggingface/trl@f2cd577:
@@ -81,12 +81,14 @@ from memo_sim.contract.accuracy import Framework
 from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.knobs import (
+    AdamwKernels,
     CpExchange,
     Loss,
     MemoryPolicy,
     Overlap,
     RowwiseKernel,
     Schedule,
+    Sharding,
     Streams,
     ZeroParams,
 )
@@ -219,6 +221,10 @@ class System:
     early_stop: bool = False
     """Whether full recompute ends where backward has its tensors, unless pinned (``checkpoint_wrapper`` with
     ``NO_REENTRANT``)."""
+    sharding: Sharding = "memo"
+    """Whose ZeRO 2 and 3 under an eager framework, unless pinned; fsdp2 is fsdp1 with libraries from before it."""
+    adamw: AdamwKernels = "foreach"
+    """Kernels of AdamW, unless pinned."""
     attention: tuple[AttentionName, ...] = ()
     """Attention kernels in the order in which its authors prefer them, unless pinned: the first that the profile has.
 
@@ -348,6 +354,7 @@ SYSTEMS = {
             rowwise="eager",
             zero_params="cast",
             early_stop=True,
+            sharding="fsdp2",
             degrees=("dp",),
             zeros=(3,),
         ),
@@ -416,6 +423,8 @@ SYSTEMS = {
             rowwise="eager",
             streams="events",
             zero_params="cast",
+            sharding="fsdp2",
+            adamw="fused",
             attention=TORCH_FLASH,
             loss="eager-fp32",
             degrees=("tp", "cp", "pp", "dp"),
@@ -434,6 +443,8 @@ SYSTEMS = {
             streams="events",
             zero_params="cast",
             early_stop=True,
+            sharding="fsdp2",
+            adamw="fused",
             attention=("torch-cudnn", *TORCH_FLASH),
             loss="blocks",
             loss_chunk_tokens=256,

@@ -12,12 +12,14 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
 from memo_sim.contract.knobs import (
     MOST_ZERO,
+    AdamwKernels,
     Chosen,
     Loss,
     MemoryPolicy,
     Overlap,
     Pins,
     RowwiseKernel,
+    Sharding,
     Streams,
     ZeroParams,
 )
@@ -28,6 +30,9 @@ from memo_sim.program.layout.recomputed_layers import ALL
 
 EARLY_STOP: Libraries = "2023"
 """First year whose PyTorch ends recompute early (2.1, October 2023: ``torch.utils.checkpoint``)."""
+
+FSDP2_SINCE: Libraries = "2024"
+"""Year of the first PyTorch with FSDP2: 2.4, of July 2024."""
 
 __all__ = ["Pins", "Question", "under_system", "with_libraries", "with_memory"]
 
@@ -73,6 +78,8 @@ class Question(Chosen):
             streams=self._streams,
             zero_params=self._zero_params(layout),
             loss_metrics=self.loss_metrics,
+            sharding=self.sharding,
+            reduce_dtype=self.pins.reduce_dtype,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
@@ -111,6 +118,20 @@ class Question(Chosen):
         """Return the form that is given, or else the system's own on that layout."""
         own = self.preset.loss if self.loss == "auto" else self.loss
         return "vocab-parallel" if own == "eager-fp32" != self.loss and layout.tp > 1 else own
+
+    @property
+    def sharding(self) -> Sharding:
+        """What is pinned, or else the system's own under an eager framework; FSDP's second version is of 2024."""
+        if self.pins.sharding is not None or self.memory_policy != "eager":
+            return self.pins.sharding or "memo"
+        if self.preset.sharding == "fsdp2" and self.hardware.eager_libraries < FSDP2_SINCE:
+            return "fsdp1"
+        return self.preset.sharding
+
+    @property
+    def adamw(self) -> AdamwKernels:
+        """What is pinned, or else the system's own."""
+        return self.pins.adamw or self.preset.adamw
 
     @property
     def _streams(self) -> Streams:

@@ -124,7 +124,7 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
     """
     chosen, kernel = policies(question) if tried is None else tried, attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
-    kernels = Kernels(attention=kernel, rowwise=question.rowwise or "torch")
+    kernels = Kernels(attention=kernel, rowwise=question.rowwise or "torch", adamw=question.adamw)
     prices = part_prices(question.hardware, question.cluster)
     found: list[Candidate] = []
     refused: list[tuple[Infeasible, str]] = []

@@ -19,7 +19,18 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States, TpOverlap, ZeroParams
+from memo_sim.contract.knobs import (
+    AdamwKernels,
+    Loss,
+    Recompute,
+    ReduceDtype,
+    RowwiseKernel,
+    Schedule,
+    Sharding,
+    States,
+    TpOverlap,
+    ZeroParams,
+)
 from memo_sim.contract.plan import Status
 from memo_sim.contract.units import (
     MOST_TOKENS,
@@ -47,7 +58,7 @@ COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
     *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions", "tp_overlap", "recompute_layers"),
-    *("early_stop", "zero_params", "loss_metrics"),
+    *("early_stop", "zero_params", "loss_metrics", "sharding", "reduce_dtype", "adamw"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
@@ -57,6 +68,7 @@ SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max
 PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "attention", "schedule")
 PINNED_OPTIONAL_COLUMNS = (
     *("virtual_stages", "pp_layers", "zero_ranks", "rowwise", "libraries", "tp_overlap", "recompute_layers"),
+    *("sharding", "reduce_dtype", "adamw"),
 )
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
@@ -116,6 +128,9 @@ COLUMN_TEXTS = {
     "zero_params": "what ZeRO 3 gathers parameters from (`--zero-params`); the system's own when blank",
     "loss_metrics": "times that the trainer computes cross entropy again as a metric (`--loss-metrics`); 0 when blank",
     "cuda_graphs": "yes: the framework replays its kernels from CUDA graphs, without launches by the host",
+    "sharding": "whose ZeRO 2 and 3: memo, fsdp1 or fsdp2 (`--sharding`); the system's own when blank",
+    "reduce_dtype": "dtype in which FSDP reduces gradients over ranks (`--reduce-dtype`); auto when blank",
+    "adamw": "AdamW's kernels under eager or compiled row-wise kernels: foreach or fused; the system's own when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -139,6 +154,9 @@ _WORDS = {
     "tp_overlap": get_args(TpOverlap),
     "early_stop": ("yes", "no"),
     "zero_params": get_args(ZeroParams),
+    "sharding": get_args(Sharding),
+    "reduce_dtype": get_args(ReduceDtype),
+    "adamw": get_args(AdamwKernels),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,

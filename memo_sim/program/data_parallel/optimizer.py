@@ -38,9 +38,10 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
-from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
+from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
 from memo_sim.program.layout.parameters import Block, gradient_dtype
 from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
+from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
 
@@ -131,6 +132,22 @@ class Optimizer:
         """Whether an eager framework makes passes over whole gradients before their reduction."""
         return self.decisions.memory_policy == "eager" and not self.shared("grads")
 
+    @property
+    def flattened(self) -> bool:
+        """Whether FSDP copies whole gradients into the tensor that is reduced."""
+        return self.decisions.sharding != "memo" and self.shared("grads")
+
+    @property
+    def copied_out(self) -> bool:
+        """Whether FSDP2 copies gathered parameters out."""
+        return self.decisions.sharding == "fsdp2" and self.shared("params")
+
+    @property
+    def reduce_dtype(self) -> DtypeName:
+        """Dtype in which gradients are summed over ranks."""
+        chosen = self.decisions.reduce_dtype
+        return self.grad_dtype if chosen == "auto" else chosen
+
     def runs(self) -> list[tuple[str, int, int]]:
         """Return (name, first element in the block, elements of this rank's shard) of the runs decay and no_decay."""
         decayed, total = self.block.decayed_elements, self.block.elements
@@ -172,12 +189,17 @@ class Optimizer:
             found.append(state(FamilyKind.HOST_PARAMS, self.decisions.dtype, share, "host"))
         return found
 
-    def zero(self, families: Families) -> Template:
-        """Return the template that zeroes this rank's gradients at the start of a step."""
+    def zero(self, families: Families, *, fresh: bool = False) -> Template:
+        """Return the template that zeroes gradients: this rank's at the start of a step, or those of a use.
+
+        ``fresh``: nothing is zeroed, because autograd allocates these gradients and a product writes them.
+        """
         builder = TemplateBuilder(f"{self.kind}.zero", Phase.ZERO, TemplateKind.ZERO, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         held = builder.all("grads")
         work = Rowwise("zero", held.tokens, 0, self._grad_bytes * held.tokens)
+        if fresh:
+            work = Rowwise(FRESH, held.tokens, 0, 0)
         builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(held))
         return builder.build()
 
@@ -216,17 +238,44 @@ class Optimizer:
             partial, over = self.block.partial_elements(sequence_parallel=True), layout.weights_group
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
-            work = Collective("all_reduce", self._grad_bytes * partial, degree(over, layout), over)
+            size = DTYPE_BYTES[builder.dtype("grads")]
+            work = Collective("all_reduce", size * partial, degree(over, layout), over)
             builder.emit("vectors", "all_reduce", COLLECTIVE_LANES[over], work, tensor=accumulates(rows))
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
             ranks, group = (self.shards, self.shard_group) if self.shards > 1 else (self.replicas, self.group)
-            work = Collective(kind, self._grad_bytes * self.block.elements, ranks, group)
-            whole = accumulates(builder.all("grads"))
+            if self.flattened:
+                self._flatten(builder, families)
+            slot, size = ("flat", DTYPE_BYTES[self.reduce_dtype]) if self.flattened else ("grads", self._grad_bytes)
+            work = Collective(kind, size * self.block.elements, ranks, group)
+            whole = accumulates(builder.all(slot))
             builder.emit("grads", f"grads.{kind}", COLLECTIVE_LANES[group], work, tensor=whole)
             if self.shards > 1 and self.copies > 1 and not self.shared("grads"):
                 self._reduce_shards(builder)
         return builder.build() if partial or self.replicas > 1 else None
+
+    def _flatten(self, builder: TemplateBuilder, families: Families) -> None:
+        """Emit the copy of a block's gradients into the tensor that is reduced.
+
+        FSDP2's ``chunk_cat`` also casts them (``_fsdp_collectives.py``, foreach_reduce_scatter_copy_in). FSDP1's flat
+        parameter is split into views, whose gradients autograd joins (``_flat_param.py``, _get_unflat_views_unaligned);
+        it casts and divides the result in a stream beside compute (``_runtime_utils.py``, _post_backward_hook), which
+        is not priced.
+        """
+        flat = families[f"flat_grads.{self.kind}"]
+        builder.bind(flat, slot="flat")
+        elements, size = self.block.elements, DTYPE_BYTES[self.decisions.dtype]
+        written = DTYPE_BYTES[self.reduce_dtype] if self.decisions.sharding == "fsdp2" else size
+        work = Rowwise(
+            "flatten.widen" if written > size else "flatten",
+            elements,
+            size * elements,
+            written * elements,
+            elements=elements,
+            element_bytes=size,
+        )
+        source, target = reads(builder.all("grads")), writes(builder.all("flat"))
+        builder.emit("flatten", "grads.flatten", Lane.COMPUTE, work, source=source, target=target)
 
     def reduce_shards(self, families: Families) -> Template | None:
         """Return the template that sums this rank's shard of gradients between groups; None without several groups."""
@@ -318,7 +367,7 @@ class Optimizer:
             f"adamw.{name}",
             Lane.COMPUTE,
             Rowwise(
-                "adamw.pure" if self.pure else "adamw",
+                self._kernels,
                 length,
                 read * length,
                 written * length,
@@ -333,6 +382,12 @@ class Optimizer:
             params=None if self.cast else writes(params) if self.master else accumulates(params),
             workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, self.decisions.states)),
         )
+
+    @property
+    def _kernels(self) -> str:
+        """The kind of AdamW's kernels (``operators/framework_kernels.py``)."""
+        fused = self.decisions.kernels.adamw == "fused" and library_of(self.decisions.kernels.rowwise) is not None
+        return "adamw" + ".pure" * self.pure + ".fused" * fused
 
     def _update_bytes(self) -> tuple[int, int]:
         """Return the bytes that AdamW reads and writes for each parameter."""

@@ -17,6 +17,22 @@ first layer waits for its parameters.
       replica     [gather l2][gather l1]   [scatter l2][gather l0]     [scatter l1]
       compute                [backward l2 .....       ][backward l1 .........     ][add l2][backward l0 ...
 
+That is memo-exec's way (``Sharding`` memo), and DeepSpeed is priced with it. torch's FSDP copies whole units besides,
+with memory policy eager (torch/distributed/fsdp, ``_fully_shard`` and ``_flat_param.py``):
+
+    fsdp2    What a gather wrote, shard by shard, is copied out to the parameters before their use. Autograd allocates
+             the gradients in the parameters' dtype, so nothing is zeroed; they are copied in, with a cast, and that
+             copy is reduced. Both copies are on the compute stream. A unit is gathered one use ahead, as by FSDP's
+             prefetch: the host runs ahead in forward, and backward asks for the unit before.
+    fsdp1    Parameters are views of what was gathered. Autograd joins the gradients of the views in one more copy.
+
+      replica     [gather l2][gather l1]              [scatter l2][gather l0]
+      compute     [copy out l2][backward l2 .....][copy in l2][copy out l1][backward l1 .....][copy in l1][add l2] ...
+
+Left out: what FSDP does beside compute in streams of its own, on this rank's shard (its cast before each gather, which
+is counted once a step behind AdamW) or on whole units (fsdp1's cast and division before a reduction in fp32), and the
+embedding's second gather, which FSDP2 makes for a backward that does not read it.
+
 With ``zero_ranks``, gathers and reduce-scatters stay inside a group. After a block's last add of the step, its shard is
 all-reduced between the groups, beside backward. torchtitan does that once a step too (set_requires_all_reduce).
 
@@ -76,7 +92,12 @@ class Placed:
     subsequence: int = 0
 
 
-FOR_BACKWARD = (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT, TemplateKind.REGATHER)
+FOR_BACKWARD = (
+    TemplateKind.BACKWARD,
+    TemplateKind.BACKWARD_RESIDENT,
+    TemplateKind.REGATHER,
+    TemplateKind.COPY_OUT_AGAIN,
+)
 """The templates that use the parameters gathered for a layer's backward."""
 
 Around = tuple[list[Placed], list[Placed]]
@@ -103,6 +124,8 @@ class Sharding:
         """The kinds of blocks whose gradients are sharded."""
         self.params = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("params"))
         """The kinds of blocks whose parameters are sharded."""
+        self.copied_out = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.copied_out)
+        """The kinds of blocks whose gathered parameters are copied out (FSDP2)."""
         # Deferred weight gradients come after the last backward. Those of helper stages come after the owner's backward
         # (``pipeline/owner_stage.py``).
         late = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
@@ -120,22 +143,19 @@ class Sharding:
             elements = optimizer.block.elements
             if kind in self.grads:
                 name = f"whole_grads.{kind}"
-                found.append(
-                    Family(
-                        name,
-                        BufferClass.TRANSIENT,
-                        optimizer.grad_dtype,
-                        elements,
-                        1,
-                        uses[kind],
-                        kind=FamilyKind.WHOLE_GRADS,
-                        block=kind,
-                    )
-                )
+                summed, flat = optimizer.grad_dtype, f"flat_grads.{kind}"
+                dtypes = {name: self.decisions.dtype, flat: optimizer.reduce_dtype}
+                for each, dtype in dtypes.items() if optimizer.flattened else [(name, summed)]:
+                    holds, exists = FamilyKind.WHOLE_GRADS, BufferClass.TRANSIENT
+                    found.append(Family(each, exists, dtype, elements, 1, uses[kind], kind=holds, block=kind))
             if kind in self.params:
                 count = 2 * uses[kind] if kind == "layer" else uses[kind]
-                name, dtype, holds = f"gathered.{kind}", self.decisions.dtype, FamilyKind.GATHERED
-                found.append(Family(name, BufferClass.GATHERED, dtype, elements, 1, count, kind=holds, block=kind))
+                dtype, holds = self.decisions.dtype, FamilyKind.GATHERED
+                for name in ("gathered", "copied_out") if optimizer.copied_out else ("gathered",):
+                    full = Family(
+                        f"{name}.{kind}", BufferClass.GATHERED, dtype, elements, 1, count, kind=holds, block=kind
+                    )
+                    found.append(full)
                 if optimizer.cast:
                     found.append(_cast_shard(optimizer, dtype))
         return found
@@ -144,7 +164,8 @@ class Sharding:
         """Return ``families`` for passes: the shards' names refer to whole parameters and gradients."""
         seen = dict(families)
         seen |= {f"grads.{kind}": families[f"whole_grads.{kind}"] for kind in self.grads}
-        seen |= {f"params.{kind}": families[f"gathered.{kind}"] for kind in self.params}
+        used = {kind: "copied_out" if self.optimizers[kind].copied_out else "gathered" for kind in self.params}
+        seen |= {f"params.{kind}": families[f"{name}.{kind}"] for kind, name in used.items()}
         return seen
 
     def templates(self, families: Families) -> list[Template]:
@@ -152,7 +173,7 @@ class Sharding:
         found = []
         for kind, optimizer in self.optimizers.items():
             if kind in self.grads:
-                cleared = optimizer.zero(self.whole(families))
+                cleared = optimizer.zero(self.whole(families), fresh=optimizer.flattened)
                 scattered = optimizer.reduce(self.whole(families))
                 assert scattered is not None  # blocks in self.grads have replicas
                 found.append(replace(cleared, name=f"{kind}.clear", kind=TemplateKind.CLEAR))
@@ -162,6 +183,10 @@ class Sharding:
                 found.append(self._gather(kind, families, Phase.GATHER))
                 if kind == "layer":
                     found.append(self._gather(kind, families, Phase.REGATHER))
+                if optimizer.copied_out:
+                    found.append(self._copy_out(kind, families, Phase.GATHER))
+                    if kind == "layer":
+                        found.append(self._copy_out(kind, families, Phase.REGATHER))
         return found
 
     def _gather(self, kind: BlockKind, families: Families, phase: Literal[Phase.GATHER, Phase.REGATHER]) -> Template:
@@ -202,19 +227,34 @@ class Sharding:
             out=writes(builder.all(out)),
         )
 
+    def _copy_out(self, kind: BlockKind, families: Families, phase: Literal[Phase.GATHER, Phase.REGATHER]) -> Template:
+        """Return FSDP2's copy of gathered parameters, which lie shard by shard, to the parameters of the block."""
+        again = phase is Phase.REGATHER
+        does, name = TemplateKind.COPY_OUT_AGAIN if again else TemplateKind.COPY_OUT, "copy_out" + "_again" * again
+        builder = TemplateBuilder(f"{kind}.{name}", phase, does, kind)
+        gathered, used = (builder.bind(families[f"{each}.{kind}"]) for each in ("gathered", "copied_out"))
+        elements, size = self.optimizers[kind].block.elements, DTYPE_BYTES[self.decisions.dtype]
+        moved = size * elements
+        work = Rowwise("copy_out", elements, moved, moved, elements=elements, element_bytes=size)
+        source, target = reads(builder.all(gathered)), writes(builder.all(used))
+        builder.emit(f"copy_out.{kind}", "params.copy_out", Lane.COMPUTE, work, source=source, target=target)
+        return builder.build()
+
     def _add(self, kind: BlockKind, families: Families) -> Template:
         """Return the template that adds this rank's shard; the in-place scatter leaves it at the start of each run."""
         builder = TemplateBuilder(f"{kind}.add", Phase.REDUCE, TemplateKind.ADD, kind)
-        whole = builder.bind(families[f"whole_grads.{kind}"])
+        reduced = families[f"{'flat' if self.optimizers[kind].flattened else 'whole'}_grads.{kind}"]
+        whole = builder.bind(reduced)
         shard = builder.bind(families[f"grads.{kind}"])
         offset, size = 0, DTYPE_BYTES["bf16" if self.optimizers[kind].pure else "fp32"]
+        added = size + (DTYPE_BYTES[reduced.dtype] if self.optimizers[kind].flattened else size)
         for name, first, length in self.optimizers[kind].runs():
             builder.run = name
             builder.emit(
                 f"add.{name}",
                 "grad.accumulate",
                 Lane.COMPUTE,
-                Rowwise("grad.accumulate", length, 2 * size * length, size * length),
+                Rowwise("grad.accumulate", length, added * length, size * length),
                 x=reads(Rows(whole, first, length)),
                 out=accumulates(Rows(shard, offset, length)),
             )
@@ -257,7 +297,12 @@ class Sharding:
         for i, use in enumerate(uses):
             starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch
             following = [u for u in uses[i + 1 : i + 2] if u.micro_batch == use.micro_batch]
-            before, after = [p for u in [use] * starts + following for p in self._gathered(u)], []
+            gathered = [self._gathered(u) for u in [use] * starts + following]
+            if starts:
+                gathered.insert(1, self._copied_out(use))
+            else:
+                gathered.insert(0, self._copied_out(use))
+            before, after = [p for placed in gathered for p in placed], list[Placed]()
             reduced = self._reduced(use)
             if use.grads:
                 kinds = tuple(kind for kind in use.grads if kind in self.grads)
@@ -276,6 +321,12 @@ class Sharding:
         again = use.backward and "layer" in use.params
         kinds = tuple(kind for kind in use.params if kind in self.params)
         return _placed(use, kinds, "regather" if again else "gather")
+
+    def _copied_out(self, use: Use) -> list[Placed]:
+        """Return the copies of the gathered parameters of ``use``, for blocks whose parameters FSDP2 copies out."""
+        again = use.backward and "layer" in use.params
+        kinds = tuple(kind for kind in use.params if kind in self.copied_out)
+        return _placed(use, kinds, "copy_out_again" if again else "copy_out")
 
     def _reduced(self, use: Use) -> list[Placed]:
         """Return the reductions of the gradients that are complete after ``use``."""

@@ -114,6 +114,12 @@ class Rowwise:
         return self.read_bytes + self.write_bytes
 
 
+FRESH = "fresh"
+"""Kind of row-wise work that no kernel does: autograd has just allocated a gradient, and its first product writes it.
+
+It stands where other plans zero the gradient."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A copy from device to host memory, or back."""

@@ -18,6 +18,10 @@ logits died.
 Several chunks share their buffers, so those live from the first chunk to the last. The gradient of narrow logits then
 has the buffer of the logits, and autograd's chunks hold 14 bytes per logit of a chunk.
 
+torch's loss parallel has no form of its own: with row-wise kernels eager or compiled, vocab-parallel is priced with its
+kernels, 76 bytes per logit (``operators/framework_kernels.py``). It holds more tensors than Megatron-LM's form, which
+is not counted.
+
 With tensor parallelism each rank has the logits of its part of the vocabulary. The ranks combine a few fp32 numbers a
 token: the maximum first, then sums (vocab-parallel), or both at once from each rank's log-sum-exp (blocks and fused).
 """
@@ -217,11 +221,12 @@ class LossWriter:
         """Write Megatron-LM's operators."""
         wide = self._widen(suffix, tokens)
         maxima, sums = Rows("loss_maxima", 0, tokens), Rows("loss_sums", 0, tokens)
-        size, column = FP32_BYTES * tokens * self.shape.vocab, FP32_BYTES * tokens
+        elements = tokens * self.shape.vocab
+        size, column = FP32_BYTES * elements, FP32_BYTES * tokens
         self._emit(
             f"loss.max{suffix}",
             "largest",
-            Rowwise("loss.max", tokens, size, column),
+            Rowwise("loss.max", tokens, size, column, elements=elements),
             logits=reads(wide),
             maxima=writes(maxima),
         )
@@ -229,7 +234,7 @@ class LossWriter:
         self._emit(
             f"loss.exp{suffix}",
             "exponentials",
-            Rowwise("loss.exp", tokens, 3 * size + column, 2 * size + 2 * column),
+            Rowwise("loss.exp", tokens, 3 * size + column, 2 * size + 2 * column, elements=elements),
             logits=accumulates(wide),
             labels=reads(labels),
             maxima=reads(maxima),
@@ -240,7 +245,7 @@ class LossWriter:
         self._emit(
             f"loss{suffix}",
             "softmax",
-            Rowwise("loss.softmax", tokens, size + 2 * column, size),
+            Rowwise("loss.softmax", tokens, size + 2 * column, size, elements=elements),
             logits=accumulates(wide),
             labels=reads(labels),
             sums=reads(sums),
@@ -250,7 +255,7 @@ class LossWriter:
         self._emit(
             f"loss.bwd{suffix}",
             "gradient",
-            Rowwise("loss.gradient", tokens, size, size),
+            Rowwise("loss.gradient", tokens, size, size, elements=elements),
             logits=accumulates(wide),
             labels=reads(labels),
             workspace=self._workspace,

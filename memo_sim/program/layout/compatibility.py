@@ -673,11 +673,31 @@ STREAMS_OF_A_FRAMEWORK = Rule(
     wanted="memory policy eager",
     hint="--memory-policy eager, or leave --streams out",
 )
+FSDP_OF_A_FRAMEWORK = Rule(
+    name="sharding: memory_policy",
+    breaks=lambda d: d.sharding != "memo" and d.memory_policy != "eager",
+    what="FSDP's passes over parameters and gradients are an eager framework's, which memo-exec does not make",
+    where="decisions.sharding",
+    got=lambda d: f"{d.sharding} with memory policy {d.memory_policy}",
+    wanted="memory policy eager",
+    hint="--memory-policy eager, or leave --sharding out",
+)
+REDUCED_BY_FSDP = Rule(
+    name="reduce_dtype: sharding",
+    breaks=lambda d: d.reduce_dtype != "auto" and d.sharding == "memo",
+    what="only FSDP copies gradients before it reduces them, and so can change their dtype",
+    where="decisions.reduce_dtype",
+    got=lambda d: f"{d.reduce_dtype} with sharding {d.sharding}",
+    wanted="sharding fsdp1 or fsdp2",
+    hint="--sharding fsdp2, or leave --reduce-dtype out",
+)
 ARENA_RULES = (
     PLANNED_LIBRARIES,
     LIMITED_ALLOCATOR,
     GRAPHS_OF_EAGER,
     PLANNED_PLAIN_ATTENTION,
     STREAMS_OF_A_FRAMEWORK,
+    FSDP_OF_A_FRAMEWORK,
+    REDUCED_BY_FSDP,
 )
 """What no arena is planned for; programs can be written for it, and the search refuses it."""

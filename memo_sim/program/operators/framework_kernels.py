@@ -19,6 +19,9 @@ An operator that is not in a library's table is one kernel with the bytes of its
 over a divided vocabulary). ``tests/exec_cpu/kernels/test_framework_kernels.py`` counts the eager kernels and their
 tensors under torch's own autograd.
 
+The kernels of AdamW and of FSDP's copies are the same, eager and compiled: frameworks compile the model's blocks, not
+the optimizer or FSDP's hooks.
+
 Left out: Inductor fuses the addition of a residual with the norm that follows it, which saves that norm's read. In
 eager mode, autograd joins the gradients of Q, K and V in one more copy, clears some results first, and keeps more
 tensors for backward than memo's programs do (fp32 copies inside a norm).
@@ -31,7 +34,7 @@ from dataclasses import dataclass
 
 from memo_sim.contract.hardware import AccessPattern
 from memo_sim.contract.knobs import FrameworkLibrary, RowwiseKernel
-from memo_sim.program.ir.work import Attention, Rowwise, Work
+from memo_sim.program.ir.work import FRESH, Attention, Rowwise, Work
 
 ATTENTION_BACKWARD_KERNELS = 3
 """Kernels of flash-attn's backward (csrc/flash_attn/src/flash_bwd_launch_template.h)."""
@@ -221,17 +224,54 @@ _FUSED: dict[str, Kernels] = {
     "bias.bwd": (_k("n", "", "column_sum"),),
 }
 
-# States in bf16 without master weights: the same kernels on bf16 numbers, and no cast for the next gather.
-_EAGER["adamw.pure"] = tuple(
-    Kernel(k.pattern, k.reads.replace("w", "n"), k.writes.replace("w", "n")) for k in _EAGER["adamw"][:-1]
+# torch.optim.AdamW(fused=True), torchtitan's default: one kernel over parameters, gradients and moments.
+_FUSED_ADAMW = (
+    _k("w", "w", "multi_tensor"),  # gradients clipped
+    _k("wwww", "www", "multi_tensor"),
+    _k("w", "n", "multi_tensor"),  # cast for the next gather
 )
+_OF_TORCH: dict[str, Kernels] = {
+    # Of torch.optim and FSDP, which torch.compile leaves as they are.
+    "adamw": _EAGER.pop("adamw"),
+    "adamw.fused": _FUSED_ADAMW,
+    # torch's loss parallel, which stands for Megatron-LM's form here (torch/distributed/tensor/parallel/loss.py:
+    # _log_softmax, _nll_loss_forward, _nll_loss_and_log_softmax_backward); every result is a tensor of its own.
+    "loss.max": (_k("w", "", "row_sum"),),
+    "loss.exp": (
+        _k("w", "w", "broadcast"),  # x - x_max
+        _k("w", "w"),  # exp
+        _k("w", "", "row_sum"),
+        _TINY,  # which targets this rank has
+    ),
+    "loss.softmax": (
+        _TINY,  # log
+        _k("w", "w", "broadcast"),  # shifted - shifted_logsumexp
+        *(_TINY,) * 2,  # gather, mean
+    ),
+    "loss.gradient": (
+        _k("", "w"),  # zeros_like
+        _TINY,  # -1 at the targets
+        _k("w", "w"),  # exp
+        _k("ww", "w"),
+        _k("w", "w", "broadcast"),  # * grad_output
+    ),
+    # FSDP2's split_with_sizes_copy and chunk_cat; FSDP1's cat has the rate of the narrow one here.
+    "copy_out": (_k("n", "n", "shard_copy"),),
+    "flatten": (_k("n", "n", "shard_copy"),),
+    "flatten.widen": (_k("n", "w", "shard_widen"),),
+}
+# States in bf16 without master weights: the same kernels on bf16 numbers, and no cast for the next gather.
+for _name, _pure in (("adamw", "adamw.pure"), ("adamw.fused", "adamw.pure.fused")):
+    _OF_TORCH[_pure] = tuple(
+        Kernel(k.pattern, k.reads.replace("w", "n"), k.writes.replace("w", "n")) for k in _OF_TORCH[_name][:-1]
+    )
 
 _SOFTMAX = {name: (_k("www", "w", "softmax"),) for name in ("log_softmax", "log_softmax.bwd")}
 """Of a loss that the plan computes as autograd does, in every library (``layers/loss.py``)."""
 
 _LIBRARIES: Mapping[str, dict[str, Kernels]] = {
-    "eager": _EAGER | _SOFTMAX,
-    "compiled": _COMPILED | _SOFTMAX,
+    "eager": _EAGER | _OF_TORCH | _SOFTMAX,
+    "compiled": _COMPILED | _OF_TORCH | _SOFTMAX,
     "fused": _FUSED | _SOFTMAX,
 }
 
@@ -272,6 +312,8 @@ def launches(work: Work, library: FrameworkLibrary) -> int:
     - A product: one; its bias is added in its epilogue.
     """
     match work:
+        case Rowwise(kind=kind) if kind == FRESH:
+            return 0
         case Rowwise():
             return sum(kernel.launches for kernel in framework_kernels(work, library)) or 1
         case Attention(backward=True):

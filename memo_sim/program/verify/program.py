@@ -227,10 +227,16 @@ def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
 
 
 def _check_gathered(program: Program, columns: Columns) -> list[str]:
-    """Find gathered buffers that are not written by one collective or receive, or that several passes read."""
+    """Find gathered buffers that are not written by one collective, receive or copy, or that several passes read."""
     families = program.all_families
     # A helper stage plays one layer pass in two instances, of one kind at one place.
     passes = [(each.place, program.templates[each.template].kind) for each in program.instances]
+    copies = {
+        number
+        for number, template in enumerate(program.templates)
+        if template.kind in (TemplateKind.COPY_OUT, TemplateKind.COPY_OUT_AGAIN)
+    }
+    copied = set[int]()
     writers: dict[int, list[int]] = defaultdict(list)
     readers: dict[int, set[tuple[str, TemplateKind]]] = defaultdict(set)
     for buffer, i, mode in zip(
@@ -242,13 +248,16 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
         if families[columns.buffer_family[buffer]].buffer_class is BufferClass.GATHERED:
             if mode & Mode.WRITE:
                 writers[buffer].append(int(columns.lane[i]))
+                if int(columns.template[i]) in copies:
+                    copied.add(buffer)
             if mode & Mode.READ:
                 readers[buffer].add(passes[int(columns.instance[i])])
     faults = []
     for buffer in sorted(set(writers) | set(readers)):
         name = families[columns.buffer_family[buffer]].name
-        if len(writers[buffer]) != 1 or writers[buffer][0] not in (*COLLECTIVE_LANES.values(), Lane.RECV):
-            faults.append(f"buffer {buffer} ({name}) is not written by exactly one collective or receive")
+        called = (*COLLECTIVE_LANES.values(), Lane.RECV)
+        if len(writers[buffer]) != 1 or (writers[buffer][0] not in called and buffer not in copied):
+            faults.append(f"buffer {buffer} ({name}) is not written by exactly one collective, receive or copy")
         if len(readers[buffer]) != 1:
             faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes instead of one")
     return faults

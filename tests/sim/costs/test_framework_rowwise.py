@@ -138,3 +138,20 @@ def test_a_measured_library_never_takes_the_curves_of_our_own_kernels() -> None:
     without = with_curves(H100, elementwise=1e12)
     measured = replace(without, rowwise_bytes_per_s=own)
     assert seconds(norm(), "eager", measured) == seconds(norm(), "eager", without)
+
+
+def test_torchs_loss_parallel_makes_more_passes_than_megatrons() -> None:
+    """Sixteen passes over the fp32 logits of a rank instead of Megatron-LM's ten, in fourteen kernels."""
+    logits = 4 * ELEMENTS
+    megatron = [
+        Rowwise("loss.max", 8192, logits, 0, elements=ELEMENTS),
+        Rowwise("loss.exp", 8192, 3 * logits, 2 * logits, elements=ELEMENTS),
+        Rowwise("loss.softmax", 8192, logits, logits, elements=ELEMENTS),
+        Rowwise("loss.gradient", 8192, logits, logits, elements=ELEMENTS),
+    ]
+    assert sum(work.moved_bytes for work in megatron) == 10 * logits
+    for library in ("eager", "compiled"):  # torchtitan compiles the blocks of the model
+        kernels = [(kernel, work) for work in megatron for kernel in framework_kernels(work, library)]
+        assert sum(kernel.moved_bytes(work) for kernel, work in kernels) == 16 * logits
+        assert sum(launches(work, library) for work in megatron) == 14
+    assert [framework_kernels(work, "fused") for work in megatron] == [()] * 4

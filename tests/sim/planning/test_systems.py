@@ -346,3 +346,22 @@ def test_fsdp_casts_parameters_and_ends_recompute_early(system: str, cast: str, 
 def test_an_early_stop_needs_full_recompute() -> None:
     with pytest.raises(UsageError, match="only full recompute"):
         candidates(ask("fsdp", dp=8, recompute="none", early_stop=True))
+
+
+@pytest.mark.parametrize(
+    ("system", "year", "sharding", "adamw"),
+    [
+        ("fsdp", "2023", "fsdp1", "foreach"),
+        ("fsdp", "2024", "fsdp2", "foreach"),
+        ("torchtitan", None, "fsdp2", "fused"),
+        ("trl-fsdp2", None, "fsdp2", "fused"),
+        ("deepspeed-alst", None, "memo", "foreach"),
+    ],
+)
+def test_whose_sharding_follows_from_the_system_and_the_year(system: str, year: str, sharding: str, adamw: str) -> None:
+    found = [each.base for each in candidates(ask(system, dp=8, libraries=year))[0]]
+    assert {(base.sharding, base.kernels.adamw) for base in found} == {(sharding, adamw)}
+    pinned = [each.base for each in candidates(ask(system, dp=8, sharding="memo", adamw="foreach"))[0]]
+    assert {(base.sharding, base.kernels.adamw) for base in pinned} == {("memo", "foreach")}
+    planned = [each.base for each in candidates(ask(system, dp=8, memory_policy="caching"))[0]]
+    assert {base.sharding for base in planned} == {"memo"}

@@ -251,6 +251,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"streams": "events", "memory_policy": "caching"},
         "events with memory policy caching",
     ),
+    "sharding: memory_policy": (
+        Layout(dp=2, zero=3),
+        {"sharding": "fsdp2", "memory_policy": "caching"},
+        "fsdp2 with memory policy caching",
+    ),
+    "reduce_dtype: sharding": (
+        Layout(dp=2, zero=3),
+        {"reduce_dtype": "bf16", "memory_policy": "eager"},
+        "bf16 with sharding memo",
+    ),
     "allocator_limit_gib: memory_policy": (
         Layout(),
         {"allocator_limit_gib": 40, "memory_policy": "planned"},
