@@ -71,6 +71,14 @@ Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
 
 With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32, which has no such form.
 ``loss_chunk_tokens`` applies to each."""
+MlpRebuild = Literal["block", "layer", "twice"]
+"""What full recompute repeats of an MLP in row blocks (``program/layers/mlp.py``).
+
+- block: backward rebuilds each block, without its second product, right before the block's backward.
+- layer: the layer's recompute rebuilds all blocks, and autograd keeps what they save: model code that loops over
+  ``split`` inside a checkpointed layer.
+- twice: the layer's recompute runs the blocks without keeping them, and backward rebuilds each one again: DeepSpeed's
+  TiledMLP inside a checkpointed layer, three forwards in all."""
 CpExchange = Literal["ring", "all_gather", "rsa"]
 """How context-parallel ranks exchange keys and values.
 
@@ -475,6 +483,14 @@ class Pins:
     mlp_chunk_tokens: int | None = _knob(
         None, Length(), "Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given."
     )
+    mlp_rebuild: MlpRebuild | None = _knob(
+        None,
+        _one_of(MlpRebuild),
+        "An MLP in row blocks under full recompute. block: backward rebuilds each block. layer: the layer's recompute"
+        " rebuilds all blocks and keeps them. twice: the layer's recompute runs them, and backward rebuilds each one"
+        " again (DeepSpeed's TiledMLP). The system's own unless given.",
+    )
+    """Not searched: block needs the least time and memory; the others say what frameworks do."""
     attention_chunk_tokens: int | None = _knob(
         None,
         Length(),

@@ -18,6 +18,7 @@ from memo_sim.contract.knobs import (
     CpExchange,
     Loss,
     MemoryPolicy,
+    MlpRebuild,
     Overlap,
     Partition,
     Recompute,
@@ -210,6 +211,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Only with full recompute. Backward recomputes the MLP in row blocks, without its second product, right before each
     block's backward."""
+    mlp_rebuild: MlpRebuild = "block"
+    """What is repeated of an MLP in row blocks, and when; block unless there are row blocks."""
     attention_chunk_tokens: Tokens = 0
     """Tokens of the sequence in one attention chunk; 0 means no chunks. Only with full recompute.
 
@@ -387,6 +390,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     executable: bool = True
     """Whether memo-exec has this attention kernel; the others are priced only."""
     mlp_chunk_tokens: Tokens = 0
+    mlp_rebuild: MlpRebuild = "block"
     attention_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy
     rowwise: RowwiseKernel = "torch"

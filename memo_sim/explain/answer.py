@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
-from memo_sim.contract.knobs import FrameworkLibrary
+from memo_sim.contract.knobs import FrameworkLibrary, MlpRebuild
 from memo_sim.contract.plan import Decisions, Prediction, StepInterval
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
@@ -44,6 +44,13 @@ RUN_AGAIN = {
     "operators": "every second product, norms and activations run forward again",
 }
 """What modes repeat that keep some tensors of all tokens."""
+REBUILT_MLP: dict[MlpRebuild, str] = {
+    "block": "each block is recomputed right before its backward, without its second matrix product",
+    "layer": "the layer's recompute repeats all blocks and keeps them for backward (--mlp-rebuild layer)",
+    "twice": "the layer's recompute repeats all blocks, and each one is repeated again right before its backward"
+    " (--mlp-rebuild twice)",
+}
+"""What full recompute repeats of an MLP in row blocks."""
 FREED = {"recorded": "when the device has passed their work", "events": "when a tensor dies"}
 """When that is, by ``Decisions.streams``; auto leaves it to the libraries."""
 SLACK = 0.01
@@ -398,9 +405,9 @@ def _mlp_chunks(found: SearchResult, best: Evaluated) -> list[str]:
     rows, tokens = best.decisions.mlp_chunk_tokens, best.decisions.local_tokens
     if not rows:
         return []
-    text = f"The MLP runs in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens; each block is recomputed"
-    text += " right before its backward, without its second matrix product"
-    return [f"{text}{_against(best, _same_but(found, best, mlp_chunk_tokens=0))}."]
+    rebuilt = REBUILT_MLP[best.decisions.mlp_rebuild]
+    text = f"The MLP runs in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens; {rebuilt}"
+    return [f"{text}{_against(best, _same_but(found, best, mlp_chunk_tokens=0, mlp_rebuild='block'))}."]
 
 
 def _attention_chunks(found: SearchResult, best: Evaluated, simulation: Simulation) -> list[str]:
@@ -428,7 +435,7 @@ def _against(best: Evaluated, whole: Evaluated | None) -> str:
     return f"; undivided, the device would need {peak} and the step would be {format_seconds(abs(slower_s))} {how}"
 
 
-def _same_but(found: SearchResult, best: Evaluated, **changes: int) -> Evaluated | None:
+def _same_but(found: SearchResult, best: Evaluated, **changes: int | str) -> Evaluated | None:
     """Return the evaluated plan that differs from the best plan only in ``changes``, and perhaps in kernels."""
     wanted = msgspec.structs.replace(best.decisions, **changes)
 

@@ -42,7 +42,7 @@ Wait = tuple[int, int, int]
 
 def kept(decisions: Decisions) -> Decisions:
     """Return the plan of the same layout that keeps everything."""
-    whole = {"mlp_chunk_tokens": 0, "attention_chunk_tokens": 0}
+    whole = {"mlp_chunk_tokens": 0, "mlp_rebuild": "block", "attention_chunk_tokens": 0}
     return swap_each(msgspec.structs.replace(decisions, recompute="none", **whole), 0)
 
 

@@ -49,8 +49,9 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
     deepspeed-alst     Arctic long sequence training: Ulysses, ZeRO 3, full recompute whose inputs wait on the host, the
                        MLP in ceil(tokens / hidden) tiles, loss tiles of 1 GiB of logits, Hugging Face's eager modules
                        around FlashAttention-2 (deepspeedai/DeepSpeed@edaa722: TiledMLP and TiledFusedLogitsLoss in
-                       runtime/sequence_parallel/ulysses_sp.py). Optimizer states on the host: ``--states host``. Not
-                       priced: the third forward of a tiled MLP inside a recomputed layer
+                       runtime/sequence_parallel/ulysses_sp.py). Optimizer states on the host: ``--states host``. An MLP
+                       runs forward three times: a tile is rebuilt inside a layer that is recomputed (``--mlp-rebuild
+                       twice``)
     megatron-core      Megatron-Core of today: as ``megatron-lm``, but optimizer states are divided over the ring too,
                        stages may be interleaved, any tp is tried, and the loss is its own over the vocabulary, unfused
                        (NVIDIA/Megatron-LM@d98e8a6: training/arguments.py, core/transformer/transformer_config.py,
@@ -65,7 +66,16 @@ from dataclasses import dataclass
 from memo_sim.contract.accuracy import Framework
 from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.knobs import CpExchange, Loss, MemoryPolicy, Overlap, RowwiseKernel, Schedule, Streams
+from memo_sim.contract.knobs import (
+    CpExchange,
+    Loss,
+    MemoryPolicy,
+    MlpRebuild,
+    Overlap,
+    RowwiseKernel,
+    Schedule,
+    Streams,
+)
 from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -182,6 +192,8 @@ class System:
     """Tokens of a chunk of the loss, where its authors name them; 0: as ``blocks.py`` chooses."""
     mlp_tiles: bool = False
     """Whether the MLP's row blocks are ceil(tokens / hidden) equal ones (DeepSpeed's TiledMLP)."""
+    mlp_rebuild: MlpRebuild = "block"
+    """What is repeated of an MLP in row blocks, unless pinned."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
     subsequences: bool = False
@@ -379,6 +391,7 @@ SYSTEMS = {
             attention=("torch-cudnn", *TORCH_FLASH),
             loss="blocks",
             loss_chunk_tokens=256,
+            mlp_rebuild="layer",
             degrees=("cp", "dp"),
             zeros=(3,),
             cp_exchange="all_gather",
@@ -393,6 +406,7 @@ SYSTEMS = {
             attention=("flash2", *TORCH_FLASH),
             loss="blocks",
             mlp_tiles=True,
+            mlp_rebuild="twice",
             degrees=("ulysses", "dp"),
             zeros=(3,),
         ),

@@ -19,7 +19,7 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States
+from memo_sim.contract.knobs import Loss, MlpRebuild, Recompute, RowwiseKernel, Schedule, States
 from memo_sim.contract.plan import Status
 from memo_sim.contract.units import MOST_TOKENS, Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
 from memo_sim.contract.validation import Expectation
@@ -35,7 +35,7 @@ EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "ste
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
-    *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions"),
+    *("loss", "loss_chunk", "mlp_chunk", "mlp_rebuild", "states", "offload_inputs", "max_positions"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
@@ -94,6 +94,7 @@ COLUMN_TEXTS = {
     "loss": "how the loss is computed (`--loss`); auto when blank",
     "loss_chunk": "tokens whose logits exist at once, 0 for all; the system's own when blank",
     "mlp_chunk": "tokens whose MLP exists at once under full recompute, 0 for all; the system's own when blank",
+    "mlp_rebuild": "what full recompute repeats of an MLP in row blocks (`--mlp-rebuild`); the system's own when blank",
     "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
     "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
     "cuda_graphs": "yes: the framework replays its kernels from CUDA graphs, without launches by the host",
@@ -115,6 +116,7 @@ _WORDS = {
     "precision": ("bf16", "fp16"),
     "expected_status": get_args(Status),
     "loss": get_args(Loss),
+    "mlp_rebuild": get_args(MlpRebuild),
     "states": get_args(States),
     "offload_inputs": ("yes", "no"),
 }

@@ -250,6 +250,7 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         offload_inputs=None if inputs is None else inputs == "yes",
         loss_chunk_tokens=given.get("loss_chunk"),
         mlp_chunk_tokens=given.get("mlp_chunk"),
+        mlp_rebuild=asked.words.get("mlp_rebuild"),  # type: ignore[arg-type]
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
     )
     return Question(

@@ -188,7 +188,11 @@ class Activations:
             if self._shared(t):
                 builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
             elif not builder.has(t.name):
-                rows = min(of.rows_at_once(t, self.decisions, self.shape) for of in (mlp, chunked_attention))
+                backward = builder.kind is not TemplateKind.FORWARD
+                rows = min(
+                    mlp.rows_at_once(t, self.decisions, self.shape, backward=backward),
+                    chunked_attention.rows_at_once(t, self.decisions, self.shape),
+                )
                 if rows:
                     builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
 

@@ -53,7 +53,8 @@ class LayerWriter(OperatorWriter):
         """Write the recompute of one row block; ``whole``: of the layer's whole forward, whose output is not used.
 
         The whole forward is what activation checkpointing repeats: one block, with attention and the second product.
-        When the MLP runs in row blocks, backward recomputes it block by block, without the second product.
+        When the MLP runs in row blocks, backward recomputes it block by block, without the second product, unless
+        ``mlp_rebuild`` says that the layer's recompute has it.
         """
         self.suffix = "" if whole else f".r{index}"
         self.attention.recompute(rows, whole=whole)
@@ -61,7 +62,7 @@ class LayerWriter(OperatorWriter):
         if not self.mlp.blocked:
             self.mlp.first_product(rows)
         self.suffix = ""
-        if whole and not self.mlp.blocked:
+        if whole and (self.mlp.apart or not self.mlp.blocked):
             self.mlp.forward(self.own("rebuilt_out", self.shape.shard_tokens, self.shape.hidden))
 
     def rebuild_operators(self) -> None:

@@ -290,6 +290,9 @@ def test_alst_tiles_the_loss_by_a_gib_of_logits_and_the_mlp_by_its_width() -> No
     assert only.base.loss_chunk_tokens == 2048  # 4 bytes a logit, 128,256 logits a token; a power of two
     assert only.base.mlp_chunk_tokens == 4096  # 131,072 tokens a rank, in as many tiles as hidden divides them into
     assert only.base.offload_inputs
+    assert only.base.mlp_rebuild == "twice"
+    (once,) = candidates(replace(asked, pins=replace(asked.pins, mlp_rebuild="block")))[0]
+    assert once.base.mlp_rebuild == "block"
 
 
 def test_megatron_core_divides_states_over_the_ring_and_interleaves_stages() -> None:
