@@ -59,7 +59,7 @@ Streams = Literal["auto", "recorded", "events"]
 - recorded: when the device has passed that work (``record_stream``): DeepSpeed, FSDP1, c10d before PyTorch 2.8.
 - events: when the tensor dies, because the streams wait for each other's events: FSDP2, c10d since.
 - auto: by the year of the libraries and the level of ZeRO (``memory/eager_framework.py``)."""
-Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
+Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel", "checkpointed", "checkpointed-fp32"]
 """How the loss and the gradient of the logits are computed (``program/layers/loss.py``).
 
 - auto: as the memory policy does. Planned and caching: blocks. Eager: as its libraries do (``Hardware.eager_libraries``
@@ -68,8 +68,12 @@ Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
 - fused: one kernel, which writes the gradient over the logits (Liger, Megatron-LM's fused loss).
 - eager-fp32: ``F.cross_entropy(logits.float())`` under autograd.
 - vocab-parallel: Megatron-LM's unfused loss, whose fp32 copy becomes the softmax and then the gradient in place.
+- checkpointed: each chunk under torch.utils.checkpoint, so its product and its log-softmax of an fp32 copy run twice,
+  with accuracy and entropy (TRL's chunked_nll since 1.13).
+- checkpointed-fp32: the same with an fp32 product of fp32 copies of weight and input (TRL before 1.13).
 
-With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32, which has no such form.
+With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32 and the checkpointed ones,
+which have no such form.
 ``loss_chunk_tokens`` applies to each."""
 MlpRebuild = Literal["block", "layer", "twice"]
 """What full recompute repeats of an MLP in row blocks (``program/layers/mlp.py``).
@@ -542,7 +546,9 @@ class Chosen:
         _one_of(Loss),
         "How the loss is computed. blocks: in row blocks, the gradient in its own buffer. fused: one kernel, the"
         " gradient over the logits. eager-fp32: torch's cross_entropy of an fp32 copy under autograd. vocab-parallel:"
-        " Megatron-LM's, in place in an fp32 copy. auto: blocks, or with memory policy eager what its libraries do.",
+        " Megatron-LM's, in place in an fp32 copy. checkpointed: TRL's chunked_nll, each chunk under checkpoint, with"
+        " accuracy and entropy. checkpointed-fp32: the same with an fp32 product, as before TRL 1.13. auto: blocks, or"
+        " with memory policy eager what its libraries do.",
     )
     streams: Streams = _knob(
         "auto",

@@ -41,11 +41,14 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        distributed/fsdp.py, models/common/attention.py, components/loss.py). Stages have ZeRO 1 here,
                        torchtitan's ZeRO 2; its fused AdamW is priced as eager AdamW; no asynchronous tp
     trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
-                       device unless ``--offload-inputs``), the loss in chunks of 256 tokens, Hugging Face's eager
-                       modules, torch's attention, cuDNN's where it has that (huggingface/trl@f2cd577:
-                       trl/trainer/sft_trainer.py, sft_config.py; huggingface/accelerate@16cb6eb: utils/fsdp_utils.py,
-                       utils/dataclasses.py; huggingface/trl#6846). A model in bf16 without mixed precision: ``--states
-                       pure-bf16``. Not priced: a chunk's logits are computed twice, until TRL 1.13 in fp32
+                       device unless ``--offload-inputs``), ``chunked_nll`` in chunks of 256 tokens under checkpoint
+                       with accuracy and entropy (before TRL 1.13 of fp32 products: ``--loss checkpointed-fp32``),
+                       Hugging Face's eager modules, torch's attention, cuDNN's where it has that
+                       (huggingface/trl@f2cd577: trl/trainer/sft_trainer.py, sft_config.py;
+                       huggingface/accelerate@16cb6eb: utils/fsdp_utils.py, utils/dataclasses.py;
+                       huggingface/trl#6846, #6863). A model in bf16 without mixed precision:
+                       ``--states pure-bf16``. An MLP in tiles (``--mlp-chunk``) is a loop over ``split``, whose tiles
+                       autograd keeps: ``--mlp-rebuild layer``
     deepspeed-alst     Arctic long sequence training: Ulysses, ZeRO 3, full recompute whose inputs wait on the host, the
                        MLP in ceil(tokens / hidden) tiles, loss tiles of 1 GiB of logits, Hugging Face's eager modules
                        around FlashAttention-2 (deepspeedai/DeepSpeed@edaa722: TiledMLP and TiledFusedLogitsLoss in
@@ -389,7 +392,7 @@ SYSTEMS = {
             rowwise="eager",
             streams="events",
             attention=("torch-cudnn", *TORCH_FLASH),
-            loss="blocks",
+            loss="checkpointed",
             loss_chunk_tokens=256,
             mlp_rebuild="layer",
             degrees=("cp", "dp"),

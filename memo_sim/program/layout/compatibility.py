@@ -157,6 +157,8 @@ _SUBSEQUENCES = _Feature(
     setting=lambda d: f"{d.layout.subsequences} subsequences",
     hint="tp, pp and dp go with --subsequences",
 )
+UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
+"""Forms of the loss that need the logits of the whole vocabulary."""
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
 
 METP_SCHEDULE = _METP.allows(
@@ -480,10 +482,10 @@ RULES = (
     ),
     Rule(
         name="eager-fp32 loss: tp",
-        breaks=lambda d: d.loss == "eager-fp32" and d.layout.tp > 1,
+        breaks=lambda d: d.loss in UNDIVIDED_LOSSES and d.layout.tp > 1,
         what="torch's cross_entropy needs the logits of the whole vocabulary, which tensor parallelism divides",
         where="decisions.loss",
-        got=lambda d: f"eager-fp32 with tp {d.layout.tp}",
+        got=lambda d: f"{d.loss} with tp {d.layout.tp}",
         wanted="auto, blocks, fused or vocab-parallel",
         hint="--loss vocab-parallel, or --tp 1",
     ),

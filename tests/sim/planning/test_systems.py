@@ -278,10 +278,12 @@ def test_a_system_computes_the_loss_its_own_way_unless_given() -> None:
     sharded = ("vocab-parallel", 0)
     assert losses(ask("torchtitan", pp=1, cp=1)) == {1: {("eager-fp32", 0)}, **{each: {sharded} for each in (2, 4, 8)}}
     assert losses(ask("megatron-core", pp=1, cp=1)) == {each: {sharded} for each in (1, 2, 4, 8)}
-    assert losses(ask("trl-fsdp2")) == {1: {("blocks", 256)}}
+    assert losses(ask("trl-fsdp2")) == {1: {("checkpointed", 256)}}
     assert losses(ask("torchtitan", tp=1, pp=1, loss="fused")) == {1: {("fused", 0)}}
     assert losses(ask("trl-fsdp2", loss="eager-fp32")) == {1: {("eager-fp32", 0)}}  # loss_type nll
-    assert losses(ask("trl-fsdp2", loss_chunk_tokens=1024)) == {1: {("blocks", 1024)}}
+    assert losses(ask("trl-fsdp2", loss_chunk_tokens=1024)) == {1: {("checkpointed", 1024)}}
+    before = ask("trl-fsdp2", loss="checkpointed-fp32", cluster="h100-1x8")  # before TRL 1.13
+    assert losses(before) == {1: {("checkpointed-fp32", 256)}}
 
 
 def test_alst_tiles_the_loss_by_a_gib_of_logits_and_the_mlp_by_its_width() -> None:
