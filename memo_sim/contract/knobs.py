@@ -75,6 +75,13 @@ Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel", "check
 With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32 and the checkpointed ones,
 which have no such form.
 ``loss_chunk_tokens`` applies to each."""
+Modules = Literal["auto", "operators", "huggingface"]
+"""Whose modules an eager framework trains, which decides what autograd saves of a recomputed layer.
+
+- operators: each operator keeps what its own backward reads, as in memo-exec.
+- huggingface: Hugging Face's modules in accelerate's FSDP2: fp32 copies of norms' inputs, every result inside the MLP,
+  fp32 shards of parameters and no others (``memory/huggingface.py``).
+- auto: the system's own, else operators."""
 MlpRebuild = Literal["block", "layer", "twice"]
 """What full recompute repeats of an MLP in row blocks (``program/layers/mlp.py``).
 
@@ -555,6 +562,13 @@ class Chosen:
         _one_of(Streams),
         "Memory policy eager: when memory that other streams use comes back. recorded: when the device has passed their"
         " work (DeepSpeed, FSDP1). events: when a tensor dies (FSDP2). auto: the system's own, else by its libraries.",
+    )
+    modules: Modules = _knob(
+        "auto",
+        _one_of(Modules),
+        "Memory policy eager, full recompute: whose modules autograd runs. operators: each keeps what its own backward"
+        " reads. huggingface: those of transformers in accelerate's FSDP2, with fp32 copies of norms' inputs and every"
+        " result inside the MLP. auto: the system's own, else operators.",
     )
     micro_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences that a rank plays at once.")
     global_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences of a step.")

@@ -19,6 +19,7 @@ from memo_sim.contract.knobs import (
     Loss,
     MemoryPolicy,
     MlpRebuild,
+    Modules,
     Overlap,
     Partition,
     Recompute,
@@ -204,6 +205,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""
     streams: Streams = "auto"
     """When an eager framework gets memory back that streams beside compute have used; auto: as its libraries do."""
+    modules: Modules = "auto"
+    """Whose modules an eager framework trains; auto: operators, as in memo-exec."""
     loss_chunk_tokens: Tokens = 0
     """Tokens whose logits exist at the same time; 0 means all tokens."""
     mlp_chunk_tokens: Tokens = 0

@@ -44,6 +44,8 @@ RUN_AGAIN = {
     "operators": "every second product, norms and activations run forward again",
 }
 """What modes repeat that keep some tensors of all tokens."""
+CHECKPOINTED_LOSS = " (checkpointed-fp32 before TRL 1.13)"
+"""What to name where TRL is older."""
 REBUILT_MLP: dict[MlpRebuild, str] = {
     "block": "each block is recomputed right before its backward, without its second matrix product",
     "layer": "the layer's recompute repeats all blocks and keeps them for backward (--mlp-rebuild layer)",
@@ -51,6 +53,11 @@ REBUILT_MLP: dict[MlpRebuild, str] = {
     " (--mlp-rebuild twice)",
 }
 """What full recompute repeats of an MLP in row blocks."""
+MODULES = (
+    " Autograd keeps what Hugging Face's modules save of a layer, and accelerate's FSDP2 shards fp32 parameters alone"
+    " (--modules huggingface)."
+)
+"""What an eager framework holds with them."""
 FREED = {"recorded": "when the device has passed their work", "events": "when a tensor dies"}
 """When that is, by ``Decisions.streams``; auto leaves it to the libraries."""
 SLACK = 0.01
@@ -305,7 +312,8 @@ def _own_loss(question: Question, decisions: Decisions) -> list[str]:
         return []
     tokens = decisions.loss_chunk_tokens
     chunks = f", in chunks of {format_tokens(tokens)} tokens" if tokens else ""
-    return [f"The loss is {decisions.loss}{chunks}: {question.system}'s own; --loss names another."]
+    what = CHECKPOINTED_LOSS if decisions.loss == "checkpointed" else ""
+    return [f"The loss is {decisions.loss}{chunks}: {question.system}'s own; --loss names another{what}."]
 
 
 def _allocator(simulation: Simulation) -> list[str]:
@@ -326,7 +334,8 @@ def _allocator(simulation: Simulation) -> list[str]:
     )
     freed = FREED.get(simulation.decisions.streams)
     waits = f" Memory that other streams use comes back {freed} (--streams {simulation.decisions.streams})."
-    return [f"{text}; {retries}{share if stalled else ''}.{waits if freed else ''}"]
+    own = MODULES if simulation.decisions.modules == "huggingface" else ""
+    return [f"{text}; {retries}{share if stalled else ''}.{waits if freed else ''}{own}"]
 
 
 def _limited(found: SearchResult) -> list[str]:

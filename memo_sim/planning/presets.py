@@ -74,6 +74,7 @@ from memo_sim.contract.knobs import (
     Loss,
     MemoryPolicy,
     MlpRebuild,
+    Modules,
     Overlap,
     RowwiseKernel,
     Schedule,
@@ -184,6 +185,8 @@ class System:
     Megatron-LM and its fork for DeepSpeed have fused ones, and FSDP wraps modules that run eagerly."""
     streams: Streams = "auto"
     """When memory that other streams use comes back, unless given (``contract/knobs.py``)."""
+    modules: Modules = "auto"
+    """Whose modules an eager framework trains, unless given."""
     attention: tuple[AttentionName, ...] = ()
     """Attention kernels in the order in which its authors prefer them, unless pinned: the first that the profile has.
 
@@ -391,6 +394,7 @@ SYSTEMS = {
             memory_policy="eager",
             rowwise="eager",
             streams="events",
+            modules="huggingface",
             attention=("torch-cudnn", *TORCH_FLASH),
             loss="checkpointed",
             loss_chunk_tokens=256,

@@ -10,7 +10,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, Librar
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
-from memo_sim.contract.knobs import Chosen, Loss, MemoryPolicy, Overlap, Pins, RowwiseKernel, Streams
+from memo_sim.contract.knobs import Chosen, Loss, MemoryPolicy, Modules, Overlap, Pins, RowwiseKernel, Streams
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
@@ -57,6 +57,7 @@ class Question(Chosen):
             states=self.states,
             loss=self._loss(layout),
             streams=self._streams,
+            modules=self._modules,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
@@ -88,6 +89,12 @@ class Question(Chosen):
         """What is given, or else the system's own under an eager framework."""
         own = self.preset.streams if self.memory_policy == "eager" else "auto"
         return own if self.streams == "auto" else self.streams
+
+    @property
+    def _modules(self) -> Modules:
+        """What is given, or else the system's own under an eager framework."""
+        own = self.preset.modules if self.memory_policy == "eager" else "auto"
+        return own if self.modules == "auto" else self.modules
 
     @property
     def dtype(self) -> DtypeName:

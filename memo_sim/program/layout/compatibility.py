@@ -564,11 +564,31 @@ STREAMS_OF_A_FRAMEWORK = Rule(
     wanted="memory policy eager",
     hint="--memory-policy eager, or leave --streams out",
 )
+MODULES_OF_A_FRAMEWORK = Rule(
+    name="modules: memory_policy",
+    breaks=lambda d: d.modules == "huggingface" and d.memory_policy != "eager",
+    what="memo-exec's operators are its own, whatever the memory",
+    where="decisions.modules",
+    got=lambda d: f"{d.modules} with memory policy {d.memory_policy}",
+    wanted="memory policy eager",
+    hint="--memory-policy eager, or leave --modules out",
+)
+MODULES_ARE_RECOMPUTED = Rule(
+    name="modules: recompute",
+    breaks=lambda d: d.modules == "huggingface" and d.recompute != "full",
+    what="memo knows what Hugging Face's modules save of a layer that is checkpointed as a whole",
+    where="decisions.modules",
+    got=lambda d: f"{d.modules} with recompute {d.recompute}",
+    wanted="recompute full",
+    hint="--recompute full, or --modules operators",
+)
 ARENA_RULES = (
     PLANNED_LIBRARIES,
     LIMITED_ALLOCATOR,
     GRAPHS_OF_EAGER,
     PLANNED_PLAIN_ATTENTION,
     STREAMS_OF_A_FRAMEWORK,
+    MODULES_OF_A_FRAMEWORK,
+    MODULES_ARE_RECOMPUTED,
 )
 """What no arena is planned for; programs can be written for it, and the search refuses it."""

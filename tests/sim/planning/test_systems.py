@@ -233,8 +233,10 @@ def test_frameworks_of_today_answer_a_small_question(system: str) -> None:
 
 def test_the_answer_says_what_a_system_assumes() -> None:
     why = what_if(ask("trl-fsdp2", seq_tokens=8192, global_batch=2, cluster="h100-1x2")).result.why
-    assert "The loss is blocks, in chunks of 256 tokens: trl-fsdp2's own; --loss names another." in why
-    assert any(line.endswith("comes back when a tensor dies (--streams events).") for line in why)
+    own = "The loss is checkpointed, in chunks of 256 tokens: trl-fsdp2's own; --loss names another"
+    assert f"{own} (checkpointed-fp32 before TRL 1.13)." in why
+    assert any("comes back when a tensor dies (--streams events)." in line for line in why)
+    assert any(line.endswith("(--modules huggingface).") for line in why)
     given = what_if(ask("trl-fsdp2", seq_tokens=8192, global_batch=2, cluster="h100-1x2", loss="fused")).result.why
     assert not any(line.startswith("The loss is") for line in given)
 
@@ -295,6 +297,15 @@ def test_alst_tiles_the_loss_by_a_gib_of_logits_and_the_mlp_by_its_width() -> No
     assert only.base.mlp_rebuild == "twice"
     (once,) = candidates(replace(asked, pins=replace(asked.pins, mlp_rebuild="block")))[0]
     assert once.base.mlp_rebuild == "block"
+
+
+def test_trl_has_hugging_faces_modules_under_an_eager_framework() -> None:
+    asked = ask("trl-fsdp2", cluster="h100-1x8")
+    assert {each.base.modules for each in candidates(asked)[0]} == {"huggingface"}
+    planned = replace(asked, pins=replace(asked.pins, memory_policy="planned"))
+    assert {each.base.modules for each in candidates(planned)[0]} == {"auto"}
+    pinned = replace(asked, pins=replace(asked.pins, mlp_chunk_tokens=1024))
+    assert {each.base.mlp_rebuild for each in candidates(pinned)[0]} == {"layer"}
 
 
 def test_megatron_core_divides_states_over_the_ring_and_interleaves_stages() -> None:

@@ -172,6 +172,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"replay_allocator": True, "memory_policy": "caching"},
         "--replay-allocator with memory policy caching",
     ),
+    "modules: memory_policy": (
+        Layout(),
+        {"modules": "huggingface", "recompute": "full", "memory_policy": "caching"},
+        "huggingface with memory policy caching",
+    ),
+    "modules: recompute": (
+        Layout(),
+        {"modules": "huggingface", "memory_policy": "eager"},
+        "huggingface with recompute none",
+    ),
     "streams: memory_policy": (
         Layout(),
         {"streams": "events", "memory_policy": "caching"},
