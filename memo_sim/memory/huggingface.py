@@ -42,6 +42,9 @@ from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Rowwise
 
+FULLY_SHARDED = 3
+"""The level of ZeRO that divides parameters."""
+
 READ_AGAIN = {"rms_norm": "stats", "qk_norm": "raw", "swiglu": "x"}
 """Operators whose modules save more than the program keeps, with the operand by which their backward is known."""
 
@@ -160,14 +163,19 @@ def _classifier(program: Program, columns: Columns, lives: Liveness) -> Liveness
     return replace(lives, death=death)
 
 
+def absent_states(decisions: Decisions) -> frozenset[FamilyKind]:
+    """Return the kinds of states that accelerate does not have on the device, and the program has."""
+    if decisions.modules != "huggingface":
+        return frozenset()
+    if decisions.states == "host":
+        return frozenset((FamilyKind.PARAMS, FamilyKind.GRADS))
+    masters = decisions.states != "pure-bf16" and decisions.dtype != "fp32"
+    return frozenset((FamilyKind.PARAMS,) if masters and decisions.layout.zero == FULLY_SHARDED else ())
+
+
 def _states(program: Program, lives: Liveness, decisions: Decisions) -> Liveness:
     """Return the buffers with size 0 for the shards that accelerate does not have on the device."""
-    gone = {FamilyKind.PARAMS}
-    if decisions.states == "host":
-        gone.add(FamilyKind.GRADS)
-    elif decisions.states == "pure-bf16" or decisions.dtype == "fp32" or decisions.layout.zero != 3:
-        return lives
-    sizes = lives.bytes.copy()
+    gone, sizes = absent_states(decisions), lives.bytes.copy()
     absent = np.array([f.kind in gone for f in program.all_families], dtype=np.bool_)
     sizes[absent[lives.family] & lives.on_device] = 0
     return replace(lives, bytes=sizes)
