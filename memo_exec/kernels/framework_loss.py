@@ -2,6 +2,7 @@
 
 eager-fp32       what autograd plays for ``F.cross_entropy(logits.float(), labels)``: log-softmax, the target's
                  log-probability, and the backward of both, each into a tensor of its own
+checkpointed     the same inside torch.utils.checkpoint, with accuracy and entropy (TRL's chunked_nll)
 vocab-parallel   Megatron-LM's loss on this rank's part of the vocabulary: ``logits`` becomes the logits less their
                  maximum, the exponentials, the softmax and the gradient. ``maxima`` has shape (tokens), ``sums`` has
                  shape (2, tokens): the sum of exponentials, and the target's logit less the maximum. The ranks combine
@@ -32,6 +33,22 @@ def nll(call: Call) -> None:
     picked = torch.gather(log_probs, 1, targets.columns, out=targets.values).masked_fill_(targets.absent, 0.0)
     torch.sum(picked, 0, out=targets.total)
     call["loss"].sub_(targets.total, alpha=call.context.scalars.loss_scale)
+
+
+def metrics(call: Call) -> None:
+    """``metrics`` = correct tokens of the chunk, and the sum of their entropies.
+
+    ``product`` gets the probabilities times their logarithms.
+    """
+    log_probs, labels, found = call.matrix("log_probs"), call["labels"].unsqueeze(1), call["metrics"].view(-1)
+    targets = _Targets(call, log_probs.shape[1])
+    torch.argmax(call.matrix("logits"), 1, keepdim=True, out=targets.columns)
+    torch.eq(targets.columns, labels, out=targets.absent)
+    torch.sum(targets.values.copy_(targets.absent), 0, out=targets.total)
+    found[:1].copy_(targets.total)
+    product = torch.exp(log_probs, out=call.matrix("product")).mul_(log_probs)
+    entropies = torch.sum(product, 1, keepdim=True, out=targets.values).masked_fill_(targets.uncounted(), 0.0)
+    torch.neg(torch.sum(entropies, 0, out=targets.total), out=found[1:])
 
 
 def nll_backward(call: Call) -> None:

@@ -73,6 +73,12 @@ def linear_wgrad(call: Call) -> None:
             out.addmm_(wide_grad[:count].t(), wide_x[:count])
 
 
+def linear_wgrad_product(call: Call) -> None:
+    """``out = grad.T @ x``: the gradient of the weight in a tensor of its own, as autograd makes it."""
+    grad, x = call.matrix("grad"), call.matrix("x")
+    torch.mm(grad.t(), x, out=call["out"].view(grad.shape[1], x.shape[1]))
+
+
 def bias_backward(call: Call) -> None:
     """``out += sum of grad over rows``, where the sum over rows is in fp32."""
     grad, out = call.matrix("grad"), call["out"]

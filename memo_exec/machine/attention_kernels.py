@@ -104,7 +104,7 @@ def _refused_loss(reason: str) -> CannotRun:
         "the plan's fused loss cannot be used here",
         where="$.decisions.loss",
         got=f"fused: {reason}",
-        wanted="auto, blocks, eager-fp32 or vocab-parallel",
+        wanted="auto, blocks, eager-fp32, vocab-parallel, checkpointed or checkpointed-fp32",
         hint="make the plan with memo-sim what-if --loss blocks",
     )
 

@@ -328,6 +328,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         attention=decisions.kernels.attention,
         executable=decisions.kernels.attention not in PRICED_ONLY,
         mlp_chunk_tokens=decisions.mlp_chunk_tokens,
+        mlp_rebuild=decisions.mlp_rebuild,
         attention_chunk_tokens=decisions.attention_chunk_tokens,
         memory_policy=decisions.memory_policy,
         rowwise=decisions.kernels.rowwise,

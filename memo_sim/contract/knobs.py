@@ -83,7 +83,7 @@ ZeroParams = Literal["auto", "stored", "cast"]
 - stored: a rank keeps its shard in the parameters' dtype beside the fp32 shard, and gathers that (DeepSpeed).
 - cast: a rank keeps only the fp32 shard, and casts it before every gather (torch FSDP's ``MixedPrecision``).
 - auto: the system's own, else stored."""
-Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
+Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel", "checkpointed", "checkpointed-fp32"]
 """How the loss and the gradient of the logits are computed (``program/layers/loss.py``).
 
 - auto: as the memory policy does. Planned and caching: blocks. Eager: as its libraries do (``Hardware.eager_libraries``
@@ -92,9 +92,28 @@ Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
 - fused: one kernel, which writes the gradient over the logits (Liger, Megatron-LM's fused loss).
 - eager-fp32: ``F.cross_entropy(logits.float())`` under autograd.
 - vocab-parallel: Megatron-LM's unfused loss, whose fp32 copy becomes the softmax and then the gradient in place.
+- checkpointed: each chunk under torch.utils.checkpoint, so its product and its log-softmax of an fp32 copy run twice,
+  with accuracy and entropy (TRL's chunked_nll since 1.13).
+- checkpointed-fp32: the same with an fp32 product of fp32 copies of weight and input (TRL before 1.13).
 
-With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32, which has no such form.
+With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32 and the checkpointed ones,
+which have no such form.
 ``loss_chunk_tokens`` applies to each."""
+Modules = Literal["auto", "operators", "huggingface"]
+"""Whose modules an eager framework trains, which decides what autograd saves of a recomputed layer.
+
+- operators: each operator keeps what its own backward reads, as in memo-exec.
+- huggingface: Hugging Face's modules in accelerate's FSDP2: fp32 copies of norms' inputs, every result inside the MLP,
+  fp32 shards of parameters and no others (``memory/huggingface.py``).
+- auto: the system's own, else operators."""
+MlpRebuild = Literal["block", "layer", "twice"]
+"""What full recompute repeats of an MLP in row blocks (``program/layers/mlp.py``).
+
+- block: backward rebuilds each block, without its second product, right before the block's backward.
+- layer: the layer's recompute rebuilds all blocks, and autograd keeps what they save: model code that loops over
+  ``split`` inside a checkpointed layer.
+- twice: the layer's recompute runs the blocks without keeping them, and backward rebuilds each one again: DeepSpeed's
+  TiledMLP inside a checkpointed layer, three forwards in all."""
 CpExchange = Literal["ring", "all_gather", "rsa"]
 """How context-parallel ranks exchange keys and values.
 
@@ -563,6 +582,14 @@ class Pins:
     mlp_chunk_tokens: int | None = _knob(
         None, Length(), "Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given."
     )
+    mlp_rebuild: MlpRebuild | None = _knob(
+        None,
+        _one_of(MlpRebuild),
+        "An MLP in row blocks under full recompute. block: backward rebuilds each block. layer: the layer's recompute"
+        " rebuilds all blocks and keeps them. twice: the layer's recompute runs them, and backward rebuilds each one"
+        " again (DeepSpeed's TiledMLP). The system's own unless given.",
+    )
+    """Not searched: block needs the least time and memory; the others say what frameworks do."""
     attention_chunk_tokens: int | None = _knob(
         None,
         Length(),
@@ -628,7 +655,9 @@ class Chosen:
         _one_of(Loss),
         "How the loss is computed. blocks: in row blocks, the gradient in its own buffer. fused: one kernel, the"
         " gradient over the logits. eager-fp32: torch's cross_entropy of an fp32 copy under autograd. vocab-parallel:"
-        " Megatron-LM's, in place in an fp32 copy. auto: blocks, or with memory policy eager what its libraries do.",
+        " Megatron-LM's, in place in an fp32 copy. checkpointed: TRL's chunked_nll, each chunk under checkpoint, with"
+        " accuracy and entropy. checkpointed-fp32: the same with an fp32 product, as before TRL 1.13. auto: blocks, or"
+        " with memory policy eager what its libraries do.",
     )
     loss_metrics: int = _knob(
         0,
@@ -642,6 +671,13 @@ class Chosen:
         _one_of(Streams),
         "Memory policy eager: when memory that other streams use comes back. recorded: when the device has passed their"
         " work (DeepSpeed, FSDP1). events: when a tensor dies (FSDP2). auto: the system's own, else by its libraries.",
+    )
+    modules: Modules = _knob(
+        "auto",
+        _one_of(Modules),
+        "Memory policy eager, full recompute: whose modules autograd runs. operators: each keeps what its own backward"
+        " reads. huggingface: those of transformers in accelerate's FSDP2, with fp32 copies of norms' inputs and every"
+        " result inside the MLP. auto: the system's own, else operators.",
     )
     micro_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences that a rank plays at once.")
     global_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences of a step.")

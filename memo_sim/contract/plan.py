@@ -21,6 +21,8 @@ from memo_sim.contract.knobs import (
     CpExchange,
     Loss,
     MemoryPolicy,
+    MlpRebuild,
+    Modules,
     Overlap,
     Partition,
     Recompute,
@@ -243,6 +245,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whose implementation of ZeRO 2 and 3, with its passes over parameters and gradients."""
     reduce_dtype: ReduceDtype = "auto"
     """Dtype in which FSDP sums gradients over ranks; auto: that of their sums over micro-batches."""
+    modules: Modules = "auto"
+    """Whose modules an eager framework trains; auto: operators, as in memo-exec."""
     loss_chunk_tokens: Tokens = 0
     """Tokens whose logits exist at the same time; 0 means all tokens."""
     mlp_chunk_tokens: Tokens = 0
@@ -250,6 +254,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Only with full recompute. Backward recomputes the MLP in row blocks, without its second product, right before each
     block's backward."""
+    mlp_rebuild: MlpRebuild = "block"
+    """What is repeated of an MLP in row blocks, and when; block unless there are row blocks."""
     attention_chunk_tokens: Tokens = 0
     """Tokens of the sequence in one attention chunk; 0 means no chunks. Only with full recompute.
 
@@ -429,6 +435,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     executable: bool = True
     """Whether memo-exec has this attention kernel; the others are priced only."""
     mlp_chunk_tokens: Tokens = 0
+    mlp_rebuild: MlpRebuild = "block"
     attention_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy
     rowwise: RowwiseKernel = "torch"

@@ -28,6 +28,7 @@ from memo_sim.costs.curves import LogCurve
 from memo_sim.engine.caching_allocator import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
 from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, records_streams, run_ahead
+from memo_sim.memory.huggingface import module_buffers
 from memo_sim.memory.initial_states import Beginning, beginning_of
 from memo_sim.memory.pinned_allocator import pinned_bytes
 from memo_sim.memory.replay import RunAhead
@@ -207,7 +208,10 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
             libraries=libraries,
             workspace_bytes=workspace_bytes,
             own_loss=decisions.loss == "auto",
+            holds_outputs=decisions.modules != "huggingface",
         )
+        if decisions.modules == "huggingface":
+            lives, names = module_buffers(program, columns, lives, names, decisions)
         ahead = run_ahead(program, columns, lives) if records_streams(decisions, libraries) else None
         beginning = beginning_of(program, decisions)
     caching = decisions.memory_policy != "planned"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
-from memo_sim.contract.knobs import FrameworkLibrary
+from memo_sim.contract.knobs import FrameworkLibrary, MlpRebuild
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
@@ -48,6 +48,20 @@ RUN_AGAIN = {
     "operators": "every second product, norms and activations run forward again",
 }
 """What modes repeat that keep some tensors of all tokens."""
+CHECKPOINTED_LOSS = " (checkpointed-fp32 before TRL 1.13)"
+"""What to name where TRL is older."""
+REBUILT_MLP: dict[MlpRebuild, str] = {
+    "block": "each block is recomputed right before its backward, without its second matrix product",
+    "layer": "the layer's recompute repeats all blocks and keeps them for backward (--mlp-rebuild layer)",
+    "twice": "the layer's recompute repeats all blocks, and each one is repeated again right before its backward"
+    " (--mlp-rebuild twice)",
+}
+"""What full recompute repeats of an MLP in row blocks."""
+MODULES = (
+    " Autograd keeps what Hugging Face's modules save of a layer, and accelerate's FSDP2 shards fp32 parameters alone"
+    " (--modules huggingface)."
+)
+"""What an eager framework holds with them."""
 FREED = {"recorded": "when the device has passed their work", "events": "when a tensor dies"}
 """When that is, by ``Decisions.streams``; auto leaves it to the libraries."""
 SLACK = 0.01
@@ -302,7 +316,8 @@ def _own_loss(question: Question, decisions: Decisions) -> list[str]:
         return []
     tokens = decisions.loss_chunk_tokens
     chunks = f", in chunks of {format_tokens(tokens)} tokens" if tokens else ""
-    return [f"The loss is {decisions.loss}{chunks}: {question.system}'s own; --loss names another."]
+    what = CHECKPOINTED_LOSS if decisions.loss == "checkpointed" else ""
+    return [f"The loss is {decisions.loss}{chunks}: {question.system}'s own; --loss names another{what}."]
 
 
 def _allocator(simulation: Simulation) -> list[str]:
@@ -323,7 +338,8 @@ def _allocator(simulation: Simulation) -> list[str]:
     )
     freed = FREED.get(simulation.decisions.streams)
     waits = f" Memory that other streams use comes back {freed} (--streams {simulation.decisions.streams})."
-    return [f"{text}; {retries}{share if stalled else ''}.{waits if freed else ''}"]
+    own = MODULES if simulation.decisions.modules == "huggingface" else ""
+    return [f"{text}; {retries}{share if stalled else ''}.{waits if freed else ''}{own}"]
 
 
 def _limited(found: SearchResult) -> list[str]:
@@ -427,9 +443,9 @@ def _mlp_chunks(found: SearchResult, best: Evaluated) -> list[str]:
     rows, tokens = best.decisions.mlp_chunk_tokens, best.decisions.local_tokens
     if not rows:
         return []
-    text = f"The MLP runs in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens; each block is recomputed"
-    text += " right before its backward, without its second matrix product"
-    return [f"{text}{_against(best, _same_but(found, best, mlp_chunk_tokens=0))}."]
+    rebuilt = REBUILT_MLP[best.decisions.mlp_rebuild]
+    text = f"The MLP runs in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens; {rebuilt}"
+    return [f"{text}{_against(best, _same_but(found, best, mlp_chunk_tokens=0, mlp_rebuild='block'))}."]
 
 
 def _attention_chunks(found: SearchResult, best: Evaluated, simulation: Simulation) -> list[str]:
@@ -457,7 +473,7 @@ def _against(best: Evaluated, whole: Evaluated | None) -> str:
     return f"; undivided, the device would need {peak} and the step would be {format_seconds(abs(slower_s))} {how}"
 
 
-def _same_but(found: SearchResult, best: Evaluated, **changes: int) -> Evaluated | None:
+def _same_but(found: SearchResult, best: Evaluated, **changes: int | str) -> Evaluated | None:
     """Return the evaluated plan that differs from the best plan only in ``changes``, and perhaps in kernels."""
     wanted = msgspec.structs.replace(best.decisions, **changes)
 

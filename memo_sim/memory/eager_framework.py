@@ -32,7 +32,7 @@ Memory is full while only half of it is live:
     device  | l0              | l1 ...
 
 FSDP2 has ZeRO 3 without ``record_stream``: its streams wait for each other's events (pytorch/torchtitan, docs/fsdp.md).
-A plan says so with ``Decisions.streams``, in any year.
+A plan says so with ``Decisions.streams``, in any year. ``huggingface.py`` has what Hugging Face's modules keep.
 
 A plan that names its loss (``Decisions.loss``) has the buffers of that loss in its program, and they stay as they are.
 
@@ -103,7 +103,7 @@ class _Loss:
 
 
 @dataclass(frozen=True)
-class _Added:
+class Added:
     """A buffer that the program does not have; ``like`` is the number of a buffer of the same class."""
 
     name: str
@@ -139,16 +139,18 @@ def eager_buffers(
     libraries: Libraries = "2024",
     workspace_bytes: int = 0,
     own_loss: bool = True,
+    holds_outputs: bool = True,
 ) -> tuple[Liveness, list[str]]:
     """Return the framework's buffers, and their names by number.
 
     ``lives`` are the program's buffers with their sizes; added buffers get the numbers after them. The libraries hold
     ``workspace_bytes`` for the whole step. ``own_loss``: whether the loss is that of the libraries, not the program's.
+    ``holds_outputs``: whether a recomputed layer's output lives until the end of its backward.
     """
     birth, death, sizes = lives.birth.copy(), lives.death.copy(), lives.bytes.copy()
-    held = _never_read(program, columns, lives)
+    held = _never_read(program, columns, lives) if holds_outputs else np.empty(0, dtype=np.int64)
     death[held] = np.searchsorted(columns.instance, columns.instance[birth[held]], side="right") - 1
-    added: list[_Added] = []
+    added: list[Added] = []
     for loss in _losses(program, columns) if own_loss else ():
         if fused_loss(libraries):
             death[loss.logits] = max(death[loss.logits], death[loss.gradient])
@@ -167,13 +169,13 @@ def eager_buffers(
     state = _a_state(program, lives)
     if fused_loss(libraries):
         added += [
-            _Added(f"wgrad.dummy[{m}x{n}]", -1, lives.instructions, size, state)
+            Added(f"wgrad.dummy[{m}x{n}]", -1, lives.instructions, size, state)
             for (m, n), size in sorted(_weight_gradients(program).items())
         ]
     if workspace_bytes:
-        added.append(_Added(WORKSPACES, -1, lives.instructions, workspace_bytes, state))
+        added.append(Added(WORKSPACES, -1, lives.instructions, workspace_bytes, state))
     names = buffer_names(program) + [new.name for new in added]
-    return _with(replace(lives, birth=birth, death=death, bytes=sizes), added), names
+    return with_added(replace(lives, birth=birth, death=death, bytes=sizes), added), names
 
 
 def run_ahead(program: Program, columns: Columns, lives: Liveness) -> RunAhead:
@@ -213,7 +215,7 @@ def _never_read(program: Program, columns: Columns, lives: Liveness) -> Ints:
 
 def _numbered(program: Program, columns: Columns) -> Iterator[tuple[int, Instruction, dict[str, int]]]:
     """Yield the instructions of loss and embedding, each with its number and its buffer numbers by operand role."""
-    for base, instance in zip(_starts(program, columns), program.instances, strict=True):
+    for base, instance in zip(starts_of(program, columns), program.instances, strict=True):
         for at, instruction in enumerate(program.templates[instance.template].instructions, start=base):
             if instruction.op in (LOSS, STATISTICS, EMBEDDING):
                 first = int(np.searchsorted(columns.operand_instruction, at))
@@ -241,31 +243,31 @@ def _losses(program: Program, columns: Columns) -> Iterator[_Loss]:
             first = None
 
 
-def _wide(loss: _Loss) -> list[_Added]:
+def _wide(loss: _Loss) -> list[Added]:
     """Return the fp32 logits and their softmax."""
     size = FP32_BYTES * loss.elements
     return [
-        _Added(f"logits.fp32[{loss.last}]", loss.first, loss.last, size, loss.logits),
-        _Added(f"softmax.fp32[{loss.last}]", loss.first, loss.last + 1, size, loss.logits),
+        Added(f"logits.fp32[{loss.last}]", loss.first, loss.last, size, loss.logits),
+        Added(f"softmax.fp32[{loss.last}]", loss.first, loss.last + 1, size, loss.logits),
     ]
 
 
-def _dense_embedding(program: Program, columns: Columns) -> Iterator[_Added]:
+def _dense_embedding(program: Program, columns: Columns) -> Iterator[Added]:
     """Yield the embedding's dense gradient of each micro-batch, in the dtype of the rows."""
     for at, instruction, numbers in _numbered(program, columns):
         if instruction.op == EMBEDDING:
             elements = next(o.tokens for o in instruction.operands if o.role == "grad_weight")
             dtype = program.all_families[columns.buffer_family[numbers["grad"]]].dtype
-            yield _Added(f"embed.dense[{at}]", at, at, elements * DTYPE_BYTES[dtype], numbers["grad"])
+            yield Added(f"embed.dense[{at}]", at, at, elements * DTYPE_BYTES[dtype], numbers["grad"])
 
 
-def _gathered(program: Program, lives: Liveness) -> list[_Added]:
+def _gathered(program: Program, lives: Liveness) -> list[Added]:
     """Return the buffer for the classifier's gathered input; it has the size of the largest one."""
     mine = _of_families(program, lives, GATHERED)
     if not len(mine):
         return []
     largest = int(mine[np.argmax(lives.bytes[mine])])
-    return [_Added("classifier.gathered", -1, lives.instructions, int(lives.bytes[largest]), largest)]
+    return [Added("classifier.gathered", -1, lives.instructions, int(lives.bytes[largest]), largest)]
 
 
 def _of_families(program: Program, lives: Liveness, names: frozenset[str]) -> Ints:
@@ -300,7 +302,7 @@ def _gathers(program: Program, columns: Columns) -> list[int]:
 
 def _looks_at_loss(program: Program, columns: Columns) -> Iterator[int]:
     """Yield the last instruction of each micro-batch's loss, after which the host reads the loss."""
-    for base, instance in zip(_starts(program, columns), program.instances, strict=True):
+    for base, instance in zip(starts_of(program, columns), program.instances, strict=True):
         instructions = program.templates[instance.template].instructions
         of_loss = [at for at, instruction in enumerate(instructions, start=base) if _belongs_to_loss(instruction)]
         yield from of_loss[-1:]
@@ -310,13 +312,13 @@ def _belongs_to_loss(instruction: Instruction) -> bool:
     return instruction.op.partition(".")[0] == LOSS
 
 
-def _starts(program: Program, columns: Columns) -> list[int]:
+def starts_of(program: Program, columns: Columns) -> list[int]:
     """Return the first instruction of every instance."""
     starts: list[int] = np.searchsorted(columns.instance, np.arange(len(program.instances))).tolist()
     return starts
 
 
-def _with(lives: Liveness, added: list[_Added]) -> Liveness:
+def with_added(lives: Liveness, added: list[Added]) -> Liveness:
     """Return ``lives`` and the added buffers."""
     if not added:
         return lives

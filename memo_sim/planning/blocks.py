@@ -95,7 +95,8 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
     tokens = attention_chunk(question, whole) if policy.attention_chunks else 0
     if policy.mlp_blocks and (_whole_mlp(question, whole) or (not rows and any(not p.mlp_blocks for p in others))):
         return None
-    made = msgspec.structs.replace(whole, mlp_chunk_tokens=rows, attention_chunk_tokens=tokens)
+    rebuild = question.pins.mlp_rebuild or (question.preset.mlp_rebuild if rows else "block")
+    made = msgspec.structs.replace(whole, mlp_chunk_tokens=rows, mlp_rebuild=rebuild, attention_chunk_tokens=tokens)
     optional = question.pins.attention_chunk_tokens is None and any(not p.attention_chunks for p in others)
     if policy.attention_chunks and optional and not tokens:
         return None

@@ -21,6 +21,7 @@ from memo_sim.planning.question import Question
 from memo_sim.program.layout.compatibility import (
     GRAPHS_OF_EAGER,
     LIMITED_ALLOCATOR,
+    MODULES_OF_A_FRAMEWORK,
     PLANNED_LIBRARIES,
     SELECTIVE_SWAPS_NOTHING,
     SOME_LAYERS,
@@ -38,6 +39,7 @@ OF_OPTIONS = (
     LIMITED_ALLOCATOR,
     GRAPHS_OF_EAGER,
     STREAMS_OF_A_FRAMEWORK,
+    MODULES_OF_A_FRAMEWORK,
 )
 """Rules that options break whatever the layout is."""
 _UNLESS_PINNED = {f.name: f.default for f in (*msgspec.structs.fields(Layout), *msgspec.structs.fields(Decisions))}

@@ -22,6 +22,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
+from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.subsequences import part_prices
@@ -254,10 +255,11 @@ class LowerBounds:
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
         kept = layout.pp > 1 and not decisions.offload_window
         in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
-        in_place = self._written_over_bytes(decisions)
+        # Modules of a framework keep more than the program, but not all of what it keeps.
+        least = 0.0 if decisions.modules == "huggingface" else stage.device_bytes - self._written_over_bytes(decisions)
         return LowerBound(
             step_s=self._step_s(decisions, whole, layer),
-            device_bytes=device + int(max(stage.device_bytes - in_place, in_flight * layer.device_bytes)),
+            device_bytes=device + int(max(least, in_flight * layer.device_bytes)),
             host_bytes_per_node=(host + int(stage.host_bytes)) * self._local(decisions),
         )
 
@@ -315,7 +317,8 @@ class LowerBounds:
             blocks.append((head_block(model, layout.tp), BlockKind.HEAD, 1))
         families = [f for block, kind, count in blocks for f in Optimizer(decisions, block, kind, count).families()]
         device, host = (sum(f.bytes * f.count for f in families if f.space == space) for space in ("device", "host"))
-        return device, host
+        absent = absent_states(decisions)
+        return device - sum(f.bytes * f.count for f in families if f.space == "device" and f.kind in absent), host
 
 
 def _fewest_layers(decisions: Decisions) -> int:

@@ -43,7 +43,8 @@ Wait = tuple[int, int, int]
 
 def kept(decisions: Decisions) -> Decisions:
     """Return the plan of the same layout that keeps everything."""
-    whole = {"recompute_layers": ALL, "mlp_chunk_tokens": 0, "attention_chunk_tokens": 0, "early_stop": False}
+    whole = {"recompute_layers": ALL, "early_stop": False, "mlp_chunk_tokens": 0, "mlp_rebuild": "block"}
+    whole |= {"attention_chunk_tokens": 0}
     return swap_each(msgspec.structs.replace(decisions, recompute="none", **whole), 0)
 
 

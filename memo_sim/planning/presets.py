@@ -51,16 +51,20 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        (distributed/compile.py). Stored shards are fp32. Its full recompute repeats whole layers
                        (``early_stop=False`` in distributed/activation_checkpoint.py), and ended early in 2025
     trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
-                       device unless ``--offload-inputs``), the loss in chunks of 256 tokens, Hugging Face's eager
-                       modules, torch's attention, cuDNN's where it has that (huggingface/trl@f2cd577:
-                       trl/trainer/sft_trainer.py, sft_config.py; huggingface/accelerate@16cb6eb: utils/fsdp_utils.py,
-                       utils/dataclasses.py; huggingface/trl#6846). A model in bf16 without mixed precision: ``--states
-                       pure-bf16``. Not priced: a chunk's logits are computed twice, until TRL 1.13 in fp32
+                       device unless ``--offload-inputs``), ``chunked_nll`` in chunks of 256 tokens under checkpoint
+                       with accuracy and entropy (before TRL 1.13 of fp32 products: ``--loss checkpointed-fp32``),
+                       Hugging Face's eager modules, torch's attention, cuDNN's where it has that
+                       (huggingface/trl@f2cd577: trl/trainer/sft_trainer.py, sft_config.py;
+                       huggingface/accelerate@16cb6eb: utils/fsdp_utils.py, utils/dataclasses.py;
+                       huggingface/trl#6846, #6863). A model in bf16 without mixed precision:
+                       ``--states pure-bf16``. An MLP in tiles (``--mlp-chunk``) is a loop over ``split``, whose tiles
+                       autograd keeps: ``--mlp-rebuild layer``
     deepspeed-alst     Arctic long sequence training: Ulysses, ZeRO 3, full recompute whose inputs wait on the host, the
                        MLP in ceil(tokens / hidden) tiles, loss tiles of 1 GiB of logits, Hugging Face's eager modules
                        around FlashAttention-2 (deepspeedai/DeepSpeed@edaa722: TiledMLP and TiledFusedLogitsLoss in
-                       runtime/sequence_parallel/ulysses_sp.py). Optimizer states on the host: ``--states host``. Not
-                       priced: the third forward of a tiled MLP inside a recomputed layer
+                       runtime/sequence_parallel/ulysses_sp.py). Optimizer states on the host: ``--states host``. An MLP
+                       runs forward three times: a tile is rebuilt inside a layer that is recomputed (``--mlp-rebuild
+                       twice``)
     megatron-core      Megatron-Core of today: as ``megatron-lm``, but optimizer states are divided over the ring too,
                        stages may be interleaved, any tp is tried, and the loss is its own over the vocabulary, unfused
                        (NVIDIA/Megatron-LM@d98e8a6: training/arguments.py, core/transformer/transformer_config.py,
@@ -85,6 +89,8 @@ from memo_sim.contract.knobs import (
     CpExchange,
     Loss,
     MemoryPolicy,
+    MlpRebuild,
+    Modules,
     Overlap,
     RowwiseKernel,
     Schedule,
@@ -225,6 +231,8 @@ class System:
     """Whose ZeRO 2 and 3 under an eager framework, unless pinned; fsdp2 is fsdp1 with libraries from before it."""
     adamw: AdamwKernels = "foreach"
     """Kernels of AdamW, unless pinned."""
+    modules: Modules = "auto"
+    """Whose modules an eager framework trains, unless given."""
     attention: tuple[AttentionName, ...] = ()
     """Attention kernels in the order in which its authors prefer them, unless pinned: the first that the profile has.
 
@@ -238,6 +246,8 @@ class System:
     """Whether the MLP's row blocks are ceil(tokens / hidden) equal ones (DeepSpeed's TiledMLP)."""
     rounding_buffers: bool = False
     """Whether full recompute is played in the two rounding buffers, unless given, where memory is planned."""
+    mlp_rebuild: MlpRebuild = "block"
+    """What is repeated of an MLP in row blocks, unless pinned."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
     subsequences: bool = False
@@ -445,9 +455,11 @@ SYSTEMS = {
             early_stop=True,
             sharding="fsdp2",
             adamw="fused",
+            modules="huggingface",
             attention=("torch-cudnn", *TORCH_FLASH),
-            loss="blocks",
+            loss="checkpointed",
             loss_chunk_tokens=256,
+            mlp_rebuild="layer",
             degrees=("cp", "dp"),
             zeros=(3,),
             cp_exchange="all_gather",
@@ -462,6 +474,7 @@ SYSTEMS = {
             attention=("flash2", *TORCH_FLASH),
             loss="blocks",
             mlp_tiles=True,
+            mlp_rebuild="twice",
             degrees=("ulysses", "dp"),
             zeros=(3,),
         ),

@@ -16,6 +16,7 @@ from memo_sim.contract.knobs import (
     Chosen,
     Loss,
     MemoryPolicy,
+    Modules,
     Overlap,
     Pins,
     RowwiseKernel,
@@ -80,6 +81,7 @@ class Question(Chosen):
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,
+            modules=self._modules,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
@@ -158,6 +160,12 @@ class Question(Chosen):
         if layers.startswith("groups-"):
             return False
         return self.preset.early_stop and self.hardware.eager_libraries >= EARLY_STOP
+
+    @property
+    def _modules(self) -> Modules:
+        """What is given, or else the system's own under an eager framework."""
+        own = self.preset.modules if self.memory_policy == "eager" else "auto"
+        return own if self.modules == "auto" else self.modules
 
     @property
     def dtype(self) -> DtypeName:

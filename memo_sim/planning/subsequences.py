@@ -112,6 +112,7 @@ class PartPrices:
             swapped_tokens=0,
             subsequence_swapped_tokens=(),
             mlp_chunk_tokens=0,
+            mlp_rebuild="block",
             offload_window=0,
             memory_policy="planned",
         )

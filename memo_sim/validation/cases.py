@@ -22,6 +22,7 @@ from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.knobs import (
     AdamwKernels,
     Loss,
+    MlpRebuild,
     Recompute,
     ReduceDtype,
     RowwiseKernel,
@@ -57,8 +58,8 @@ EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "ste
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
-    *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions", "tp_overlap", "recompute_layers"),
-    *("early_stop", "zero_params", "loss_metrics", "sharding", "reduce_dtype", "adamw"),
+    *("loss", "loss_chunk", "mlp_chunk", "mlp_rebuild", "states", "offload_inputs", "max_positions", "tp_overlap"),
+    *("recompute_layers", "early_stop", "zero_params", "loss_metrics", "sharding", "reduce_dtype", "adamw"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
@@ -120,6 +121,7 @@ COLUMN_TEXTS = {
     "loss": "how the loss is computed (`--loss`); auto when blank",
     "loss_chunk": "tokens whose logits exist at once, 0 for all; the system's own when blank",
     "mlp_chunk": "tokens whose MLP exists at once under full recompute, 0 for all; the system's own when blank",
+    "mlp_rebuild": "what full recompute repeats of an MLP in row blocks (`--mlp-rebuild`); the system's own when blank",
     "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
     "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
     "tp_overlap": "whether a layer's products overlap with collectives of tensor parallelism; none when blank",
@@ -149,6 +151,7 @@ _WORDS = {
     "precision": ("bf16", "fp16"),
     "expected_status": get_args(Status),
     "loss": get_args(Loss),
+    "mlp_rebuild": get_args(MlpRebuild),
     "states": get_args(States),
     "offload_inputs": ("yes", "no"),
     "tp_overlap": get_args(TpOverlap),

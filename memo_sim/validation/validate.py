@@ -252,6 +252,7 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         early_stop=None if early is None else early == "yes",
         loss_chunk_tokens=given.get("loss_chunk"),
         mlp_chunk_tokens=given.get("mlp_chunk"),
+        mlp_rebuild=asked.words.get("mlp_rebuild"),  # type: ignore[arg-type]
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
     )
     return Question(

@@ -32,7 +32,7 @@ def curves(hardware: Hardware) -> dict[str, Curve]:
 
 def test_every_curve_has_five_points(h100: Hardware) -> None:
     assert all(len(curve.x) >= 5 for curve in curves(h100).values())
-    assert all(len(table.rows) >= 5 for table in h100.gemm)
+    assert all(len(table.rows) >= 5 for table in h100.gemm if table.dtype == "bf16")
     assert all(len({row[0] for row in table.rows}) >= 5 for table in h100.attention)
 
 
@@ -47,7 +47,7 @@ def test_every_source_is_used_and_our_own_name_their_report(h100: Hardware) -> N
 
 def test_measured_tables_are_those_of_the_report(h100: Hardware) -> None:
     measured = json.loads((ROOT / "reports/h100_2026-11-22/calibrate.json").read_text())
-    assert [t.rows for t in h100.gemm] == [t["rows"] for t in measured["gemm"]]
+    assert [t.rows for t in h100.gemm if t.dtype == "bf16"] == [t["rows"] for t in measured["gemm"]]
     assert h100.memory_bound_bytes_per_s.y == measured["memory_bound_bytes_per_s"]["y"]
     for library in ("eager", "compiled"):
         for pattern, (moved, rates) in framework_curves(FRAMEWORKS, library).items():

@@ -28,32 +28,42 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.attention.partial import Part, add, own_d_q, pack, part_backward, part_forward
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.shape import Shape
 
-ALL, MINE = "kv.all", "kv.mine"
 D_ALL, D_MINE = "d_kv.all", "d_kv.mine"
+
+
+def _gathered(builder: TemplateBuilder) -> tuple[str, str]:
+    """Return the buffers of all ranks' keys and values, and of this rank's.
+
+    Recompute has its own. Its rows die with its attention, long before backward gathers them again.
+    """
+    again = ".rec" if builder.phase is Phase.RECOMPUTE else ""
+    return f"kv.all{again}", f"kv.mine{again}"
 
 
 def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None:
     """Write the instructions before the local square: pack keys and values, then gather them."""
-    for name, ranks in ((MINE, 1), (ALL, shape.cp)):
+    everyone, mine = _gathered(builder)
+    for name, ranks in ((mine, 1), (everyone, shape.cp)):
         if not builder.has(name):
             builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, 2 * shape.kv_width)
-    pack(builder, decisions, shape, MINE, suffix)
+    pack(builder, decisions, shape, mine, suffix)
     builder.emit(
         f"kv.gather{suffix}",
         "all_gather",
         Lane.CP,
         Collective("all_gather", _all_bytes(decisions, shape), shape.cp, "cp"),
-        shard=reads(builder.all(MINE)),
-        full=writes(builder.all(ALL)),
+        shard=reads(builder.all(mine)),
+        full=writes(builder.all(everyone)),
     )
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write the calls after the local square, over all other earlier keys; merge them into ``attn`` and ``lse``."""
-    for part in _parts(shape):
+    for part in _parts(shape, _gathered(builder)[0]):
         most = keys_before(shape)
         part_forward(builder, decisions, shape, part, "attn.before", merge="attn.merge", most_keys=most)
 
@@ -63,7 +73,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     for name, ranks in ((D_ALL, shape.cp), (D_MINE, 1)):
         builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, 2 * shape.kv_width)
     own_d_q(builder, decisions, shape)
-    for part in _parts(shape):
+    for part in _parts(shape, _gathered(builder)[0]):
         into = Rows(D_ALL, part.keys.first, part.keys.tokens)
         most = keys_before(shape)
         part_backward(builder, decisions, shape, part, "attn.before.bwd", into=into, most_keys=most)
@@ -84,13 +94,16 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     add(builder, decisions, "d_kv.return", builder.all(D_MINE), builder.all("d_qkv"))
 
 
-def _parts(shape: Shape) -> list[Part]:
-    """Return the earlier keys of other ranks: early chunks before both own chunks, other chunks before the late one."""
+def _parts(shape: Shape, everyone: str) -> list[Part]:
+    """Return the earlier keys of other ranks, rows of ``everyone``.
+
+    Early chunks come before both own chunks, other chunks before the late one.
+    """
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
-    parts = [Part(Rows(ALL, 0, rank * half))] if rank else []
+    parts = [Part(Rows(everyone, 0, rank * half))] if rank else []
     if later := (cp - 1 - rank) * half:
-        parts.append(Part(Rows(ALL, (rank + 1) * half, later), late=True, suffix=".early"))
-        parts.append(Part(Rows(ALL, (cp + rank + 1) * half, later), late=True, suffix=".late"))
+        parts.append(Part(Rows(everyone, (rank + 1) * half, later), late=True, suffix=".early"))
+        parts.append(Part(Rows(everyone, (cp + rank + 1) * half, later), late=True, suffix=".late"))
     return parts
 
 

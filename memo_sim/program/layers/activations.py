@@ -149,7 +149,7 @@ class Activations:
                 kind=FamilyKind.SKELETAL,
             )
             for t in self._tensors(room)
-            if self._bound(t) and (rows := self._rows_at_once(t, room))
+            if self._bound(t) and (rows := self._rows_at_once(t, room, backward=True))
         ]
 
     def families(self) -> list[Family]:
@@ -191,11 +191,14 @@ class Activations:
         """Return whether a tensor has a buffer of the step; other tensors belong to each instance."""
         return self._shared(tensor) or self.decisions.rounding_buffers
 
-    def _rows_at_once(self, tensor: Skeletal, shape: Shape) -> int:
-        """Return the rows of a tensor that exist at once; 0 when chunks of it have other slots."""
+    def _rows_at_once(self, tensor: Skeletal, shape: Shape, *, backward: bool) -> int:
+        """Return the rows of a tensor that exist at once; 0 when chunks of it have other slots.
+
+        ``backward``: in the template of a layer's backward.
+        """
         if self._shared(tensor):
             return tensor.tokens
-        block = mlp.rows_at_once(tensor, self.decisions, shape)
+        block = mlp.rows_at_once(tensor, self.decisions, shape, backward=backward)
         return min(block, chunked_attention.rows_at_once(tensor, self.decisions, shape))
 
     def bind(self, builder: TemplateBuilder, families: Families, enters: str = "skeletal.x") -> None:
@@ -204,7 +207,7 @@ class Activations:
         ``enters``: the family of the layer's input.
         """
         for t in self.tensors:
-            rows = self._rows_at_once(t, self.shape)
+            rows = self._rows_at_once(t, self.shape, backward=builder.kind is not TemplateKind.FORWARD)
             if self._shared(t) or (self._bound(t) and rows and not builder.has(t.name)):
                 family = enters if t.name == "x" else f"skeletal.{t.name}"
                 builder.bind(families[family], slot=t.name, tokens=rows)

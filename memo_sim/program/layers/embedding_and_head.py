@@ -11,6 +11,7 @@ it does not occupy memory during the loss.
 
 from __future__ import annotations
 
+from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
@@ -23,6 +24,10 @@ from memo_sim.program.layout.parameters import Block, gradient_dtype
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+WIDE_WEIGHT, WIDE_INPUT, WIDE_INPUT_GRADIENT = "classifier.fp32", "final.fp32", "d_final.fp32"
+WEIGHT_GRADIENT, NARROW_WEIGHT_GRADIENT = "classifier.product", "classifier.product.narrow"
+"""Buffers of a classifier under autograd: fp32 copies of its operands, and a chunk's weight gradient."""
 
 
 def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Access | None:
@@ -225,27 +230,70 @@ class _Classifier:
         """Number of chunks written so far."""
         several = bool(decisions.loss_chunk_tokens) or len(gathered_blocks(decisions, shape)) > 1
         self.losses = LossWriter(builder, decisions, shape, chunk, several)
+        self.wide = decisions.loss == "checkpointed-fp32" and decisions.dtype != "fp32"
+        """Whether the product's operands are copied to fp32."""
+        if self.losses.checkpointed:
+            self._own_autograds(chunk)
+
+    def _own_autograds(self, chunk: int) -> None:
+        """Declare the tensors of autograd's product, which the chunks share."""
+        own, weights = self.builder.own, self.shape.vocab * self.shape.hidden
+        dtype = self.decisions.dtype
+        own(WEIGHT_GRADIENT, BufferClass.TRANSIENT, "fp32" if self.wide else dtype, weights, 1)
+        if self.wide:
+            own(WIDE_WEIGHT, BufferClass.TRANSIENT, "fp32", weights, 1)
+            own(WIDE_INPUT, BufferClass.TRANSIENT, "fp32", chunk, self.shape.hidden)
+            own(WIDE_INPUT_GRADIENT, BufferClass.TRANSIENT, "fp32", chunk, self.shape.hidden)
+            own(NARROW_WEIGHT_GRADIENT, BufferClass.TRANSIENT, dtype, weights, 1)
 
     def loss(self, rows: Rows, first: int) -> None:
         """Write the logits of ``rows`` of the gathered input, the loss and the logits' gradient.
 
         ``first``: the rank's row that they begin with.
         """
-        builder, shape, suffix = self.builder, self.shape, f".c{self.chunks}"
-        local = Rows("logits", 0, rows.tokens)
-        builder.emit(
+        losses, suffix, tokens = self.losses, f".c{self.chunks}", rows.tokens
+        labels = Rows("input.labels", self.shape.start + first, tokens)
+        self._product(rows, suffix)
+        if not losses.checkpointed:
+            losses.write(suffix, tokens, labels)
+            return
+        losses.forward(suffix, tokens, labels)
+        self.builder.phase = Phase.RECOMPUTE
+        self._product(rows, suffix)
+        losses.forward(suffix, tokens, labels, again=True)
+        self.builder.phase = Phase.FORWARD
+        losses.backward(suffix, tokens, labels)
+
+    def _product(self, rows: Rows, suffix: str) -> None:
+        """Write the logits of ``rows`` of the input; of fp32 copies of both operands where the form has them."""
+        x, weight, dtype = reads(rows), self.weight, self.decisions.dtype
+        if self.wide:
+            dtype = "fp32"
+            x, weight = reads(Rows(WIDE_INPUT, 0, rows.tokens)), reads(self.builder.all(WIDE_WEIGHT))
+            self._cast(f"classifier.widen_x{suffix}", rows, x[0])
+            assert self.weight is not None  # every model has a classifier or tied embeddings
+            self._cast(f"classifier.widen{suffix}", self.weight[0], weight[0])
+        self.builder.emit(
             f"classifier{suffix}",
             "linear",
             Lane.COMPUTE,
-            Gemm(rows.tokens, shape.vocab, shape.hidden, "fprop", self.decisions.dtype),
-            x=reads(rows),
-            weight=self.weight,
-            out=writes(local),
+            Gemm(rows.tokens, self.shape.vocab, self.shape.hidden, "fprop", dtype),
+            x=x,
+            weight=weight,
+            out=writes(Rows("logits", 0, rows.tokens)),
         )
-        self.losses.write(suffix, rows.tokens, Rows("input.labels", shape.start + first, rows.tokens))
+
+    def _cast(self, name: str, source: Rows, target: Rows) -> None:
+        """Write a copy to another dtype."""
+        read, written = (rows.tokens * self.builder.row_bytes(rows.slot) for rows in (source, target))
+        work = Rowwise("copy", source.tokens, read, written)
+        self.builder.emit(name, "copy", Lane.COMPUTE, work, source=reads(source), target=writes(target))
 
     def backward(self, rows: Rows) -> None:
         """Write the gradients of ``rows`` of the gathered input, and their part of the weight gradient."""
+        if self.losses.checkpointed:
+            self._autograd_backward(rows)
+            return
         builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
         tokens, suffix = rows.tokens, f".c{self.chunks}"
         self.chunks += 1
@@ -272,4 +320,53 @@ class _Classifier:
             x=reads(rows),
             out=self.grad,
             workspace=builder.scratch(f"wgrad.scratch{suffix}", scratch),
+        )
+
+    def _autograd_backward(self, rows: Rows) -> None:
+        """Write autograd's gradients of the product: each in a tensor of its own, then cast and added.
+
+        The weight's gradient is a tensor of the product's dtype, cast to that of the weight, before it is added.
+        """
+        builder, shape, tokens, suffix = self.builder, self.shape, rows.tokens, f".c{self.chunks}"
+        self.chunks += 1
+        dtype: DtypeName = "fp32" if self.wide else self.decisions.dtype
+        gradient, into = reads(Rows(self.losses.gradient, 0, tokens)), Rows("d_final", rows.first, tokens)
+        x = Rows(WIDE_INPUT, 0, tokens) if self.wide else rows
+        product = Rows(WIDE_INPUT_GRADIENT, 0, tokens) if self.wide else into
+        builder.emit(
+            f"classifier.dgrad{suffix}",
+            "linear.dgrad",
+            Lane.COMPUTE,
+            Gemm(tokens, shape.hidden, shape.vocab, "dgrad", dtype),
+            grad=gradient,
+            weight=reads(builder.all(WIDE_WEIGHT)) if self.wide else self.weight,
+            out=writes(product),
+        )
+        own = builder.all(WEIGHT_GRADIENT)
+        builder.emit(
+            f"classifier.wgrad{suffix}",
+            "linear.wgrad.product",
+            Lane.COMPUTE,
+            Gemm(shape.vocab, shape.hidden, tokens, "wgrad", dtype),
+            grad=gradient,
+            x=reads(x),
+            out=writes(own),
+        )
+        if self.wide:
+            self._cast(f"classifier.narrow_x{suffix}", product, into)
+            narrow = builder.all(NARROW_WEIGHT_GRADIENT)
+            self._cast(f"classifier.narrow{suffix}", own, narrow)
+            own = narrow
+        assert self.grad is not None  # every model has a classifier or tied embeddings
+        elements, summed = own.tokens, gradient_dtype(self.decisions)
+        given, moved = builder.row_bytes(own.slot), DTYPE_BYTES[summed]
+        scratch = table.sum_workspace_bytes(elements, 1, self.decisions.dtype, summed, self.decisions.kernels.attention)
+        builder.emit(
+            f"classifier.wgrad.add{suffix}",
+            "grad.accumulate",
+            Lane.COMPUTE,
+            Rowwise("grad.accumulate", shape.vocab, (given + moved) * elements, moved * elements),
+            x=reads(own),
+            out=self.grad,
+            workspace=builder.scratch("wgrad.add.scratch", scratch),
         )

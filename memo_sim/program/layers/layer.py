@@ -55,7 +55,8 @@ class LayerWriter(OperatorWriter):
 
         The whole forward is what activation checkpointing repeats: one block, with attention and the second product.
         ``early_stop`` leaves that product out (torch.utils.checkpoint, ``set_checkpoint_early_stop``). When the MLP
-        runs in row blocks, backward recomputes it block by block, without the second product.
+        runs in row blocks, backward recomputes it block by block, without the second product, unless ``mlp_rebuild``
+        says that the layer's recompute has it: then each block's stands before the next block, and none is left out.
         """
         self.suffix = "" if whole else f".r{index}"
         self.attention.recompute(rows, whole=whole)
@@ -63,7 +64,7 @@ class LayerWriter(OperatorWriter):
         if not self.mlp.blocked:
             self.mlp.first_product(rows)
         self.suffix = ""
-        if whole and not self.mlp.blocked and not self.decisions.early_stop:
+        if whole and (self.mlp.apart or not (self.mlp.blocked or self.decisions.early_stop)):
             self.mlp.forward(self.own("rebuilt_out", self.shape.shard_tokens, self.shape.hidden))
 
     def rebuild_operators(self) -> None:

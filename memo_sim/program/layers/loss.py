@@ -7,6 +7,7 @@ Bytes per logit of a bf16 model. ``peak``: held at once, with one chunk. ``moved
     fused               2      6   the same, and the gradient replaces the logits
     vocab-parallel      6     52   widen 6, maximum 4, subtract 8, exponential 8, sum 4, divide 8, scale 8, narrow 6
     eager-fp32         12     48   widen 6, log-softmax 16, zeros 4, its backward 16, narrow 6
+    checkpointed       14    126   both times: widen 6, log-softmax 16, accuracy and entropy 28; then as eager-fp32
 
 Sources: Megatron-LM, core/tensor_parallel/cross_entropy.py (NVIDIA/Megatron-LM@00611e6: one fp32 tensor is copy,
 exponentials, softmax and gradient). PyTorch, aten/src/ATen/native/cuda/SoftMax.cu: a row of more than 48 KiB (12,000
@@ -14,6 +15,13 @@ fp32 logits) does not fit into shared memory; then log-softmax reads it for its 
 backward reads the gradient twice and the result once. Autograd gives each result a tensor of its own: during the
 backward of log-softmax the log-probabilities, their gradient and the gradient of the fp32 logits exist, after the fp32
 logits died.
+
+checkpointed is what TRL's ``chunked_nll`` plays for a chunk inside torch.utils.checkpoint (huggingface/trl@f2cd577,
+trl/trainer/sft_trainer.py, ``_chunk``): the product and the loss run forward, run forward again, and then backward.
+Each time the chunk's accuracy and entropy are computed: argmax, exponentials, a product, a sum. TRL plays all chunks
+forward before the first one backward, which moves the same bytes and holds one chunk as well. In checkpointed-fp32 the
+product's operands are copied to fp32 first, so the logits and all gradients of the product are fp32 too: TRL before
+1.13 (#6863). Torch multiplies fp32 without tensor cores unless TF32 is allowed, which it is not by default.
 
 Several chunks share their buffers, so those live from the first chunk to the last. The gradient of narrow logits then
 has the buffer of the logits, and autograd's chunks hold 14 bytes per logit of a chunk.
@@ -30,6 +38,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memo_sim.contract.knobs import Loss
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
@@ -41,10 +50,17 @@ from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.framework_kernels import library_of
 
 FP32_BYTES = 4
+METRICS = 2
+"""fp32 numbers of a chunk: correct tokens, and the sum of entropies."""
 STATISTICS = 3
 """fp32 numbers of a token that ranks combine: maximum, sum of exponentials and the target's logit."""
+AUTOGRAD: tuple[Loss, ...] = ("eager-fp32", "checkpointed", "checkpointed-fp32")
+"""Forms that torch's operators and their autograd compute, in fp32."""
 SOFTMAX_READS, SOFTMAX_BACKWARD_READS = 3, 3
 """How often torch's log-softmax reads a logit in forward, and its backward a gradient or a result."""
+METRICS_READS, METRICS_WRITES = 5, 2
+"""How often accuracy and entropy read and write an fp32 logit: argmax reads it; the exponentials, their product with
+the log-probabilities, and its sum read four and write two."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +80,19 @@ class LossWriter:
         """Declare the buffers that the chunks share."""
         form, dtype = self.decisions.loss, self.decisions.dtype
         if not self.builder.has("logits"):
-            self._own("logits", dtype)
+            self._own("logits", dtype if self._narrow else "fp32")
         if form in ("auto", "blocks"):
             self._own("d_logits", dtype)
-        if form in ("eager-fp32", "vocab-parallel"):
+        if form in (*AUTOGRAD, "vocab-parallel"):
             if self._narrow:
                 self._own("logits.fp32", "fp32")
                 if not self.several:
                     self._own("d_logits", dtype)
-            if form == "eager-fp32":
+            if form in AUTOGRAD:
                 self._own("log_probs", "fp32")
                 self._own("d_logits.fp32", "fp32")
+            if self.checkpointed:
+                self.builder.own("loss_metrics", BufferClass.TRANSIENT, "fp32", 1, METRICS)
         if form == "vocab-parallel":
             self._own_numbers("loss_maxima", 1)
             self._own_numbers("loss_sums", STATISTICS - 1)
@@ -91,7 +109,12 @@ class LossWriter:
     @property
     def _narrow(self) -> bool:
         """Whether the logits have fewer bits than the loss computes with."""
-        return self.decisions.dtype != "fp32"
+        return self.decisions.dtype != "fp32" and self.decisions.loss != "checkpointed-fp32"
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether a chunk runs forward twice: product, log-softmax, accuracy and entropy."""
+        return self.decisions.loss in ("checkpointed", "checkpointed-fp32")
 
     @property
     def gradient(self) -> str:
@@ -99,13 +122,13 @@ class LossWriter:
         form = self.decisions.loss
         if form in ("auto", "blocks"):
             return "d_logits"
-        if form == "eager-fp32" and not self._narrow:
+        if form in AUTOGRAD and not self._narrow:
             return "d_logits.fp32"
         return "d_logits" if form != "fused" and self._narrow and not self.several else "logits"
 
     def _scratch_bytes(self) -> int:
         decisions, shape, chunk = self.decisions, self.shape, self.chunk
-        if decisions.loss in ("eager-fp32", "vocab-parallel"):
+        if decisions.loss in (*AUTOGRAD, "vocab-parallel"):
             return table.picked_targets_bytes(chunk)
         if decisions.loss == "fused":
             fused = shape.tp == 1 and not table.on_cpu(decisions.kernels.attention)
@@ -127,6 +150,8 @@ class LossWriter:
 
     def write(self, suffix: str, tokens: int, labels: Rows) -> None:
         """Write the loss of ``tokens`` logits, which lie at the start of ``logits``, and their gradient.
+
+        Not of the checkpointed forms, whose product runs between ``forward`` and ``backward``.
 
         ``labels``: the tokens' targets. ``suffix`` ends the instructions' names.
         """
@@ -178,27 +203,52 @@ class LossWriter:
         )
 
     def _autograd(self, suffix: str, tokens: int, labels: Rows) -> None:
-        """Write torch's operators; the gradient of the log-probabilities takes the buffer of the fp32 logits."""
-        wide = self._widen(suffix, tokens)
-        log_probs, gradient = Rows("log_probs", 0, tokens), Rows("d_logits.fp32", 0, tokens)
-        wide_logits = {"elements": tokens * self.shape.vocab, "element_bytes": FP32_BYTES}
+        """Write torch's operators."""
+        self.forward(suffix, tokens, labels)
+        self.backward(suffix, tokens, labels)
+
+    def forward(self, suffix: str, tokens: int, labels: Rows, *, again: bool = False) -> None:
+        """Write torch's log-softmax and the loss, and accuracy and entropy where the form has them.
+
+        ``again``: inside the checkpoint's recompute, where the loss was added already.
+        """
+        wide, log_probs = self._widen(suffix, tokens), Rows("log_probs", 0, tokens)
         size, column = FP32_BYTES * tokens * self.shape.vocab, FP32_BYTES * tokens
         self._emit(
             f"loss.softmax{suffix}",
             "log_softmax",
-            Rowwise("log_softmax", tokens, SOFTMAX_READS * size, size, **wide_logits),
+            Rowwise("log_softmax", tokens, SOFTMAX_READS * size, size, **self._wide_logits(tokens)),
             logits=reads(wide),
             out=writes(log_probs),
         )
-        self._emit(
-            f"loss{suffix}",
-            "nll",
-            Rowwise("nll", tokens, column, FP32_BYTES),
-            log_probs=reads(log_probs),
-            labels=reads(labels),
-            loss=accumulates(self.builder.all("loss")),
-            workspace=self._workspace,
-        )
+        if not again:
+            self._emit(
+                f"loss{suffix}",
+                "nll",
+                Rowwise("nll", tokens, column, FP32_BYTES),
+                log_probs=reads(log_probs),
+                labels=reads(labels),
+                loss=accumulates(self.builder.all("loss")),
+                workspace=self._workspace,
+            )
+        if self.checkpointed:
+            self._emit(
+                f"loss.metrics{suffix}",
+                "metrics",
+                Rowwise("loss.metrics", tokens, METRICS_READS * size, METRICS_WRITES * size),
+                logits=reads(wide),
+                log_probs=reads(log_probs),
+                labels=reads(labels),
+                product=writes(Rows("d_logits.fp32", 0, tokens)),
+                metrics=writes(self.builder.all("loss_metrics")),
+                workspace=self._workspace,
+            )
+
+    def backward(self, suffix: str, tokens: int, labels: Rows) -> None:
+        """Write their backward; the gradient of the log-probabilities takes the buffer of the fp32 logits."""
+        wide = Rows("logits.fp32" if self._narrow else "logits", 0, tokens)
+        log_probs, gradient = Rows("log_probs", 0, tokens), Rows("d_logits.fp32", 0, tokens)
+        size, column = FP32_BYTES * tokens * self.shape.vocab, FP32_BYTES * tokens
         self._emit(
             f"loss.bwd{suffix}",
             "nll.bwd",
@@ -210,12 +260,16 @@ class LossWriter:
         self._emit(
             f"loss.softmax.bwd{suffix}",
             "log_softmax.bwd",
-            Rowwise("log_softmax.bwd", tokens, SOFTMAX_BACKWARD_READS * size, size, **wide_logits),
+            Rowwise("log_softmax.bwd", tokens, SOFTMAX_BACKWARD_READS * size, size, **self._wide_logits(tokens)),
             grad=reads(wide),
             log_probs=reads(log_probs),
             out=writes(gradient),
         )
-        self._cast(f"loss.narrow{suffix}", gradient, Rows(self.gradient, 0, tokens))
+        if self._narrow:
+            self._cast(f"loss.narrow{suffix}", gradient, Rows(self.gradient, 0, tokens))
+
+    def _wide_logits(self, tokens: int) -> dict[str, int]:
+        return {"elements": tokens * self.shape.vocab, "element_bytes": FP32_BYTES}
 
     def _vocabulary_parallel(self, suffix: str, tokens: int, labels: Rows) -> None:
         """Write Megatron-LM's operators."""

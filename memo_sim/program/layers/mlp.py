@@ -9,25 +9,40 @@ their gradients) have room for one block only:
 The second product is not recomputed, because nothing reads it. Recompute makes the same calls as forward, so its bits
 are the same. Weight gradients of the MLP are summed block by block in fp32, which rounds differently from one product
 over all rows.
+
+Frameworks cut the MLP without its norm, inside a layer that is checkpointed as a whole (``mlp_rebuild``):
+
+    layer      recompute norm2 ffn_up.b0 act.b0 ffn_down.b0 ffn_up.b1 ..., then backward of block after block. Autograd
+               keeps what every block saves, so only gradients have room for one block. This is a model code's MLP in a
+               loop over ``split`` (TRL's guide to long contexts).
+    twice      recompute norm2 ffn_up.b0 act.b0 ffn_down.b0 ffn_up.b1 ... for the layer's output, then in backward
+               ffn_up.b0 act.b0 ffn_down.b0 again, right before that block's backward: three forwards of an MLP. This is
+               DeepSpeed's TiledMLP, whose forward runs without autograd (runtime/sequence_parallel/ulysses_sp.py).
 """
 
 from __future__ import annotations
 
+from memo_sim.contract.knobs import MlpRebuild
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import Rows, reads, writes
-from memo_sim.program.ir.kinds import Phase
+from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.layers.operator_recompute import GATE, keeps_gate
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
-IN_BLOCKS = ("norm2", "norm2_stats", "up", "act")
+NORM, WIDE = ("norm2", "norm2_stats"), ("up", "act")
 """The MLP's skeletal tensors; no instruction outside the MLP uses them."""
 
 
-def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape) -> int:
-    """Return the rows of a skeletal tensor that exist at once: one block of the MLP's own tensors, else all."""
-    if not decisions.mlp_chunk_tokens or tensor.name not in IN_BLOCKS:
+def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape, *, backward: bool) -> int:
+    """Return the rows of a skeletal tensor that exist at once: one block of the MLP's own tensors, else all.
+
+    ``backward``: in the template of a layer's backward, which rebuilds them.
+    """
+    rebuild = decisions.mlp_rebuild
+    in_blocks = (*NORM, *WIDE) if rebuild == "block" else () if rebuild == "layer" and backward else WIDE
+    if not decisions.mlp_chunk_tokens or tensor.name not in in_blocks:
         return tensor.tokens
     return tensor.tokens * min(decisions.mlp_chunk_tokens, shape.tokens) // shape.tokens
 
@@ -39,6 +54,9 @@ class Mlp:
         self.writer, self.shape = writer, writer.shape
         chunk = writer.decisions.mlp_chunk_tokens
         self.blocked = chunk > 0
+        self.rebuild: MlpRebuild = writer.decisions.mlp_rebuild if self.blocked else "block"
+        self.apart = self.rebuild != "block"
+        """Whether the norm is computed for all rows, outside of the row blocks."""
         self.tokens = min(chunk or self.shape.tokens, self.shape.tokens)
         """Number of tokens in a buffer inside the MLP."""
 
@@ -61,10 +79,17 @@ class Mlp:
         """Return the rows of a row block in the buffers inside the MLP."""
         return (0, rows[1]) if self.blocked else rows
 
+    def _wide_at(self, rows: RowBlock) -> RowBlock:
+        """Return the rows of a row block in ``up`` and ``act``, which backward holds whole under ``layer``."""
+        whole = self.rebuild == "layer" and self.writer.builder.kind is not TemplateKind.FORWARD
+        return rows if whole else self._at(rows)
+
     def first_product(self, rows: RowBlock) -> Rows:
-        """Write norm, first product and activation of a row block; return the norm's output, gathered."""
-        writer, at = self.writer, self._at(rows)
-        writer.norm("norm2", "resid", rows, at)
+        """Write norm, first product and activation of a row block; return the norm's output, gathered.
+
+        The norm stands apart (``whole_norm``) where the row blocks do not have it.
+        """
+        writer, at = self.writer, self._wide_at(rows)
 
         def product(x: Rows, into: RowBlock) -> None:
             if keeps_gate(writer.decisions):
@@ -72,8 +97,13 @@ class Mlp:
             else:
                 writer.linear("ffn_up", x, Rows("up", *into), self.width, self.shape.hidden)
 
-        shard = writer.shard_rows("norm2", at)
-        source = writer.gather_and_multiply("norm2", shard, "norm2_full", at, product, tokens=self.tokens)
+        if self.apart:
+            source = Rows("norm2", *rows)
+            product(source, at)
+        else:
+            writer.norm("norm2", "resid", rows, at)
+            shard = writer.shard_rows("norm2", at)
+            source = writer.gather_and_multiply("norm2", shard, "norm2_full", at, product, tokens=self.tokens)
         self._activate(at)
         return source
 
@@ -124,6 +154,9 @@ class Mlp:
 
     def forward(self, out: str) -> None:
         """Write the whole MLP in row blocks; without row blocks, only the second product of all rows."""
+        if self.apart:
+            whole = (0, self.shape.tokens)
+            self.writer.norm("norm2", "resid", whole, whole)
         for i, rows in enumerate(self.blocks):
             if self.blocked:
                 self.writer.suffix = f".b{i}"
@@ -132,32 +165,43 @@ class Mlp:
         self.writer.suffix = ""
 
     def _second_product(self, rows: RowBlock, out: str) -> None:
-        writer, shape, at = self.writer, self.shape, self._at(rows)
-
-        def product(x: Rows, into: Rows) -> None:
-            writer.linear("ffn_down", x, into, shape.hidden, shape.ffn, bias=False)
-
-        activated = Rows("act", *at)
-        summed = writer.multiply_and_scatter("ffn_down", activated, "down_out", at[0], product, tokens=self.tokens)
+        writer, activated = self.writer, Rows("act", *self._wide_at(rows))
+        first, product = self._at(rows)[0], self._down_product
+        summed = writer.multiply_and_scatter("ffn_down", activated, "down_out", first, product, tokens=self.tokens)
         writer.residual("out_add", "resid", summed, out=out, rows=rows, bias="ffn_down.bias")
 
+    def _down(self, rows: RowBlock) -> None:
+        """Write the second product of a row block, whose result nothing reads."""
+        result = Rows(self.writer.own("down_out", self.tokens, self.shape.hidden), *self._at(rows))
+        self._down_product(Rows("act", *self._wide_at(rows)), result)
+
+    def _down_product(self, x: Rows, into: Rows) -> None:
+        self.writer.linear("ffn_down", x, into, self.shape.hidden, self.shape.ffn, bias=False)
+
     def backward(self, grad_out: str) -> None:
-        """Write the backward from ``grad_out`` to ``d_resid``; a row block is recomputed right before its backward."""
+        """Write the backward from ``grad_out`` to ``d_resid``; a row block is recomputed right before its backward.
+
+        Under ``mlp_rebuild`` layer all blocks are there already, under ``twice`` the second product is repeated too.
+        """
         writer = self.writer
         phase = writer.builder.phase
         for i, rows in enumerate(self.blocks):
             source = None
-            if self.blocked:
-                writer.suffix = f".b{i}"
+            if self.blocked and self.rebuild != "layer":
+                writer.suffix = f".b{i}.again" if self.apart else f".b{i}"
                 writer.builder.phase = Phase.RECOMPUTE
                 source = self.first_product(rows)
+                if self.apart:
+                    self._down(rows)
                 writer.builder.phase = phase
+            if self.blocked:
+                writer.suffix = f".b{i}"
             self._block_backward(rows, grad_out, source)
         writer.suffix = ""
 
     def _block_backward(self, rows: RowBlock, grad_out: str, source: Rows | None) -> None:
         """Write one block's backward; ``source``: the norm's output if it is already gathered."""
-        writer, shape, at = self.writer, self.shape, self._at(rows)
+        writer, shape, at, wide_at = self.writer, self.shape, self._at(rows), self._wide_at(rows)
         upstream = writer.shard_rows(grad_out, rows)
 
         def product(grad: Rows, into: RowBlock) -> None:
@@ -166,7 +210,7 @@ class Mlp:
         widths = (shape.ffn, shape.hidden)
         dy = writer.gather_and_multiply("ffn_down.grad", upstream, "d_ffn_down_full", at, product, tokens=self.tokens)
         d_act = Rows("d_act", *at)
-        writer.wgrad("ffn_down", dy, Rows("act", *at), shape.hidden, shape.ffn)
+        writer.wgrad("ffn_down", dy, Rows("act", *wide_at), shape.hidden, shape.ffn)
         writer.bgrad("ffn_down", upstream, shape.hidden)
         d_up = Rows(writer.own("d_up", self.tokens, self.width), *at)
         writer.memory_bound(
@@ -177,7 +221,7 @@ class Mlp:
             self.width,
             features=shape.ffn,
             grad=reads(d_act),
-            x=reads(Rows("up", *at)),
+            x=reads(Rows("up", *wide_at)),
             grad_x=writes(d_up),
         )
         writer.own("d_resid", shape.shard_tokens, shape.hidden)
@@ -190,6 +234,6 @@ class Mlp:
             residual_grad=grad_out,
             out="d_resid",
             rows=rows,
-            at=at,
-            tokens=self.tokens,
+            at=rows if self.apart else at,
+            tokens=shape.tokens if self.apart else self.tokens,
         )

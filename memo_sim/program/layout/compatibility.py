@@ -175,6 +175,8 @@ _SOME_LAYERS = _Feature(
     setting=lambda d: f"recompute_layers {d.recompute_layers}",
     hint="leave --recompute-layers out; tp, cp, Ulysses, pp, dp and ZeRO go with it",
 )
+UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
+"""Forms of the loss that need the logits of the whole vocabulary."""
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
 
 _CAST = _Feature(
@@ -562,6 +564,24 @@ RULES = (
     MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
     EARLY_STOP_OF_FULL_RECOMPUTE,
     Rule(
+        name="MLP rebuilt by frameworks: row blocks",
+        breaks=lambda d: d.mlp_rebuild != "block" and not d.mlp_chunk_tokens,
+        what="an MLP without row blocks is rebuilt with its layer",
+        where="decisions.mlp_rebuild",
+        got=lambda d: f"{d.mlp_rebuild} without row blocks",
+        wanted="block",
+        hint="--mlp-chunk 16384, or leave --mlp-rebuild out",
+    ),
+    Rule(
+        name="MLP rebuilt by frameworks: tp",
+        breaks=lambda d: d.mlp_rebuild != "block" and d.layout.tp > 1,
+        what="the frameworks that rebuild row blocks like this do not divide the MLP by tensor parallelism",
+        where="decisions.mlp_rebuild",
+        got=lambda d: f"{d.mlp_rebuild} with tp {d.layout.tp}",
+        wanted="block",
+        hint="leave --mlp-rebuild out, or --tp 1",
+    ),
+    Rule(
         name="FlashAttention 1: head_dim",
         breaks=lambda d: d.kernels.attention in ("flash1", "triton-flash") and d.model.head_dim > FLASH1_HEAD_DIM,
         what="FlashAttention 1 has no kernel for heads of this size",
@@ -591,10 +611,10 @@ RULES = (
     _METRICS.allows("decisions.loss_chunk_tokens", 0, because="chunks of the loss share the buffer of their logits"),
     Rule(
         name="eager-fp32 loss: tp",
-        breaks=lambda d: d.loss == "eager-fp32" and d.layout.tp > 1,
+        breaks=lambda d: d.loss in UNDIVIDED_LOSSES and d.layout.tp > 1,
         what="torch's cross_entropy needs the logits of the whole vocabulary, which tensor parallelism divides",
         where="decisions.loss",
-        got=lambda d: f"eager-fp32 with tp {d.layout.tp}",
+        got=lambda d: f"{d.loss} with tp {d.layout.tp}",
         wanted="auto, blocks, fused or vocab-parallel",
         hint="--loss vocab-parallel, or --tp 1",
     ),
@@ -691,6 +711,24 @@ REDUCED_BY_FSDP = Rule(
     wanted="sharding fsdp1 or fsdp2",
     hint="--sharding fsdp2, or leave --reduce-dtype out",
 )
+MODULES_OF_A_FRAMEWORK = Rule(
+    name="modules: memory_policy",
+    breaks=lambda d: d.modules == "huggingface" and d.memory_policy != "eager",
+    what="memo-exec's operators are its own, whatever the memory",
+    where="decisions.modules",
+    got=lambda d: f"{d.modules} with memory policy {d.memory_policy}",
+    wanted="memory policy eager",
+    hint="--memory-policy eager, or leave --modules out",
+)
+MODULES_ARE_RECOMPUTED = Rule(
+    name="modules: recompute",
+    breaks=lambda d: d.modules == "huggingface" and d.recompute != "full",
+    what="memo knows what Hugging Face's modules save of a layer that is checkpointed as a whole",
+    where="decisions.modules",
+    got=lambda d: f"{d.modules} with recompute {d.recompute}",
+    wanted="recompute full",
+    hint="--recompute full, or --modules operators",
+)
 ARENA_RULES = (
     PLANNED_LIBRARIES,
     LIMITED_ALLOCATOR,
@@ -699,5 +737,7 @@ ARENA_RULES = (
     STREAMS_OF_A_FRAMEWORK,
     FSDP_OF_A_FRAMEWORK,
     REDUCED_BY_FSDP,
+    MODULES_OF_A_FRAMEWORK,
+    MODULES_ARE_RECOMPUTED,
 )
 """What no arena is planned for; programs can be written for it, and the search refuses it."""

@@ -59,6 +59,7 @@ class HelperStage:
             subsequence_swapped_tokens=(),
             offload_window=0,
             mlp_chunk_tokens=0,
+            mlp_rebuild="block",
         )
         rows = portion.shape(shape)
         # The KV cache of a helper ends with its own rows. Nothing adds gradients to these rows before it does.

@@ -12,7 +12,7 @@ from tests.exec_cpu.small import MODELS, batch, decide, gradients, play, scalars
 
 ROUNDING = 2**-8
 """Half the distance of two bf16 numbers, relative: all forms compute in fp32 and round the gradient once."""
-FORMS: tuple[Loss, ...] = ("blocks", "fused", "eager-fp32", "vocab-parallel")
+FORMS: tuple[Loss, ...] = ("blocks", "fused", "eager-fp32", "vocab-parallel", "checkpointed", "checkpointed-fp32")
 
 
 @pytest.mark.parametrize("chunk", [0, 48])
@@ -46,6 +46,8 @@ def test_bf16_gradients_are_those_of_blocks(form: Loss, chunk: int) -> None:
             record = interpreter.run_step(batches, scalars(batches, lr=0.0))
             found[one] = (record.loss, gradients(interpreter))
     (loss, mine), (wanted, theirs) = found[form], found["blocks"]
-    assert loss == pytest.approx(wanted, rel=1e-5)
+    # The logits of an fp32 product are not rounded to bf16, and neither is their gradient.
+    apart = form == "checkpointed-fp32"
+    assert loss == pytest.approx(wanted, rel=1e-4 if apart else 1e-5)
     for name, gradient in theirs.items():
-        assert (mine[name] - gradient).norm() <= ROUNDING * gradient.norm(), name
+        assert (mine[name] - gradient).norm() <= (2 if apart else 1) * ROUNDING * gradient.norm(), name

@@ -7,6 +7,7 @@ import pytest
 
 from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.knobs import States
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.lower_bounds import LowerBounds
@@ -31,3 +32,30 @@ def test_the_lower_bound_is_below_the_allocated_bytes(layout: Layout, libraries:
     assert bound.step_s <= prediction.step_s
     if libraries == "2025" and layout.pp == 1:
         assert bound.device_bytes > 0.8 * prediction.peak_device_bytes
+
+
+@pytest.mark.parametrize("states", ["fp32", "host", "pure-bf16"])
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(dp=8, zero=3), Layout(cp=8, zero=3, cp_exchange="all_gather")], ids=str
+)
+def test_the_lower_bound_is_below_what_hugging_faces_modules_hold(layout: Layout, states: States) -> None:
+    """Few tokens and many parameters: accelerate has fewer states than the program."""
+    cluster, hardware = load_cluster(f"h100-1x{layout.devices}")
+    decisions = Decisions(
+        model=load_model("qwen3-0.6b"),
+        layout=layout,
+        seq_tokens=4096,
+        global_batch=layout.dp,
+        memory_policy="eager",
+        modules="huggingface",
+        recompute="full",
+        states=states,
+        loss="checkpointed",
+        loss_chunk_tokens=256,
+        kernels=Kernels(attention="torch-cudnn", rowwise="eager"),
+    )
+    bound = LowerBounds(hardware, cluster).of(decisions)
+    prediction = simulate(decisions, hardware, cluster).prediction
+    assert prediction.step_s is not None
+    assert bound.device_bytes <= prediction.peak_device_bytes
+    assert bound.step_s <= prediction.step_s

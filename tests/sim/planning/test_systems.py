@@ -233,8 +233,10 @@ def test_frameworks_of_today_answer_a_small_question(system: str) -> None:
 
 def test_the_answer_says_what_a_system_assumes() -> None:
     why = what_if(ask("trl-fsdp2", seq_tokens=8192, global_batch=2, cluster="h100-1x2")).result.why
-    assert "The loss is blocks, in chunks of 256 tokens: trl-fsdp2's own; --loss names another." in why
-    assert any(line.endswith("comes back when a tensor dies (--streams events).") for line in why)
+    own = "The loss is checkpointed, in chunks of 256 tokens: trl-fsdp2's own; --loss names another"
+    assert f"{own} (checkpointed-fp32 before TRL 1.13)." in why
+    assert any("comes back when a tensor dies (--streams events)." in line for line in why)
+    assert any(line.endswith("(--modules huggingface).") for line in why)
     given = what_if(ask("trl-fsdp2", seq_tokens=8192, global_batch=2, cluster="h100-1x2", loss="fused")).result.why
     assert not any(line.startswith("The loss is") for line in given)
 
@@ -278,10 +280,12 @@ def test_a_system_computes_the_loss_its_own_way_unless_given() -> None:
     sharded = ("vocab-parallel", 0)
     assert losses(ask("torchtitan", pp=1, cp=1)) == {1: {("eager-fp32", 0)}, **{each: {sharded} for each in (2, 4, 8)}}
     assert losses(ask("megatron-core", pp=1, cp=1)) == {each: {sharded} for each in (1, 2, 4, 8)}
-    assert losses(ask("trl-fsdp2")) == {1: {("blocks", 256)}}
+    assert losses(ask("trl-fsdp2")) == {1: {("checkpointed", 256)}}
     assert losses(ask("torchtitan", tp=1, pp=1, loss="fused")) == {1: {("fused", 0)}}
     assert losses(ask("trl-fsdp2", loss="eager-fp32")) == {1: {("eager-fp32", 0)}}  # loss_type nll
-    assert losses(ask("trl-fsdp2", loss_chunk_tokens=1024)) == {1: {("blocks", 1024)}}
+    assert losses(ask("trl-fsdp2", loss_chunk_tokens=1024)) == {1: {("checkpointed", 1024)}}
+    before = ask("trl-fsdp2", loss="checkpointed-fp32", cluster="h100-1x8")  # before TRL 1.13
+    assert losses(before) == {1: {("checkpointed-fp32", 256)}}
 
 
 def test_alst_tiles_the_loss_by_a_gib_of_logits_and_the_mlp_by_its_width() -> None:
@@ -290,6 +294,18 @@ def test_alst_tiles_the_loss_by_a_gib_of_logits_and_the_mlp_by_its_width() -> No
     assert only.base.loss_chunk_tokens == 2048  # 4 bytes a logit, 128,256 logits a token; a power of two
     assert only.base.mlp_chunk_tokens == 4096  # 131,072 tokens a rank, in as many tiles as hidden divides them into
     assert only.base.offload_inputs
+    assert only.base.mlp_rebuild == "twice"
+    (once,) = candidates(replace(asked, pins=replace(asked.pins, mlp_rebuild="block")))[0]
+    assert once.base.mlp_rebuild == "block"
+
+
+def test_trl_has_hugging_faces_modules_under_an_eager_framework() -> None:
+    asked = ask("trl-fsdp2", cluster="h100-1x8")
+    assert {each.base.modules for each in candidates(asked)[0]} == {"huggingface"}
+    planned = replace(asked, pins=replace(asked.pins, memory_policy="planned"))
+    assert {each.base.modules for each in candidates(planned)[0]} == {"auto"}
+    pinned = replace(asked, pins=replace(asked.pins, mlp_chunk_tokens=1024))
+    assert {each.base.mlp_rebuild for each in candidates(pinned)[0]} == {"layer"}
 
 
 def test_megatron_core_divides_states_over_the_ring_and_interleaves_stages() -> None:

@@ -172,3 +172,17 @@ def test_without_context_parallelism_nothing_is_gathered() -> None:
     (candidate,), _ = candidates(replace(asked, pins=pins))
     assert candidate.base.layout.cp_exchange == "ring"
     assert shape_of(candidate.base).cp == 1
+
+
+@pytest.mark.parametrize("policy", [("full", 0.0), ("selective", 0.0)])
+def test_gathered_keys_of_recompute_die_before_backward_gathers_them_again(policy: tuple[str, float]) -> None:
+    """Backward's gather writes other buffers, so nothing holds them while the MLP's backward runs."""
+    (program,) = lower(decide(LLAMA, Layout(cp=4, cp_exchange="all_gather"), policy, seq_tokens=4096))
+    backward = next(t for t in program.templates if t.name == "layer.bwd")
+    used: dict[str, set[str]] = {}
+    for i in backward.instructions:
+        for operand in i.operands:
+            if backward.slots[operand.slot].startswith(("kv.all", "kv.mine")):
+                used.setdefault(backward.slots[operand.slot], set()).add(str(i.phase))
+    assert all(len(phases) == 1 for phases in used.values())
+    assert {name.removesuffix(".rec") for name in used} == {"kv.all", "kv.mine"}

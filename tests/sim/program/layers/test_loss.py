@@ -12,14 +12,15 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import liveness
 from memo_sim.program.ir.instruction import Template
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Rowwise
+from memo_sim.program.ir.work import Collective, Gemm, Rowwise
+from memo_sim.program.layout.compatibility import UNDIVIDED_LOSSES
 from memo_sim.program.lower import lower
 from memo_sim.program.operators.framework_kernels import framework_kernels
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 
 TOKENS = 2048
 LOGITS = TOKENS * GPT.vocab
-FORMS: tuple[Loss, ...] = ("blocks", "fused", "eager-fp32", "vocab-parallel")
+FORMS: tuple[Loss, ...] = ("blocks", "fused", "eager-fp32", "vocab-parallel", "checkpointed", "checkpointed-fp32")
 
 
 def program(loss: Loss, *, chunk: int = 0, tp: int = 1, dtype: str = "bf16", policy: str = "planned") -> Program:
@@ -43,13 +44,21 @@ def bytes_per_logit(found: Program, logits: int = LOGITS) -> float:
 
 def moved_per_logit(found: Program) -> float:
     """Return the bytes per logit that the loss reads and writes; its columns of a number a token are far fewer."""
-    works = [i.work for i in head_of(found).instructions if i.name.startswith("fwd/loss")]
+    works = [i.work for i in head_of(found).instructions if i.name.startswith(("fwd/loss", "rec/loss"))]
     moved = sum(w.moved_bytes for w in works if isinstance(w, Rowwise))
     return moved / LOGITS
 
 
 @pytest.mark.parametrize(
-    ("form", "held", "moved"), [("blocks", 4, 6), ("fused", 2, 6), ("eager-fp32", 12, 48), ("vocab-parallel", 6, 52)]
+    ("form", "held", "moved"),
+    [
+        ("blocks", 4, 6),
+        ("fused", 2, 6),
+        ("eager-fp32", 12, 48),
+        ("vocab-parallel", 6, 52),
+        ("checkpointed", 14, 126),
+        ("checkpointed-fp32", 12, 108),
+    ],
 )
 def test_bytes_of_a_bf16_logit(form: Loss, held: float, moved: float) -> None:
     found = program(form)
@@ -98,7 +107,7 @@ def test_ranks_combine_statistics_of_a_divided_vocabulary(form: Loss, numbers: l
 @pytest.mark.parametrize("chunk", [0, 512])
 @pytest.mark.parametrize("form", FORMS)
 def test_checkers_pass(form: Loss, chunk: int, layout: Layout) -> None:
-    if form == "eager-fp32" and layout.tp > 1:
+    if form in UNDIVIDED_LOSSES and layout.tp > 1:
         pytest.skip("refused")
     assert faults_of(decide(LLAMA, layout, loss=form, loss_chunk_tokens=chunk)) == []
 
@@ -122,3 +131,32 @@ def test_a_named_loss_is_not_that_of_the_frameworks_kernels(library: str) -> Non
         kernels = framework_kernels(work, library)  # type: ignore[arg-type]
         assert (len(kernels) == 1) == ("softmax" in name)
         assert sum(kernel.moved_bytes(work) for kernel in kernels) in (0, work.moved_bytes)
+
+
+@pytest.mark.parametrize("chunk", [0, 512])
+def test_a_checkpointed_chunk_runs_forward_twice_and_an_fp32_product_copies_its_operands_each_time(chunk: int) -> None:
+    rows, chunks = chunk or TOKENS, TOKENS // (chunk or TOKENS)
+    weights, inputs = GPT.vocab * GPT.hidden, TOKENS * GPT.hidden
+
+    def works(form: Loss, kind: type, name: str) -> list[Gemm | Rowwise]:
+        found = head_of(program(form, chunk=chunk)).instructions
+        return [i.work for i in found if isinstance(i.work, kind) and i.name.split("/")[1].startswith(name)]
+
+    for form, dtype in (("checkpointed", "bf16"), ("checkpointed-fp32", "fp32")):
+        products = works(form, Gemm, "classifier")
+        assert [(p.gemm_pass, p.dtype) for p in products] == chunks * [
+            ("fprop", dtype),
+            ("fprop", dtype),
+            ("dgrad", dtype),
+            ("wgrad", dtype),
+        ]
+        assert sum(p.flops for p in products) == 4 * 2 * inputs * GPT.vocab
+    assert {p.m for p in products if p.gemm_pass == "fprop"} == {rows}
+    assert (
+        sum(w.moved_bytes for w in works("checkpointed-fp32", Rowwise, "classifier.widen.")) == chunks * 2 * 6 * weights
+    )
+    assert sum(w.moved_bytes for w in works("checkpointed-fp32", Rowwise, "classifier.narrow.")) == chunks * 6 * weights
+    # bf16 gradients of each chunk are added to fp32 sums.
+    for form in ("checkpointed", "checkpointed-fp32"):
+        assert sum(w.moved_bytes for w in works(form, Rowwise, "classifier.wgrad.add")) == chunks * 10 * weights
+    assert not works("checkpointed", Rowwise, "classifier.widen")

@@ -194,3 +194,29 @@ def test_what_cannot_be_cut_is_refused(change: dict, fields: tuple[str, str]) ->
         lower(Decisions(**given))
     assert error.value.where == "decisions.mlp_chunk_tokens"
     assert (error.value.got, error.value.wanted) == fields
+
+
+@MODELS
+@pytest.mark.parametrize("rebuild", ["layer", "twice"])
+@pytest.mark.parametrize("layout", [Layout(), LAYOUTS[3], LAYOUTS[4]], ids=str)
+def test_blocks_that_frameworks_rebuild_pass_the_independent_checkers(
+    model: Model, rebuild: str, layout: Layout
+) -> None:
+    for more in ({}, {"attention_chunk_tokens": 1024} if layout.cp == 1 else {}):
+        programs = lower(blocks(model, layout, seq_tokens=2048, mlp_rebuild=rebuild, **more))
+        columns = expand(programs[0])
+        assert check_program(programs[0], columns) == []
+        assert check_edges(columns, derive_edges(columns)) == []
+        assert check_stages(programs) == []
+
+
+@MODELS
+def test_frameworks_run_an_mlp_forward_two_or_three_times(model: Model) -> None:
+    """``layer`` plays what full recompute of the whole MLP does; ``twice`` plays both products once more."""
+    whole = work(decide(model, None, ("full", 0.0)))
+    assert work(blocks(model, mlp_rebuild="layer")) == whole
+    twice = work(blocks(model, mlp_rebuild="twice"))
+    assert {name: twice[name] / whole[name] for name in whole if twice[name] != whole[name]} == {
+        "rec/ffn_up": 2.0,
+        "rec/ffn_down": 2.0,
+    }

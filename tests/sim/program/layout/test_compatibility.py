@@ -63,6 +63,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"recompute": "full", "mlp_chunk_tokens": 512},
         "512 with the schedule zero-bubble",
     ),
+    "MLP rebuilt by frameworks: row blocks": (
+        Layout(),
+        {"recompute": "full", "mlp_rebuild": "twice"},
+        "twice without row blocks",
+    ),
+    "MLP rebuilt by frameworks: tp": (
+        Layout(tp=2),
+        {"recompute": "full", "mlp_chunk_tokens": 512, "mlp_rebuild": "layer"},
+        "layer with tp 2",
+    ),
     "METP: states": (Layout(metp=2), {"states": "pure-bf16"}, "pure-bf16 with metp 2"),
     "pure bf16 states: dtype": (Layout(), {"states": "pure-bf16", "dtype": "fp32"}, "fp32 with states pure-bf16"),
     "METP: early_stop": (Layout(metp=2), {"recompute": "full", "early_stop": True}, "true with metp 2"),
@@ -245,6 +255,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(),
         {"replay_allocator": True, "memory_policy": "caching"},
         "--replay-allocator with memory policy caching",
+    ),
+    "modules: memory_policy": (
+        Layout(),
+        {"modules": "huggingface", "recompute": "full", "memory_policy": "caching"},
+        "huggingface with memory policy caching",
+    ),
+    "modules: recompute": (
+        Layout(),
+        {"modules": "huggingface", "memory_policy": "eager"},
+        "huggingface with recompute none",
     ),
     "streams: memory_policy": (
         Layout(),

@@ -1,0 +1,133 @@
+"""What Hugging Face's modules keep of a recomputed layer, and what accelerate keeps of the states, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.memory.eager_framework import eager_buffers
+from memo_sim.memory.huggingface import module_buffers
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.liveness import Liveness, liveness
+from memo_sim.program.lower import lower
+
+TOKENS, HIDDEN, FFN, HEADS, KV_HEADS, SIZE = 512, 64, 192, 4, 2, 16
+QWEN = Model(
+    name="qwen3-like",
+    family="llama",
+    layers=3,
+    hidden=HIDDEN,
+    heads=HEADS,
+    kv_heads=KV_HEADS,
+    head_dim=SIZE,
+    ffn_hidden=FFN,
+    vocab=256,
+    qk_norm=True,
+    activation="silu",
+    tied_embeddings=False,
+)
+QK = (HEADS + KV_HEADS) * SIZE
+"""Features of queries and keys of a token."""
+
+
+@dataclass(frozen=True)
+class Lives:
+    before: Liveness
+    after: Liveness
+    names: list[str]
+    ids: list[str]
+
+    def at(self, end: str) -> int:
+        return next(n for n, name in enumerate(self.ids) if name.endswith(end))
+
+    def buffer(self, start: str) -> int:
+        return next(n for n, name in enumerate(self.names) if name.startswith(start))
+
+
+def lived(**changes: Any) -> Lives:
+    fields = {"model": QWEN, "seq_tokens": TOKENS, "layout": Layout(), "recompute": "full", "loss": "blocks"}
+    decisions = Decisions(**{**fields, "memory_policy": "eager", "modules": "huggingface", **changes})
+    program = lower(decisions)[0]
+    columns = expand(program)
+    lives = liveness(program, columns)
+    eager, names = eager_buffers(program, columns, lives, own_loss=False, holds_outputs=False)
+    after, names = module_buffers(program, columns, eager, names, decisions)
+    assert len(names) == len(after.birth) == len(after.bytes)
+    return Lives(lives, after, names, list(program.ids()))
+
+
+def added(lives: Lives) -> dict[tuple[str, str, str], int]:
+    """Return the bytes of the added tensors of the last layer by name, first and last instruction."""
+    found = {}
+    for n in range(len(lives.before.birth), len(lives.after.birth)):
+        first, last = (lives.ids[int(column[n])] for column in (lives.after.birth, lives.after.death))
+        if "/l2/" in first:
+            name = lives.names[n].split("[")[0]
+            found[name, first.split("/l2/")[1], last.split("/l2/")[1]] = int(lives.after.bytes[n])
+    return found
+
+
+def test_a_layer_keeps_what_its_modules_save() -> None:
+    kept = {name: size for name, size in added(lived()).items() if "embed" not in name[0]}
+    assert kept == {
+        ("rms_norm.wide", "rec/norm1", "bwd/norm1.bwd"): 4 * TOKENS * HIDDEN,
+        ("rms_norm.saved", "rec/norm1", "bwd/norm1.bwd"): 2 * TOKENS * HIDDEN,
+        ("qk_norm.wide", "rec/qk_norm", "bwd/qk_norm.bwd"): 4 * TOKENS * QK,
+        ("rms_norm.wide", "rec/norm2", "bwd/norm2.bwd"): 4 * TOKENS * HIDDEN,
+        ("rms_norm.saved", "rec/norm2", "bwd/norm2.bwd"): 2 * TOKENS * HIDDEN,
+        ("swiglu.saved", "rec/act", "bwd/act.bwd"): 2 * TOKENS * FFN,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rebuild", "silu"),
+    [
+        ("layer", {("rec/act.b0", "bwd/act.bwd.b0"), ("rec/act.b1", "bwd/act.bwd.b1")}),
+        ("twice", {("rec/act.b0.again", "bwd/act.bwd.b0"), ("rec/act.b1.again", "bwd/act.bwd.b1")}),
+    ],
+)
+def test_an_mlp_in_blocks_keeps_what_its_backward_reads(rebuild: str, silu: set[tuple[str, str]]) -> None:
+    """Blocks that the layer's recompute runs without autograd save nothing."""
+    kept = added(lived(mlp_chunk_tokens=256, mlp_rebuild=rebuild))
+    assert {name[1:]: size for name, size in kept.items() if name[0] == "swiglu.saved"} == dict.fromkeys(
+        silu, 2 * 256 * FFN
+    )
+    assert ("rms_norm.wide", "rec/norm2", "bwd/norm2.bwd.b1") in kept
+
+
+def test_the_residual_sum_dies_when_its_fp32_copy_was_made() -> None:
+    lives = lived()
+    resid = lives.buffer("layer.bwd/resid")
+    assert lives.ids[int(lives.before.death[resid])].endswith("bwd/norm2.bwd")
+    assert lives.ids[int(lives.after.death[resid])].endswith("rec/out_add")
+    output = lives.buffer("layer.bwd/rebuilt_out")
+    assert lives.after.death[output] == lives.before.death[output]  # a non-reentrant checkpoint keeps no output
+
+
+def held(lives: Lives, family: str) -> int:
+    mine = [n for n, name in enumerate(lives.names[: len(lives.before.birth)]) if name.startswith(family)]
+    return int(lives.after.bytes[mine][lives.after.on_device[mine]].sum())
+
+
+def test_accelerates_shards_are_the_master_weights() -> None:
+    layout = Layout(dp=4, zero=3)
+    assert held(lived(layout=layout, global_batch=4), "params.") == 0
+    assert held(lived(layout=layout, global_batch=4), "grads.") > 0
+    assert held(lived(layout=layout, global_batch=4, states="pure-bf16"), "params.") > 0
+    assert held(lived(layout=layout, global_batch=4, states="host"), "grads.") == 0
+    assert held(lived(), "params.") > 0  # without shards nothing is gathered, so the model computes with them
+
+
+def test_the_classifiers_gradient_is_summed_before_the_last_layers_backward() -> None:
+    lives = lived(layout=Layout(dp=4, zero=3), global_batch=4)
+    head = lives.buffer("whole_grads.head")
+    assert lives.before.death[head] > lives.after.death[head]
+    assert lives.after.death[head] > lives.at("fwd/classifier.wgrad.c0")
+    assert lives.after.death[head] < lives.at("l2/rec/norm1")
+    layer = lives.buffer("whole_grads.layer")
+    assert np.array_equal(lives.before.death[layer], lives.after.death[layer])
