@@ -47,7 +47,7 @@ class Played:
 def one_process(decisions: Decisions) -> Decisions:
     """Return the decisions of the same training with one process."""
     policy: dict[str, Any] = {"recompute": "none", "swapped_tokens": 0, "mlp_chunk_tokens": 0, "overlap": "none"}
-    policy |= {"subsequence_swapped_tokens": (), "offload_window": 0}
+    policy |= {"subsequence_swapped_tokens": (), "offload_window": 0, "early_stop": False}
     return msgspec.structs.replace(decisions, layout=Layout(), **policy)
 
 
