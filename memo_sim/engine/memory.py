@@ -27,7 +27,14 @@ from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.costs.curves import LogCurve
 from memo_sim.engine.caching_allocator import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
-from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, records_streams, run_ahead
+from memo_sim.memory.eager_framework import (
+    WORKSPACES,
+    eager_buffers,
+    libraries_of,
+    one_work_queue,
+    records_streams,
+    run_ahead,
+)
 from memo_sim.memory.huggingface import module_buffers
 from memo_sim.memory.initial_states import Beginning, beginning_of
 from memo_sim.memory.pinned_allocator import pinned_bytes
@@ -212,7 +219,8 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         )
         if decisions.modules == "huggingface":
             lives, names = module_buffers(program, columns, lives, names, decisions)
-        ahead = run_ahead(program, columns, lives) if records_streams(decisions, libraries) else None
+        recorded, one_queue = records_streams(decisions, libraries), one_work_queue(decisions.layout)
+        ahead = run_ahead(program, columns, lives, one_queue=one_queue) if recorded else None
         beginning = beginning_of(program, decisions)
     caching = decisions.memory_policy != "planned"
     capacity_bytes = int(hardware.device_memory_bytes.value)

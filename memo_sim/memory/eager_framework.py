@@ -19,8 +19,9 @@ frameworks, with ZeRO 2 and 3, count as 2024 at the latest:
                 core/tensor_parallel/cross_entropy.py). Bytes per bf16 logit: 2 + 4 + 4 forward, 4 + 2 backward
                 streams: a collective's tensors are marked with ``record_stream`` (c10d before PyTorch 2.8). Their
                 memory comes back when the device, not the host, has passed the collective (pytorch/pytorch#76861,
-                #147168). The host runs ahead until the launch queue is full. It waits for the loss (Megatron-LM checks
-                it for NaN) and for p2p sends and receives between stages (it synchronises after each)
+                #147168). The host runs ahead until the launch queue is full, which streams share under sequence
+                parallelism (``one_work_queue``). It waits for the loss (Megatron-LM checks it for NaN) and for p2p
+                sends and receives between stages (it synchronises after each)
     2025        loss: Transformer Engine's fused loss writes the gradient over the logits: 2 bytes per logit
                 gradients: the matrix product sums a weight gradient in fp32, and autograd gets a dummy tensor of the
                 weight's shape and dtype; one for every shape, never freed (Transformer Engine 2.8, ``get_dummy_wgrad``)
@@ -49,7 +50,7 @@ import numpy as np
 
 from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.analysis.columns import Columns, Ints
@@ -60,7 +61,8 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Gemm
 
 LAUNCH_QUEUE = 1024
-"""Kernels that a stream queues before a launch has to wait: about 1,000 (forums.developer.nvidia.com, topic 68937)."""
+"""Kernels in a work queue before a launch has to wait: about 1,000 (forums.developer.nvidia.com, topic 68937; there
+each of three streams has a queue of its own)."""
 
 KERNELS = 2
 """Kernels that autograd launches per instruction. A GPT layer's forward, recompute and backward need 74 kernels for 39
@@ -178,16 +180,27 @@ def eager_buffers(
     return with_added(replace(lives, birth=birth, death=death, bytes=sizes), added), names
 
 
-def run_ahead(program: Program, columns: Columns, lives: Liveness) -> RunAhead:
+def one_work_queue(layout: Layout) -> bool:
+    """Return whether all streams of an eager framework share one work queue of the device.
+
+    ``CUDA_DEVICE_MAX_CONNECTIONS`` is the number of work queues, and Megatron-LM and its forks refuse sequence
+    parallelism unless it is 1 (arguments.py).
+    """
+    return layout.tp > 1 and layout.sequence_parallel
+
+
+def run_ahead(program: Program, columns: Columns, lives: Liveness, *, one_queue: bool = False) -> RunAhead:
     """Return how far the host is ahead of the device, and which buffers wait for it (numbered as in the requests).
 
     Assumes that a kernel lasts longer than its launch, so the queue is always full. The host waits for the device at
     the loss and at p2p sends and receives between stages (Megatron-LM's p2p_communication synchronises after them).
+    ``one_queue``: the kernels and copies of other streams, one an instruction, take places in the queue too.
     """
-    queued = LAUNCH_QUEUE // KERNELS
-    kernels = np.flatnonzero(columns.lane == Lane.COMPUTE)
-    launched = np.searchsorted(kernels, np.arange(len(columns.lane)))
-    done = np.where(launched > queued, kernels[np.maximum(launched - queued - 1, 0)], -1)
+    kernels = np.where(columns.lane == Lane.COMPUTE, KERNELS, np.isin(columns.lane, STREAMS) if one_queue else 0)
+    launching = np.flatnonzero(kernels)
+    launched = np.cumsum(kernels)
+    passed_by = np.searchsorted(launched[launching], launched - kernels - LAUNCH_QUEUE, side="right")
+    done = np.where(passed_by > 0, launching[np.maximum(passed_by - 1, 0)], -1)
     transferred = np.flatnonzero(np.isin(columns.lane, (Lane.SEND, Lane.RECV))).tolist()
     for last in [*_looks_at_loss(program, columns), *transferred]:
         done[last + 1 :] = np.maximum(done[last + 1 :], last)

@@ -12,7 +12,7 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory import eager_framework
-from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, run_ahead
+from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, one_work_queue, run_ahead
 from memo_sim.memory.replay import replay
 from memo_sim.program.analysis.columns import Columns, expand
 from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness, peak
@@ -156,6 +156,23 @@ def test_the_device_is_a_launch_queue_behind_and_the_host_waits_for_the_loss(mon
         assert queued <= 5
         # Only after the loss does the queue hold less than the host could have launched.
         assert queued == min(5, launched) or (done[instant] == loss and instant > loss)
+
+
+def test_under_sequence_parallelism_all_streams_share_one_work_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM refuses sequence parallelism unless there is one: collectives take places of kernels."""
+    assert one_work_queue(Layout(tp=4, cp=2, sequence_parallel=True))
+    assert not any(one_work_queue(layout) for layout in (Layout(tp=4), Layout(cp=2), Layout(ulysses=2, zero=3)))
+    monkeypatch.setattr(eager_framework, "LAUNCH_QUEUE", 12)
+    monkeypatch.setattr(eager_framework, "KERNELS", 2)
+    case = lowered()
+    shared, own = (run_ahead(case.program, case.columns, case.lives, one_queue=one).done for one in (True, False))
+    assert all(mine >= others for mine, others in zip(shared, own, strict=True))
+    kernels = np.where(case.columns.lane == Lane.COMPUTE, 2, np.isin(case.columns.lane, eager_framework.STREAMS))
+    loss = case.at("fwd/loss.c0")
+    for instant in range(loss):
+        queued = int(kernels[shared[instant] + 1 : instant].sum())
+        # Of an instruction's two kernels the device may have passed the first.
+        assert min(12, int(kernels[:instant].sum())) <= queued <= 13
 
 
 def test_a_short_program_is_launched_whole_before_its_loss() -> None:
