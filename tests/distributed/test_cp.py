@@ -7,7 +7,7 @@ from memo_exec.distributed.own_program import rank_program
 from memo_exec.kernels import KERNELS
 from memo_exec.machine.preflight import checked_program
 from memo_sim.contract.errors import BadInput, CannotRun
-from memo_sim.contract.knobs import CpExchange
+from memo_sim.contract.knobs import CpExchange, Loss, MlpRebuild
 from memo_sim.contract.plan import Decisions, Layout, Plan
 from tests.distributed.parity import TOLERANCE, Played, play, whole_gradients
 from tests.distributed.team import Member, Team
@@ -44,6 +44,13 @@ def test_other_policies(team: Team, layout: Layout, policy: tuple[str, int]) -> 
 @pytest.mark.slow
 def test_the_mlp_in_row_blocks(team: Team, layout: Layout) -> None:
     parity(team, "gpt", layout, recompute="full", swapped_tokens=0, mlp_chunk_tokens=256, seq_tokens=1024)
+
+
+@pytest.mark.parametrize(("rebuild", "loss"), [("layer", "checkpointed"), ("twice", "checkpointed-fp32")])
+def test_recompute_and_loss_as_hugging_faces_frameworks_have_them(team: Team, rebuild: MlpRebuild, loss: Loss) -> None:
+    layout = Layout(cp=2, zero=3, cp_exchange="all_gather")
+    blocks = {"mlp_chunk_tokens": 256, "mlp_rebuild": rebuild, "loss": loss, "loss_chunk_tokens": 256}
+    parity(team, "llama", layout, recompute="full", swapped_tokens=0, seq_tokens=1024, **blocks)
 
 
 def test_sequences_of_a_micro_batch_go_round_together(team: Team) -> None:

@@ -317,11 +317,14 @@ def test_an_error_that_is_too_large_is_named(
 
 def test_columns_of_the_frameworks_loss_states_and_inputs_pin_their_knobs(tmp_path: Path) -> None:
     given = {"loss": "eager-fp32", "loss_chunk": "2048", "states": "pure-bf16", "offload_inputs": "yes"}
+    given |= {"mlp_chunk": "4096", "mlp_rebuild": "twice"}
     row = {**ROW, "system": "fsdp", "tp": "", "cp": "", "alpha": "", "recompute": "full", "memory_plan": "no", **given}
     path = case_file(tmp_path, row, {**row, **dict.fromkeys(given, "")}, columns=[*COLUMNS, *given])
     decided, default = (question_of(case.question) for case in load_cases(str(path)))
     assert (decided.loss, decided.states) == ("eager-fp32", "pure-bf16")
     assert (decided.pins.loss_chunk_tokens, decided.pins.offload_inputs) == (2048, True)
+    assert (decided.pins.mlp_chunk_tokens, decided.pins.mlp_rebuild) == (4096, "twice")
+    assert (default.pins.mlp_chunk_tokens, default.pins.mlp_rebuild) == (None, None)
     assert (default.loss, default.states) == ("auto", "fp32")
     assert (default.pins.loss_chunk_tokens, default.pins.offload_inputs) == (None, None)
 
