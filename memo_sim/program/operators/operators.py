@@ -191,9 +191,9 @@ class OperatorWriter:
             rows = self.gather(name, source, full, at[0], tokens=tokens)
             product(rows, at)
             return rows
-        for rows in self._row_blocks(at):
-            mine = Rows(source.slot, source.first + self.shape.shard(rows[0] - at[0]), self.shape.shard(rows[1]))
-            self._gather_chunks(name, mine, full, rows, product, tokens)
+        for block in self._row_blocks(at):
+            mine = Rows(source.slot, source.first + self.shape.shard(block[0] - at[0]), self.shape.shard(block[1]))
+            self._gather_chunks(name, mine, full, block, product, tokens)
         return Rows(f"{self.builder.phase}.{full}", *at)
 
     def _gather_chunks(  # noqa: PLR0917 - the arguments of ``gather_and_multiply``
