@@ -20,7 +20,8 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Exchange, PointToPoint, Work
 
 RING, PAIR, ALL = "ring", "pair", "all"
-"""Who sends to whom: each rank to the next one, the source stage to the target stage, each rank to all others."""
+"""Who sends to whom: each rank to the next one, or one farther away; the source stage to the target stage; each rank to
+all others."""
 
 
 def connect(programs: Sequence[Program], mesh: MeshCoordinates, groups: Groups, device: torch.device) -> list[Key]:
@@ -32,34 +33,36 @@ def connect(programs: Sequence[Program], mesh: MeshCoordinates, groups: Groups, 
         RuntimeError: when another rank has stopped.
     """
     links = sorted({link for program in programs for i in played(program) if (link := _link(i.lane, i.work))})
-    own = [(key, kind) for key, kind in links if key in groups]
-    for key, kind in own:
-        _exchange(kind, key, mesh, groups[key], device)
+    own = [link for link in links if link[0] in groups]
+    for key, kind, distance in own:
+        _exchange(kind, distance, key, mesh, groups[key], device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return [key for key, _ in own]
+    return list(dict.fromkeys(key for key, _, _ in own))
 
 
-def _link(lane: Lane, work: Work) -> tuple[Key, str] | None:
-    """Return the key of the group in which an instruction sends between ranks, and who sends to whom."""
+def _link(lane: Lane, work: Work) -> tuple[Key, str, int] | None:
+    """Return the key of the group in which an instruction sends between ranks, who sends to whom, and how far away."""
     if isinstance(work, PointToPoint):
-        return p2p_key(work), PAIR
+        return p2p_key(work), PAIR, 1
     if isinstance(work, Exchange):
-        return (lane, work.group), RING
+        return (lane, work.group), RING, work.distance
     if isinstance(work, Collective) and work.kind == "all_to_all":
-        return (lane, work.group), ALL
+        return (lane, work.group), ALL, 1
     return None
 
 
-def _exchange(kind: str, key: Key, mesh: MeshCoordinates, group: dist.ProcessGroup, device: torch.device) -> None:
+def _exchange(  # noqa: PLR0917 - the link, and the rank that plays it
+    kind: str, distance: int, key: Key, mesh: MeshCoordinates, group: dist.ProcessGroup, device: torch.device
+) -> None:
     ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
     sent, received = (torch.zeros(len(ranks), device=device) for _ in range(2))
     if kind == ALL:
         dist.all_to_all_single(received, sent, group=group)
     elif kind == RING:
         calls = [
-            dist.P2POp(dist.isend, sent, ranks[(here + 1) % len(ranks)], group),
-            dist.P2POp(dist.irecv, received, ranks[here - 1], group),
+            dist.P2POp(dist.isend, sent, ranks[(here + distance) % len(ranks)], group),
+            dist.P2POp(dist.irecv, received, ranks[here - distance], group),
         ]
         for work in dist.batch_isend_irecv(calls):
             work.wait()

@@ -65,7 +65,8 @@ def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
             hint="plan with a --ulysses that divides the key/value heads, or with a shorter sequence",
         )
     ring_rank = mesh.at(layout.ring_group) if layout.ring > 1 else None
-    return lower(decisions, cp_rank=ring_rank, ulysses_rank=mesh.at("ulysses"))[mesh.at("pp")]
+    ranks = {"ulysses_rank": mesh.at("ulysses"), "tp_rank": mesh.at("tp")}
+    return lower(decisions, cp_rank=ring_rank, **ranks)[mesh.at("pp")]
 
 
 def own_program(program: Program, decisions: Decisions, mesh: MeshCoordinates) -> Program:

@@ -148,6 +148,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "broadcast": collective.broadcast,
     "reduce": collective.reduce,
     "send_recv": collective.send_recv,
+    "parts.sum": collective.sum_parts,
     "send": stage_p2p.send,
     "recv": stage_p2p.receive,
     "grads.all_reduce": collective.all_reduce,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -124,16 +125,26 @@ def reduce(call: Call) -> None:
 
 
 def send_recv(call: Call) -> None:
-    """Exchange with both neighbours of a ring: send ``send`` to the next rank, receive ``recv`` from the previous."""
-    group, name = _group(call), _work(call).group
+    """Exchange with two ranks of a ring: send ``send`` to the next one, receive ``recv`` from the previous one.
+
+    With a distance above 1 they are that many ranks away.
+    """
+    group, work = _group(call), call.instruction.work
+    assert isinstance(work, Exchange)
     mesh = call.context.mesh
-    members, here = mesh.members(name), mesh.at(name)
+    members, here = mesh.members(work.group), mesh.at(work.group)
     transfers = [
-        dist.P2POp(dist.isend, call["send"], members[(here + 1) % len(members)], group),
-        dist.P2POp(dist.irecv, call["recv"], members[here - 1], group),
+        dist.P2POp(dist.isend, call["send"], members[(here + work.distance) % len(members)], group),
+        dist.P2POp(dist.irecv, call["recv"], members[here - work.distance], group),
     ]
-    for work in dist.batch_isend_irecv(transfers):
-        work.wait()
+    for transfer in dist.batch_isend_irecv(transfers):
+        transfer.wait()
+
+
+def sum_parts(call: Call) -> None:
+    """``out``: the sum of ``parts``, one rank's rows after the other's; torch sums in fp32."""
+    out, parts = call["out"], call["parts"]
+    torch.sum(parts.view(-1, *out.shape), 0, out=out)
 
 
 def grads_reduce_scatter(call: Call) -> None:

@@ -51,8 +51,8 @@ class _Expanded:
 def program_checks(decisions: Decisions) -> list[Check]:
     """Return the checks of every stage's program, of the stages together, and of ranks with programs of their own.
 
-    These are the ranks of a ring, and the ranks of Ulysses with uneven heads: the first has the most, the last the
-    fewest.
+    These are the ranks of a ring, the ranks of Ulysses with uneven heads (the first has the most, the last the fewest),
+    and tensor-parallel ranks that exchange chunks (``tp_overlap``).
     """
     layout = decisions.layout
     ring_ranks = range(layout.ring) if layout.ring > 1 else [None]
@@ -61,7 +61,9 @@ def program_checks(decisions: Decisions) -> list[Check]:
         [tuple(map(_expanded, lower(decisions, cp_rank=rank, ulysses_rank=ulysses_rank))) for rank in ring_ranks]
         for ulysses_rank in ((0, layout.ulysses - 1) if uneven else (0,))
     ]
-    by_rank = [each for ring in by_heads for each in ring]
+    others = range(1, layout.tp if layout.tp_overlap == "chunked" else 1)
+    by_tp = [tuple(map(_expanded, lower(decisions, tp_rank=rank))) for rank in others]
+    by_rank = [each for ring in by_heads for each in ring] + by_tp
     checks = []
     for alike in zip(*by_rank, strict=True):
         faults = [
@@ -81,6 +83,8 @@ def program_checks(decisions: Decisions) -> list[Check]:
     if uneven:
         by_ring = list(zip(*by_heads, strict=True))
         checks.append(_calls("uneven heads", by_ring, decisions, ("ulysses", "grads"), every_group=False))
+    if by_tp:
+        checks.append(_calls("chunks", [[by_heads[0][-1], *by_tp]], decisions, ("tp", "grads"), every_group=True))
     return checks
 
 

@@ -84,6 +84,13 @@ Overlap = Literal["none", "gradients", "both"]
 - none: gradients are reduced over replicas, and parameters gathered, after the step's last gradient.
 - gradients: each block's gradients are reduced after its last backward.
 - both: in addition, ZeRO 1 gathers parameters at the start of the next step, block by block, ahead of its forward."""
+TpOverlap = Literal["none", "chunked"]
+"""Whether a layer's products overlap with the all-gathers before them and the reduce-scatters behind them.
+
+- none: a product waits for the whole all-gather, and a reduce-scatter for the whole product.
+- chunked: both are cut into one chunk for each tensor-parallel rank. The product of a chunk starts when the chunk has
+  arrived, and its result is sent while the next one is computed (torch's asynchronous tensor parallelism; Transformer
+  Engine's ring exchange on userbuffers, Megatron-Core's ``tp_comm_overlap``)."""
 RowwiseKernel = Literal["torch", "triton", "eager", "compiled", "fused"]
 """Whose kernels play norms, activations, rotary embeddings, residuals, the loss and the optimizer.
 
@@ -303,6 +310,16 @@ class Pins:
         labels=(Mark("tp", "+sp"),),
         on_command_line=False,
     )
+    tp_overlap: TpOverlap = _knob(
+        "none",
+        _one_of(TpOverlap),
+        "Cut the all-gathers and reduce-scatters of a layer's tensor parallelism into chunks, which overlap with the"
+        " products beside them (asynchronous tensor parallelism, tp_comm_overlap).",
+        at="layout",
+        labels=(Mark("tp", "+chunked", "chunked", least=2),),
+        needs="tp",
+    )
+    """Not searched: no framework has it on unless asked for."""
     cp: int | None = _knob(None, Degree(), "Context parallelism (zigzag).", at="layout", labels=(Part("cp", above=0),))
     cp_exchange: CpExchange | None = _knob(
         None,

@@ -25,6 +25,7 @@ from memo_sim.contract.knobs import (
     Schedule,
     States,
     Streams,
+    TpOverlap,
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.units import (
@@ -63,6 +64,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     tp: Degree = 1
     sequence_parallel: bool = False
+    tp_overlap: TpOverlap = "none"
+    """Whether a layer's products overlap with the tensor-parallel all-gathers and reduce-scatters beside them."""
     cp: Degree = 1
     cp_exchange: CpExchange = "ring"
     ulysses: Degree = 1

@@ -32,6 +32,7 @@ All-to-alls over more than two nodes are outside the calibrated range, and rings
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from math import log2
 from typing import Literal
@@ -103,8 +104,18 @@ class CollectiveTimes:
 
     def exchange_seconds(self, work: Exchange, outside: set[str]) -> float:
         """Return the seconds of one hop of a ring exchange; the slowest rank sets the pace."""
-        placement = place(work.group, work.ranks, self._layout, self._devices_per_node)
+        placement = self._hops(work.group, work.ranks, work.distance)
         return self._time("send_recv", work.bytes, placement, outside)
+
+    def _hops(self, group: Group, ranks: int, distance: int) -> Placement:
+        """Return the placement of a group's hops to ranks ``distance`` away.
+
+        As many ranks of a node send to another one as the distance, or its rest to the whole ring, has; they share the
+        node's cards.
+        """
+        placement = place(group, ranks, self._layout, self._devices_per_node)
+        away = min(distance, ranks - distance, placement.per_node)
+        return replace(placement, together=placement.together * away) if placement.nodes > 1 else placement
 
     @cached_property
     def demands(self) -> Demands:
@@ -124,10 +135,16 @@ class CollectiveTimes:
                 placement = place(group, degree(group, layout), layout, self._devices_per_node)
                 node, network = self._used(KINDS.get(group, "reduce_scatter"), placement)
                 found[lane] = _shares(node, network, "out") | _shares(node, network, "in")
-        ring: Group = "metp" if layout.metp > 1 else "cp"
-        if degree(ring, layout) > 1:
-            placement = place(ring, degree(ring, layout), layout, self._devices_per_node)
-            node, network = self._used("send_recv", placement)
+        rings: list[tuple[Group, int]] = [("metp" if layout.metp > 1 else "cp", 1)]
+        if layout.tp_overlap == "chunked":
+            rings.append(("tp", layout.tp // 2))
+        used = [
+            self._used("send_recv", self._hops(ring, degree(ring, layout), distance))
+            for ring, distance in rings
+            if degree(ring, layout) > 1
+        ]
+        if used:
+            node, network = map(max, zip(*used, strict=True))
             found[Lane.P2P] = _shares(node, network, "out") | _shares(node, network, "in")
         if layout.pp > 1:
             hops = {hop(i, i + 1, layout, self._devices_per_node) for i in range(layout.pp - 1)}

@@ -3,7 +3,8 @@
 Python and autograd take ``host_launch_s`` per kernel. How many kernels an instruction is follows from the plan's
 row-wise library (``operators/framework_kernels.py``): eager modules launch the most, compiled ones few. For fused
 kernels, and for memo-exec's own, it is ``KERNELS`` for every instruction: Megatron-LM's autograd functions launch fewer
-kernels than eager modules but run more Python for each, and the A100's time was fitted to them with that number. Each
+kernels than eager modules but run more Python for each, and the A100's time was fitted to them with that number. The
+chunks of one product (``tp_overlap``) are launched in one call, so each after the first is one kernel. Each
 pass of a micro-batch takes another ``host_pass_s`` before its first kernel: for the batch, the loop over micro-batches
 and the p2p transfers. While the device is slower, the host runs ahead and costs nothing. Where kernels are shorter than
 their launches, the device waits before each kernel:
@@ -83,7 +84,9 @@ def _kernels(program: Program, columns: Columns, decisions: Decisions) -> Ints:
     for row, template in zip(table, program.templates, strict=True):
         for position, instruction in enumerate(template.instructions):
             if instruction.lane is Lane.COMPUTE:
-                if library is None or library == "fused":
+                if instruction.further:
+                    row[position] = 1
+                elif library is None or library == "fused":
                     row[position] = KERNELS
                 else:
                     row[position] = launches(instruction.work, library)

@@ -183,6 +183,7 @@ def _layout(
     return Layout(
         tp=tp,
         sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
+        tp_overlap=pins.tp_overlap if tp > 1 or metp > 1 else "none",  # METP is refused by its rule
         cp=cp,
         cp_exchange=exchange if cp > 1 or exchange == "rsa" else "ring",
         ulysses=ulysses,

@@ -39,7 +39,8 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        compiled``), torch's flash attention first of its backends, cross_entropy of an fp32 copy of all
                        logits, sharded over tp where there is tp (pytorch/torchtitan@b5bcd76: config/configs.py,
                        distributed/fsdp.py, models/common/attention.py, components/loss.py). Stages have ZeRO 1 here,
-                       torchtitan's ZeRO 2; its fused AdamW is priced as eager AdamW; no asynchronous tp
+                       torchtitan's ZeRO 2; its fused AdamW is priced as eager AdamW. Asynchronous tp, which needs
+                       compiled modules: ``--tp-overlap chunked --rowwise compiled`` (distributed/compile.py)
     trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
                        device unless ``--offload-inputs``), the loss in chunks of 256 tokens, Hugging Face's eager
                        modules, torch's attention, cuDNN's where it has that (huggingface/trl@f2cd577:
@@ -55,7 +56,10 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        stages may be interleaved, any tp is tried, and the loss is its own over the vocabulary, unfused
                        (NVIDIA/Megatron-LM@d98e8a6: training/arguments.py, core/transformer/transformer_config.py,
                        core/model_parallel_config.py). Distributed optimizer and both overlaps are on, which are options
-                       there. No recompute of single modules, no overlap of tp, no CUDA graphs
+                       there. ``tp_comm_overlap``, off unless asked for: ``--tp-overlap chunked`` (NVIDIA/
+                       TransformerEngine: pytorch/module/base.py, ``initialize_ub``; its buffers live as long as the
+                       job, and behind projection and second MLP product it cuts sums into four pieces by default). No
+                       recompute of single modules, no CUDA graphs
 """
 
 from __future__ import annotations

@@ -18,7 +18,12 @@ from memo_sim.program.pipeline.template_cache import cached_templates
 
 
 def lower(
-    decisions: Decisions, *, micro_batches: int | None = None, cp_rank: int | None = None, ulysses_rank: int = 0
+    decisions: Decisions,
+    *,
+    micro_batches: int | None = None,
+    cp_rank: int | None = None,
+    ulysses_rank: int = 0,
+    tp_rank: int = 0,
 ) -> tuple[Program, ...]:
     """Return the program of each pipeline stage: ``stage0``, ``stage1`` ...; without stages, the one program ``rank``.
 
@@ -26,11 +31,12 @@ def lower(
     ``cp_rank``: the context-parallel rank whose programs are returned. The default is the last rank, whose programs
     represent all ranks: plans pin them, and the engine plays them.
     ``ulysses_rank``: the rank of Ulysses. Where ranks have unequal numbers of heads, rank 0 has the most.
+    ``tp_rank``: the tensor-parallel rank, whose own chunk comes first where products overlap with exchanges.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or the options are incompatible.
     """
-    shape = shape_of(decisions, cp_rank=cp_rank, ulysses_rank=ulysses_rank)
+    shape = shape_of(decisions, cp_rank=cp_rank, ulysses_rank=ulysses_rank, tp_rank=tp_rank)
     played = micro_batches or decisions.micro_batches
     made = cached_templates(decisions)
     return tuple(stage_program(decisions, shape, stage, played, made=made) for stage in stages_of(decisions))

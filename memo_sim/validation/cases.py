@@ -19,7 +19,7 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States
+from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States, TpOverlap
 from memo_sim.contract.plan import Status
 from memo_sim.contract.units import MOST_TOKENS, Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
 from memo_sim.contract.validation import Expectation
@@ -35,7 +35,7 @@ EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "ste
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
-    *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions"),
+    *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions", "tp_overlap"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
@@ -43,7 +43,7 @@ SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max
 """Columns that describe a model by its sizes instead of a preset's name."""
 
 PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "attention", "schedule")
-PINNED_OPTIONAL_COLUMNS = ("virtual_stages", "pp_layers", "zero_ranks", "rowwise", "libraries")
+PINNED_OPTIONAL_COLUMNS = ("virtual_stages", "pp_layers", "zero_ranks", "rowwise", "libraries", "tp_overlap")
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
 COLUMN_TEXTS = {
@@ -96,6 +96,7 @@ COLUMN_TEXTS = {
     "mlp_chunk": "tokens whose MLP exists at once under full recompute, 0 for all; the system's own when blank",
     "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
     "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
+    "tp_overlap": "whether a layer's products overlap with collectives of tensor parallelism; none when blank",
     "cuda_graphs": "yes: the framework replays its kernels from CUDA graphs, without launches by the host",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
@@ -117,6 +118,7 @@ _WORDS = {
     "loss": get_args(Loss),
     "states": get_args(States),
     "offload_inputs": ("yes", "no"),
+    "tp_overlap": get_args(TpOverlap),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,

@@ -49,6 +49,11 @@ QUESTION = ("what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "64k")
             {"metp": 8, "tp": 1, "cp": 1, "overlap_exchanges": False},
             "tokenwise",
         ),
+        (
+            ("--tp", "8", "--tp-overlap", "chunked", "--recompute", "tokenwise", "--alpha", "0.5"),
+            {"tp": 8, "tp_overlap": "chunked"},
+            "tokenwise",
+        ),
         (("--tp", "2", "--cp", "4", "--zero", "2", "--recompute", "full"), {"tp": 2, "cp": 4, "zero": 2}, "full"),
         (
             (*SHORT, "--pp", "4", "--schedule", "zero-bubble"),
@@ -101,6 +106,9 @@ def test_a_layout_is_planned_as_asked_for(
         (("--tp", "1", "--cp", "8", "--zero-ranks", "3"), 4, {"where": "layout.zero_ranks", "got": "3 of 8 ranks"}),
         (("--ulysses", "3"), 2, {"got": "ulysses 3", "wanted": "8 devices"}),
         (("--no-overlap-exchanges",), 2, {"got": "overlap_exchanges", "hint": "--metp 2"}),
+        (("--tp", "1", "--tp-overlap", "chunked"), 2, {"got": "tp_overlap chunked, tp 1", "hint": "--tp 2"}),
+        (("--metp", "8", "--tp-overlap", "chunked"), 4, {"where": "layout.metp", "got": "8", "wanted": "1"}),
+        (("--tp-overlap", "all"), 2, "--tp-overlap"),
         (("--keep-norms",), 2, {"got": "keep_norms", "hint": "--metp 2"}),
         (
             ("--metp", "8", "--recompute", "full", "--keep-norms"),

@@ -38,8 +38,9 @@ def connected(member: Member, layout: Layout) -> list[Key]:
         (ROUND, [(Lane.P2P, "cp"), (Lane.SEND, "0>1"), (Lane.SEND, "1>0")]),
         (Layout(ulysses=2, dp=2, zero=1), [(Lane.ULYSSES, "ulysses")]),
         (Layout(tp=2, sequence_parallel=True, dp=2), []),
+        (Layout(tp=4, sequence_parallel=True, tp_overlap="chunked"), [(Lane.P2P, "tp")]),
     ],
-    ids=["cp2-pp2", "ulysses2-dp2", "tp2-dp2"],
+    ids=["cp2-pp2", "ulysses2-dp2", "tp2-dp2", "tp4-chunked"],
 )
 def test_ranks_connect_where_they_send_to_each_other(team: Team, layout: Layout, wanted: list[Key]) -> None:
     assert team.play(connected, 4, layout) == [wanted] * 4

@@ -196,6 +196,7 @@ class ChunkedAttention:
         source = self._gathered(at)
         packed = Rows(self._packed(self.ulysses.sequence_sharded("qkv"), shape), *at)
         shared_heads.product(writer, source, packed, self.room)
+        shared_heads.exchange(writer, packed, self.room)
         writer.positions(packed, Rows("qk_raw", *at), first=first)
         head_sharded = Rows(self._packed("qkv", self.inside), 0, shape.ulysses * tokens)
         self.ulysses.to_head_ranks("qkv", packed, head_sharded, writer.suffix)

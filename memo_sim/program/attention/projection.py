@@ -10,8 +10,10 @@ from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 def project(writer: OperatorWriter, ulysses: Ulysses, rows: RowBlock, at: RowBlock, room: int) -> None:
     """Write projection and residual sum of ``rows``; their product lies at ``at`` in a buffer for ``room`` rows."""
     shape = writer.shape
-    product = Rows(writer.own("proj_out", room, shape.hidden), *at)
     attended = Rows(ulysses.sequence_sharded("attn"), *rows)
-    writer.linear("proj", attended, product, shape.hidden, shape.q_width, bias=False)
-    summed = writer.scatter("proj", product, tokens=room)
+
+    def product(x: Rows, out: Rows) -> None:
+        writer.linear("proj", x, out, shape.hidden, shape.q_width, bias=False)
+
+    summed = writer.multiply_and_scatter("proj", attended, "proj_out", at[0], product, tokens=room)
     writer.residual("resid_add", "x", summed, out="resid", rows=rows, bias="proj.bias")

@@ -25,13 +25,18 @@ from memo_sim.program.operators.operators import OperatorWriter
 
 
 def product(writer: OperatorWriter, source: Rows, packed: Rows, room: int) -> None:
-    """Write the QKV product of ``source`` into ``packed``, whose buffer holds ``room`` rows."""
+    """Write the QKV product of ``source``: to ``packed``, or to a buffer of ``room`` rows that ``exchange`` reads."""
+    shape = writer.shape
+    part = _part(writer, packed, room) if shape.shared_by > 1 else packed
+    writer.linear("qkv", source, part, shape.product_width, shape.hidden)
+
+
+def exchange(writer: OperatorWriter, packed: Rows, room: int) -> None:
+    """Write what brings the product's result to ``packed``; nothing where ranks have key/value heads of their own."""
     shape, builder = writer.shape, writer.builder
     if shape.shared_by == 1:
-        writer.linear("qkv", source, packed, shape.qkv_width, shape.hidden)
         return
-    part = Rows(writer.own("qkv_part", room, shape.product_width), packed.first, packed.tokens)
-    writer.linear("qkv", source, part, shape.product_width, shape.hidden)
+    part = _part(writer, packed, room)
     ranks = _by_rank(writer, f"{builder.phase}.qkv_ranks", part, room)
     builder.emit(
         f"qkv.gather{writer.suffix}",
@@ -76,6 +81,11 @@ def product_gradient(writer: OperatorWriter, d_qkv: Rows, room: int) -> Rows:
         shard=writes(part),
     )
     return part
+
+
+def _part(writer: OperatorWriter, packed: Rows, room: int) -> Rows:
+    """Return the rows of the product's result that belong to those of ``packed``."""
+    return Rows(writer.own("qkv_part", room, writer.shape.product_width), packed.first, packed.tokens)
 
 
 def _by_rank(writer: OperatorWriter, name: str, part: Rows, room: int) -> Rows:

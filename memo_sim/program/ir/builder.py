@@ -49,6 +49,8 @@ class TemplateBuilder:
     block: BlockKind | None = None
     run: str = ""
     """The run of a parameter block that the following instructions update or add to."""
+    further: bool = False
+    """Whether the following instructions belong to the call of an earlier one."""
     _slots: dict[str, str] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
@@ -164,7 +166,7 @@ class TemplateBuilder:
             ]
         )
         name = f"{self.phase}/{name}{self._suffix}"
-        self._instructions.append(Instruction(name, op, lane, work, listed, self.phase, self.run))
+        self._instructions.append(Instruction(name, op, lane, work, listed, self.phase, self.run, self.further))
 
     def build(self) -> Template:
         """Return the finished template."""

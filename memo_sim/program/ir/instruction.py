@@ -27,7 +27,8 @@ class Lane(IntEnum):
     H2D = 2
     TP = 3
     P2P = 4
-    """Exchanges along a ring, of context parallelism or METP."""
+    """Exchanges between two ranks of a group: along the ring of context parallelism or METP, or of chunks of tensor
+    parallelism (``tp_overlap``)."""
     HOST = 5
     REPLICA = 6
     """Collectives over the ranks with the same parameters of a layer (group ``grads``)."""
@@ -148,6 +149,10 @@ class Instruction:
     phase: Phase = Phase.FORWARD
     run: str = field(default="", repr=False)
     """The run of a parameter block that it updates or adds to; the name contains it, so the hash leaves it out."""
+    further: bool = field(default=False, repr=False)
+    """Whether it belongs to the call of an earlier instruction, as the chunks of a product after the first do.
+
+    A framework launches it in the same call. The name contains it, so the hash leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)

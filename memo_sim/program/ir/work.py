@@ -136,11 +136,16 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One hop of a ring: a rank sends ``bytes`` to the next rank and receives as many from the previous one."""
+    """One hop of a ring: a rank sends ``bytes`` to the next rank and receives as many from the previous one.
+
+    With ``distance`` above 1 they are that many ranks away.
+    """
 
     bytes: int
     ranks: int
     group: Group
+    distance: int = field(default=1, repr=False)
+    """The instruction's name contains it, so the hash leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,17 +58,23 @@ class WholeAttention:
     def project(self, rows: RowBlock) -> None:
         """Write the projection of ``rows``, and before it the all-to-all that brings attention's output back."""
         writer, ulysses, tokens = self.writer, self.ulysses, self.shape.tokens
-        writer.own("proj_out", tokens, self.shape.hidden)
+        if not writer.in_chunks:
+            writer.own("proj_out", tokens, self.shape.hidden)
         ulysses.to_tokens("attn", Rows(ulysses.sequence_sharded("attn"), *rows), writer.suffix)
         project(writer, ulysses, rows, rows, tokens)
 
     def backward(self, grad_in: str) -> None:
         """Write the backward of projection, attention, product and norm."""
         writer, shape, builder = self.writer, self.shape, self.builder
-        d_proj = writer.gather("proj.grad", builder.all("d_resid"), "d_proj_full", 0)
         inside, sequence_sharded = shape.attention, self.ulysses.sequence_sharded
-        d_attn = builder.all(writer.own(sequence_sharded("d_attn"), shape.tokens, shape.q_width))
-        writer.dgrad("proj", d_proj, d_attn, shape.q_width, shape.hidden)
+        whole = (0, shape.tokens)
+
+        def product(grad: Rows, into: RowBlock) -> None:
+            d_attn = writer.own(sequence_sharded("d_attn"), shape.tokens, shape.q_width)
+            writer.dgrad("proj", grad, Rows(d_attn, *into), shape.q_width, shape.hidden)
+
+        d_proj = writer.gather_and_multiply("proj.grad", builder.all("d_resid"), "d_proj_full", whole, product)
+        d_attn = builder.all(sequence_sharded("d_attn"))
         writer.own("d_attn", inside.tokens, inside.q_width)
         self.ulysses.to_heads("d_attn", d_attn)
         writer.wgrad("proj", d_proj, builder.all(sequence_sharded("attn")), shape.hidden, shape.q_width)
@@ -81,7 +87,6 @@ class WholeAttention:
         self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))
         writer.positions_backward(builder.all(d_qkv))
         grad = shared_heads.product_gradient(writer, builder.all(d_qkv), shape.tokens)
-        whole = (0, shape.tokens)
         writer.product_and_norm_backward(
             "qkv",
             "norm1",
@@ -99,9 +104,15 @@ class WholeAttention:
         first, tokens = rows
         writer, shape = self.writer, self.shape
         writer.norm("norm1", "x", rows, rows)
-        source = writer.gather("norm1", writer.shard_rows("norm1", rows), "norm1_full", first)
-        packed = Rows(writer.own(self.ulysses.sequence_sharded("qkv"), shape.tokens, shape.qkv_width), first, tokens)
-        shared_heads.product(writer, source, packed, shape.tokens)
+
+        def product(x: Rows, into: RowBlock) -> None:
+            writer.own(qkv, shape.tokens, shape.qkv_width)
+            shared_heads.product(writer, x, Rows(qkv, *into), shape.tokens)
+
+        qkv = self.ulysses.sequence_sharded("qkv")
+        writer.gather_and_multiply("norm1", writer.shard_rows("norm1", rows), "norm1_full", rows, product)
+        packed = Rows(qkv, first, tokens)
+        shared_heads.exchange(writer, packed, shape.tokens)
         writer.positions(packed, Rows("qk_raw", first, tokens))
         self.ulysses.to_heads("qkv", packed, writer.suffix)
         if shape.kv_cache_tokens:

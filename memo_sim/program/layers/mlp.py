@@ -65,11 +65,15 @@ class Mlp:
         """Write norm, first product and activation of a row block; return the norm's output, gathered."""
         writer, at = self.writer, self._at(rows)
         writer.norm("norm2", "resid", rows, at)
-        source = writer.gather("norm2", writer.shard_rows("norm2", at), "norm2_full", at[0], tokens=self.tokens)
-        if keeps_gate(writer.decisions):
-            self._beside_gate(source, at, again=False)
-        else:
-            writer.linear("ffn_up", source, Rows("up", *at), self.width, self.shape.hidden)
+
+        def product(x: Rows, into: RowBlock) -> None:
+            if keeps_gate(writer.decisions):
+                self._beside_gate(x, into, again=False)
+            else:
+                writer.linear("ffn_up", x, Rows("up", *into), self.width, self.shape.hidden)
+
+        shard = writer.shard_rows("norm2", at)
+        source = writer.gather_and_multiply("norm2", shard, "norm2_full", at, product, tokens=self.tokens)
         self._activate(at)
         return source
 
@@ -81,8 +85,12 @@ class Mlp:
         writer, rows = self.writer, (0, self.shape.tokens)
         writer.norm("norm2", "resid", rows, rows)
         if writer.model.gated:
-            source = writer.gather("norm2", writer.shard_rows("norm2", rows), "norm2_full", 0, tokens=self.tokens)
-            self._beside_gate(source, rows, again=True)
+
+            def product(x: Rows, into: RowBlock) -> None:
+                self._beside_gate(x, into, again=True)
+
+            shard = writer.shard_rows("norm2", rows)
+            writer.gather_and_multiply("norm2", shard, "norm2_full", rows, product, tokens=self.tokens)
         self._activate(rows)
 
     def _beside_gate(self, source: Rows, at: RowBlock, *, again: bool) -> None:
@@ -113,9 +121,12 @@ class Mlp:
 
     def _second_product(self, rows: RowBlock, out: str) -> None:
         writer, shape, at = self.writer, self.shape, self._at(rows)
-        product = Rows(writer.own("down_out", self.tokens, shape.hidden), *at)
-        writer.linear("ffn_down", Rows("act", *at), product, shape.hidden, shape.ffn, bias=False)
-        summed = writer.scatter("ffn_down", product, tokens=self.tokens)
+
+        def product(x: Rows, into: Rows) -> None:
+            writer.linear("ffn_down", x, into, shape.hidden, shape.ffn, bias=False)
+
+        activated = Rows("act", *at)
+        summed = writer.multiply_and_scatter("ffn_down", activated, "down_out", at[0], product, tokens=self.tokens)
         writer.residual("out_add", "resid", summed, out=out, rows=rows, bias="ffn_down.bias")
 
     def backward(self, grad_out: str) -> None:
@@ -136,9 +147,13 @@ class Mlp:
         """Write one block's backward; ``source``: the norm's output if it is already gathered."""
         writer, shape, at = self.writer, self.shape, self._at(rows)
         upstream = writer.shard_rows(grad_out, rows)
-        dy = writer.gather("ffn_down.grad", upstream, "d_ffn_down_full", at[0], tokens=self.tokens)
-        d_act = Rows(writer.own("d_act", self.tokens, shape.ffn), *at)
-        writer.dgrad("ffn_down", dy, d_act, shape.ffn, shape.hidden)
+
+        def product(grad: Rows, into: RowBlock) -> None:
+            writer.dgrad("ffn_down", grad, Rows(writer.own("d_act", self.tokens, shape.ffn), *into), *widths)
+
+        widths = (shape.ffn, shape.hidden)
+        dy = writer.gather_and_multiply("ffn_down.grad", upstream, "d_ffn_down_full", at, product, tokens=self.tokens)
+        d_act = Rows("d_act", *at)
         writer.wgrad("ffn_down", dy, Rows("act", *at), shape.hidden, shape.ffn)
         writer.bgrad("ffn_down", upstream, shape.hidden)
         d_up = Rows(writer.own("d_up", self.tokens, self.width), *at)

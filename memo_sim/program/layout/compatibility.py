@@ -143,6 +143,13 @@ _CHUNKS = _Feature(
     setting=lambda d: f"chunks of {d.attention_chunk_tokens} tokens",
     hint="leave --attention-chunk out; tp, ulysses, dp, pp and ZeRO go with it, under full recompute",
 )
+_TP_CHUNKS = _Feature(
+    name="tensor parallelism in chunks",
+    chosen=lambda d: d.layout.tp_overlap == "chunked",
+    beside="with --tp-overlap chunked",
+    setting="tp_overlap chunked",
+    hint="leave --tp-overlap out; cp, Ulysses, pp, dp and ZeRO go with it",
+)
 _BIDIRECTIONAL = _Feature(
     name="bidirectional model",
     chosen=lambda d: d.model.bidirectional,
@@ -363,6 +370,32 @@ RULES = (
         got=lambda d: f"plain with metp {d.layout.metp}",
         wanted="a flash kernel",
         hint="another attention kernel, or cp, tp or Ulysses in place of metp",
+    ),
+    _TP_CHUNKS.allows(
+        "layout.metp", 1, because="METP gathers no tokens: its weights pass round a ring, which overlaps already"
+    ),
+    Rule(
+        name="tensor parallelism in chunks: tp",
+        breaks=lambda d: d.layout.tp_overlap == "chunked" and d.layout.divided == 1,
+        what="without tensor parallelism there are no collectives to cut into chunks",
+        where="layout.tp",
+        got="1 with tp_overlap chunked",
+        wanted="2 or more",
+        hint="--tp 2 or more, or leave --tp-overlap out",
+    ),
+    _TP_CHUNKS.allows(
+        "layout.sequence_parallel",
+        True,
+        because="without sequence parallelism sums stay whole on every rank, and nothing is gathered",
+        when=lambda d: d.layout.tp_overlap == "chunked" and d.layout.tp > 1,
+    ),
+    _TP_CHUNKS.allows(
+        "layout.subsequences", 1, because="subsequences have templates that all tensor-parallel ranks share"
+    ),
+    _TP_CHUNKS.allows(
+        "decisions.attention_chunk_tokens",
+        0,
+        because="attention in chunks gathers a part of the rows at a time already",
     ),
     _RSA.allows("layout.metp", 1),
     _RSA.allows("layout.ulysses", 1),

@@ -56,6 +56,8 @@ class Shape:
     metp: int = 1
     keep_norms: bool = False
     """Whether METP keeps the results of both norms."""
+    tp_rank: int = 0
+    """Coordinate among the tensor-parallel ranks, which gather and sum chunks of different rows (``tp_overlap``)."""
     ulysses_rank: int = 0
     """Coordinate among the ranks of Ulysses, which may have different numbers of heads (``heads.py``)."""
     shared_by: int = 1
@@ -111,10 +113,10 @@ class Shape:
         return tokens // self.tp if self.gathered else tokens
 
 
-def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: int = 0) -> Shape:
+def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: int = 0, tp_rank: int = 0) -> Shape:
     """Return the per-rank sizes of ``decisions`` on the representative context-parallel rank, or on ``cp_rank``.
 
-    ``ulysses_rank``: the rank of Ulysses; rank 0 has the most heads.
+    ``ulysses_rank``: the rank of Ulysses; rank 0 has the most heads. ``tp_rank``: the tensor-parallel rank.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or combines incompatible options
@@ -161,6 +163,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         ulysses=layout.ulysses,
         gathered=gathered,
         ulysses_rank=ulysses_rank,
+        tp_rank=tp_rank,
         shared_by=sharing_ranks(model, layout),
         cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
         metp=layout.metp,

@@ -3,18 +3,41 @@
 Forward, recompute, backward and the MLP's row blocks all emit these operators. An operator has a work, operands and a
 workspace. It reads weights from slot ``params`` and adds their gradients to slot ``grads``; both slots hold one
 parameter block. ``suffix`` ends the names of instructions and tells row blocks apart.
+
+With ``tp_overlap`` products overlap with the all-gathers before them and the reduce-scatters behind them, in one chunk
+for the rows of each tensor-parallel rank. In exchange i a rank sends to the rank i places ahead and receives from the
+rank i places behind, as torch's fused operators do (``torch/distributed/_symmetric_memory``). Example of rank 0 of 4;
+``own`` copies its shard into the gathered rows, and ``sum`` adds up the partial sums of its rows:
+
+    all-gather        p2p          [from 3][from 2][from 1]
+    and product       compute  own [rows 0][rows 3][rows 2][rows 1]
+
+    product and       p2p                  [to 1 ][to 2 ][to 3 ]
+    reduce-scatter    compute      [rows 1][rows 2][rows 3][rows 0] sum
+
+A rank sends as many bytes as in the collective. Products that run so:
+
+    behind a gather    QKV and the first MLP product; gradients of the inputs of projection and second MLP product
+    before a sum       projection and second MLP product; with deferred weight gradients, gradients of the inputs of QKV
+                       and first MLP product
+
+In backward QKV and the first MLP product also gather their input again and sum its gradient. Both collectives stay
+whole, because they run beside the gradients of input and weight anyway (Transformer Engine's bulk overlap).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.work import Collective, Gemm, Rowwise
+from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rowwise
 from memo_sim.program.layout.parameters import Block, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.token_order import clipped_runs, row_blocks
 from memo_sim.program.operators import workspaces as table
 
 RowBlock = tuple[int, int]
@@ -33,6 +56,8 @@ class OperatorWriter:
         self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
         self.size = DTYPE_BYTES[decisions.dtype]
         self.suffix = ""
+        self.in_chunks = decisions.layout.tp_overlap == "chunked" and shape.gathered
+        """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False
         """Whether another template computes the weight gradients (``layers/weight_gradients.py``)."""
 
@@ -146,6 +171,119 @@ class OperatorWriter:
             f"{name}.gather{self.suffix}", "all_gather", Lane.TP, work, shard=reads(source), full=writes(rows)
         )
         return rows
+
+    def gather_and_multiply(
+        self,
+        name: str,
+        source: Rows,
+        full: str,
+        at: RowBlock,
+        product: Callable[[Rows, RowBlock], None],
+        *,
+        tokens: int = 0,
+    ) -> Rows:
+        """Gather ``source`` into rows ``at`` as ``gather`` does, and write its product; return the gathered rows.
+
+        ``product`` is called with the rows to multiply and the row block of the result: once, or with ``tp_overlap``
+        for the chunk of every rank, this rank's first. This rank's chunk is copied into ``full``, and sent from there.
+        """
+        if not self.in_chunks:
+            rows = self.gather(name, source, full, at[0], tokens=tokens)
+            product(rows, at)
+            return rows
+        for block in self._row_blocks(at):
+            mine = Rows(source.slot, source.first + self.shape.shard(block[0] - at[0]), self.shape.shard(block[1]))
+            self._gather_chunks(name, mine, full, block, product, tokens)
+        return Rows(f"{self.builder.phase}.{full}", *at)
+
+    def _gather_chunks(  # noqa: PLR0917 - the arguments of ``gather_and_multiply``
+        self, name: str, source: Rows, full: str, at: RowBlock, product: Callable[[Rows, RowBlock], None], tokens: int
+    ) -> None:
+        """Write ``gather_and_multiply`` of one row block in chunks."""
+        builder, suffix, tp, chunk = self.builder, self.suffix, self.shape.tp, source.tokens
+        full = self.own(f"{builder.phase}.{full}", tokens or self.shape.tokens, self.shape.hidden, BufferClass.EXCHANGE)
+        ranks = [(self.shape.tp_rank - step) % tp for step in range(tp)]
+        parts = [Rows(full, at[0] + rank * chunk, chunk) for rank in ranks]
+        size = chunk * self.shape.hidden * self.size
+        builder.further = True
+        operands = {"source": reads(source), "target": writes(parts[0])}
+        builder.emit(f"{name}.own{suffix}", "copy", Lane.COMPUTE, Rowwise("copy", chunk, size, size), **operands)
+        for step, part in enumerate(parts):
+            if step + 1 < tp:
+                self._send_chunk(f"{name}.gather", step + 1, parts[0], parts[step + 1])
+            self.suffix, builder.further = f"{suffix}.c{step}", step > 0
+            product(part, (part.first, chunk))
+            self.suffix, builder.further = suffix, True
+        builder.further = False
+
+    def multiply_and_scatter(
+        self,
+        name: str,
+        x: Rows,
+        out: str,
+        first: int,
+        product: Callable[[Rows, Rows], None],
+        *,
+        tokens: int = 0,
+        whole: bool = False,
+    ) -> Rows:
+        """Write the product of ``x``, and sum it over the tensor-parallel ranks as ``scatter`` does; return the sum.
+
+        ``product`` is called with the rows to multiply and those of the result: once, with rows of the buffer ``out``
+        from ``first`` on, or with ``tp_overlap`` for the chunk of every rank, this rank's last. ``tokens``: rows of
+        ``out``; 0 for all of the rank's. ``whole``: without chunks, because the sum overlaps with what follows.
+
+        Chunks for other ranks lie in two exchange buffers in turn.
+        """
+        if whole or not self.in_chunks:
+            partial = Rows(self.own(out, tokens or self.shape.tokens, self.shape.hidden), first, x.tokens)
+            product(x, partial)
+            return self.scatter(name, partial, tokens=tokens)
+        for rows in self._row_blocks((first, x.tokens)):
+            some = Rows(x.slot, x.first + rows[0] - first, rows[1])
+            self._scatter_chunks(name, some, rows[0], product, tokens)
+        return Rows(f"{name}_shard", self.shape.shard(first), self.shape.shard(x.tokens))
+
+    def _scatter_chunks(
+        self, name: str, x: Rows, first: int, product: Callable[[Rows, Rows], None], tokens: int
+    ) -> None:
+        """Write ``multiply_and_scatter`` of one row block in chunks."""
+        builder, suffix, tp, hidden = self.builder, self.suffix, self.shape.tp, self.shape.hidden
+        chunk, room = self.shape.shard(x.tokens), self.shape.shard(tokens or self.shape.tokens)
+        sent = [self.own(f"{name}.sent{i}", room, hidden, BufferClass.EXCHANGE) for i in range(min(2, tp - 1))]
+        parts = self.own(f"{name}.parts", tp * room, hidden, BufferClass.EXCHANGE)
+        for step in range(1, tp + 1):
+            to = (self.shape.tp_rank + step) % tp
+            result = Rows(sent[step % len(sent)], 0, chunk) if step < tp else Rows(parts, 0, chunk)
+            self.suffix = f"{suffix}.c{step - 1}"
+            product(Rows(x.slot, x.first + to * chunk, chunk), result)
+            self.suffix, builder.further = suffix, True
+            if step < tp:
+                self._send_chunk(f"{name}.scatter", step, result, Rows(parts, step * chunk, chunk))
+        summed = Rows(self.own(f"{name}_shard", room, hidden, BufferClass.EXCHANGE), self.shape.shard(first), chunk)
+        size = chunk * hidden * self.size
+        added, given = Rowwise("parts.sum", chunk, tp * size, size), reads(Rows(parts, 0, tp * chunk))
+        builder.emit(f"{name}.sum{suffix}", "parts.sum", Lane.COMPUTE, added, parts=given, out=writes(summed))
+        builder.further = False
+
+    def _row_blocks(self, at: RowBlock) -> Iterator[RowBlock]:
+        """Yield the row blocks inside ``at``, in each of which ranks have a chunk of their own; ``suffix`` names them.
+
+        Row blocks of the MLP (``mlp_chunk_tokens``) count rows from their own beginning, and are not divided.
+        """
+        blocks, suffix = [at], self.suffix
+        if self.decisions.recompute == "tokenwise":
+            blocks = list(clipped_runs(row_blocks(self.decisions), *at))
+        for number, rows in enumerate(blocks):
+            self.suffix = f"{suffix}.r{number}" if len(blocks) > 1 else suffix
+            yield rows
+        self.suffix = suffix
+
+    def _send_chunk(self, name: str, distance: int, send: Rows, recv: Rows) -> None:
+        """Emit the exchange of a chunk: sent ``distance`` ranks ahead, received from as far behind."""
+        work = Exchange(send.tokens * self.shape.hidden * self.size, self.shape.tp, "tp", distance)
+        operands = {"send": reads(send), "recv": writes(recv)}
+        self.builder.emit(f"{name}{distance}{self.suffix}", "send_recv", Lane.P2P, work, **operands)
 
     def gather_again(self, name: str, source: Rows, full: str, first: int, *, tokens: int = 0) -> Rows:
         """Gather rows that only a weight gradient reads; return ``source`` when another template computes it.
@@ -285,7 +423,8 @@ class OperatorWriter:
         ``at``: its rows in the norm's output and statistics and in the product's input gradient. The buffer of that
         gradient holds ``tokens`` rows; 0 for all of the rank's.
 
-        The ranks sum the input gradient while the weight gradient is computed.
+        The ranks sum the input gradient while the weight gradient is computed. Where another template computes that,
+        the sum overlaps with the product of the input gradient (``tp_overlap``).
         """
         width, hidden = self.builder.features(grad.slot), self.shape.hidden
         shard = None
@@ -293,9 +432,15 @@ class OperatorWriter:
             mine = self.shard_rows(norm, at)
             source = self.gather_again(norm, mine, f"{norm}_full", at[0])
             shard = mine if source != mine else None
-        partial = Rows(self.own(f"d_{norm}", tokens or self.shape.tokens, hidden), *at)
-        self.dgrad(product, grad, partial, hidden, width)
-        summed = self.scatter(f"d_{norm}", partial, tokens=tokens)
+        summed = self.multiply_and_scatter(
+            f"d_{norm}",
+            grad,
+            f"d_{norm}",
+            at[0],
+            lambda some, into: self.dgrad(product, some, into, hidden, width),
+            tokens=tokens,
+            whole=not self.defers_wgrad,
+        )
         self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
         op = "layer_norm.bwd" if self.model.family == "gpt" else "rms_norm.bwd"

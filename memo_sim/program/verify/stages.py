@@ -110,7 +110,8 @@ def _group_calls(program: Program) -> dict[str, list[Call]]:
         if isinstance(instruction.work, Collective | Exchange):
             work = instruction.work
             kind = work.kind if isinstance(work, Collective) else "send_recv"
-            calls[work.group].append((kind, work.bytes, work.ranks, instruction.lane.label))
+            far = f" {work.distance} ranks away" if isinstance(work, Exchange) and work.distance > 1 else ""
+            calls[work.group].append((kind + far, work.bytes, work.ranks, instruction.lane.label))
     return calls
 
 

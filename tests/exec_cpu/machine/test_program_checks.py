@@ -55,6 +55,16 @@ def test_programs_of_ranks_with_uneven_heads_pass() -> None:
     assert [check.name for check in checks] == ["program rank", "stages", "ring", "uneven heads"]
 
 
+def test_programs_of_ranks_that_exchange_chunks_pass() -> None:
+    layout = Layout(tp=4, sequence_parallel=True, tp_overlap="chunked")
+    checks = program_checks.program_checks(decisions_of(layout))
+    assert [check.faults for check in checks] == [()] * len(checks)
+    assert [(check.name, check.what.rpartition(" of ")[2]) for check in checks[::2]] == [
+        ("program rank", "4 ranks"),
+        ("chunks", "4 ranks match"),
+    ]
+
+
 def changed(program: Program, change: Callable[[Instruction], Instruction]) -> Program:
     templates = [replace(t, instructions=tuple(change(i) for i in t.instructions)) for t in program.templates]
     return replace(program, templates=tuple(templates))

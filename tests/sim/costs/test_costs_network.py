@@ -292,6 +292,15 @@ def large(kind: CollectiveKind, ranks: int) -> float:
     return LogCurve.of(table(kind, ranks)[1])(LARGE_BYTES)
 
 
+@pytest.mark.parametrize(("distance", "senders"), [(1, 1), (3, 3), (8, 8), (13, 3), (15, 1)])
+def test_ranks_that_send_far_share_the_cards_of_their_node(distance: int, senders: int) -> None:
+    """On two nodes of eight ranks, as many ranks send to the other node as the distance, or its rest to 16, has."""
+    size = 2**30
+    found = times(cluster(2, nics=2), Layout(tp=16)).exchange_seconds(Exchange(size, 16, "tp", distance), set())
+    alone = times(cluster(2, nics=2), Layout(tp=16)).exchange_seconds(Exchange(size, 16, "tp"), set())
+    assert found == pytest.approx(alone * max(1.0, senders / 2), rel=0.02)
+
+
 class TestDemands:
     """What large transfers use of a link whose highest rate is that of an all-gather over eight ranks."""
 
@@ -321,6 +330,13 @@ class TestDemands:
         assert across[Lane.RECV] == pytest.approx({"network in": 0.5})
         inside = times(cluster(), Layout(tp=4, pp=2)).demands
         assert (set(inside[Lane.SEND]), set(inside[Lane.RECV])) == ({"node out"}, {"node in"})
+
+    def test_chunks_of_tensor_parallelism_use_the_link_as_sends_do(self) -> None:
+        layout = Layout(tp=4, sequence_parallel=True, tp_overlap="chunked")
+        share = large("send_recv", 4) / self.most
+        assert times(cluster(), layout).demands[Lane.P2P] == pytest.approx({"node out": share, "node in": share})
+        plain = replace(layout, tp_overlap="none")
+        assert Lane.P2P not in times(cluster(), plain).demands
 
     def test_switches_that_add_do_not_make_the_link_faster(self) -> None:
         h100 = load_hardware("h100-sxm5-80gb")

@@ -102,6 +102,17 @@ def test_the_step_is_no_shorter_than_the_host_and_no_longer_than_both_together()
     assert all(s.waits_for != "launch" for s in alone.stalls)
 
 
+def test_the_chunks_of_a_product_are_launched_in_one_call() -> None:
+    """With tp chunks, a product has tp - 1 more kernels; copy and sum take the place of collectives as one kernel."""
+    tp, counts = 4, {}
+    for overlap in ("none", "chunked"):
+        layout = Layout(tp=tp, sequence_parallel=True, tp_overlap=overlap)
+        simulation, found = waits(decide(layout=layout, memory_policy="eager", global_batch=1), 0.0)
+        counts[overlap] = round(found.sum() / LAUNCH_S)
+    overlapped = 6 * simulation.decisions.model.layers
+    assert counts["chunked"] - counts["none"] == overlapped * (tp - 1)
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=5)])
 def test_a_launch_counts_as_a_wait_on_every_lane(layout: Layout) -> None:
     decisions = eager(layout=layout, global_batch=8, seq_tokens=512)

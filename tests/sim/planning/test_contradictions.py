@@ -13,6 +13,7 @@ from memo_sim.planning.contradictions import check_pins, repinned
 from memo_sim.planning.question import Question
 
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
+    "tp_overlap": {"tp_overlap": "chunked"},
     "uneven_heads": {"uneven_heads": True},
     "overlap_exchanges": {"overlap_exchanges": False},
     "keep_norms": {"keep_norms": True},
@@ -25,7 +26,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
 """A value of each knob that needs another one."""
 OFF = {"zero": 0}
 """The value at which a knob divides nothing, if it is not 1."""
-SYSTEM_WITHOUT = {"zero": "rsa"}
+SYSTEM_WITHOUT = {"zero": "rsa", "tp": "fsdp"}
 """A system that leaves a knob at that value unless it is pinned, if `any` does not."""
 
 
@@ -64,7 +65,7 @@ def test_a_pin_beside_what_it_needs_is_kept_and_else_dropped(name: str) -> None:
     without = repinned(beside, **{need: OFF.get(need, 1)})
     check_pins(without)
     assert getattr(without.pins, name) == KNOBS[name].default
-    assert repinned(beside, tp=2).pins == Pins(**pins, **{need: 2}, tp=2)
+    assert repinned(beside, tp=2).pins == Pins(**{**pins, need: 2, "tp": 2})
 
 
 def test_what_the_system_searches_can_be_needed() -> None:

@@ -41,6 +41,7 @@ LAYOUTS = [
     Layout(cp=4, cp_exchange="all_gather", dp=2, zero=2),
     Layout(tp=2, sequence_parallel=True, dp=4, zero=3, zero_ranks=2),
     Layout(tp=8),
+    Layout(tp=4, sequence_parallel=True, tp_overlap="chunked", dp=2, zero=3),
     Layout(metp=4, dp=2, zero=1),
     Layout(metp=8),
 ]

@@ -32,6 +32,8 @@ def test_a_single_device_has_no_communicators() -> None:
     ("layout", "wanted"),
     [
         (Layout(tp=4, sequence_parallel=True), [4, 4]),  # all ranks, and the tensor-parallel group of the same ranks
+        # Hops of chunks have a communicator beside that of the collectives.
+        (Layout(tp=4, sequence_parallel=True, tp_overlap="chunked"), [4, 4, 4]),
         (Layout(dp=2, zero=1), [2, 2]),
         (EIGHT, [8, 4, 2, 2]),
         # All ranks, all of them once more for the loss, the ranks that ZeRO divides over, those with the same shard.
@@ -55,6 +57,12 @@ def test_a_group_has_one_communicator_with_and_without_overlap() -> None:
     assert sorted(beside) == sorted(alone)
     (eager,) = sizes(EIGHT, "eager", overlap="gradients")
     assert sorted(eager) == sorted(alone)
+
+
+def test_chunks_of_an_eager_framework_take_no_communicator_of_their_own() -> None:
+    """torch reads other ranks' symmetric memory, Transformer Engine their userbuffers."""
+    plain, chunked = (Layout(tp=4, sequence_parallel=True, tp_overlap=overlap) for overlap in ("none", "chunked"))
+    assert sizes(plain, "eager") == sizes(chunked, "eager") == [[4, 4]]
 
 
 def test_the_collectives_of_each_group_have_a_lane() -> None:

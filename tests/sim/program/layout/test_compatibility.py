@@ -23,6 +23,10 @@ def multiplexed(**changes: Any) -> Layout:
     return Layout(**({"pp": 5, "subsequences": 8, "multiplexed": True} | changes))
 
 
+def chunked(**changes: Any) -> Layout:
+    return Layout(**({"tp": 2, "sequence_parallel": True, "tp_overlap": "chunked"} | changes))
+
+
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
@@ -41,6 +45,15 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "false",
     ),
     "pipeline stages: zero": (Layout(pp=2, dp=2, zero=2), {}, "2 with pp 2"),
+    "tensor parallelism in chunks: metp": (Layout(metp=2, tp_overlap="chunked"), {}, "2 with tp_overlap chunked"),
+    "tensor parallelism in chunks: tp": (Layout(tp_overlap="chunked"), {}, "1 with tp_overlap chunked"),
+    "tensor parallelism in chunks: sequence_parallel": (
+        Layout(tp=2, tp_overlap="chunked"),
+        {},
+        "false with tp_overlap chunked",
+    ),
+    "tensor parallelism in chunks: subsequences": (chunked(subsequences=2), {}, "2 with tp_overlap chunked"),
+    "tensor parallelism in chunks: attention_chunk_tokens": (chunked(), CHUNKS, "512 with tp_overlap chunked"),
     "ranks of ZeRO: zero": (Layout(dp=4, zero_ranks=2), {"global_batch": 4}, "2 with zero 0"),
     "ranks of ZeRO: replicas": (Layout(dp=6, zero=1, zero_ranks=4), {"global_batch": 6}, "4 of 6 ranks"),
     "MLP in row blocks: schedule": (
@@ -233,6 +246,7 @@ def test_the_first_broken_rule_is_told() -> None:
         Layout(metp=2, pp=5, schedule="interleaved", virtual_stages=2),
         Layout(pp=2, schedule="zero-bubble", zero=1, dp=2),
         multiplexed(),
+        chunked(cp=2, pp=2, schedule="zero-bubble"),
         Layout(ulysses=2, zero=3),
     ],
 )
