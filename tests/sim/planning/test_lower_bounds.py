@@ -16,6 +16,7 @@ from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SYSTEMS, TOKENWISE
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import SearchResult, best_with_more_memory, search
 from memo_sim.planning.space import candidates, with_alpha
+from memo_sim.program.layout.compatibility import KEEPS_ALL_TOKENS
 from memo_sim.views.plan_table import layout_label
 
 GIB = 2**30
@@ -62,7 +63,7 @@ def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     bounds = LowerBounds(hardware, cluster)
     for recompute, alpha in POLICIES:
-        if layout.metp > 1 and recompute in ("selective", "operators"):
+        if layout.metp > 1 and recompute in KEEPS_ALL_TOKENS:
             continue  # METP keeps no Q, K, V that attention could be recomputed from
         base = Decisions(
             model=shallow(layers),
