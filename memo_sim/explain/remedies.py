@@ -58,7 +58,9 @@ def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decision
         divided = msgspec.structs.replace(layout, zero_ranks=0)
         found.append((f"--zero-ranks {layout.replicas}", msgspec.structs.replace(decisions, layout=divided)))
     if question.memory_policy != "planned":
-        rounding = repinned(question, memory_policy="planned").rounding_buffers(decisions.recompute)
+        rounding = repinned(question, memory_policy="planned").rounding_buffers(
+            decisions.recompute, decisions.recompute_layers
+        )
         planned = msgspec.structs.replace(decisions, memory_policy="planned", rounding_buffers=rounding)
         found.append(("--memory-policy planned", planned))
     return found

@@ -387,7 +387,7 @@ class Optimizer:
     def _kernels(self) -> str:
         """The kind of AdamW's kernels (``operators/framework_kernels.py``)."""
         fused = self.decisions.kernels.adamw == "fused" and library_of(self.decisions.kernels.rowwise) is not None
-        return "adamw" + ".pure" * self.pure + ".fused" * fused
+        return "adamw" + ".pure" * self.pure + ".cast" * self.cast + ".fused" * fused
 
     def _update_bytes(self) -> tuple[int, int]:
         """Return the bytes that AdamW reads and writes for each parameter."""

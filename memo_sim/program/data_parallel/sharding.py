@@ -29,9 +29,8 @@ with memory policy eager (torch/distributed/fsdp, ``_fully_shard`` and ``_flat_p
       replica     [gather l2][gather l1]              [scatter l2][gather l0]
       compute     [copy out l2][backward l2 .....][copy in l2][copy out l1][backward l1 .....][copy in l1][add l2] ...
 
-Left out: what FSDP does beside compute in streams of its own, on this rank's shard (its cast before each gather, which
-is counted once a step behind AdamW) or on whole units (fsdp1's cast and division before a reduction in fp32), and the
-embedding's second gather, which FSDP2 makes for a backward that does not read it.
+Left out: what FSDP does beside compute in streams of its own on whole units (fsdp1's cast and division before a
+reduction in fp32), and the embedding's second gather, which FSDP2 makes for a backward that does not read it.
 
 With ``zero_ranks``, gathers and reduce-scatters stay inside a group. After a block's last add of the step, its shard is
 all-reduced between the groups, beside backward. torchtitan does that once a step too (set_requires_all_reduce).

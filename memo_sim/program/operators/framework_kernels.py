@@ -260,10 +260,13 @@ _OF_TORCH: dict[str, Kernels] = {
     "flatten": (_k("n", "n", "shard_copy"),),
     "flatten.widen": (_k("n", "w", "shard_widen"),),
 }
-# States in bf16 without master weights: the same kernels on bf16 numbers, and no cast for the next gather.
-for _name, _pure in (("adamw", "adamw.pure"), ("adamw.fused", "adamw.pure.fused")):
-    _OF_TORCH[_pure] = tuple(
-        Kernel(k.pattern, k.reads.replace("w", "n"), k.writes.replace("w", "n")) for k in _OF_TORCH[_name][:-1]
+# Without the last kernel, the cast for the next gather: where every gather casts the fp32 shard itself, and where
+# states are in bf16 without master weights. The kernels of the latter read and write bf16 numbers.
+for _kind in ("", ".fused"):
+    _OF_TORCH[f"adamw.cast{_kind}"] = _OF_TORCH[f"adamw{_kind}"][:-1]
+    _OF_TORCH[f"adamw.pure{_kind}"] = tuple(
+        Kernel(k.pattern, k.reads.replace("w", "n"), k.writes.replace("w", "n"))
+        for k in _OF_TORCH[f"adamw{_kind}"][:-1]
     )
 
 _SOFTMAX = {name: (_k("www", "w", "softmax"),) for name in ("log_softmax", "log_softmax.bwd")}
