@@ -79,7 +79,7 @@ def test_the_front_is_complete_when_it_is_asked_for() -> None:
     assert not short.front_is_whole
     assert whole.front_is_whole
     assert len(whole.front) >= len(short.front) > 0
-    assert whole.front[0].step_s == min(p.step_s for p in whole.front)
+    assert whole.front[0].step_s == pytest.approx(min(p.step_s for p in whole.front), rel=1e-12)
     assert len({(p.step_s, p.peak_device_bytes, p.peak_host_bytes_per_node) for p in whole.front}) == len(whole.front)
     eighths = "the fastest alpha and every eighth"
     assert any(eighths in line for line in whole.why)

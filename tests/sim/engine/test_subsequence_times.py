@@ -126,7 +126,7 @@ def test_the_bubble_has_one_subsequence_per_stage_but_one() -> None:
 
 
 def test_the_engine_adds_sums_head_and_unequal_subsequences_to_the_formula() -> None:
-    """F contains only the layers' kernels. With the sums of keys' gradients added, T is 6 % short: the head's part."""
+    """F contains only the layers' kernels. With the sums of keys' gradients added, T lacks the head's part, 5 %."""
     cluster, hardware = load_cluster("a100-2x2-hdr4")
     model = msgspec.structs.replace(GPT_7B, layers=8)
     question = Question(model, cluster, hardware, 128 * K)
@@ -146,7 +146,7 @@ def test_the_engine_adds_sums_head_and_unequal_subsequences_to_the_formula() -> 
         waits -= played.lanes["tied"]
         with_sums = replace(choice, work_s=choice.work_s + sums_s(simulation))
         assert choice.bubble_s < with_sums.bubble_s < waits < 1.3 * with_sums.bubble_s
-        assert played.step_s / with_sums.step_s == pytest.approx(1.06, abs=0.01)
+        assert played.step_s / with_sums.step_s == pytest.approx(1.055, abs=0.01)
     assert min(steps, key=lambda n: steps[n]) == min(formula, key=lambda n: formula[n].step_s) == 16
 
 

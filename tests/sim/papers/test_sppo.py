@@ -81,7 +81,7 @@ def test_each_technique_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"copies span at most [248] passes", lagging.note)
     assert "copies span" not in full.note
     # Inside a node, rows reach idle stages before the pipeline does.
-    assert (multiplexed.y or 0) > 1.05 * (aware.y or 0)
+    assert (multiplexed.y or 0) > 1.03 * (aware.y or 0)
     assert "n4+mx" in multiplexed.note
 
 

@@ -133,7 +133,7 @@ def test_reasons_about_the_sequence_come_first() -> None:
 
 def test_a_front_lists_a_plan_once_though_its_alpha_is_an_eighth() -> None:
     """The search's partial swap has an alpha that is an eighth, so the front asks for the same plan."""
-    asked = replace(question(64 * 1024, tp=2, cp=4, global_batch=1), pins=Pins(tp=2, cp=4, recompute="none"))
+    asked = replace(question(108 * 1024, tp=2, cp=4, global_batch=1), pins=Pins(tp=2, cp=4, recompute="none"))
     found, told = search(asked, front=True, prune=False), list[tuple[int, int]]()
     search(asked, front=True, prune=False, progress=lambda done, every: told.append((done, every)))
     plans = [e.decisions for e in found.ranked]

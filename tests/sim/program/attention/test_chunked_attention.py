@@ -196,7 +196,7 @@ CHUNK = "decisions.attention_chunk_tokens"
         ({"layout": Layout(cp=2)}, "layout.cp", "2", "1"),
         ({"layout": Layout(metp=2)}, "layout.metp", "2", "1"),
         (
-            {"layout": Layout(cp_exchange="rsa"), "kernels": Kernels(attention="torch")},
+            {"layout": Layout(cp_exchange="rsa"), "kernels": Kernels(attention="torch-flash")},
             *("layout.cp_exchange", "rsa", "ring or all_gather"),
         ),
         ({"layout": Layout(pp=2, subsequences=2)}, "layout.subsequences", "2", "1"),

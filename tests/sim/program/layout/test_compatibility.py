@@ -223,6 +223,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {**CHUNKS, **EVERY_SECOND},
         "512 with recompute_layers every-2",
     ),
+    "layers of full recompute: rounding_buffers": (
+        Layout(),
+        {"rounding_buffers": True, **EVERY_SECOND},
+        "true with recompute_layers every-2",
+    ),
+    "layers of full recompute: early_stop": (
+        Layout(),
+        {"early_stop": True, "recompute": "full", "recompute_layers": "groups-2"},
+        "true with recompute_layers groups-2",
+    ),
     "layers of full recompute: metp": (Layout(metp=2), EVERY_SECOND, "2 with recompute_layers every-2"),
     "layers of full recompute: subsequences": (
         Layout(subsequences=2),
