@@ -321,7 +321,6 @@ def test_hugging_faces_modules_are_those_of_full_recompute() -> None:
     assert none_left.value.where == "decisions.modules"
 
 
-
 def test_megatron_core_divides_states_over_the_ring_and_interleaves_stages() -> None:
     found = layouts(ask("megatron-core"))
     assert {layout.zero for layout in found if layout.cp > 1 == layout.dp} == {1}
