@@ -16,6 +16,7 @@ accelerate's FSDP2 differs from the program's ZeRO 3 (utils/fsdp_utils.py, ``fsd
 utils/dataclasses.py, ``set_mixed_precision``; huggingface/accelerate@16cb6eb):
 
     parameters   the shards are the fp32 master weights. A gather casts them, so there is no bf16 shard beside them
+                 (the program has its cast with ``zero_params`` cast; a shard that a plan stores by name stays)
     classifier   TRL gathers its weight by ``full_tensor()``, so autograd sums its gradient over the ranks before the
                  last layer's backward (huggingface/trl#6077), not beside it
     host         ``CPUOffloadPolicy`` is the only way to put optimizer states on the host. Parameters and gradients go
@@ -169,7 +170,7 @@ def absent_states(decisions: Decisions) -> frozenset[FamilyKind]:
         return frozenset()
     if decisions.states == "host":
         return frozenset((FamilyKind.PARAMS, FamilyKind.GRADS))
-    masters = decisions.states != "pure-bf16" and decisions.dtype != "fp32"
+    masters = decisions.states != "pure-bf16" and decisions.dtype != "fp32" and decisions.zero_params != "stored"
     return frozenset((FamilyKind.PARAMS,) if masters and decisions.layout.zero == FULLY_SHARDED else ())
 
 

@@ -19,10 +19,12 @@ from memo_sim.contract.knobs import DEGREES, KNOBS, PINNED, Knob
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.question import Question
 from memo_sim.program.layout.compatibility import (
+    FSDP_OF_A_FRAMEWORK,
     GRAPHS_OF_EAGER,
     LIMITED_ALLOCATOR,
     MODULES_OF_A_FRAMEWORK,
     PLANNED_LIBRARIES,
+    REDUCED_BY_FSDP,
     SELECTIVE_SWAPS_NOTHING,
     SOME_LAYERS,
     STREAMS_OF_A_FRAMEWORK,
@@ -39,6 +41,8 @@ OF_OPTIONS = (
     LIMITED_ALLOCATOR,
     GRAPHS_OF_EAGER,
     STREAMS_OF_A_FRAMEWORK,
+    FSDP_OF_A_FRAMEWORK,
+    REDUCED_BY_FSDP,
     MODULES_OF_A_FRAMEWORK,
 )
 """Rules that options break whatever the layout is."""

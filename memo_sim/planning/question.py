@@ -81,7 +81,7 @@ class Question(Chosen):
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,
-            modules=self._modules,
+            modules=self.modules,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
@@ -161,10 +161,9 @@ class Question(Chosen):
             return False
         return self.preset.early_stop and self.hardware.eager_libraries >= EARLY_STOP
 
-    @property
-    def _modules(self) -> Modules:
-        """What is given, or else the system's own under an eager framework."""
-        own = self.preset.modules if self.memory_policy == "eager" else "auto"
+    def modules_of(self, recompute: str) -> Modules:
+        """Return what is given, or else the system's own under an eager framework that recomputes in full."""
+        own = self.preset.modules if self.memory_policy == "eager" and recompute == "full" else "auto"
         return own if self.modules == "auto" else self.modules
 
     @property

@@ -31,7 +31,11 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import OF_THE_SEQUENCE, refusal
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.subsequences import PartPrices, hide, part_prices, swap_each, swap_fraction
-from memo_sim.program.layout.compatibility import NORMS_KEPT_UNDER_FULL_RECOMPUTE, check_compatible
+from memo_sim.program.layout.compatibility import (
+    MODULES_ARE_RECOMPUTED,
+    NORMS_KEPT_UNDER_FULL_RECOMPUTE,
+    check_compatible,
+)
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.rank_order import ENDS, degree
 from memo_sim.program.layout.recomputed_layers import ALL
@@ -148,7 +152,10 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
             if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
                 continue
             try:
-                cut = blocks.cut(question, _with_policy(question, complete, policy), policy, chosen)
+                whole = _with_policy(question, complete, policy)
+                if MODULES_ARE_RECOMPUTED.breaks(whole):
+                    raise MODULES_ARE_RECOMPUTED.refusal(whole)
+                cut = blocks.cut(question, whole, policy, chosen)
                 if cut is None:
                     continue
             except Infeasible as error:
@@ -181,6 +188,7 @@ def _with_policy(question: Question, decisions: Decisions, policy: Policy) -> De
     return msgspec.structs.replace(
         with_alpha(decisions, policy.recompute, policy.alpha or 0.0),
         recompute_layers=policy.layers,
+        modules=question.modules_of(policy.recompute),
         early_stop=question.early_stop(policy.recompute, policy.layers),
         rounding_buffers=question.rounding_buffers(policy.recompute, policy.layers),
     )

@@ -37,6 +37,21 @@ POLICIES: dict[str, dict[str, Any]] = {
     "operators": {"recompute": "operators", "swapped_tokens": 0},
     "tokenwise": {"recompute": "tokenwise", "swapped_tokens": 256},
     "MLP in blocks": {"recompute": "full", "swapped_tokens": 0, "mlp_chunk_tokens": 256},
+    "norms": {"recompute": "norms", "swapped_tokens": 0},
+    "the MLP": {"recompute": "mlp", "swapped_tokens": 0},
+    "every second layer, ended early": {
+        "recompute": "full",
+        "swapped_tokens": 0,
+        "recompute_layers": "every-2",
+        "early_stop": True,
+    },
+    "groups of layers": {"recompute": "full", "swapped_tokens": 0, "recompute_layers": "groups-2"},
+    "rounding buffers, MLP in blocks": {
+        "recompute": "full",
+        "swapped_tokens": 512,
+        "mlp_chunk_tokens": 256,
+        "rounding_buffers": True,
+    },
 }
 
 
@@ -62,6 +77,11 @@ def test_beside_other_layouts(team: Team, name: str, layout: Layout) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_deferred_weight_gradients(team: Team, alpha: float) -> None:
     parity(team, "llama4", Layout(tp=2, pp=2, schedule="zero-bubble", **CHUNKED), alpha, debug=True)
+
+
+def test_deferred_weight_gradients_of_layers_that_differ(team: Team) -> None:
+    layers = {"recompute": "full", "swapped_tokens": 0, "recompute_layers": "every-2", "early_stop": True}
+    parity(team, "llama4", Layout(tp=2, pp=2, schedule="zero-bubble", **CHUNKED), debug=True, **layers)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])

@@ -118,6 +118,8 @@ def test_accelerates_shards_are_the_master_weights() -> None:
     layout = Layout(dp=4, zero=3)
     assert held(lived(layout=layout, global_batch=4), "params.") == 0
     assert held(lived(layout=layout, global_batch=4), "grads.") > 0
+    assert held(lived(layout=layout, global_batch=4, zero_params="cast"), "params.") == 0
+    assert held(lived(layout=layout, global_batch=4, zero_params="stored"), "params.") > 0  # a plan that says so
     assert held(lived(layout=layout, global_batch=4, states="pure-bf16"), "params.") > 0
     assert held(lived(layout=layout, global_batch=4, states="host"), "grads.") == 0
     assert held(lived(), "params.") > 0  # without shards nothing is gathered, so the model computes with them

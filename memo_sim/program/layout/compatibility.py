@@ -94,8 +94,7 @@ class _Feature:
         value = attrgetter(where.removeprefix("decisions."))
 
         def word(decisions: Decisions) -> str:
-            found = value(decisions)
-            return str(found).lower() if isinstance(found, bool) else str(found)
+            return _word(value(decisions))
 
         def got(decisions: Decisions) -> str:
             setting = self.setting if isinstance(self.setting, str) else self.setting(decisions)
@@ -114,8 +113,13 @@ class _Feature:
 
 def _listed(allowed: Sequence[object]) -> str:
     """Return ``a, b or c``."""
-    *others, last = map(str, allowed)
+    *others, last = map(_word, allowed)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def _word(value: object) -> str:
+    """Return a decision's value as plan files write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _staged(decisions: Decisions) -> bool:

@@ -98,3 +98,17 @@ def test_pins_that_contradict_each_other_whatever_the_layout(pins: dict[str, Any
     assert what in error.what
     assert str(error.got).startswith(got)
     assert error.hint
+
+
+@pytest.mark.parametrize(
+    ("pins", "wanted"),
+    [
+        ({"sharding": "fsdp2", "memory_policy": "planned"}, "memory policy eager"),
+        ({"sharding": "fsdp1"}, "memory policy eager"),
+        ({"reduce_dtype": "bf16", "memory_policy": "eager"}, "sharding fsdp1 or fsdp2"),
+        ({"reduce_dtype": "fp32"}, "sharding fsdp1 or fsdp2"),
+    ],
+)
+def test_what_only_fsdp_has_is_refused_elsewhere(pins: dict[str, Any], wanted: str) -> None:
+    assert refused(ask(**pins)).wanted == wanted
+    check_pins(ask("fsdp", **{**pins, "memory_policy": "eager"}))

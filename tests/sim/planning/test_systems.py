@@ -11,7 +11,7 @@ import pytest
 
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.errors import UsageError
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import DEGREES, Loss, Streams
 from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.layouts import layouts
@@ -306,6 +306,19 @@ def test_trl_has_hugging_faces_modules_under_an_eager_framework() -> None:
     assert {each.base.modules for each in candidates(planned)[0]} == {"auto"}
     pinned = replace(asked, pins=replace(asked.pins, mlp_chunk_tokens=1024))
     assert {each.base.mlp_rebuild for each in candidates(pinned)[0]} == {"layer"}
+
+
+def test_hugging_faces_modules_are_those_of_full_recompute() -> None:
+    """A system's own are left out beside other recompute; those that are asked for are refused there."""
+    kept = candidates(ask("trl-fsdp2", dp=8, recompute="none"))[0]
+    assert {each.base.modules for each in kept} == {"auto"}
+    asked = replace(ask("any", dp=8, memory_policy="eager"), modules="huggingface")
+    found, reasons = candidates(asked)
+    assert {(each.base.recompute, each.base.modules) for each in found} == {("full", "huggingface")}
+    assert any("checkpointed as a whole" in reason for reason in reasons)
+    with pytest.raises(Infeasible) as none_left:
+        candidates(replace(ask("trl-fsdp2", dp=8, recompute="none"), modules="huggingface"))
+    assert none_left.value.where == "decisions.modules"
 
 
 def test_megatron_core_divides_states_over_the_ring_and_interleaves_stages() -> None:
