@@ -55,7 +55,14 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+QUICK = ("swapped", "full", "tokenwise", "norms", "every second layer, ended early")
+"""Policies of the default run; the slow run has all."""
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(p, marks=() if name in QUICK else pytest.mark.slow, id=name) for name, p in POLICIES.items()],
+)
 def test_rebuilt_and_swapped_activations(team: Team, policy: dict[str, Any]) -> None:
     parity(team, "llama", Layout(tp=2, **CHUNKED), **policy)
 

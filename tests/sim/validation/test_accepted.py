@@ -18,7 +18,7 @@ from memo_sim.validation.intervals import LEVEL
 from memo_sim.validation.validate import validate
 from tests.refusals import refused
 
-SLOW = {"memo-table3", "vtrain-multi"}
+SLOW = {"memo-table3", "vtrain-multi", "korthikanti"}
 """These sets take minutes: layouts are searched, or many stages and micro-batches are simulated."""
 
 
@@ -65,16 +65,17 @@ MOST_STAGES = 8
 """Each row with more stages takes up to ten seconds."""
 HELD = {
     "memo-7b": lambda: rows_of("memo-table3", "memo", "gpt-7b"),
-    "memo-30b": lambda: rows_of("memo-table3", "memo", "gpt-30b"),
+    "memo-30b": lambda: rows_of("memo-table3", "memo", "gpt-30b")[::2],
     "deepspeed-ulysses": lambda: rows_of("memo-table3", "deepspeed-ulysses")[::3],
     "megatron-lm": lambda: [
         c for c in rows_of("memo-table3", "megatron-lm", "gpt-7b") if c.question.seq_tokens >> 10 in MEGATRON
     ],
+    "korthikanti": lambda: [c for c in rows_of("korthikanti", "megatron-lm") if c.question.integers["pp"] == 1],
     "vtrain-multi": lambda: [
         c for c in rows_of("vtrain-multi", "megatron-lm") if c.question.integers["pp"] <= MOST_STAGES
     ][::2],
 }
-"""Rows of the slow sets that the default run checks: all of MEMO's, and a few of its rivals' that take seconds."""
+"""Rows of the slow sets that the default run checks: MEMO's, and a few others that take seconds."""
 
 
 @pytest.mark.parametrize("rows", HELD.values(), ids=HELD.keys())
