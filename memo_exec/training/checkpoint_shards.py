@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,13 +50,7 @@ def write(directory: Path, state: State, world: World) -> None:
     """
     try:
         with _quiet(), _others(world):
-            save(
-                _named(state),
-                checkpoint_id=directory,
-                planner=_Writes(state),
-                process_group=world.talk,
-                no_dist=world.talk is None,
-            )
+            save(_named(state), checkpoint_id=directory, planner=_Writes(state), **_participants(world))
     except CheckpointException as error:
         raise UsageError("the checkpoint cannot be written", where=str(directory), got=_reason(error)) from None
 
@@ -78,13 +73,7 @@ def read(directory: Path, state: State, world: World) -> None:
     reader = CheckedReader(directory)
     try:
         with _quiet(), _others(world):
-            load(
-                _named(state),
-                storage_reader=reader,
-                planner=_Reads(state),
-                process_group=world.talk,
-                no_dist=world.talk is None,
-            )
+            load(_named(state), storage_reader=reader, planner=_Reads(state), **_participants(world))
     except CheckpointException as error:
         raise BadInput("the checkpoint cannot be read", where=str(directory), got=_reason(error)) from None
 
@@ -153,6 +142,11 @@ def _item(index: MetadataIndex, held: Held) -> WriteItem:
     properties = TensorProperties.create_from_tensor(held.view)
     data = TensorWriteData(_chunk(held), properties, torch.Size(held.whole))
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def _participants(world: World) -> dict[str, Any]:
+    """Return the library's arguments for the ranks that take part."""
+    return {"process_group": world.talk, "no_dist": world.talk is None}
 
 
 def _others(world: World) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ for ``n`` elements of an operator (transformers, models/qwen3/modeling_qwen3.py;
     Q, K norm    the same two; the second stands where the program has the norm's raw input
     SwiGLU       2n for the result of SiLU, which the product with the other half saves
 
-The norm's own input is saved by nobody: the residual sum dies with its fp32 copy made. What the checkpoint's recompute
+The norm's own input is not saved: the residual sum is freed once its fp32 copy exists. What the checkpoint's recompute
 returns is not kept either (``checkpoint_wrapper`` is non-reentrant).
 
 accelerate's FSDP2 differs from the program's ZeRO 3 (utils/fsdp_utils.py, ``fsdp2_prepare_model``;

@@ -19,8 +19,8 @@ independent and as large as the spread, so their variances add.
 
 ``factor`` is what makes 80 % of new sources' rows lie inside. Each source is left out in turn, spread and steps are
 taken from the others, and its rows are scored by |error| / (spread x sqrt(1 + steps)). The factor is the 80 % quantile
-of all scores, where every source has the same weight, and a source that nobody has seen yet has that weight at
-infinity. It needs four sources.
+of all scores, where every source has the same weight. A future source counts as one more, with an infinite score. This
+needs four sources.
 
 This is conformal prediction for data in groups (R. F. Barber et al., "Conformal prediction beyond exchangeability",
 2023, section 3: weighted quantiles; R. Dunn, L. Wasserman, A. Ramdas, "Distribution-free prediction sets for two-layer
@@ -63,7 +63,7 @@ LEVEL = 0.8
 LEAST_CASES = 5
 """With fewer rows of its class a prediction has no interval: they say too little about the spread of errors."""
 LEAST_SOURCES = 4
-"""With fewer sources, more than a fifth of the weight lies on sources that nobody has seen."""
+"""With fewer sources, the future source has more than a fifth of the weight."""
 PRIOR_SOURCES = 1.0
 """How many sources of a class the mean of all classes is worth."""
 PRIOR_ROWS = 1.0

@@ -37,9 +37,9 @@ than five rows of the class make no interval.
 HOW_INTERVALS_DO = """Every source was held out in turn, and its rows are counted that lie in the interval from the
 other sources. 80 % is what the interval promises, over all classes. The width is (high - low) / predicted; 80 % of the
 rows held out have a smaller error than the last column, so a width of twice that figure is what a perfect interval
-around the prediction would have. A class of few sources is above or below, because sources differ by a factor of two,
-and nobody knows beforehand which a new one is. The last line is about two plans of one question: whether the ratio of
-their measured steps lies as close to the predicted one as `what-if` says."""
+around the prediction would have. A class of few sources is above or below, because the errors of
+sources differ by a factor of two, and those of a new source are unknown. The last line is about two plans of one
+question: whether the ratio of their measured steps lies as close to the predicted one as `what-if` says."""
 
 
 def validation_report(

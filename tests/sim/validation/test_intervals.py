@@ -128,7 +128,7 @@ class TestBand:
         assert many.band(setting()).high == pytest.approx(few.band(setting()).high, rel=0.1)  # type: ignore[union-attr]
 
     def test_of_one_source_that_is_far_off_the_interval_knows(self) -> None:
-        """Of five sources and one that nobody has seen, four fifths need all five; of ten and one, nine."""
+        """Of five sources and a future one, four fifths need all five; of ten and a future one, nine."""
         wild = spread(*[[0.01, -0.01]] * 4, [0.5, 0.5]).band(setting())
         tame = spread(*[[0.01, -0.01]] * 9, [0.5, 0.5]).band(setting())
         assert wild is not None
@@ -213,7 +213,7 @@ class TestBand:
             assert found is not None
             inside += sum(abs(ratio) <= found.high for ratio in drawn[-1]) / len(drawn[-1])
             rows += 1
-        # The source that nobody has seen makes it one source more; sixty draws have a standard error of up to 5 %.
+        # The future source counts as one more; sixty draws have a standard error of up to 5 %.
         assert 0.72 <= inside / rows <= 0.8 * (sources + 1) / sources + 0.08
 
     def test_a_step_gets_its_interval_in_seconds(self) -> None:
@@ -367,8 +367,8 @@ class TestShipped:
             assert 0.75 <= test.inside / test.rows <= 0.87, test
         # The asked width: at most twice the error that 80 % of the rows stay below.
         assert every.median_width <= 2 * every.error
-        # One class, or two plans of one question, cannot be held to that. Sources of a class differ by a factor of two
-        # or more, and nobody knows beforehand which one the next is; a class of few sources borrows from the others.
+        # One class, or two plans of one question, cannot be held to that. Errors of a class's sources differ by a
+        # factor of two or more, and those of a new source are unknown; a class of few sources borrows from the others.
         # On 2026-11-22 the widths were 1.3 to 3.4 times that error: 3.4 in Hopper's torch class and in Ampere's
         # planned one, whose three tables are MEMO's own and were predicted better than any other source.
         assert pairs.median_width <= WIDEST * pairs.error
