@@ -282,8 +282,12 @@ def write(directory: Path, model: Model, tensors: dict[str, Tensor], *, position
         for i, shard in enumerate(shards):
             name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             parts = {part: value for entry in shard for part, value in _stored(entry, tensors[entry.ours])}
-            save_file(parts, directory / f".{name}", metadata={"format": "pt"})
-            os.replace(directory / f".{name}", directory / name)
+            fresh = directory / f".{name}"
+            fresh.touch()
+            mode = fresh.stat().st_mode  # safetensors makes a file that only its owner may read
+            save_file(parts, fresh, metadata={"format": "pt"})
+            fresh.chmod(mode)
+            os.replace(fresh, directory / name)
             where |= dict.fromkeys(parts, name)
         if len(shards) > 1:
             total = sum(t.nbytes for t in tensors.values())

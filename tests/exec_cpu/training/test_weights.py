@@ -243,6 +243,12 @@ def test_models_that_hugging_face_has_not_are_refused(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_saved_weights_may_be_read_by_whom_the_umask_lets(saved: Path) -> None:
+    weights_file, config = saved / "model.safetensors", saved / "config.json"
+    assert weights_file.stat().st_mode == config.stat().st_mode
+    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+
+
 def test_a_directory_that_cannot_be_written_is_refused(saved: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     shutil.copy(saved / "config.json", blocked)
