@@ -1,0 +1,707 @@
+"""Attention for ``value_rules.py``: calls, merges, rings, gradients, and attention that writes its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from memo_sim.program.ir.work import Attention, Exchange
+from memo_sim.program.verify.value_call import Call
+from memo_sim.program.verify.value_operands import add_gradient, agree, weight
+from memo_sim.program.verify.value_rows import Held, Value, add_range
+from memo_sim.program.verify.value_terms import (
+    OTHERS,
+    OWN,
+    Packed,
+    Spans,
+    chain,
+    inside,
+    joined,
+    keys_needed,
+    shown,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from memo_sim.program.verify.values import Values
+
+
+# Calls
+
+
+def _queries(call: Call, role: str, tokens: int) -> Iterator[tuple[int, int, Value | None, int]]:
+    """Yield (first row of ``tokens`` rows, rows, value, row) of the queries of a call.
+
+    A call with half as many outputs as queries is one of the late half of every sequence.
+    """
+    for first, low, rows in _late_rows(call, call.tokens(role), tokens):
+        for held in call.rows(role, first, rows):
+            yield held.first - first + low, held.end - held.first, held.value, held.row
+
+
+def _late_rows(call: Call, of: int, tokens: int) -> list[tuple[int, int, int]]:
+    """Return (first row of ``of`` rows, first row of ``tokens`` rows, rows): all, or the late half of each sequence."""
+    if of != 2 * tokens:
+        return [(0, 0, tokens)]
+    batch = call.values.decisions.micro_batch
+    length, half = of // batch, tokens // batch
+    return [(n * length + half, n * half, half) for n in range(batch)]
+
+
+def _keys(call: Call, queries: Value | None, row: int, tokens: int) -> tuple[object, Value | None, int]:
+    """Check a call's keys against its queries; return the terms that they are, and the keys with their first row."""
+    v, work = call.values, call.work
+    assert isinstance(work, Attention)
+    causal = "none" if v.model.bidirectional else "causal"
+    if not call.has("kv"):
+        if work.mask != causal:
+            call.fault(f"the mask of a rank's own tokens is {work.mask}")
+        return frozenset({OWN}), queries, row
+    rows = call.rows("kv")
+    value, first = rows[0].value, rows[0].row
+    if any(each.value is None for each in rows) or value is None:
+        return None, None, 0
+    if len(rows) != 1:
+        found = ", ".join(f"{each.value} (row {each.row})" for each in rows)
+        call.fault(f"kv holds keys of several values: {found}")
+        return None, None, 0
+    same = queries is None or (value.layer, value.micro_batch, value.part) == (
+        queries.layer,
+        queries.micro_batch,
+        queries.part,
+    )
+    if value.name != "kv" or not same:
+        call.wrong("kv", value, first, f"the keys of {queries}")
+        return None, None, 0
+    end = first + call.tokens("kv")
+    if value.terms is None:
+        if work.mask == "causal" and (row, row + tokens) != (first, end):
+            call.fault(f"a causal square of queries [{row}, {row + tokens}) and keys [{first}, {end})")
+        return Spans((), (first, end)) if work.mask == "causal" else Spans(((first, end),)), value, first
+    return _ranks_keys(call, value, first, end), value, first
+
+
+def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[object]:
+    """Return the terms that keys [first, end) of other ranks are: whole halves of what a rank has."""
+    v, half, ring = call.values, call.values.attended // 2, call.values.layout.ring
+    if isinstance(call.work, Attention) and call.work.mask != "none":
+        call.fault("keys of other ranks have a causal mask")
+    terms: set[object] = set()
+    for n in range(first // half, -(-end // half)):
+        if not first <= n * half <= (n + 1) * half <= end:
+            call.fault(f"keys [{first}, {end}) of another rank are not whole halves of {v.attended}")
+        elif value.terms == "all":
+            terms.add(("rank", n % ring, n // ring))
+        else:
+            assert isinstance(value.terms, tuple)
+            terms.add(("hop", value.terms[1], n))
+    return frozenset(terms)
+
+
+def _query_role(call: Call) -> str:
+    return "q" if call.has("q") else "qkv"
+
+
+def _is_query(call: Call, role: str, value: Value, row: int) -> bool:
+    wanted = "q" if role == "q" else inside(call.values, "qkv")
+    if value.name == wanted:
+        return True
+    call.wrong(role, value, row, wanted)
+    return False
+
+
+def attention(call: Call) -> None:
+    """Check one call: its queries, and which of their keys it has."""
+    v, role = call.values, _query_role(call)
+    for first, tokens, value, row in _queries(call, role, call.tokens("out")):
+        terms = None
+        if value is not None and _is_query(call, role, value, row):
+            terms, _, _ = _keys(call, value, row, tokens)
+        for made in ("out", "lse"):
+            name = inside(v, "attn") if made == "out" else "lse"
+            result = None if value is None or terms is None else value._replace(name=name, terms=terms)
+            call.put(made, first, tokens, result, row)
+
+
+def merge(call: Call) -> None:
+    """Merge the output of one call, and its log-sum-exp, into those of the calls before."""
+    for part, into in (("part", "out"), ("part_lse", "lse")):
+        _add(call, part, into)
+    _same_rows(call, "out", "lse")
+
+
+def _same_rows(call: Call, *roles: str) -> None:
+    """Check that roles hold rows of one layer, micro-batch and part, with the same terms."""
+    for _, _, values in call.pieces(*roles):
+        (one, row), (other, at) = values
+        if one is None or other is None:
+            continue
+        if one._replace(name="") != other._replace(name="") or row != at:
+            call.wrong(roles[1], other, at, f"that of {one} (row {row})")
+
+
+def _add(call: Call, part: str, into: str) -> None:
+    """Add the terms of an operand to a sum; an operand of half as many rows has the late halves of sequences."""
+    places = _late_rows(call, call.tokens(into), call.tokens(part))
+    for begin, low, rows in places:
+        for given in call.rows(part, low, rows):
+            at = begin + given.first - low
+            for old in call.rows(into, at, given.end - given.first):
+                row = given.row + old.first - at
+                value = _sum(call, into, old, given.value, row)
+                call.put(into, old.first, old.end - old.first, value, old.row)
+
+
+def _sum(call: Call, role: str, old: Held, new: Value | None, row: int) -> Value | None:
+    """Return the sum of what a row holds and a new term."""
+    if old.value is None or new is None:
+        return None
+    if old.value.name == "zero":
+        return new
+    plain, term = old.value._replace(terms=None), new._replace(terms=None)
+    if plain != term or old.row != row:
+        call.fault(f"{role} holds {old.value} (row {old.row}); {new} (row {row}) is not one more term")
+        return None
+    if isinstance(old.value.terms, tuple) and isinstance(new.terms, tuple) and old.value.terms[:1] == ("from",):
+        return _ring_sum(call, old.value, new)
+    terms = joined(old.value.terms, new.terms)
+    if terms is None:
+        call.fault(f"{role} has {shown(old.value.terms)} already; {shown(new.terms)} is not one more term")
+        return None
+    return old.value._replace(terms=terms)
+
+
+def backward(call: Call) -> None:
+    """Backward of one call: it needs the whole output and log-sum-exp of its queries, and the same keys."""
+    v, role = call.values, _query_role(call)
+    result = "grad_q" if call.has("grad_q") else "grad_qkv"
+    total = call.tokens(result)
+    places = _late_rows(call, call.tokens(role), total)
+    keys: object = None
+    known: Value | None = None
+    row_of_keys, queries, late = 0, list[tuple[int, int]](), len(places) > 1 or places[0][0] > 0
+    for begin, low, rows in places:
+        for first, tokens, value, row in _agreed(call, role, begin, rows):
+            terms = None
+            if value is not None:
+                terms, found, row_of_keys = _keys(call, value, row, tokens)
+                keys, known = terms, found
+                queries.append((row, row + tokens))
+            at = first - begin + low
+            made = None
+            if value is not None and terms is not None:
+                made = value._replace(name="d_q", terms=terms)
+                if result == "grad_qkv":
+                    made = value._replace(name=inside(v, "d_qkv"), terms=Packed(terms, frozenset({OWN})))
+            call.put(result, at, tokens, made, row)
+    if call.has("grad_kv"):
+        _gradient_of_keys(call, known, keys, row_of_keys, queries, late=late)
+
+
+def _agreed(call: Call, role: str, first: int, tokens: int) -> Iterator[tuple[int, int, Value | None, int]]:
+    """Yield (first row, rows, queries, row) of rows whose gradient, output and log-sum-exp are those of the queries."""
+    v = call.values
+    wanted = {"grad": inside(v, "d_attn"), role: "q" if role == "q" else inside(v, "qkv")}
+    wanted |= {"out": inside(v, "attn"), "lse": "lse"}
+    for begun, rows, values in call.pieces(*wanted):
+        low, high = max(begun, first), min(begun + rows, first + tokens)
+        if low >= high:
+            continue
+        found: Value | None = None
+        sound, at = True, 0
+        for (part, name), (given, row) in zip(wanted.items(), values, strict=True):
+            if given is None:
+                sound = False
+                continue
+            value = whole(call, part, given, row, rows)
+            if value is None:
+                sound = False
+            elif value.name != name:
+                call.wrong(part, value, row, name)
+                sound = False
+            elif found is None:
+                found, at = value, row
+            elif value._replace(name="") != found._replace(name="") or row != at:
+                call.wrong(part, value, row, f"that of {found} (row {at})")
+                sound = False
+        yield low, high - low, found if sound else None, at + low - begun
+
+
+def _gradient_of_keys(
+    call: Call, keys: Value | None, terms: object, first: int, queries: list[tuple[int, int]], *, late: bool
+) -> None:
+    tokens, value = call.tokens("grad_kv"), None
+    if keys is not None and terms is not None:
+        made: object
+        if isinstance(terms, Spans):
+            made = terms if terms.square else _spans(queries)
+        elif keys.terms == "all":
+            made = "all"
+        else:
+            assert isinstance(keys.terms, tuple)
+            made = ("from", keys.terms[1], frozenset({keys.terms[1]}))
+        value = keys._replace(name="d_kv", terms=made)
+    call.put("grad_kv", 0, tokens, value, first)
+
+
+def _spans(queries: list[tuple[int, int]]) -> Spans:
+    ranges: list[tuple[int, int]] | None = []
+    for first, end in queries:
+        ranges = add_range(ranges, first, end) if ranges is not None else None
+    return Spans(tuple(ranges or ()))
+
+
+# Rings
+
+
+def pack(call: Call) -> None:
+    """Copy keys and values out of the packed Q, K, V; the early halves of all sequences come first."""
+    rows = call.rows("qkv")
+    wanted = inside(call.values, "qkv")
+    value, first = rows[0].value, rows[0].row
+    if len(rows) != 1 or value is None or value.name != wanted or first:
+        if value is not None:
+            call.wrong("qkv", value, first, f"all rows of {wanted}")
+        value = None
+    call.put("out", 0, call.tokens("out"), None if value is None else value._replace(name="kv", terms=("shift", 0)), 0)
+
+
+def gather_keys(call: Call) -> None:
+    """Gather every rank's keys and values: the early half of every rank, then the late half of every rank."""
+    rows = call.rows("shard")
+    value = rows[0].value
+    good = len(rows) == 1 and value is not None and value.name == "kv" and value.terms == ("shift", 0)
+    if value is not None and not good:
+        call.wrong("shard", value, rows[0].row, "this rank's keys and values")
+    call.put("full", 0, call.tokens("full"), value._replace(terms="all") if good and value is not None else None, 0)
+
+
+def scatter_keys(call: Call) -> None:
+    """Sum the gradients of every rank's keys: this rank has written its terms, and zeros where it has none."""
+    v, half, ring = call.values, call.values.attended // 2, call.values.layout.ring
+    rows, known, found = call.rows("full"), None, set[tuple[int, int]]()
+    for first, end, value, row in rows:
+        if value is None:
+            continue
+        if value.name == "zero":
+            continue
+        if value.name != "d_kv" or value.terms != "all" or row != first:
+            call.wrong("full", value, row, f"gradients of the keys of row {first}")
+            continue
+        known = value if known is None else known
+        if value != known:
+            call.wrong("full", value, row, f"{known}")
+        found |= {(n % ring, n // ring) for n in range(first // half, -(-end // half))}
+    fits = set()
+    for rank in v.ring_ranks:
+        needed = keys_needed(v, rank, 0) | keys_needed(v, rank, 1)
+        if {("rank", of, which) for of, which in found} == needed - {OWN}:
+            fits.add(rank)
+    if known is not None and not fits:
+        call.fault(f"full has gradients of the keys {sorted(found)}, which are those of no rank")
+    v.ring_ranks = fits or v.ring_ranks
+    value = None if known is None or not fits else known._replace(terms=("from", ring, frozenset(range(1, ring))))
+    call.put("shard", 0, call.tokens("shard"), value, 0)
+
+
+def send_gradients(call: Call, rows: list[Held]) -> None:
+    """Pass sums of gradients of keys on: they have this rank's terms where its queries need the keys.
+
+    What arrives has the terms of all ranks on its way, whichever half of the keys these needed.
+    """
+    work, v = call.work, call.values
+    assert isinstance(work, Exchange)
+    half, ring = v.attended // 2, work.ranks
+    known = next((each.value for each in rows if each.value is not None and each.value.name == "d_kv"), None)
+    terms = None if known is None else known.terms
+    if any(each.value is None for each in rows) or known is None or not isinstance(terms, tuple):
+        if known is None and all(each.value is not None for each in rows):
+            call.fault("sends zeros in place of gradients of keys")
+        call.put("recv", 0, call.tokens("recv"), None)
+        return
+    hop = terms[1]
+    have: dict[int, frozenset[int]] = {}
+    for first, end, value, row in rows:
+        assert value is not None
+        same = value.name == "zero" or (value._replace(terms=None) == known._replace(terms=None) and row == first)
+        if not same or (value.name != "zero" and (not isinstance(value.terms, tuple) or value.terms[1] != hop)):
+            call.wrong("send", value, row, f"{known} (row {first})")
+            continue
+        for n in range(first // half, -(-end // half)):
+            of = frozenset[int]() if value.name == "zero" else value.terms[2]  # type: ignore[index]
+            have[n] = of if n not in have else have[n] & of
+    earlier = frozenset(range(1, hop))
+    fits = set()
+    for rank in v.ring_ranks:
+        needed = keys_needed(v, rank, 0) | keys_needed(v, rank, 1)
+        owner = (rank - hop) % ring
+        wanted = {n: earlier | {hop} if ("rank", owner, n) in needed else earlier for n in (0, 1)}
+        if wanted == have:
+            fits.add(rank)
+    if not fits:
+        shown = {n: sorted(of) for n, of in have.items()}
+        call.fault(f"send has the gradients of keys {hop} ranks before with the terms of ranks {shown} places on")
+    v.ring_ranks = fits or v.ring_ranks
+    value = known._replace(terms=("from", hop + 1, frozenset(range(1, hop + 1)))) if fits else None
+    call.put("recv", 0, call.tokens("recv"), value, 0)
+
+
+def _ring_sum(call: Call, old: Value, new: Value) -> Value | None:
+    """Return the sum of gradients of keys that come from ranks of the ring."""
+    assert isinstance(old.terms, tuple)
+    assert isinstance(new.terms, tuple)
+    if old.terms[1] != new.terms[1] or old.terms[2] & new.terms[2]:
+        call.fault(f"gradients of keys {old.terms[1]} ranks before get those of keys {new.terms[1]} before")
+        return None
+    return old._replace(terms=("from", old.terms[1], old.terms[2] | new.terms[2]))
+
+
+def accumulate(call: Call) -> None:
+    """Add a term to the gradient of queries, of keys, or of both packed."""
+    rows = call.rows("x")
+    names = {each.value.name for each in rows if each.value is not None}
+    packed = inside(call.values, "d_qkv")
+    into = {each.value.name for each in call.rows("out") if each.value is not None}
+    if packed not in into or not names <= {"d_q", "d_kv"}:
+        _add(call, "x", "out")
+        return
+    for begin, low, count in _late_rows(call, call.tokens("out"), call.tokens("x")):
+        for given in call.rows("x", low, count):
+            at = begin + given.first - low
+            for old in call.rows("out", at, given.end - given.first):
+                row = given.row + old.first - at
+                call.put("out", old.first, old.end - old.first, _packed_sum(call, old, given.value, row), old.row)
+
+
+def _packed_sum(call: Call, old: Held, new: Value | None, row: int) -> Value | None:
+    """Return the gradient of the packed Q, K, V with one more term of queries or of keys."""
+    value = old.value
+    if value is None or new is None or not isinstance(value.terms, Packed):
+        return None
+    same = (value.layer, value.micro_batch, value.part) == (new.layer, new.micro_batch, new.part) and old.row == row
+    queries, keys = value.terms
+    terms: object = None
+    if same and new.name == "d_q":
+        queries = terms = joined(queries, new.terms)
+    elif same and isinstance(new.terms, tuple):
+        ring = call.values.layout.ring
+        home = new.terms[:1] == ("from",) and new.terms[1] == ring and len(new.terms[2]) == ring - 1
+        keys = terms = joined(keys, frozenset({OTHERS})) if home else None
+    if terms is None:
+        call.fault(f"out holds {value} (row {old.row}); {new} (row {row}, {shown(new.terms)}) is not one more term")
+        return None
+    return value._replace(terms=Packed(queries, keys))
+
+
+def split(call: Call) -> None:
+    """Copy queries, and keys and values where they are asked for, out of the packed Q, K, V."""
+    wanted = inside(call.values, "qkv")
+    for first, end, value, row in call.rows("qkv"):
+        if value is not None and value.name != wanted:
+            call.wrong("qkv", value, row, wanted)
+        good = value is not None and value.name == wanted
+        for role, name in (("q", "q"), ("kv", "kv")):
+            call.put(role, first, end - first, value._replace(name=name) if good and value is not None else None, row)
+
+
+def join(call: Call) -> None:
+    """Copy whole gradients of queries, keys and values into that of the packed Q, K, V."""
+    for first, tokens, values in call.pieces("grad_q", "grad_kv"):
+        found: Value | None = None
+        sound, at = True, 0
+        for (role, name), (given, row) in zip((("grad_q", "d_q"), ("grad_kv", "d_kv")), values, strict=True):
+            value = None if given is None else whole(call, role, given, row, tokens)
+            if value is None:
+                sound = False
+            elif value.name != name:
+                call.wrong(role, value, row, name)
+                sound = False
+            elif found is None:
+                found, at = value, row
+            elif value._replace(name="") != found._replace(name="") or row != at:
+                call.wrong(role, value, row, f"that of {found} (row {at})")
+                sound = False
+        made = found._replace(name=inside(call.values, "d_qkv")) if sound and found is not None else None
+        call.put("grad_qkv", first, tokens, made, at)
+
+
+# Norm of heads, rotary embedding
+
+
+def _in_place(role: str, names: Callable[[Values], dict[str, str]], kept: str = "") -> Callable[[Call], None]:
+    def rule(call: Call) -> None:
+        steps = names(call.values)
+        for first, end, held, row in call.rows(role):
+            value = None if held is None else whole(call, role, held, row, end - first)
+            if value is not None and value.name not in steps:
+                call.wrong(role, value, row, " or ".join(steps))
+                value = None
+            call.put(role, first, end - first, None if value is None else value._replace(name=steps[value.name]), row)
+            if kept:
+                call.put(kept, first, end - first, None if value is None else value._replace(name="qk_raw"), row)
+
+    return rule
+
+
+def _normed(v: Values) -> dict[str, str]:
+    names = chain(v)
+    return {names[0]: names[1]} if v.model.qk_norm else {}
+
+
+def _rotated(v: Values) -> dict[str, str]:
+    names = chain(v)
+    return {} if v.model.learned_positions else {names[-2]: names[-1]}
+
+
+def _unrotated(v: Values) -> dict[str, str]:
+    return {f"d_{after}": f"d_{before}" for before, after in _rotated(v).items()}
+
+
+def qk_norm(call: Call) -> None:
+    """Check the norm of the heads of queries and keys, which also keeps its input."""
+    _in_place("qkv", _normed, "raw")(call)
+    _weights(call, "qkv")
+
+
+def _weights(call: Call, role: str) -> list[Held]:
+    rows = call.rows(role)
+    for each in rows:
+        if each.value is not None:
+            for part in ("q", "k"):
+                weight(call, f"{part}_weight", f"{part}_norm.weight", each.value.layer)
+    return rows
+
+
+def qk_norm_backward(call: Call) -> None:
+    """Check the backward of ``qk_norm``, in place."""
+    names = chain(call.values)
+    for first, tokens, values in call.pieces("grad", "raw"):
+        found = agree(call, {"grad": f"d_{names[1]}", "raw": "qk_raw"}, values, tokens)
+        if found is not None:
+            for part in ("q", "k"):
+                source = found[2] if isinstance(found[2], tuple) else 0
+                add_gradient(call, f"grad_{part}_weight", f"{part}_norm.weight", found, tokens, source)
+        value = None if found is None else Value(f"d_{names[0]}", *found[:3])
+        call.put("grad", first, tokens, value, found[3] if found else 0)
+    _weights(call, "grad")
+
+
+# Attention that writes its scores
+
+
+def step(given: dict[str, str], made: dict[str, str]) -> Callable[[Call], None]:
+    """Return the rule of a kernel over whole rows of scores: what it reads, and what it makes, by role."""
+
+    def rule(call: Call) -> None:
+        v = call.values
+        wanted = {role: inside(v, n) if n in ("qkv", "d_attn") else n for role, n in given.items() if call.has(role)}
+        for first, tokens, values in call.pieces(*wanted):
+            found = agree(call, dict(wanted), values, tokens)
+            for role, name in made.items():
+                named = inside(v, name) if name in ("attn", "d_qkv") else name
+                value = None if found is None else Value(named, *found[:3])
+                call.put(role, first, tokens, value, found[3] if found else 0)
+
+    return rule
+
+
+def _hop(value: Value) -> int:
+    return value.terms[1] if isinstance(value.terms, tuple) else 0
+
+
+def rsa_pack(call: Call) -> None:
+    """Copy keys or values out of the packed Q, K, V."""
+    role = "keys" if call.has("keys") else "values"
+    for first, end, value, row in call.rows("qkv"):
+        good = value is not None and value.name == inside(call.values, "qkv")
+        if value is not None and not good:
+            call.wrong("qkv", value, row, "qkv")
+        made = value._replace(name=role, terms=("shift", 0)) if good and value is not None else None
+        call.put(role, first, end - first, made, row)
+
+
+def _rsa(given: dict[str, str], passed: str, out: str) -> Callable[[Call], None]:
+    """Return the rule of a product with one rank's keys or values: own ones in ``qkv``, others' in ``passed``.
+
+    ``out``: what it makes; a block of scores of these keys, or one term of a sum over all.
+    """
+
+    def rule(call: Call) -> None:
+        v = call.values
+        roles = [role for role in (*given, passed, "qkv") if call.has(role)]
+        names = {**given, passed: passed, "qkv": "qkv"}
+        for first, tokens, values in call.pieces(*roles):
+            hops, found, sound = [], None, True
+            for role, (value, row) in zip(roles, values, strict=True):
+                wanted = inside(v, names[role]) if names[role] in ("qkv", "d_attn") else names[role]
+                if value is None:
+                    sound = False
+                    continue
+                if value.name != wanted:
+                    call.wrong(role, value, row, wanted)
+                    sound = False
+                    continue
+                if role == passed or wanted in ("probs", "d_scores"):
+                    hops.append(_hop(value))
+                plain = (value.layer, value.micro_batch, row)
+                if found is not None and plain != found:
+                    call.wrong(role, value, row, f"that of layer {found[0]}, micro-batch {found[1]}, row {found[2]}")
+                    sound = False
+                found = plain
+            if not call.has(passed) and "qkv" in roles:
+                hops.append(0)
+            if len(set(hops)) > 1:
+                call.fault(f"operands are of ranks {hops} places before")
+                sound = False
+            value = None
+            if found is not None and sound:
+                value = Value(out, found[0], found[1], None, ("shift", hops[0]))
+            _put_rsa(call, out, value, first, tokens, found[2] if found else 0)
+
+    return rule
+
+
+def _put_rsa(call: Call, out: str, value: Value | None, first: int, tokens: int, row: int) -> None:  # noqa: PLR0917
+    v = call.values
+    if out in ("scores", "d_probs"):
+        call.put("out", first, tokens, value, row)
+        return
+    if value is None:
+        call.put("out", first, tokens, None)
+        return
+    name = inside(v, "attn" if out == "attn" else "d_qkv")
+    term: frozenset[object] = frozenset({_hop(value)})
+    if call.operands["out"].mode == 2:
+        call.put("out", first, tokens, value._replace(name=name, terms=term), row)
+        return
+    for low, high, old, at in call.rows("out", first, tokens):
+        made = None
+        if old is not None:
+            had = old.terms.queries if isinstance(old.terms, Packed) else old.terms
+            terms = joined(had, term)
+            same = old._replace(terms=None) == value._replace(name=name, terms=None) and at == row + low - first
+            if terms is None or not same:
+                call.fault(f"out holds {old} (row {at}, {shown(had)}); {value} is not one more term")
+            else:
+                made = old._replace(terms=Packed(terms, old.terms.keys) if isinstance(old.terms, Packed) else terms)
+        call.put("out", low, high - low, made, at)
+
+
+def _every_block(call: Call, role: str, name: str, made: str) -> Value | None:
+    """Check that an operand has a block of scores of every rank's keys, in rank order; write them as ``made``."""
+    v, ring = call.values, call.values.layout.ring
+    rows = call.rows(role)
+    size = call.tokens(role) // ring
+    known = next((each.value for each in rows if each.value is not None), None)
+    if known is None or any(each.value is None for each in rows):
+        return None
+    hops: dict[int, int] = {}
+    for first, end, value, row in rows:
+        assert value is not None
+        if value.name != name or value._replace(terms=None) != known._replace(terms=None) or end - first != size or row:
+            call.wrong(role, value, row, f"one block of {known}")
+            return None
+        hops[first // size] = _hop(value)
+        if made:
+            call.put(role, first, end - first, value._replace(name=made), row)
+    fits = {rank for rank in v.ring_ranks if all((rank - hop) % ring == block for block, hop in hops.items())}
+    if not fits or len(hops) != ring:
+        call.fault(f"{role} has the scores of keys {sorted(hops.values())} ranks before, in another order than ranks")
+        return None
+    v.ring_ranks = fits
+    return known
+
+
+def rsa_softmax(call: Call) -> None:
+    """Check the softmax over the scores of all keys."""
+    _every_block(call, "x", "scores", "probs")
+
+
+def rsa_softmax_backward(call: Call) -> None:
+    """Check the backward of ``rsa_softmax``."""
+    probs = _every_block(call, "probs", "probs", "")
+    grads = _every_block(call, "grad", "d_probs", "d_scores")
+    if probs is not None and grads is not None and (probs.layer, probs.micro_batch) != (grads.layer, grads.micro_batch):
+        call.wrong("probs", probs, 0, f"those of {grads}")
+
+
+def _rsa_summed(scores: str, name: str, made: str) -> Callable[[Call], None]:
+    """Return the rule of a product of all scores: the gradients of every rank's keys or values."""
+
+    def rule(call: Call) -> None:
+        known = _every_block(call, scores, name, "")
+        other = "qkv" if call.has("qkv") else "grad"
+        wanted = inside(call.values, "qkv" if other == "qkv" else "d_attn")
+        for _, _, value, row in call.rows(other):
+            if value is not None and known is not None:
+                same = (value.layer, value.micro_batch) == (known.layer, known.micro_batch)
+                if value.name != wanted or not same:
+                    call.wrong(other, value, row, f"{wanted} of layer {known.layer}, micro-batch {known.micro_batch}")
+        partial = "~" if call.values.layout.ring > 1 else ""
+        value = None if known is None else Value(f"{made}{partial}", known.layer, known.micro_batch)
+        call.put("out", 0, call.tokens("out"), value, 0)
+
+    return rule
+
+
+def rsa_return(call: Call) -> None:
+    """Copy this rank's gradients of values into the packed gradient, or add those of keys."""
+    role, name = ("values", "dv.all") if call.has("values") else ("keys", "dk.all")
+    packed = inside(call.values, "d_qkv")
+    for first, end, held, row in call.rows(role):
+        value = held if held is not None and held.name == name else None
+        if held is not None and value is None:
+            call.wrong(role, held, row, name)
+        if role == "values":
+            made = None if value is None else value._replace(name=packed, terms=Packed(frozenset(), frozenset({"dv"})))
+            call.put("grad_qkv", first, end - first, made, first)
+            continue
+        for low, high, old, at in call.rows("grad_qkv", first, end - first):
+            made = None
+            if old is not None and value is not None and isinstance(old.terms, Packed):
+                keys = joined(old.terms.keys, frozenset({"dk"}))
+                if keys is None or (old.layer, old.micro_batch) != (value.layer, value.micro_batch):
+                    call.fault(f"grad_qkv holds {old}; {value} is not one more term")
+                else:
+                    made = old._replace(terms=old.terms._replace(keys=keys))
+            call.put("grad_qkv", low, high - low, made, at)
+
+
+RULES: dict[str, Callable[[Call], None]] = {
+    "attention": attention,
+    "attention.bwd": backward,
+    "attention.merge": merge,
+    "kv.pack": pack,
+    "qkv.split": split,
+    "qkv.join": join,
+    "qk_norm": qk_norm,
+    "qk_norm.bwd": qk_norm_backward,
+    "rotary": _in_place("qkv", _rotated),
+    "rotary.bwd": _in_place("grad", _unrotated),
+    "attention.scores": step({"qkv": "qkv"}, {"out": "scores"}),
+    "attention.softmax": step({"x": "scores"}, {"out": "probs"}),
+    "attention.dropout": step({"x": "probs"}, {"out": "dropped", "mask": "kept"}),
+    "attention.values": step({"probs": "dropped", "qkv": "qkv"}, {"out": "attn_heads"}),
+    "attention.dv": step({"probs": "dropped", "grad": "d_attn"}, {"out": "dv"}),
+    "attention.dprobs": step({"grad": "d_attn", "qkv": "qkv"}, {"out": "d_dropped"}),
+    "attention.dropout.bwd": step({"grad": "d_dropped", "mask": "kept"}, {"grad_x": "d_probs"}),
+    "attention.softmax.bwd": step({"probs": "probs", "grad": "d_probs"}, {"grad": "d_scores"}),
+    "attention.dq": step({"grad": "d_scores", "qkv": "qkv"}, {"out": "dq"}),
+    "attention.dk": step({"grad": "d_scores", "qkv": "qkv"}, {"out": "dk"}),
+    "attention.order": lambda call: (
+        step({"x": "attn_heads"}, {"out": "attn"})(call)
+        if call.has("x")
+        else step({"q": "dq", "k": "dk", "v": "dv"}, {"grad_qkv": "d_qkv"})(call)
+    ),
+    "rsa.pack": rsa_pack,
+    "rsa.scores": _rsa({"qkv": "qkv"}, "keys", "scores"),
+    "rsa.softmax": rsa_softmax,
+    "rsa.values": _rsa({"probs": "probs"}, "values", "attn"),
+    "rsa.dv": _rsa_summed("probs", "probs", "dv.all"),
+    "rsa.dprobs": _rsa({"grad": "d_attn"}, "values", "d_probs"),
+    "rsa.softmax.bwd": rsa_softmax_backward,
+    "rsa.dk": _rsa_summed("grad", "d_scores", "dk.all"),
+    "rsa.dq": _rsa({"grad": "d_scores"}, "keys", "d_qkv"),
+    "rsa.return": rsa_return,
+}
+"""The rule of every op of attention."""

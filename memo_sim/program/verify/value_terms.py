@@ -1,0 +1,185 @@
+"""Terms of sums: partial attention, gradients of queries and keys, sums over parts of weights (``values.py``).
+
+The output of attention over part of the keys, and the log-sum-exp, are sums with these keys as terms, which merges
+join. A query needs its own key and all before it (all keys without a causal mask), each once. The gradient of a query
+has the same terms. The gradient of a key has a term of every query that needs the key.
+
+Terms are written in one of three ways:
+
+- ``Spans``, of tokens of the micro-batch, where one rank has all tokens (subsequences, chunked attention).
+- A set of ``("own",)`` and ("hop", hops, half) or ("rank", rank, half), where a ring has the tokens in zigzag order:
+  rank r has chunks r and 2 p - 1 - r of 2 p, its early and its late half.
+- A set of names or numbers: of ranks, where attention writes its scores, and of parts of weights (METP).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from memo_sim.program.verify.value_call import Call
+from memo_sim.program.verify.value_rows import Value, add_range
+
+if TYPE_CHECKING:
+    from memo_sim.program.verify.values import Values
+
+
+class Spans(NamedTuple):
+    """Tokens that are terms of a sum: ``whole`` ranges, and one causal square (``square``), if it is there.
+
+    ``anything``: other stages added terms that nothing here tells.
+    """
+
+    whole: tuple[tuple[int, int], ...] = ()
+    square: tuple[int, int] | None = None
+    anything: bool = False
+
+
+class Packed(NamedTuple):
+    """Terms of the gradient of the packed Q, K, V: those of the queries, and those of keys and values."""
+
+    queries: object
+    keys: object
+
+
+OWN = ("own",)
+OTHERS = ("others",)
+
+
+def chain(v: Values) -> list[str]:
+    """Return the packed Q, K, V from the product on: before the norm of heads, before rotary, and complete."""
+    steps = v.model.qk_norm + (not v.model.learned_positions)
+    return [*(f"qkv.{n}" for n in range(steps)), "qkv"]
+
+
+def product_name(v: Values) -> str:
+    """Return the name of what the QKV product makes."""
+    return "qkv.part" if v.tp > v.model.kv_heads else chain(v)[0]
+
+
+def gradient_before_heads(v: Values) -> str:
+    """Return the name of the gradient of the packed Q, K, V before rotary and the norm of heads."""
+    return f"d_{chain(v)[0]}"
+
+
+def gradient_name(v: Values) -> str:
+    """Return the name of the gradient of the QKV product's result."""
+    return "d_qkv.part" if v.tp > v.model.kv_heads else gradient_before_heads(v)
+
+
+def inside(v: Values, name: str) -> str:
+    """Return the name inside attention, where Ulysses has whole sequences of some heads."""
+    return f"{name}^" if v.layout.ulysses > 1 else name
+
+
+# Terms
+
+
+def joined(one: object, other: object) -> object | None:
+    """Return the terms of two sums together; None when they share a term or do not belong together."""
+    if isinstance(one, Spans) and isinstance(other, Spans):
+        whole: list[tuple[int, int]] | None = list(one.whole)
+        for first, end in other.whole:
+            whole = None if whole is None else add_range(whole, first, end)
+        if whole is None or (one.square and other.square):
+            return None
+        return Spans(tuple(whole), one.square or other.square, one.anything or other.anything)
+    if isinstance(one, frozenset) and isinstance(other, frozenset):
+        return None if one & other else one | other
+    return None
+
+
+def whole(call: Call, role: str, value: Value, row: int, tokens: int) -> Value | None:
+    """Return a value whose sum is complete, without its terms; None after a fault."""
+    terms = value.terms
+    if terms is None or (isinstance(terms, tuple) and not isinstance(terms, Spans | Packed)):
+        return value
+    if not _is_whole(call, value, row, row + tokens):
+        call.wrong(role, value, row, f"the whole sum: it has {shown(terms)}")
+        return None
+    return value._replace(terms=None)
+
+
+def shown(terms: object) -> str:
+    """Return the terms of a sum as text."""
+    if isinstance(terms, frozenset):
+        return f"terms {sorted(terms, key=str)}"
+    return str(terms)
+
+
+def _is_whole(call: Call, value: Value, first: int, end: int) -> bool:  # noqa: PLR0911 - one return a kind of sum
+    v, terms, name = call.values, value.terms, value.name.rstrip("^|")
+    if isinstance(terms, Packed):
+        queries = _queries_are_whole(v, terms.queries, first, end)
+        if isinstance(terms.keys, frozenset) and v.layout.ring > 1 and v.layout.cp_exchange != "rsa":
+            return queries and terms.keys == {OWN, OTHERS}
+        if v.layout.cp_exchange == "rsa" and isinstance(terms.keys, frozenset):
+            return queries and terms.keys == {"dk", "dv"}
+        return queries and terms.keys == {OWN}
+    if name in ("attn", "lse", "d_q"):
+        return _queries_are_whole(v, terms, first, end)
+    if name == "d_kv" and isinstance(terms, Spans):
+        return _keys_are_whole(v, terms, first, end)
+    if name in ("proj", "down", "d_norm1", "d_norm2") and isinstance(terms, frozenset):
+        return len(terms) == v.layout.metp
+    return False
+
+
+def _queries_are_whole(v: Values, terms: object, first: int, end: int) -> bool:  # noqa: PLR0911 - one a form
+    """Return whether queries [first, end) have all of their keys."""
+    if isinstance(terms, Spans):
+        if v.model.bidirectional:
+            return terms.whole == ((0, v.attended),) and terms.square is None
+        if terms.square is None:
+            return False
+        low, high = terms.square
+        return low <= first and end <= high and terms.whole == (((0, low),) if low else ())
+    if not isinstance(terms, frozenset):
+        return False
+    ring = v.layout.ring
+    if v.layout.cp_exchange == "rsa":
+        return len(terms) == ring
+    if ring == 1:
+        return terms == {OWN}
+    halves = _halves(v, first, end)
+    fits = {rank for rank in v.ring_ranks if all(keys_needed(v, rank, half) == _on(v, rank, terms) for half in halves)}
+    v.ring_ranks = fits or v.ring_ranks
+    return bool(fits)
+
+
+def _on(v: Values, rank: int, terms: frozenset[object]) -> set[object]:
+    """Return terms with hops told as ranks, seen from ``rank``."""
+    found: set[object] = set()
+    for term in terms:
+        assert isinstance(term, tuple)
+        found.add(("rank", (rank - term[1]) % v.layout.ring, term[2]) if term[0] == "hop" else term)
+    return found
+
+
+def keys_needed(v: Values, rank: int, half: int) -> set[object]:
+    """Return the terms of a half of a rank's queries: the chunks that come before, or all without a mask."""
+    ring = v.layout.ring
+
+    def place(of: int, which: int) -> int:
+        return 2 * ring - 1 - of if which else of
+
+    others = {(of, which) for of in range(ring) if of != rank for which in (0, 1)}
+    before = {(of, w) for of, w in others if v.model.bidirectional or place(of, w) < place(rank, half)}
+    return {OWN, *(("rank", of, which) for of, which in before)}
+
+
+def _halves(v: Values, first: int, end: int) -> set[int]:
+    """Return which halves of their sequences rows [first, end) are in."""
+    length = v.attended // v.decisions.micro_batch
+    half = length // 2
+    return {0 if (n % 2) == 0 else 1 for n in range(first // half, -(-end // half))}
+
+
+def _keys_are_whole(v: Values, terms: Spans, first: int, end: int) -> bool:
+    """Return whether keys [first, end) have the terms of all queries at or after them."""
+    if v.model.bidirectional:
+        return terms.whole == ((0, v.attended),)
+    if terms.square is None:
+        return False
+    low, high = terms.square
+    rest = ((high, v.attended),) if high < v.attended else ()
+    return low <= first and end <= high and (terms.anything or terms.whole == rest)

@@ -1,0 +1,295 @@
+"""Checks which value every row of every buffer holds, and that every reader gets the value that the model asks for.
+
+``memo_sim/program/verify/program.py`` asks whether rows were written before they are read. This checker asks what they
+hold. A value is a tensor of the model ("the output of the first norm of layer 3, micro-batch 1"), and every row of it
+belongs to one token. Values begin at the token ids, the labels and the parameters. An instruction is checked against
+the mathematics of the model (``value_rules.py``): what a product with this weight reads, what it makes, which terms the
+gradient of a sum has. Copies, collectives and exchanges carry values along. So the checker needs no names of
+instructions: a product with the QKV weight of layer 3 has to read the first norm of layer 3, and its result is the Q, K
+and V of layer 3, whether forward or recompute wrote it.
+
+It finds a copy or a rebuild that is left out, late by a row, from another tensor, layer or micro-batch; a buffer that
+is used again too early; a kernel that is left out; terms of a gradient that are missing or added twice. Each parameter
+has to get the gradient of every token of every micro-batch once. Rows copied to the host have to come back once.
+
+It shares no code with the lowering. Of ``layout/`` it reads what a plan's file means: where a parameter lies in its
+block, and the lengths of subsequences. Values of instructions may be played in any order that the program's edges
+allow, so memo-exec's debug mode plays them in the order in which they really ran.
+
+What it takes on trust:
+
+- Ranks run the same program. What a rank receives is what it sends itself, one rank on.
+- Token shards of sequence parallelism: which of the rows of one gather belongs to which rank.
+- Features: a row is one value. A kernel that mixes up features of the right rows is for a numerical check to find.
+- Rows that other stages compute for a task (``layout/multiplex.py``) are what the message is for; sums of gradients
+  that such a message brings complete a sum, whatever terms are missing.
+- Parameters and optimizer states: ``optimizer`` kernels are not checked. The checker asks for complete gradients.
+- The rank of a ring: values are right if one rank's mask fits all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.analysis.columns import Columns
+from memo_sim.program.ir.instruction import Family
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Exchange
+from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block
+from memo_sim.program.layout.partition import partition
+from memo_sim.program.verify.value_call import Call
+from memo_sim.program.verify.value_rows import Held, ParameterKey, Sum, Value
+from memo_sim.program.verify.value_rules import RULES
+
+MOST_FAULTS = 50
+"""After so many, the rest mostly follows from the first."""
+
+
+_BLOCKS = (FamilyKind.PARAMS, FamilyKind.MASTER, FamilyKind.MOMENT1, FamilyKind.MOMENT2, FamilyKind.HOST_PARAMS)
+
+
+class Values:
+    """The values of all buffers while a program plays.
+
+    Instructions may come in any order in which their edges hold. A fault is one line: the instruction's id, what it
+    reads, and what it should read.
+    """
+
+    def __init__(self, program: Program, columns: Columns, decisions: Decisions) -> None:
+        self.program, self.decisions = program, decisions
+        self.model, self.layout = decisions.model, decisions.layout
+        self.families: list[Family] = list(program.all_families)
+        self._template, self._position = columns.template.tolist(), columns.position.tolist()
+        self._instance = columns.instance.tolist()
+        self._buffer = columns.operand_buffer.tolist()
+        self._family: list[int] = columns.buffer_family.tolist()
+        count = len(self._template)
+        self._first_operand = np.searchsorted(columns.operand_instruction, np.arange(count + 1)).tolist()
+        self._uses = np.bincount(columns.operand_buffer, minlength=len(self._family)).tolist()
+        self._base = list(accumulate((f.count for f in self.families), initial=0))
+        self.held: dict[int, list[Held]] = {}
+        self.sums: dict[int, dict[ParameterKey, Sum]] = {}
+        self.reduced: set[int] = set()
+        """Buffers of whole gradients whose sum over ranks was written."""
+        self.offloaded: dict[int, int] = {}
+        """Host buffers, with the number of rows that were copied there and did not come back."""
+        self.loss: dict[tuple[int, object], list[tuple[int, int]]] = {}
+        self.ring_ranks = set(range(self.layout.ring))
+        """The ranks of the ring whose masks fit all attention so far."""
+        self._measure()
+        self.sent_chunks, self.tp_rank = _own_chunks(program)
+        self._begin()
+
+    def _measure(self) -> None:
+        """Work out the sizes on one rank from the plan."""
+        layout, model, decisions = self.layout, self.model, self.decisions
+        self.tp = layout.tp
+        self.gathered = layout.sequence_parallel and layout.tp > 1
+        self.full = "*" if self.gathered else ""
+        """End of the name of a tensor whose token shards were gathered."""
+        self.tokens = decisions.local_tokens
+        self.shard_tokens = self.tokens // self.tp if self.gathered else self.tokens
+        self.attended = self.tokens * layout.ulysses
+        """Rows inside attention."""
+        self.starts = (0, *accumulate(partition(decisions)))
+        divided = layout.divided
+        runs = layout.pp * layout.virtual_stages
+        given = layout.pp_layers or _nearly_equal(model.layers, runs)
+        ends = (0, *accumulate(given))
+        stage = 0 if self.program.stage == "rank" else int(self.program.stage.removeprefix("stage"))
+        self.layers = [n for run in range(stage, runs, layout.pp) for n in range(ends[run], ends[run + 1])]
+        self.first_stage, self.last_stage = stage == 0, stage == layout.pp - 1
+        self.blocks: dict[BlockKind, Block] = {
+            BlockKind.EMBED: embed_block(model, layout.tp, positions=self.first_stage),
+            BlockKind.LAYER: layer_block(model, divided),
+            BlockKind.HEAD: head_block(model, layout.tp),
+        }
+        self.parameters: dict[tuple[BlockKind, str], Parameter] = {
+            (kind, p.name): p for kind, block in self.blocks.items() for p in block.parameters
+        }
+
+    def _begin(self) -> None:
+        """Write what buffers hold before the first instruction: parameters and inputs."""
+        for number, family in enumerate(self.families):
+            for index in range(family.count if family.kind in _BLOCKS or family.kind is FamilyKind.INPUT else 0):
+                buffer = self._base[number] + index
+                if family.kind is FamilyKind.INPUT:
+                    value = Value(family.name, -1, index)
+                else:
+                    value = Value("params", self.layer_of(buffer), -1, None, family.block)
+                self.held[buffer] = [Held(0, family.tokens, value, 0)]
+
+    def family(self, buffer: int) -> Family:
+        """Return the family of a buffer."""
+        return self.families[self._family[buffer]]
+
+    def layer_of(self, buffer: int) -> int:
+        """Return the number of the layer in the model whose block a buffer of the step holds; -1 for the ends."""
+        index = buffer - self._base[self._family[buffer]]
+        return self.layers[index] if self.family(buffer).block is BlockKind.LAYER else -1
+
+    def play(self, number: int) -> list[str]:
+        """Check what instruction ``number`` reads, record what it writes, and return its faults."""
+        instruction = self.program.templates[self._template[number]].instructions[self._position[number]]
+        first, end = self._first_operand[number], self._first_operand[number + 1]
+        buffers = self._buffer[first:end]
+        call = Call(self, instruction, self.program.instances[self._instance[number]], buffers)
+        rule = RULES.get(instruction.op)
+        if rule is None:
+            call.fault(f"the checker of values has no rule for op {instruction.op!r}")
+        else:
+            rule(call)
+            call.finish()
+        for buffer in buffers:
+            self._uses[buffer] -= 1
+            if not self._uses[buffer] and self.family(buffer).lifetime == "dynamic":
+                self.held.pop(buffer, None)
+                self.sums.pop(buffer, None)
+        return call.faults
+
+    def end(self) -> list[str]:
+        """Return what is missing when every instruction has been played."""
+        return [*self._missing_gradients(), *self._missing_prefetches(), *self._missing_losses()]
+
+    def _missing_gradients(self) -> Iterator[str]:
+        for number, family in enumerate(self.families):
+            if family.kind is not FamilyKind.GRADS or family.block is None:
+                continue
+            for index in range(family.count):
+                buffer = self._base[number] + index
+                layer = self.layer_of(buffer)
+                for parameter in self.blocks[family.block].parameters:
+                    yield from self._missing_terms(buffer, (family.block, layer, parameter.name))
+
+    def _missing_terms(self, buffer: int, key: ParameterKey) -> Iterator[str]:
+        found = self.sums.get(buffer, {}).get(key)
+        kind, layer, name = key
+        what = f"the gradient of {name}" + (f" of layer {layer}" if layer >= 0 else "")
+        if found is not None and found.anything:
+            return
+        tokens = self.shard_tokens if _on_shards(name) else self.tokens
+        for micro_batch in range(self.program.micro_batches):
+            for source in self._sources(kind, name):
+                ranges = found.tokens.get((micro_batch, source), []) if found is not None else []
+                if ranges != [(0, tokens)]:
+                    of = "" if source == 0 else f" ({source})"
+                    yield f"end: {what}, micro-batch {micro_batch}{of} has rows {ranges} of {tokens}"
+
+    def _sources(self, kind: BlockKind, name: str) -> list[object]:
+        """Return where terms of a parameter's gradient come from: one place, but for tied embeddings and METP."""
+        if kind is BlockKind.EMBED and name == "tokens.weight":
+            last = self.last_stage and self.model.tied_embeddings
+            return [*["lookup"] * self.first_stage, *["classifier"] * last]
+        metp = self.layout.metp
+        if kind is BlockKind.LAYER and metp > 1:
+            if name in ("qkv.weight", "qkv.bias", "proj.weight", "q_norm.weight", "k_norm.weight"):
+                return [("root", rank) for rank in range(metp)]
+            if name in ("ffn_up.weight", "ffn_up.bias", "ffn_down.weight"):
+                return [0, *(("hop", hop) for hop in range(1, metp))]
+        return [0]
+
+    def _missing_prefetches(self) -> Iterator[str]:
+        for buffer, rows in self.offloaded.items():
+            if rows:
+                yield f"end: {rows} rows of {self.family(buffer).name} were offloaded and never prefetched"
+
+    def _missing_losses(self) -> Iterator[str]:
+        if not any(f.name == "input.labels" for f in self.families):
+            return
+        for micro_batch in range(self.program.micro_batches):
+            if self.loss.get((micro_batch, 0)) != [(0, self.tokens)]:
+                yield f"end: the loss of micro-batch {micro_batch} does not have every token once"
+
+    def read(self, buffer: int, first: int, end: int) -> Iterator[Held]:
+        """Yield what rows [first, end) hold, in order; rows that hold nothing are left out."""
+        for low, high, value, row in self.held.get(buffer, ()):
+            if low < end and first < high:
+                begun = max(low, first)
+                yield Held(begun, min(high, end), value, row + begun - low)
+
+    def write(self, buffer: int, new: Held) -> None:
+        """Let rows of a buffer hold a value, in place of what they held."""
+        old = self.held.get(buffer)
+        first, end = new.first, new.end
+        if old is None or (first <= old[0].first and end >= old[-1].end):
+            self.held[buffer] = [new]
+            return
+        kept: list[Held] = []
+        for low, high, value, row in old:
+            if high <= first or low >= end:
+                kept.append(Held(low, high, value, row))
+                continue
+            if low < first:
+                kept.append(Held(low, first, value, row))
+            if high > end:
+                kept.append(Held(end, high, value, row + end - low))
+        kept.append(new)
+        kept.sort(key=_first_row)
+        self.held[buffer] = self._joined(kept)
+
+    @staticmethod
+    def _joined(rows: list[Held]) -> list[Held]:
+        """Return rows with neighbours joined that hold neighbouring rows of one value."""
+        joined: list[Held] = []
+        for each in rows:
+            if joined:
+                last = joined[-1]
+                follows = last.end == each.first and last.value == each.value
+                if follows and last.row + last.end - last.first == each.row:
+                    joined[-1] = Held(last.first, each.end, last.value, last.row)
+                    continue
+            joined.append(each)
+        return joined
+
+
+def _own_chunks(program: Program) -> tuple[dict[tuple[int, int, int], int], int]:
+    """Return where ranks put their own chunk of rows that they gather chunk by chunk (``tp_overlap``), and the rank.
+
+    The keys are template, slot and first row; the values are the rows. The chunks of all ranks lie in the order of
+    ranks, so a rank has as many chunks before its own as there are ranks before it.
+    """
+    own: dict[tuple[int, int, int], int] = {}
+    rank = 0
+    for number, template in enumerate(program.templates):
+        received: dict[tuple[int, int], list[int]] = {}
+        for each in template.instructions:
+            if isinstance(each.work, Exchange) and each.work.group == "tp":
+                send, recv = each.operands
+                if send.slot == recv.slot:
+                    received.setdefault((send.slot, send.first), []).append(recv.first)
+                    own[number, send.slot, send.first] = send.tokens
+        for (_, first), others in received.items():
+            rank = sum(other < first for other in others)
+    return own, rank
+
+
+def _first_row(held: Held) -> int:
+    return held.first
+
+
+def _nearly_equal(layers: int, runs: int) -> tuple[int, ...]:
+    """Return the layers of each run of a pipeline without ``pp_layers``: nearly equal, most in the middle."""
+    least, extra = divmod(layers, runs)
+    longer = [*range(1, runs - 1), 0][:extra]
+    return tuple(least + (run in longer) for run in range(runs))
+
+
+def _on_shards(name: str) -> bool:
+    """Return whether a gradient sums over the rank's token shard, not over gathered rows."""
+    return name.startswith("norm") or name in ("proj.bias", "ffn_down.bias")
+
+
+def check_values(program: Program, columns: Columns, decisions: Decisions) -> list[str]:
+    """Return the faults of a program's values, played in program order."""
+    values = Values(program, columns, decisions)
+    faults: list[str] = []
+    for number in range(len(columns.lane)):
+        faults += values.play(number)
+        if len(faults) >= MOST_FAULTS:
+            return faults
+    return faults + values.end()
