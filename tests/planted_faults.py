@@ -543,7 +543,7 @@ a prefetch comes after the backward                             c    c    c    c
 a rebuilt operator is left out                                  c    c    c    c    c    c
 the rebuild of a layer is left out                              c    c    c    c    c    c
 a weight gradient reads another layer's input                   c    c    c    c    c    c
-a weight gradient reads another layer's gradient                c    c    c    c    c    c
+a weight gradient reads another layer's gradient                -    c    c    c    c    c
 a weight gradient goes to another layer                         c    c    c    c    c    c
 a weight gradient is left out                                   c    c    c    c    c    c
 a weight gradient is added twice                                c    c    c    c    c    c

@@ -25,6 +25,9 @@ from memo_exec.memory.binding import Bound, Schedule, Touch
 from memo_exec.memory.store import BufferStore
 from memo_sim.program.ir.instruction import BufferClass, Lane, Mode
 
+SCRATCH_ROLES = frozenset({"exponentials"})
+"""Operands in which a kernel may keep intermediate results, and which it may leave unwritten."""
+
 
 class RaceFound(Exception):
     """An instruction touched bytes in the wrong order, read another value than it needs, or left rows unwritten."""
@@ -102,13 +105,13 @@ class Poisoning:
             if tensor is None or touch.mode is not Mode.WRITE or self._is_scratch(touch):
                 continue
             if poison.is_whole(tensor):
-                raise RaceFound(f"{name} has not written {touch.role}: {self._rows(touch)} hold poison")
+                raise RaceFound(f"{name} has not written {touch.role}: {self.rows_of(touch)} hold poison")
         added = self._added(bound, call)
         if added and all(self._sums[t.role] == poison.fingerprint(call[t.role]) for t in added):
             read = [call.tensors.get(t.role) for t in bound.touches if t.mode is Mode.READ]
             addends = [tensor for tensor in read if tensor is not None and tensor.is_floating_point()]
             if addends and all(bool(tensor.any()) for tensor in addends):
-                raise RaceFound(f"{name} has added nothing to {added[0].role}: {self._rows(added[0])} are as before")
+                raise RaceFound(f"{name} has added nothing to {added[0].role}: {self.rows_of(added[0])} are as before")
         with self._lock:
             for dying in self._used_by[bound.number]:
                 dying.users_left -= 1
@@ -157,9 +160,10 @@ class Poisoning:
         return [] if small else found
 
     def _is_scratch(self, touch: Touch) -> bool:
-        return self._schedule.family(touch.buffer).buffer_class is BufferClass.WORKSPACE
+        return touch.role in SCRATCH_ROLES or self._schedule.family(touch.buffer).buffer_class is BufferClass.WORKSPACE
 
-    def _rows(self, touch: Touch) -> str:
+    def rows_of(self, touch: Touch) -> str:
+        """Return the rows of an operand in words."""
         family = self._schedule.family(touch.buffer)
         number = touch.buffer - self._schedule.program.family_bases[family.name]
         return f"rows {touch.first} to {touch.first + touch.tokens} of {family.name} {number}"

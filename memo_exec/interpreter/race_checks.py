@@ -1,14 +1,21 @@
 """Checks a step while it is played (debug mode): values, poison, copies and order.
 
+    values      every row that an instruction reads holds the value that the model asks for there (``verify/values.py``)
+    rows        two instructions that touch the same rows, one of them to write, never play at the same time
     poison      dead rows and outputs become NaN; a read of NaN fails, and so does a kernel that writes nothing
     checksums   the host's copy equals the rows it came from, and the prefetched rows equal the host's copy
     pairs       each offload has one prefetch, and each prefetch one offload
     order       after the step, the measured times of every ordered pair of instructions are compared
 
+An instruction reads when it starts, and its values arrive when it has ended. So a reader that does not wait for its
+writer finds the value that its rows had before.
+
 The checks derive the edges again and do not take them from the schedule, so they find an edge that the schedule lacks.
 """
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 
@@ -17,27 +24,41 @@ from memo_exec.interpreter.poisoning import Poisoning, RaceFound, checksum, sync
 from memo_exec.kernels import Call
 from memo_exec.memory.binding import Bound, Schedule
 from memo_exec.memory.store import BufferStore
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
-from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.instruction import BufferClass, Lane, Mode
 from memo_sim.program.ir.kinds import Phase
+from memo_sim.program.ir.program import Program
+from memo_sim.program.verify.value_call import Call as CheckedCall
+from memo_sim.program.verify.values import Values
 
 __all__ = ["Probe", "RaceFound", "checksum"]
 
 
 class Probe:
-    """Checks the instructions of one interpreter while it plays."""
+    """Checks the instructions of one interpreter while it plays.
 
-    def __init__(self, schedule: Schedule, store: BufferStore) -> None:
+    ``program`` is the lowered one, of which the checker of values knows the rules; ``schedule`` may have a rank's own
+    operands (``distributed/own_program.py``), in instructions of the same numbers.
+    """
+
+    def __init__(self, schedule: Schedule, store: BufferStore, decisions: Decisions, program: Program) -> None:
         self._schedule = schedule
+        self._checked = program, expand(program), decisions
+        self._lock = threading.Lock()
         self._names = schedule.program.ids()
         self._edges = derive_edges(schedule.columns)
         self._sums: dict[tuple[int, int, int], int] = {}
         self._left: set[tuple[int, int, int]] = set()
         """Host rows, by buffer, first row and rows, that wait for their prefetch."""
         self._poisoning = Poisoning(schedule, store)
+        self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the last step."""
+        self._values = Values(*self._checked)
+        self._playing: dict[int, tuple[Bound, CheckedCall]] = {}
         self._sums.clear()
         self._left.clear()
         self._poisoning.begin_step()
@@ -46,9 +67,27 @@ class Probe:
         """Check what the instruction is about to read, and poison what it is about to write.
 
         Raises:
-            RaceFound: when an operand to be read holds NaN, or offloaded rows differ from the host's copy.
+            RaceFound: when the instruction reads another value than it needs, or NaN, when another instruction that
+                plays now touches its rows, or when offloaded rows differ from the host's copy.
         """
+        with self._lock:
+            for other, _ in self._playing.values():
+                self._refuse_conflict(bound, other)
+            checked = self._values.begin(bound.number)
+            if checked.faults:
+                raise RaceFound("; ".join(checked.faults))
+            self._playing[bound.number] = bound, checked
         self._poisoning.before(bound, call)
+
+    def _refuse_conflict(self, one: Bound, two: Bound) -> None:
+        """Refuse to start an instruction while ``two`` touches rows of it, and one of them writes."""
+        for mine in one.touches:
+            for theirs in two.touches:
+                overlap = mine.first < theirs.first + theirs.tokens and theirs.first < mine.first + mine.tokens
+                if mine.buffer == theirs.buffer and overlap and (mine.mode | theirs.mode) & Mode.WRITE:
+                    names = self._names[one.number], self._names[two.number]
+                    rows = self._poisoning.rows_of(mine)
+                    raise RaceFound(f"{names[0]} started before {names[1]} had ended; both touch {rows}")
 
     def after(self, bound: Bound, call: Call) -> None:
         """Check what the instruction has written.
@@ -60,6 +99,9 @@ class Probe:
         if bound.instruction.lane in (Lane.D2H, Lane.H2D):
             self._check_copy(bound, call)
         self._poisoning.after(bound, call)
+        with self._lock:
+            _, checked = self._playing.pop(bound.number)
+            self._values.finish(bound.number, checked)
 
     def _check_copy(self, bound: Bound, call: Call) -> None:
         """Record the checksum of an offload, or compare the one of a prefetch."""
@@ -89,7 +131,8 @@ class Probe:
         """Compare the measured times of every ordered pair.
 
         Raises:
-            RaceFound: when a consumer started before its producer had ended, or offloaded rows never came back.
+            RaceFound: when a consumer started before its producer had ended, when offloaded rows never came back, or
+                when terms of a gradient are missing.
         """
         producer, consumer = self._edges.producer, self._edges.consumer
         early = np.flatnonzero(start_s[consumer] < end_s[producer])
@@ -104,3 +147,5 @@ class Probe:
                 f"rows {first} to {first + tokens} of {family} were offloaded, but never prefetched"
                 f" ({len(self._left)} such offloads)"
             )
+        if faults := self._values.end():
+            raise RaceFound("; ".join(faults[:3]))
