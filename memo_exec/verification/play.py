@@ -121,20 +121,22 @@ class Play:
 
 def parameter(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Tensor:
     """Return the initial value of a parameter in fp32: as GPT-2 draws it, plus noise."""
-    digest = hashlib.sha256(f"noise {seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-    noise = torch.normal(0.0, NOISE_STD, shape, generator=generator)
+    noise = torch.normal(0.0, NOISE_STD, shape, generator=_generator(f"noise {seed}:{name}"))
     return weights.initial(name, shape, layers=model.layers, seed=seed) + noise
 
 
 def global_batch(decisions: Decisions, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Return ids and labels of a step, each (sequences, tokens); the label -100 does not count."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    generator = _generator(f"tokens {seed}:{step}")
     shape = (decisions.global_batch, decisions.seq_tokens)
     ids = torch.randint(0, decisions.model.vocab, shape, generator=generator)
     labels = torch.randint(0, decisions.model.vocab, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < IGNORED] = -100
     return ids, labels
+
+
+def _generator(text: str) -> torch.Generator:
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]))
 
 
 def counted_targets(labels: Tensor) -> int:

@@ -61,24 +61,32 @@ MOST_SUBSEQUENCES = 4
 MOST_WINDOW = 2
 
 
-def reduced(decisions: Decisions, *, layers: int = 0, dtype: DtypeName = "fp32", attention: str = "") -> Decisions:
+def reduced(
+    decisions: Decisions,
+    *,
+    layers: int = 0,
+    dtype: DtypeName = "fp32",
+    attention: str = "",
+    most_ranks: int = MOST_RANKS,
+) -> Decisions:
     """Return small decisions with the same policy and kind of layout.
 
     Args:
         decisions: a plan's decisions.
         layers: number of layers; 0: chosen as above.
         dtype: in which the reduced plan computes.
-        attention: the attention kernel, if not the plan's own.
+        attention: the attention kernel for small heads; empty: the plan's own, with the plan's head size.
+        most_ranks: number of ranks up to which the layout stays as it is.
 
     Raises:
         CannotRun: when memo-exec cannot play such a plan, or its policy has no small form; the message says why.
         Infeasible: when the plan itself cannot be lowered.
     """
     _check_played(decisions)
-    layout = _layout(decisions)
+    layout = _layout(decisions, most_ranks)
     found = _policy(decisions, layout, dtype, attention)
     found = _with_layers(decisions, found, layers)
-    found = msgspec.structs.replace(found, model=_model(decisions, found))
+    found = msgspec.structs.replace(found, model=_model(decisions, found, HEAD_DIM if attention else 0))
     found = _with_batches(decisions, found)
     try:
         found = _with_tokens(decisions, found)
@@ -187,8 +195,8 @@ def _check_played(decisions: Decisions) -> None:
             )
 
 
-def _layout(decisions: Decisions) -> Layout:
-    """Return the layout with at most ``MOST_RANKS`` ranks, or two of each kind."""
+def _layout(decisions: Decisions, most_ranks: int) -> Layout:
+    """Return the layout with at most ``most_ranks`` ranks, or two of each kind."""
     layout = decisions.layout
     degrees = {axis: int(getattr(layout, axis)) for axis in AXES}
     copies = min(2, layout.shard_copies) if layout.zero_ranks else 1
@@ -202,10 +210,10 @@ def _layout(decisions: Decisions) -> Layout:
             found *= degree
         return found
 
-    while ranks() > MOST_RANKS and any(degrees[axis] > least[axis] for axis in AXES):
+    while ranks() > most_ranks and any(degrees[axis] > least[axis] for axis in AXES):
         largest = max((axis for axis in AXES if degrees[axis] > least[axis]), key=lambda axis: degrees[axis])
         degrees[largest] = least[largest]
-    if ranks() > MOST_RANKS_OF_TWO:
+    if ranks() > max(most_ranks, MOST_RANKS_OF_TWO):
         raise CannotRun(
             "the plan has too many kinds of parallel ranks for one machine, even with two of each",
             where="$.decisions.layout",
@@ -296,16 +304,17 @@ def _spread(layers: int, runs: int) -> list[int]:
     return [least + (run < extra) for run in range(runs)]
 
 
-def _model(plan: Decisions, here: Decisions) -> Model:
-    """Return a narrow model whose heads divide over the ranks as the plan's do."""
+def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
+    """Return a narrow model whose heads divide over the ranks as the plan's do; ``head_dim`` 0: the plan's."""
     model, layout = plan.model, here.layout
     divided = layout.divided
     heads, kv_heads = _rank_heads(plan, layout)
     copies = sharing_ranks(model, plan.layout)
     kv_total = max(1, layout.tp // min(copies, layout.tp)) if copies > 1 else divided * kv_heads
     total = divided * heads
-    q_width = total * HEAD_DIM
-    hidden = q_width if model.hidden == model.q_width else max(HIDDEN, q_width + HEAD_DIM)
+    head_dim = head_dim or model.head_dim
+    q_width = total * head_dim
+    hidden = q_width if model.hidden == model.q_width else max(HIDDEN, q_width + head_dim)
     ratio = model.ffn_hidden / model.hidden
     width = max(16, 16 * round(min(ratio, 4.0) * hidden / divided / 16))
     scaling = model.rope_scaling
@@ -316,7 +325,7 @@ def _model(plan: Decisions, here: Decisions) -> Model:
         hidden=hidden,
         heads=total,
         kv_heads=kv_total,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         ffn_hidden=divided * width,
         vocab=VOCAB // layout.tp * layout.tp if model.vocab % plan.layout.tp == 0 else VOCAB + 1,
         rope_scaling=scaling,

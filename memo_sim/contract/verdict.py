@@ -73,6 +73,8 @@ class Verdict(
     reductions: list[Reduction] = []
     checks: list[CheckResult] = []
     against: list[Against] = []
+    references_agree: bool | None = None
+    """Whether keep-everything itself agrees with autograd; null when autograd was skipped."""
     losses: list[float | None] = []
     """The plan's loss of each step; null for NaN or infinity."""
     seconds: Seconds = 0.0
