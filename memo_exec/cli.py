@@ -38,6 +38,12 @@ HYPERPARAMETERS = {
 """Options, and the fields of ``Hyperparameters`` that they set."""
 
 
+MOST_SEED = 2**32 - 1
+MOST_VERIFIED_STEPS = 10
+MOST_VERIFIED_LAYERS = 64
+"""Of ``verify``: a CPU plays so many in minutes."""
+
+
 class Named(click.Path):
     """A path that is not empty.
 
@@ -60,8 +66,8 @@ DIRECTORY = Named(path_type=Path, file_okay=False)
 def cli() -> None:
     """Run a plan on this machine, measure it, and compare the measurement with the prediction.
 
-    Exit codes: 0 success, 1 a bug, 2 wrong usage, 3 a bad input file, 5 outside --tolerance, 6 this machine cannot run
-    the plan, 130 interrupted.
+    Exit codes: 0 success, 1 a bug, 2 wrong usage, 3 a bad input file, 5 outside --tolerance or not verified, 6 this
+    machine cannot run the plan, 130 interrupted.
     """
 
 
@@ -166,6 +172,51 @@ def run_command(**options: Any) -> None:
         sys.exit(SIGNALLED + outcome.stopped_by)
     if outcome.rank == 0:
         _check_tolerance(outcome.comparison, options["tolerance"])
+
+
+@cli.command("verify")
+@click.argument("plan", type=FILE)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where to play [default: the GPU for a plan of one rank and under torchrun, else the CPU].",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, MOST_SEED), default=0, show_default=True, help="Seed of the weights and tokens."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, MOST_VERIFIED_STEPS),
+    default=1,
+    show_default=True,
+    help="Steps to play; from the second on, losses show the optimizer's update.",
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(1, MOST_VERIFIED_LAYERS),
+    help="Layers of the reduced model [default: as many as the policy needs, 4 on one rank].",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.verdict/1 document.")
+def verify_command(plan: Path, *, as_json: bool, **options: Any) -> None:
+    """Compare the gradients of PLAN with keep-everything and with plain autograd, at a reduced size.
+
+    The plan's policy, kinds of parallel ranks and cuts stay; layers, widths and tokens become few, and the answer lists
+    them. Ranks are processes that the command starts on this machine's CPU; more than 8 become two of each kind. Under
+    torchrun they are torchrun's. The programs of the plan are also checked at full size.
+
+    Exit code 5: a gradient, a loss or a norm differs. Exit code 1: only a check of the programs found a fault.
+    """
+    from memo_exec.commands.verify import VerifyOptions, exit_code, verify_plan
+    from memo_sim.contract.codec import encode
+    from memo_sim.views.verdict_table import verdict_table
+
+    given = {name: value for name, value in options.items() if value is not None}
+    verdict = verify_plan(plan, VerifyOptions(**given))
+    if verdict is None:  # rank 0 prints
+        return
+    click.echo(encode(verdict).decode() if as_json else verdict_table(verdict), nl=not as_json)
+    if code := exit_code(verdict):
+        sys.exit(code)
 
 
 @cli.command("profile")

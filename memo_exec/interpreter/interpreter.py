@@ -100,7 +100,7 @@ class Interpreter:
         self.store = store(self.schedule, self.device, poison=debug)
         pinned = self.device.type == "cuda"
         self.slab = HostSlab(program, self.schedule.columns, self.schedule.slab, pinned=pinned)
-        self.probe = Probe(self.schedule) if debug else None
+        self.probe = Probe(self.schedule, self.store, decisions, program) if debug else None
         self._timekeeper: Timekeeper = (
             StreamTimekeeper(self.schedule.lanes, self.device) if pinned else HostTimekeeper()
         )

@@ -11,6 +11,8 @@ A plan is refused, and nothing is substituted, in these cases:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.world import Launch
@@ -45,9 +47,19 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
         BadInput: when the decisions cannot be lowered, or lower to another program than the one the plan pins.
         CannotRun: when the step has more than ``MOST_INSTRUCTIONS`` instructions.
     """
+    pinned_programs(plan, where=where, check=lambda: _check_length(plan.decisions, where))
+    return rank_program(plan.decisions, MeshCoordinates(plan.decisions.layout, rank))
+
+
+def pinned_programs(plan: Plan, *, where: str, check: Callable[[], None] = lambda: None) -> tuple[Program, ...]:
+    """Return the programs that a plan pins, of all stages; ``check`` looks at the decisions before they are lowered.
+
+    Raises:
+        BadInput: when the decisions cannot be lowered, or lower to another program than the one the plan pins.
+    """
     try:
         with of_file(where):
-            _check_length(plan.decisions, where)
+            check()
             programs = lower(plan.decisions)
     except Infeasible as error:
         raise BadInput(
@@ -58,7 +70,7 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
             hint="the plan was edited: make it again with memo-sim what-if -o",
         ) from None
     check_pinned(plan, programs, where=where)
-    return rank_program(plan.decisions, MeshCoordinates(plan.decisions.layout, rank))
+    return programs
 
 
 def _check_length(decisions: Decisions, where: str) -> None:

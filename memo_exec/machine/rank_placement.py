@@ -16,6 +16,8 @@ from memo_sim.contract.requests import Requests
 from memo_sim.program.arena.check_placement import check_placement, largest_live_sum
 from memo_sim.program.arena.first_fit import arena_bytes, offsets_of
 
+FIRST_FIT = "first-fit"
+
 
 def rank_placement(placement: Placement, requests: Requests) -> Placement:
     """Return a placement for ``requests``.
@@ -29,13 +31,22 @@ def rank_placement(placement: Placement, requests: Requests) -> Placement:
     wanted = dict(zip(requests.ids, requests.size_bytes, strict=True))
     alike = wanted == {name: size for name, (size, _) in placed.items()}
     offsets = [placed[name][1] for name in requests.ids] if alike else offsets_of(requests)
+    return _checked(requests, offsets, solver=placement.solver if alike else FIRST_FIT)
+
+
+def first_fit_placement(requests: Requests) -> Placement:
+    """Return a placement of ``requests`` by first fit, for a program that no plan has a placement of."""
+    return _checked(requests, offsets_of(requests), solver=FIRST_FIT)
+
+
+def _checked(requests: Requests, offsets: list[int], *, solver: str) -> Placement:
     found = Placement(
         name=requests.name,
         program_sha256=requests.program_sha256,
         arena_bytes=arena_bytes(requests, offsets),
         lower_bound_bytes=largest_live_sum(requests),
         alignment_bytes=requests.alignment_bytes,
-        solver=placement.solver if alike else "first-fit",
+        solver=solver,
         ids=requests.ids,
         lower=requests.lower,
         upper=requests.upper,

@@ -22,7 +22,7 @@ from memo_exec.memory.store import CachingStore, Spec
 class ArenaStore(CachingStore):
     """A buffer store whose buffers are views of the arena; it counts bytes like the caching store.
 
-    ``peak_bytes`` is the arena's size. ``poison`` fills each buffer with NaN before its first write.
+    ``peak_bytes`` is the arena's size. ``poison`` poisons each buffer before its first write.
 
     Raises:
         ValueError: if the schedule was made without a placement.

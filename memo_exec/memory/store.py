@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from memo_exec.memory import poison
 from memo_exec.memory.binding import Schedule
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_sim.program.ir.instruction import BufferClass, Family
@@ -78,7 +79,7 @@ class CachingStore:
 
     On CUDA, torch's caching allocator serves the requests. On the CPU, the store keeps released blocks by size and
     reuses them, because the system's allocator would map large blocks and fault their pages in each time. Without
-    ``reuse`` it keeps none, so that a profiler sees every request. ``poison`` fills each buffer with NaN at birth.
+    ``reuse`` it keeps none, so that a profiler sees every request. ``poison`` poisons each buffer at birth.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device, *, poison: bool = False, reuse: bool = True) -> None:
@@ -115,7 +116,7 @@ class CachingStore:
         if self.poison:
             for buffer, tensor in self._lasting.items():
                 if self._specs[buffer].buffer_class is BufferClass.SKELETAL:
-                    tensor.fill_(float("nan"))
+                    poison.fill(tensor)
 
     def lasts(self, buffer: int) -> bool:
         """Return whether a buffer exists for the whole step, at one address."""
@@ -138,8 +139,8 @@ class CachingStore:
             if buffer in self._library:
                 return
             tensor = self._tensors[buffer] = self._take(buffer, spec)
-        if self.poison and tensor.is_floating_point():
-            tensor.fill_(float("nan"))
+        if self.poison:
+            poison.fill(tensor)
 
     def death(self, buffer: int, instruction: int) -> None:
         """Release a buffer."""

@@ -21,6 +21,7 @@ from memo_sim.contract.requests import Requests
 from memo_sim.contract.result import Result
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.validation import Validation
+from memo_sim.contract.verdict import Verdict
 
 DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "accuracy": Accuracies,
@@ -37,6 +38,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "longest": Longest,
     "validation": Validation,
     "comparison": Comparison,
+    "verdict": Verdict,
     "figure": Figure,
 }
 

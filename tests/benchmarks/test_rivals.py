@@ -27,8 +27,8 @@ from benchmarks.gpu.rivals import RIVALS, keep_all
 from benchmarks.gpu.tiled import tiled_layer
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.weights import initial
+from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.model import Model
-from tests.exec_cpu.autograd_model import AutogradModel
 from tests.exec_cpu.plans import write_plan
 from tests.exec_cpu.small import MODELS, VOCAB, decide, gpt, llama
 

@@ -38,6 +38,7 @@ from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
+from memo_sim.contract.verdict import Against, CheckResult, Compared, Reduction, Verdict
 
 SHA = "0123456789abcdef" * 4
 
@@ -323,6 +324,25 @@ def accuracy() -> Accuracies:
     return Accuracies(groups={"memo-table3/memo": group})
 
 
+def verdict() -> Verdict:
+    compared = [Compared(what="loss", difference=1e-7, where="step 1"), Compared(what="gradient norm", difference=None)]
+    return Verdict(
+        verified=False,
+        program_sha256=SHA,
+        machine="a CPU",
+        dtype="fp32",
+        ranks=2,
+        steps=1,
+        seed=3,
+        reductions=[Reduction(what="layers", plan="32", here="4")],
+        checks=[CheckResult(name="stages", fine=True, text="ok")],
+        against=[Against(reference="autograd", tolerance=1e-5, why="fp32", skipped="", compared=compared)],
+        references_agree=True,
+        losses=[4.5, None],
+        seconds=2.5,
+    )
+
+
 def comparison() -> Comparison:
     figures = StepFigures(
         step_s=1.0,
@@ -371,6 +391,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "longest": longest,
     "validation": validation,
     "comparison": comparison,
+    "verdict": verdict,
     "accuracy": accuracy,
     "errors": errors,
     "figure": figure,

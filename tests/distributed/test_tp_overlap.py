@@ -11,13 +11,13 @@ import pytest
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import KERNELS
 from memo_exec.training import weights
+from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.lower import lower
 from tests.distributed.parity import TOLERANCE, Played, global_batch, one_process, play, randomise, whole_gradients
 from tests.distributed.team import Member, Team
 from tests.distributed.timing import held, in_program_order
 from tests.distributed.training import MODELS, parity, reference, training
-from tests.exec_cpu.autograd_model import AutogradModel
 
 KEEP = {"recompute": "none", "swapped_tokens": 0}
 CHUNKED = {"sequence_parallel": True, "tp_overlap": "chunked"}

@@ -13,6 +13,7 @@ from memo_exec.training import weights
 from memo_exec.training.checkpoint import STATES
 from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
 
 VOCAB = 97
@@ -80,9 +81,10 @@ def decide(model: Model, **changes: Any) -> Decisions:
     return Decisions(**({"global_batch": fields["micro_batch"]} | fields))
 
 
-def play(decisions: Decisions, **options: Any) -> Interpreter:
-    """Return an interpreter whose random weights make no gradient negligible."""
-    (program,) = lower(decisions)
+def play(decisions: Decisions, program: Program | None = None, **options: Any) -> Interpreter:
+    """Return an interpreter whose random weights make no gradient negligible; it plays ``program`` if one is given."""
+    if program is None:
+        (program,) = lower(decisions)
     interpreter = Interpreter(decisions, program, **options)
     weights.initialize(interpreter, seed=1)
     generator = torch.Generator().manual_seed(2)

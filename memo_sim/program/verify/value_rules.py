@@ -25,7 +25,7 @@ from memo_sim.program.ir.kinds import BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.verify import value_attention as attention
 from memo_sim.program.verify.value_call import Call
-from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
+from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight, zeroed_sums
 from memo_sim.program.verify.value_rows import ParameterKey, Sum, Value, add_range
 from memo_sim.program.verify.value_terms import chain, gradient_before_heads, gradient_name, joined, product_name, whole
 
@@ -640,7 +640,7 @@ def reduce(call: Call) -> None:
 
 def _move_sums(call: Call, source: str, target: str) -> None:
     """Add the sums of gradients in an operand to those of another."""
-    operand, into = call.operands[source], call.values.sums.setdefault(call.buffers[target], {})
+    operand, into = call.operands[source], zeroed_sums(call, target)
     given, sharded = call.values.sums.get(call.buffers[source], {}), False
     family = call.family(target)
     block = call.values.blocks.get(family.block) if family.block is not None else None

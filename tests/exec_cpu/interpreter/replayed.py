@@ -7,8 +7,8 @@ import torch
 
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.training import weights
+from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.plan import Decisions
-from tests.exec_cpu.autograd_model import AutogradModel
 from tests.exec_cpu.small import batch, gradients, one_step, play, scalars
 
 TOLERANCE = 1e-5

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memo_exec.training import weights
-from tests.exec_cpu.autograd_model import AutogradModel
+from memo_exec.verification.autograd_model import AutogradModel
 from tests.exec_cpu.small import MODELS, batch, decide, gradients, play, scalars
 
 TOLERANCE = 1e-5

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from memo_exec.training import weights
+from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.program.layers.kinds import registered
-from tests.exec_cpu.autograd_model import AutogradModel
 from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, play, scalars
 from tests.sim.program.layers.attention_only import ATTENTION_ONLY, NAME
 

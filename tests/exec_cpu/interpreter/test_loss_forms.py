@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memo_exec.training import weights
+from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.knobs import Loss
-from tests.exec_cpu.autograd_model import AutogradModel
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds
 from tests.exec_cpu.small import MODELS, batch, decide, gradients, play, scalars
 

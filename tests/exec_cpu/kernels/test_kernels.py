@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from memo_exec.kernels import StepScalars
+from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.plan import Kernels
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.operators import workspaces as table
-from tests.exec_cpu.autograd_model import AutogradModel
 from tests.exec_cpu.kernels.hand_call import play
 from tests.exec_cpu.small import CPU_KERNELS, LLAMA3, decide, gpt, llama
 

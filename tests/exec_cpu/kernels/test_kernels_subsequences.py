@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels import KERNELS
+from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.token_order import row_blocks
 from memo_sim.program.operators import workspaces as table
-from tests.exec_cpu.autograd_model import AutogradModel
 from tests.exec_cpu.kernels.attention_subsequences import Subsequences
 from tests.exec_cpu.kernels.hand_call import allocations, play
 from tests.exec_cpu.small import decide, gpt, llama

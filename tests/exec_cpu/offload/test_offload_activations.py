@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from memo_exec import keep_activations, offload_activations
 from memo_exec.offload.statistics import Why
 from memo_exec.training import weights
+from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.errors import CannotRun, UsageError
-from tests.exec_cpu.autograd_model import AutogradModel
 from tests.exec_cpu.small import MODELS, decide, play
 from tests.refusals import refused
 

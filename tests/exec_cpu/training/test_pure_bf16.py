@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from memo_exec.training import weights
+from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.plan import Decisions
-from tests.exec_cpu.autograd_model import AutogradModel
 from tests.exec_cpu.small import MODELS, batch, decide, gradients, play, scalars
 
 ROUNDING = 2**-8

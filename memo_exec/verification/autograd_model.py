@@ -26,6 +26,7 @@ class AutogradModel:
         return summed * scale
 
     def logits(self, ids: Tensor) -> Tensor:
+        """Return the logits of every token, (sequences, tokens, vocabulary)."""
         x = self.p["embed/tokens.weight"][ids]
         if "embed/positions.weight" in self.p:
             x = x + self.p["embed/positions.weight"][torch.arange(ids.shape[1])]
@@ -55,8 +56,8 @@ class AutogradModel:
 
     def _attention(self, x: Tensor, at: str) -> Tensor:
         m = self.model
-        packed = self._linear(x, f"{at}qkv").unflatten(-1, (-1, m.head_dim)).transpose(1, 2)
-        q, k, v = packed.split([m.heads, m.kv_heads, m.kv_heads], dim=1)
+        packed = self._linear(x, f"{at}qkv").view(*x.shape[:-1], -1, m.head_dim).transpose(1, 2)
+        q, k, v = torch.split(packed, [m.heads, m.kv_heads, m.kv_heads], dim=1)
         if m.qk_norm:
             q = F.rms_norm(q, q.shape[-1:], self.p[f"{at}q_norm.weight"], m.norm_eps)
             k = F.rms_norm(k, k.shape[-1:], self.p[f"{at}k_norm.weight"], m.norm_eps)
@@ -64,8 +65,10 @@ class AutogradModel:
             q, k = self._rotated(q), self._rotated(k)
         k, v = (t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in (k, v))
         scores = q @ k.transpose(2, 3) / math.sqrt(m.head_dim)
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        if not m.bidirectional:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~seen, -torch.inf)
+        out = scores.softmax(-1) @ v
         return self._linear(out.transpose(1, 2).flatten(2), f"{at}proj")
 
     def _rotated(self, x: Tensor) -> Tensor:
@@ -79,8 +82,9 @@ class AutogradModel:
         found = []
         for i in range(m.head_dim // 2):
             frequency = m.rope_theta ** (-2 * i / m.head_dim)
-            if m.rope_scaling is not None:
-                s = m.rope_scaling
+            if (s := m.rope_scaling) is not None and s.kind == "linear":
+                frequency /= s.factor
+            elif s is not None:
                 turns = s.original_max_positions * frequency / (2 * math.pi)
                 share = min(1.0, max(0.0, (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)))
                 frequency = (1 - share) * frequency / s.factor + share * frequency

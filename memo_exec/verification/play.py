@@ -1,0 +1,179 @@
+"""Plays one rank's program for a few steps with random weights and tokens, and returns losses and gradients.
+
+Weights and tokens depend on the seed alone, not on the layout: every rank takes its part of the same tensors. So the
+results of two layouts, or of plain autograd, can be compared. Every parameter has noise, so that no gradient is
+negligible, and a fifth of the labels does not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memo_exec.distributed.groups import Groups
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.kernels import KERNELS, Kernel, StepScalars
+from memo_exec.machine.rank_placement import first_fit_placement
+from memo_exec.training import weights
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.liveness import liveness
+from memo_sim.program.arena.library_workspaces import without_library
+from memo_sim.program.arena.requests import requests_of
+from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.rank_order import coordinate
+from memo_sim.program.layout.token_order import token_runs
+
+NOISE_STD = 0.08
+"""Of the noise on every parameter. With GPT-2's initial values alone most gradients would be tiny."""
+
+IGNORED = 0.2
+"""Fraction of the labels that the loss does not count."""
+
+LEARNING_RATE = 1e-2
+
+Change = Callable[[Program], Program]
+
+
+def unchanged(program: Program) -> Program:
+    """Return the program as it is."""
+    return program
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangle of a gradient: the tensor's name, the place and the tensor's whole shape."""
+
+    name: str
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Played:
+    """What one rank returns: loss and gradient norm of every step, and its shards of the first step's gradients."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[Shard]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """What to play on every rank. ``kernels`` and ``change`` are for planted faults."""
+
+    decisions: Decisions
+    seed: int = 0
+    steps: int = 1
+    kernels: Mapping[str, Kernel] | None = None
+    """None: memo-exec's own."""
+    change: Change = unchanged
+    """Changes the rank's lowered program before it is played."""
+
+    def on(self, rank: int, groups: Groups, device: torch.device | str, *, sharing: int = 1) -> Played:
+        """Play on one rank, whose process groups are ``groups``; ``sharing`` processes share the host's cores."""
+        decisions = self.decisions
+        program = self.change(rank_program(decisions, MeshCoordinates(decisions.layout, rank)))
+        placement = None
+        if decisions.memory_policy == "planned":
+            columns = expand(program)
+            lives = without_library(program, columns, liveness(program, columns))
+            placement = first_fit_placement(requests_of(program, columns, lives=lives))
+        with Interpreter(
+            decisions,
+            program,
+            device=device,
+            placement=placement,
+            rank=rank,
+            groups=groups,
+            sharing=sharing,
+            kernels=KERNELS if self.kernels is None else self.kernels,
+        ) as interpreter:
+            return self._played(interpreter, rank)
+
+    def _played(self, interpreter: Interpreter, rank: int) -> Played:
+        for name, found in weights.by_name(interpreter).items():
+            whole = parameter(name, found[0].whole, self.decisions.model, self.seed)
+            for held in found:
+                held.view.copy_(held.of(whole))
+        losses, norms, gradients = [], [], []
+        for step in range(1, self.steps + 1):
+            ids, labels = global_batch(self.decisions, self.seed, step)
+            scalars = StepScalars(lr=LEARNING_RATE, step=step, loss_scale=1 / counted_targets(labels))
+            record = interpreter.run_step(_own_batch(self.decisions, rank, ids, labels), scalars)
+            losses.append(record.loss)
+            norms.append(record.grad_norm)
+            if step == 1:
+                gradients = [
+                    Shard(held.name, held.offsets, held.whole, held.view.detach().to("cpu", torch.float32, copy=True))
+                    for held in weights.held_by(interpreter, "grads")
+                ]
+        return Played(losses, norms, gradients)
+
+
+def parameter(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Tensor:
+    """Return the initial value of a parameter in fp32: as GPT-2 draws it, plus noise."""
+    noise = torch.normal(0.0, NOISE_STD, shape, generator=_generator(f"noise {seed}:{name}"))
+    return weights.initial(name, shape, layers=model.layers, seed=seed) + noise
+
+
+def global_batch(decisions: Decisions, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return ids and labels of a step, each (sequences, tokens); the label -100 does not count."""
+    generator = _generator(f"tokens {seed}:{step}")
+    shape = (decisions.global_batch, decisions.seq_tokens)
+    ids = torch.randint(0, decisions.model.vocab, shape, generator=generator)
+    labels = torch.randint(0, decisions.model.vocab, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < IGNORED] = -100
+    return ids, labels
+
+
+def _generator(text: str) -> torch.Generator:
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]))
+
+
+def counted_targets(labels: Tensor) -> int:
+    """Return the number of labels that the loss counts."""
+    return int((labels != -100).sum())
+
+
+def _own_batch(decisions: Decisions, rank: int, ids: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the micro-batches of a rank: its sequences, and of these its tokens in the order of its rows."""
+    chosen = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in token_runs(decisions, rank)])
+    share = coordinate("dp", decisions.layout, rank)
+    split = []
+    for whole in (ids, labels):
+        own = torch.chunk(whole, decisions.layout.dp)[share]
+        split.append([part.reshape(-1)[chosen] for part in torch.split(own, decisions.micro_batch)])
+    return list(zip(*split, strict=True))
+
+
+def whole_gradients(ranks: Iterable[Played]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the whole gradients from the shards of all ranks, and how much ranks that hold the same entry differ.
+
+    The difference is relative to the tensor's largest entry, for tensors whose entries lie on several ranks. Entries
+    that no rank holds are NaN.
+    """
+    found: dict[str, Tensor] = {}
+    apart: dict[str, float] = {}
+    held: dict[str, Tensor] = {}
+    for rank in ranks:
+        for shard in rank.gradients:
+            target = found.setdefault(shard.name, torch.full(shard.whole, torch.nan))
+            known = held.setdefault(shard.name, torch.zeros(shard.whole, dtype=torch.bool))
+            place = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.values.shape, strict=True))
+            before, again = target[place], known[place]
+            if again.any():
+                gap = (before[again] - shard.values[again]).abs().max()
+                scale = shard.values.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+                apart[shard.name] = max(apart.get(shard.name, 0.0), float((gap / scale).nan_to_num(torch.inf)))
+            target[place] = shard.values
+            known[place] = True
+    return found, apart

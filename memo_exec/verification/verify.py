@@ -1,0 +1,267 @@
+"""Compares a plan's gradients, losses and gradient norms with keep-everything and with plain autograd.
+
+    reduce the plan -> play it -> play keep-everything on the same ranks -> autograd in one process -> compare
+
+The references share less and less with the plan: keep-everything has the same kernels and ranks, but keeps, copies and
+cuts nothing; autograd has none of memo's kernels or programs, and computes in fp64.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from memo_exec.kernels import KERNELS, Kernel, StepScalars
+from memo_exec.verification.autograd_model import AutogradModel
+from memo_exec.verification.local_ranks import play_on_ranks
+from memo_exec.verification.play import (
+    LEARNING_RATE,
+    Change,
+    Play,
+    Played,
+    counted_targets,
+    global_batch,
+    parameter,
+    unchanged,
+    whole_gradients,
+)
+from memo_exec.verification.reduction import keep_everything, reduced, reductions
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.verdict import Against, CheckResult, Compared, Verdict
+from memo_sim.program.lower import lower, program_sha256
+
+FP32_TOLERANCE = 1e-5
+FP32_WHY = "fp32 sums in another order differ by about 1e-6; a wrong value differs by more than 1e-5"
+BF16_TOLERANCE = 2.0**-5
+BF16_WHY = "bf16 rounds every result to 2^-9; a handful of layers of sums in another order add up to less than 2^-5"
+
+MOST_SCORES = 2**26
+"""Largest number of attention scores of one sequence that autograd holds: 0.5 GiB in fp64 for each of few copies."""
+
+KEEP_EVERYTHING, AUTOGRAD = "keep-everything", "autograd"
+
+CPU_ATTENTION = "torch-flash-cpu"
+
+
+@dataclass(frozen=True)
+class Values:
+    """What is compared: whole gradients of the first step by name, loss and gradient norm of every step."""
+
+    gradients: dict[str, Tensor]
+    losses: list[float]
+    norms: list[float]
+    apart: dict[str, float]
+    """How much ranks with the same entries of a gradient differ, by name."""
+
+
+def verify(
+    decisions: Decisions,
+    *,
+    kernels: Mapping[str, Kernel] = KERNELS,
+    change: Change = unchanged,
+    seed: int = 0,
+    steps: int = 1,
+    layers: int = 0,
+) -> Verdict:
+    """Reduce a plan, play it in fp32 on this machine's CPU, and compare it with both references.
+
+    Args:
+        decisions: the plan's decisions at full size.
+        kernels: the plan's kernels, and
+        change: a function that changes its program before it is played; the references are played without both. With
+            several ranks they have to be picklable. For tests that plant faults.
+        seed: of weights and tokens.
+        steps: number of steps; from the second on, losses and norms show the optimizer's update.
+        layers: of the reduced model; 0: as many as the policy needs.
+
+    Raises:
+        CannotRun: when the plan cannot be reduced, or cannot be played here.
+        MemoError: when a rank fails.
+    """
+    began = time.perf_counter()
+    here = reduced(decisions, layers=layers, attention=CPU_ATTENTION)
+    plays = plays_of(here, seed=seed, steps=steps, kernels=None if kernels is KERNELS else kernels, change=change)
+    verdict = judge(decisions, plays, play_here(plays))
+    return msgspec.structs.replace(verdict, seconds=time.perf_counter() - began)
+
+
+def plays_of(
+    here: Decisions,
+    *,
+    seed: int,
+    steps: int,
+    kernels: Mapping[str, Kernel] | None = None,
+    change: Change = unchanged,
+) -> tuple[Play, Play]:
+    """Return what to play: a reduced plan, and keep-everything; ``kernels`` and ``change`` are those of the plan."""
+    return (
+        Play(decisions=here, seed=seed, steps=steps, kernels=kernels, change=change),
+        Play(decisions=keep_everything(here), seed=seed, steps=steps),
+    )
+
+
+def play_here(plays: Sequence[Play]) -> list[list[Played]]:
+    """Return the results of every play, in order of ranks: of this process, or of ranks that it starts, on the CPU."""
+    if plays[0].decisions.layout.devices > 1:
+        return play_on_ranks(plays)
+    return [[play.on(0, {}, "cpu")] for play in plays]
+
+
+def judge(
+    decisions: Decisions,
+    plays: tuple[Play, Play],
+    played: Sequence[list[Played]],
+    *,
+    checks: Sequence[CheckResult] = (),
+    machine: str = "",
+) -> Verdict:
+    """Compare what was played of the plan ``decisions`` with keep-everything and, where it fits, with autograd.
+
+    ``checks`` are what the checkers of programs said about the plan; the verdict includes them.
+    """
+    play = plays[0]
+    here = play.decisions
+    plan, kept = map(_values, played)
+    limit, why = (FP32_TOLERANCE, FP32_WHY) if here.dtype == "fp32" else (BF16_TOLERANCE, BF16_WHY)
+    against = [Against(reference=KEEP_EVERYTHING, tolerance=limit, why=why, compared=_compared(plan, kept, limit))]
+    agree = None
+    if skipped := _too_large(here):
+        against.append(Against(reference=AUTOGRAD, tolerance=limit, why=why, skipped=skipped))
+    else:
+        shapes = {name: tuple(gradient.shape) for name, gradient in kept.gradients.items()}
+        true = autograd_values(here, shapes, play.seed, play.steps)
+        against.append(Against(reference=AUTOGRAD, tolerance=limit, why=why, compared=_compared(plan, true, limit)))
+        agree = all(each.fine for each in _compared(kept, true, limit))
+    same = all(each.fine for reference in against for each in reference.compared)
+    return Verdict(
+        verified=same and all(check.fine for check in checks),
+        program_sha256=program_sha256(lower(decisions)),
+        machine=machine,
+        dtype=here.dtype,
+        ranks=here.layout.devices,
+        steps=play.steps,
+        seed=play.seed,
+        reductions=reductions(decisions, here),
+        checks=list(checks),
+        against=against,
+        references_agree=agree,
+        losses=[loss if math.isfinite(loss) else None for loss in plan.losses],
+    )
+
+
+def _values(ranks: list[Played]) -> Values:
+    gradients, apart = whole_gradients(ranks)
+    return Values(gradients, _agreed([r.losses for r in ranks]), _agreed([r.norms for r in ranks]), apart)
+
+
+def _agreed(by_rank: list[list[float]]) -> list[float]:
+    """Return the ranks' common numbers: for each step the one that is furthest from the first rank's."""
+    first = by_rank[0]
+    return [max((rank[i] for rank in by_rank), key=lambda v, i=i: _gap(v, first[i])) for i in range(len(first))]  # type: ignore[misc]
+
+
+def _gap(value: float, other: float) -> float:
+    return abs(value - other) if math.isfinite(value) else math.inf
+
+
+def _too_large(here: Decisions) -> str:
+    """Return why one process cannot hold the attention of autograd; empty when it can."""
+    scores = here.model.heads * here.seq_tokens**2
+    if scores <= MOST_SCORES:
+        return ""
+    return f"one process cannot hold the {scores} attention scores of a sequence (at most {MOST_SCORES})"
+
+
+def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed: int, steps: int) -> Values:
+    """Train ``steps`` steps with plain autograd and AdamW in fp64, on the weights and tokens of the plan.
+
+    ``shapes``: the shape of every parameter. Parameters start as the plan's dtype rounds them.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(here.dtype, torch.float32)
+    initial = {name: parameter(name, shape, here.model, seed).to(dtype) for name, shape in shapes.items()}
+    model = AutogradModel(here.model, initial)
+    optimizer = _AdamW(model.p)
+    losses, norms, gradients = [], [], {}
+    for step in range(1, steps + 1):
+        ids, labels = global_batch(here, seed, step)
+        scale, total = 1 / counted_targets(labels), 0.0
+        for p in model.p.values():
+            p.grad = None
+        for sequence, wanted in zip(ids, labels, strict=True):
+            loss = model.loss(sequence[None], wanted[None], scale)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.p.items()}
+        losses.append(total)
+        norms.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in found.values())))
+        if step == 1:
+            gradients = {name: gradient.clone() for name, gradient in found.items()}
+        if step < steps:
+            optimizer.step(found)
+    return Values(gradients, losses, norms, {})
+
+
+class _AdamW:
+    """AdamW as Loshchilov and Hutter write it (2019, algorithm 2), one tensor at a time; only matrices decay."""
+
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
+        self.parameters, self.scalars, self.steps = parameters, StepScalars(lr=LEARNING_RATE), 0
+        self.moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Update every parameter."""
+        self.steps += 1
+        s = self.scalars
+        for name, p in self.parameters.items():
+            (first, second), g = self.moments[name], gradients[name]
+            first.mul_(s.beta1).add_((1 - s.beta1) * g)
+            second.mul_(s.beta2).add_((1 - s.beta2) * g * g)
+            mean, scale = first / (1 - s.beta1**self.steps), second / (1 - s.beta2**self.steps)
+            decay = s.weight_decay if p.dim() > 1 else 0.0
+            p.sub_(s.lr * (mean / (scale.sqrt() + s.eps) + decay * p))
+
+
+def _compared(plan: Values, reference: Values, tolerance: float) -> list[Compared]:
+    """Return the differences: the loss, the gradient norm, then every kind of parameter's gradient."""
+    found = []
+    for what, ours, theirs in (
+        ("loss", plan.losses, reference.losses),
+        ("gradient norm", plan.norms, reference.norms),
+    ):
+        by_step = {f"step {i + 1}": _relative(a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))}
+        found.append(_entry(what, by_step, tolerance))
+    kinds: dict[str, dict[str, float]] = {}
+    for name in sorted({*plan.gradients, *reference.gradients}):
+        kind = re.sub(r"^layer\.\d+/", "layer/", name)
+        gap = _tensor_difference(plan.gradients.get(name), reference.gradients.get(name))
+        kinds.setdefault(kind, {})[name] = max(gap, plan.apart.get(name, 0.0))
+    return found + [_entry(f"gradient of {kind}", by_name, tolerance) for kind, by_name in kinds.items()]
+
+
+def _entry(what: str, differences: Mapping[str, float], tolerance: float) -> Compared:
+    where = max(differences, key=differences.__getitem__)
+    worst = differences[where]
+    return Compared(what=what, difference=worst if math.isfinite(worst) else None, where=where, fine=worst <= tolerance)
+
+
+def _relative(value: float, reference: float) -> float:
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return math.inf
+    return abs(value - reference) / abs(reference) if reference else float(value != reference)
+
+
+def _tensor_difference(values: Tensor | None, reference: Tensor | None) -> float:
+    """Return the largest difference relative to the reference's largest entry; infinity for NaN and missing tensors."""
+    if values is None or reference is None or values.shape != reference.shape:
+        return math.inf
+    gap, scale = (values.double() - reference.double()).abs().max(), reference.double().abs().max()
+    found = float(gap / scale) if scale > 0 else (0.0 if gap == 0 else math.inf)
+    return found if math.isfinite(found) else math.inf

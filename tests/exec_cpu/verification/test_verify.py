@@ -1,0 +1,87 @@
+"""The verdict on a plan: right plans pass, and planted faults that no checker of programs sees do not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from memo_exec.kernels import KERNELS, Call
+from memo_exec.verification.verify import AUTOGRAD, KEEP_EVERYTHING, verify
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.verdict import Against, Compared, Verdict
+from memo_sim.program.ir.instruction import Instance
+from memo_sim.program.ir.program import Program
+from tests.exec_cpu.small import decide, llama
+
+LARGE = llama(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn_hidden=14336, vocab=128256)
+
+
+def tokenwise() -> Decisions:
+    """Return the decisions of an 8B model at 128K tokens, some of them swapped and the others recomputed."""
+    chosen = {"recompute": "tokenwise", "swapped_tokens": 300 * 128, "dtype": "bf16"}
+    return decide(LARGE, seq_tokens=2**17, micro_batch=1, global_batch=4, **chosen)
+
+
+def against(verdict: Verdict, reference: str) -> Against:
+    return next(each for each in verdict.against if each.reference == reference)
+
+
+def largest(verdict: Verdict, reference: str) -> Compared:
+    return max(against(verdict, reference).compared, key=lambda each: each.difference or 0.0)
+
+
+def test_a_right_plan_is_verified() -> None:
+    verdict = verify(tokenwise(), steps=2)
+    assert verdict.verified
+    assert verdict.losses[0] != verdict.losses[1]
+    for reference in (KEEP_EVERYTHING, AUTOGRAD):
+        assert largest(verdict, reference).difference is not None
+        kinds = {each.what for each in against(verdict, reference).compared}
+        assert {"loss", "gradient norm", "gradient of layer/qkv.weight", "gradient of embed/tokens.weight"} <= kinds
+    assert 0.0 < (largest(verdict, AUTOGRAD).difference or 0.0) < 1e-5
+
+
+def wrong_lse(call: Call) -> None:
+    KERNELS["attention"](call)
+    call["lse"].add_(0.01)
+
+
+def from_another_layer(program: Program) -> Program:
+    """Return the program with one prefetch that reads the host rows of the layer before."""
+    (number,) = (i for i, t in enumerate(program.templates) if t.name == "layer.prefetch")
+    sources = {slot for slot, name in enumerate(program.templates[number].slots) if name.startswith("host")}
+    assert sources
+
+    def changed(instance: Instance) -> Instance:
+        if instance.template != number or instance.layer != 1:
+            return instance
+        indices = tuple(i - 1 if slot in sources else i for slot, i in enumerate(instance.indices))
+        return replace(instance, indices=indices)
+
+    found = tuple(map(changed, program.instances))
+    assert found != program.instances
+    return replace(program, instances=found)
+
+
+def skipped(name: str, call: Call) -> None:
+    if call.instruction.name != name:
+        KERNELS[call.instruction.op](call)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "change"),
+    [
+        ({"attention": wrong_lse}, lambda program: program),
+        ({"linear": partial(skipped, "rec/ffn_up.r1")}, lambda program: program),
+        ({}, from_another_layer),
+    ],
+    ids=["a wrong log-sum-exp", "a skipped rebuild", "a prefetch from another layer"],
+)
+def test_a_planted_fault_is_found(
+    kernels: dict[str, Callable[[Call], None]], change: Callable[[Program], Program]
+) -> None:
+    verdict = verify(tokenwise(), kernels={**KERNELS, **kernels}, change=change)
+    assert not verdict.verified
+    assert not all(each.fine for each in against(verdict, KEEP_EVERYTHING).compared)
+    assert not all(each.fine for each in against(verdict, AUTOGRAD).compared)
