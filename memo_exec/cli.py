@@ -16,7 +16,20 @@ import click
 from memo_exec.commands.error_file import leave_for_torchrun
 from memo_sim import __version__
 from memo_sim.contract.errors import RankLost, UsageError
-from memo_sim.views.command_line import SETTINGS, SIGNALLED, Commands, Finite, run_commands, say, typed, with_progress
+from memo_sim.contract.plain_text import one_line, printable
+from memo_sim.views.command_line import (
+    SETTINGS,
+    SIGNALLED,
+    Commands,
+    Finite,
+    run_commands,
+    say,
+    say_usage,
+    show,
+    show_document,
+    typed,
+    with_progress,
+)
 
 if TYPE_CHECKING:
     from memo_exec.commands.run import Outcome
@@ -271,7 +284,7 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
         raise click.Abort
     write_perfetto([outcome.measured], trace_path)
     write(output, outcome.measured)
-    click.echo(f"{output}: one measured step\n{trace_path}: open it at ui.perfetto.dev")
+    show(f"{output}: one measured step\n{trace_path}: open it at ui.perfetto.dev")
 
 
 def _profile_requests(plan: Path, output: Path) -> None:
@@ -282,7 +295,7 @@ def _profile_requests(plan: Path, output: Path) -> None:
     check_outputs(output, read=(plan,))
     found = observe(plan, say)
     write(output, found.requests)
-    click.echo("\n".join([*found.lines(), f"{output}: the requests of one step"]))
+    show("\n".join([*found.lines(), f"{output}: the requests of one step"]))
 
 
 @cli.command("compare")
@@ -343,7 +356,7 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
     if profile is None:  # rank 0 writes
         return
     write(output, profile)
-    click.echo(f"{output}: profile {profile.name}; plan with memo-sim what-if MODEL --cluster {output} --seq-len ...")
+    show(f"{output}: profile {profile.name}; plan with memo-sim what-if MODEL --cluster {output} --seq-len ...")
 
 
 @cli.command("doctor")
@@ -357,23 +370,26 @@ def doctor_command(plan: Path | None) -> None:
     from memo_exec.commands.doctor import plan_report, report
 
     if plan is None:
-        click.echo(report())
+        show(report())
         return
     text, code = plan_report(plan)
-    click.echo(text)
+    show(text)
     if code:
         sys.exit(code)
 
 
 def _command_line() -> str:
-    return " ".join(["memo-exec", *sys.argv[1:]])
+    return one_line(" ".join(["memo-exec", *sys.argv[1:]]))
 
 
 def _print_comparison(comparison: Comparison, *, as_json: bool) -> None:
     from memo_sim.contract.codec import encode
     from memo_sim.views.comparison_table import comparison_table
 
-    click.echo(encode(comparison).decode() if as_json else comparison_table(comparison), nl=not as_json)
+    if as_json:
+        show_document(encode(comparison))
+    else:
+        show(comparison_table(comparison))
 
 
 def _check_tolerance(comparison: Comparison, tolerance: float | None) -> None:
@@ -408,9 +424,9 @@ def _fail(text: str, code: int, error: BaseException) -> NoReturn:
     clean-up, because one of its threads may wait for a rank that waits for this one.
     """
     usage = error if isinstance(error, click.ClickException) else None
-    text = f"memo-exec: {_rank_prefix()}{text if usage is None else usage.format_message()}"
+    text = f"memo-exec: {_rank_prefix()}{printable(text if usage is None else usage.format_message())}"
     if not leave_for_torchrun(text, caused_elsewhere=isinstance(error, RankLost)):
-        say(text) if usage is None else usage.show()
+        say(text) if usage is None else say_usage(usage)
     if _rank_prefix() and usage is None:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -15,8 +15,19 @@ import click
 
 from memo_sim import __version__
 from memo_sim.contract.errors import Infeasible, MemoError, UsageError
+from memo_sim.contract.plain_text import one_line
 from memo_sim.question_options import MEMORY_GIB, Options, asked, gib, question_options
-from memo_sim.views.command_line import SETTINGS, Commands, Finite, run_commands, say, with_progress
+from memo_sim.views.command_line import (
+    SETTINGS,
+    Commands,
+    Finite,
+    run_commands,
+    say,
+    say_usage,
+    show,
+    show_document,
+    with_progress,
+)
 
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Answer
@@ -79,15 +90,15 @@ def what_if_command(**options: Any) -> None:
     except Infeasible as error:
         if not options["as_json"]:
             raise
-        click.echo(encode(without_answer(question, error)).decode(), nl=False)
+        show_document(encode(without_answer(question, error)))
         raise _Silent(error.exit_code) from None
     write_files(answer, question, outputs, created=_now(), command=_command_line())
     if options["as_json"]:
-        click.echo(encode(answer.result).decode(), nl=False)
+        show_document(encode(answer.result))
     else:
-        click.echo(result_table(answer.result) + "\n")
+        show(result_table(answer.result) + "\n")
         for line in answer.result.why:
-            click.echo(line)
+            show(one_line(line))
     if answer.result.best is None:
         raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
 
@@ -125,9 +136,9 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     if found.answer is not None:
         write_files(found.answer, found.question, outputs, created=_now(), command=_command_line())
     if options["as_json"]:
-        click.echo(encode(found.document).decode(), nl=False)
+        show_document(encode(found.document))
     else:
-        click.echo(longest_table(found.document) + "\n\n" + "\n".join(found.document.why))
+        show(longest_table(found.document) + "\n\n" + "\n".join(map(one_line, found.document.why)))
     if found.answer is None:
         raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
 
@@ -160,7 +171,7 @@ def _now() -> str:
 
 
 def _command_line() -> str:
-    return " ".join(["memo-sim", *sys.argv[1:]])
+    return one_line(" ".join(["memo-sim", *sys.argv[1:]]))
 
 
 @cli.command("validate")
@@ -203,9 +214,9 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     found = with_progress("cases", lambda tell: validate(rows, progress=tell, jobs=options["jobs"]))
     tested = held_out(found, shipped_errors())
     if options["as_json"]:
-        click.echo(encode(found).decode(), nl=False)
+        show_document(encode(found))
     else:
-        click.echo(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows], held_out=tested))
+        show(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows], held_out=tested))
     if report:
         told = {"command": _command_line(), "created": _now(), "version": __version__}
         page = validation_report(found, accuracy_of(found).groups, tested, load_notes(), **told)
@@ -244,7 +255,7 @@ def fit_command(cases: str, constant: str, system: str | None, chosen: tuple[str
 
     rows = [c for c in load_cases(cases) if system in (None, c.question.system)]
     report = with_progress("fits", lambda tell: fit(find_constant(constant), rows, chosen, progress=tell, **values))
-    click.echo(fit_table(report))
+    show(fit_table(report))
 
 
 @cli.command("figure")
@@ -268,14 +279,20 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
             raise UsageError("a table is not drawn", got=f"-o {output}", hint="leave -o out, or --json")
         report, cells = with_progress("cases", lambda tell: published(name, progress=tell))
         text = f"{published_table(cells)}\n\n{summary_table(report.cases)}"
-        click.echo(encode(report).decode() if as_json else text, nl=not as_json)
+        if as_json:
+            show_document(encode(report))
+        else:
+            show(text)
         return
     if output:
         check_chart(output)
     found = with_progress("plans", lambda tell: figure(name, progress=tell))
     if output:
         draw_chart(found, output)
-    click.echo(encode(found).decode() if as_json else chart_table(found), nl=not as_json)
+    if as_json:
+        show_document(encode(found))
+    else:
+        show(chart_table(found))
 
 
 @cli.command("list")
@@ -285,7 +302,7 @@ def list_command(what: str) -> None:
     from memo_sim.answers.listing import describe
 
     for line in describe(what):
-        click.echo(line)
+        show(line)
 
 
 @cli.command("schema")
@@ -330,13 +347,16 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
     limits = {"time_limit_s": options["time_limit"], "capacity_bytes": gib(options["device_memory_gib"])}
     plan = plan_memory(path, solver=options["solver"], device=options["device"], **limits)
     write_files(plan, output, plot)
-    click.echo(encode(plan.report).decode() if as_json else f"{placement_report(plan.report)}\n", nl=False)
+    if as_json:
+        show_document(encode(plan.report))
+    else:
+        show(placement_report(plan.report))
 
 
 def _fail(text: str, code: int, error: BaseException) -> NoReturn:
     """Say why on standard error, where there is something to say, and end the process."""
     if isinstance(error, click.ClickException):
-        error.show()
+        say_usage(error)
     elif text:
         say(f"memo-sim: {text}")
     sys.exit(code)

@@ -13,6 +13,7 @@ from memo_sim.contract.codec import check_distinct, check_not_read, check_writab
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.placement import Placement
+from memo_sim.contract.plain_text import encodable, in_csv
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import counted, format_bytes, format_seconds
 from memo_sim.memory.bilevel import BilevelPlan
@@ -127,7 +128,7 @@ def _report(path: str, source: Source, placement: Placement) -> MemoryReport:
     instant, by_class = worst_instant(requests)
     bound = placement.lower_bound_bytes
     return MemoryReport(
-        input=path,
+        input=encodable(path, "utf-8"),
         input_kind=source.kind,
         buffers=len(requests.ids),
         alignment_bytes=requests.alignment_bytes,
@@ -226,7 +227,8 @@ def _content(plan: MemoryPlan, suffix: str) -> bytes:
 def placement_table(plan: MemoryPlan) -> str:
     """Return a CSV: the input's columns and rows as they were and ``offset``; of other inputs id, life and size.
 
-    An ``offset`` column that the input has already is replaced.
+    An ``offset`` column that the input has already is replaced. A cell that a spreadsheet would compute is quoted
+    (``plain_text.in_csv``).
     """
     placement, source = plan.placement, plan.source
     offset_of = dict(zip(placement.ids, placement.offset_bytes, strict=True))
@@ -236,8 +238,8 @@ def placement_table(plan: MemoryPlan) -> str:
     kept = [index for index, name in enumerate(header) if column_name(name) != "offset"]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*(header[i] for i in kept), "offset"])
-    writer.writerows([*(row[i] for i in kept), offset] for row, offset in zip(rows, offsets, strict=True))
+    writer.writerow([*(in_csv(header[i]) for i in kept), "offset"])
+    writer.writerows([*(in_csv(row[i]) for i in kept), offset] for row, offset in zip(rows, offsets, strict=True))
     return text.getvalue()
 
 

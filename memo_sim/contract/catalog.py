@@ -28,6 +28,7 @@ from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.hardware import Curve, Hardware
 from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
+from memo_sim.contract.plain_text import encodable
 
 CurveKind = TypeVar("CurveKind", bound=Curve)
 
@@ -89,7 +90,8 @@ def load_model(name_or_path: str) -> Model:
     if "model_type" not in fields:
         hint = f'start it with "schema": "{_MODEL_TAG}", or give a config.json with its model_type'
         raise BadInput("neither a model nor a Hugging Face config", where=name_or_path, got="no schema", hint=hint)
-    return model_from_config(fields, where=name_or_path, name=Path(name_or_path).resolve().parent.name)
+    folder = encodable(Path(name_or_path).resolve().parent.name, "utf-8")
+    return model_from_config(fields, where=name_or_path, name=folder)
 
 
 def load_hardware(name_or_path: str) -> Hardware:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from memo_sim.contract.plain_text import one_line
+
 
 class MemoError(Exception):
     """Base of all errors; ``str()`` is the message for the user, ``exit_code`` is the process's exit status."""
@@ -37,11 +39,14 @@ class MemoError(Exception):
         super().__init__(self.message())
 
     def message(self) -> str:
-        """Return the whole message: what is wrong, then one indented line each for where, got, wanted and next."""
-        lines = [self.what]
+        """Return the whole message: what is wrong, then one indented line each for where, got, wanted and next.
+
+        They hold names and values from files, so each stays on its line (``plain_text.one_line``).
+        """
+        lines = [one_line(self.what)]
         for label, value in (("where", self.where), ("got", self.got), ("wanted", self.wanted), ("next", self.hint)):
             if value is not None:
-                lines.append(f"  {label}: {value}")
+                lines.append(f"  {label}: {one_line(str(value))}")
         return "\n".join(lines)
 
 

@@ -111,6 +111,7 @@ def _draw(ax: Axes, figure: Figure, lines: list[Line], styles: dict[str, tuple[s
         if _wide(places):
             ax.set_xscale("log", base=2)
             ax.minorticks_off()
+            ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.set_xticks(places)
     if figure.y_kind == "number" and _wide(places) and _wide(values):
         ax.set_yscale("log", subs=())

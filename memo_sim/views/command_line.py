@@ -5,6 +5,7 @@ click is imported here and in the ``cli`` modules alone.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import signal
@@ -19,6 +20,7 @@ from click.core import ParameterSource
 
 from memo_sim.contract.errors import CannotRun, MemoError, missing_package
 from memo_sim.contract.output import system_failure, while_read
+from memo_sim.contract.plain_text import encodable, json_text, one_line, printable
 from memo_sim.contract.progress import Progress
 
 T = TypeVar("T")
@@ -58,8 +60,25 @@ class Finite(click.FloatRange):
 
 
 def say(text: str) -> None:
-    """Print on standard error."""
-    click.echo(text, err=True)
+    """Print on standard error, as ``show`` does."""
+    click.echo(encodable(printable(text), sys.stderr.encoding), err=True)
+
+
+def say_usage(error: click.ClickException) -> None:
+    """Print click's message about wrong usage on standard error, as ``show`` does."""
+    written = io.StringIO()
+    error.show(written)
+    say(written.getvalue().removesuffix("\n"))
+
+
+def show(text: str) -> None:
+    """Print lines on standard output; characters from files that a terminal would obey are escaped."""
+    click.echo(encodable(printable(text), sys.stdout.encoding))
+
+
+def show_document(raw: bytes) -> None:
+    """Print a JSON document on standard output, equal to ``raw`` and without characters that a terminal obeys."""
+    click.echo(json_text(raw), nl=False)
 
 
 def typed(*names: str) -> list[str]:
@@ -138,4 +157,8 @@ def run_commands(group: click.Group, name: str, fail: Failing) -> None:
             fail(str(absent), absent.exit_code, error)
         if os.environ.get("MEMO_TRACEBACK"):
             fail(traceback.format_exc().rstrip(), 1, error)
-        fail(f"this is a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report the traceback", 1, error)
+        fail(
+            f"this is a bug: {one_line(repr(error))}\n  next: run again with MEMO_TRACEBACK=1 and report the traceback",
+            1,
+            error,
+        )

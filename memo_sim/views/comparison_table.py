@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from memo_sim.contract.comparison import Comparison, StepFigures
+from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.views.bars import LANES
 from memo_sim.views.text_table import percent, text_table
@@ -17,7 +18,7 @@ def comparison_table(comparison: Comparison, *, top: int | None = None) -> str:
     """
     predicted, measured, ratio = comparison.predicted, comparison.measured, comparison.ratio
     steps = "1 step" if comparison.steps_measured == 1 else f"median of {comparison.steps_measured} steps"
-    blocks = [f"measured on {comparison.machine}, {steps}"]
+    blocks = [f"measured on {one_line(comparison.machine)}, {steps}"]
 
     def one(label: str, name: str, form: Callable[[float], str]) -> list[str | None]:
         before = None if predicted is None else form(getattr(predicted, name))

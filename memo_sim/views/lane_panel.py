@@ -13,6 +13,7 @@ from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_seconds
 from memo_sim.views.bars import Bar, Stall, bars_of, played_s, stalls_of
 from memo_sim.views.palette import QUIET_TEXT, TEXT, WAITS, lighter, phase_colour
+from memo_sim.views.pictures import drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +67,7 @@ class LanePanel:
                 self._row(ax, own, bottom, height)
                 if row == "compute":
                     self._hatch(ax, stalls, bottom, height)
-                labels.append(f"{row} {self._busy(row):.0%}")
+                labels.append(f"{drawn(row)} {self._busy(row):.0%}")
             ticks.append(bottom + height / 2)
             top = bottom - (0.02 if row == "compute" else GAP)
         ax.set_ylim(top + GAP - 0.06, 0.06)
@@ -241,7 +242,8 @@ def wait_labels(trace: Trace, window: tuple[float, float]) -> dict[str, str]:
         inside = min(stall.end_s, window[1]) - max(stall.start_s, window[0])
         if stall.lane == "compute" and inside > 0:
             total[stall.waits_for] = total.get(stall.waits_for, 0.0) + inside
-    return {lane: f"{lane} {format_seconds(total[lane])}" for lane in sorted(total, key=lambda name: -total[name])}
+    ordered = sorted(total, key=lambda name: -total[name])
+    return {lane: f"{drawn(lane)} {format_seconds(total[lane])}" for lane in ordered}
 
 
 def _median(values: list[float]) -> float:

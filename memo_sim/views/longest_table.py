@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memo_sim.contract.longest import Longest
+from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import format_seconds, format_tokens
 from memo_sim.views.plan_table import ranked_table
 from memo_sim.views.text_table import text_table
@@ -10,7 +11,7 @@ from memo_sim.views.text_table import text_table
 
 def longest_table(document: Longest) -> str:
     """Return the answer: a line with the length, the evaluated lengths, and the fastest plan at the longest."""
-    head = f"{document.model} on {document.cluster}, {document.system}"
+    head = one_line(f"{document.model} on {document.cluster}, {document.system}")
     if document.seq_tokens:
         head += f": {format_tokens(document.seq_tokens)} tokens at most (limited by {document.bound})"
     else:

@@ -6,7 +6,6 @@ only where they fit, so that a picture of thousands of buffers stays small and r
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from memo_sim.contract.requests import Phase
 from memo_sim.contract.units import format_bytes
 from memo_sim.views.memory_panel import memory_unit
 from memo_sim.views.palette import CAPACITY, CLASSES, OTHER, QUIET_TEXT, TEXT, lighter, ordered_classes, phase_colour
-from memo_sim.views.pictures import write_picture
+from memo_sim.views.pictures import drawn, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,9 +64,7 @@ def draw_memory_map(
         UsageError: when the file's format is unknown or the file cannot be written.
         ModuleNotFoundError: when matplotlib is not installed.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a character that no font has is drawn as a box
-        write_picture(lambda: _figure(placement, title, phases, reserved), path)
+    write_picture(lambda: _figure(placement, title, phases, reserved), path)
 
 
 def _figure(placement: Placement, title: str, phases: Sequence[Phase], reserved: Curve) -> Figure:
@@ -79,8 +76,8 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase], reserved:
     width, height = WIDTH_IN - LEFT_IN - RIGHT_IN, HEIGHT_IN - TOP_IN - BOTTOM_IN - band
     left, right = LEFT_IN / WIDTH_IN, width / WIDTH_IN
     ax = figure.add_axes((left, (BOTTOM_IN + band) / HEIGHT_IN, right, height / HEIGHT_IN))
-    heading = _printable(title) or "memory map"
-    figure.text(left, 1 - 0.16 / HEIGHT_IN, heading, fontsize=12, weight="bold", va="top", parse_math=False)
+    heading = drawn(title) or "memory map"
+    figure.text(left, 1 - 0.16 / HEIGHT_IN, heading, fontsize=12, weight="bold", va="top")
     figure.text(left, 1 - 0.42 / HEIGHT_IN, _subtitle(placement), fontsize=9, color=QUIET_TEXT, va="top")
     start, end = min(placement.lower, default=0), max(placement.upper, default=1)
     unit, scale = memory_unit(placement.arena_bytes)
@@ -146,7 +143,7 @@ def _say_what_is_below(ax: Axes, bottom_bytes: float) -> None:
 def _subtitle(placement: Placement) -> str:
     arena, bound = placement.arena_bytes, placement.lower_bound_bytes
     good = "equal to the lower bound: optimal" if arena == bound else f"lower bound {format_bytes(bound)}"
-    solver = f" by {placement.solver}" if placement.solver else ""
+    solver = f" by {drawn(placement.solver)}" if placement.solver else ""
     return f"arena {format_bytes(arena)}{solver}, {good}"
 
 
@@ -195,13 +192,13 @@ def _draw_names(ax: Axes, placement: Placement, scale: float, a_pt: tuple[float,
     lives = [upper - lower for lower, upper in zip(placement.lower, placement.upper, strict=True)]
     order = sorted(range(len(lives)), key=lambda i: -placement.size_bytes[i] * lives[i])
     for i in order[:MOST_NAMES]:
-        name = _printable(placement.ids[i].rpartition("/")[2])
+        name = drawn(placement.ids[i].rpartition("/")[2])
         low = max(bottom, placement.offset_bytes[i] / scale)
         high = (placement.offset_bytes[i] + placement.size_bytes[i]) / scale
         wide = lives[i] / a_pt[0] >= CHARACTER * NAME_PT * len(name) + 3
         if wide and (high - low) / a_pt[1] >= NAME_PT + 1:
             middle = placement.lower[i] + lives[i] / 2, (low + high) / 2
-            ax.text(*middle, name, ha="center", va="center", fontsize=NAME_PT, color=TEXT, parse_math=False)
+            ax.text(*middle, name, ha="center", va="center", fontsize=NAME_PT, color=TEXT)
 
 
 def _draw_lines(ax: Axes, placement: Placement, scale: float) -> None:
@@ -281,19 +278,14 @@ def _draw_phases(ax: Axes, phases: Sequence[Phase], instants_a_pt: float) -> Non
         linewidth=0,
     )
     for phase in phases:
-        label = _printable(_place(phase))
+        label = drawn(_place(phase))
         if (phase.upper - phase.lower) / instants_a_pt >= CHARACTER * BAND_PT * len(label):
             middle = (phase.lower + phase.upper) / 2
-            ax.text(middle, 0.48, label, ha="center", va="center", fontsize=BAND_PT, color=TEXT, parse_math=False)
+            ax.text(middle, 0.48, label, ha="center", va="center", fontsize=BAND_PT, color=TEXT)
     ax.set_ylim(0, 1)
     ax.set_yticks([])
     for spine in ("top", "right", "left"):
         ax.spines[spine].set_visible(False)
-
-
-def _printable(text: str) -> str:
-    """Return ``text`` with control characters replaced: an SVG must not contain them."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _place(phase: Phase) -> str:
@@ -316,7 +308,7 @@ def _draw_legend(ax: Axes, placement: Placement, width_in: float) -> None:
     names = reversed(ordered_classes(set(placement.classes)))
     lines: list[Any] = ax.get_legend_handles_labels()[0]
     ax.legend(
-        handles=[*lines, *(Patch(color=CLASSES.get(name, OTHER), label=name) for name in names)],
+        handles=[*lines, *(Patch(color=CLASSES.get(name, OTHER), label=drawn(name)) for name in names)],
         loc="upper left",
         bbox_to_anchor=(1 + 0.08 / width_in, 1.0),
         borderaxespad=0,

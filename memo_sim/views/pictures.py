@@ -1,17 +1,20 @@
 """Writes drawings to picture files, and checks their format.
 
-Text stays text in an SVG, and the same drawing always gives the same bytes.
+Text stays text in an SVG, and the same drawing always gives the same bytes. Names come from files: nothing in them is
+drawn as mathematics (``$x$`` would end the command), and a character that an SVG cannot hold is escaped.
 """
 
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memo_sim.contract import codec
 from memo_sim.contract.errors import UsageError
+from memo_sim.contract.plain_text import one_line, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,6 +23,8 @@ STAMPS = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}
 """The metadata key of each format that would hold a program's name or a date; it is left empty."""
 FORMATS = tuple(STAMPS)
 DPI = 150
+LONGEST_NAME = 400
+"""Characters of a name that a picture shows."""
 
 
 def check_kind(path: str | Path) -> None:
@@ -44,8 +49,22 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, hatch_linewidth:
     """
     check_kind(path)
     import matplotlib as mpl
+    from matplotlib.text import Text
 
     suffix, raw = Path(path).suffix.lower(), io.BytesIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo", "hatch.linewidth": hatch_linewidth}):
-        draw().savefig(raw, format=suffix[1:], dpi=DPI, metadata={STAMPS[suffix]: None})
+    plain = mpl.rc_context({"text.parse_math": False, "text.usetex": False})
+    stable = mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo", "hatch.linewidth": hatch_linewidth})
+    with plain, stable, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a character that no font has is drawn as a box
+        figure = draw()
+        for text in figure.findobj(Text):
+            text.set_text(printable(text.get_text()))
+        figure.savefig(raw, format=suffix[1:], dpi=DPI, metadata={STAMPS[suffix]: None})
     codec.write_bytes(path, raw.getvalue())
+
+
+def drawn(name: str) -> str:
+    """Return a name from a file for a title, a label or a legend, which leaves out names that begin with ``_``."""
+    shown = one_line(name)
+    shown = shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}..."
+    return f" {shown}" if shown.startswith("_") else shown

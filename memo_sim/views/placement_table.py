@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memo_sim.contract.memory_report import MemoryReport
+from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_bytes, format_seconds
 from memo_sim.views.plan_table import peak_table
 from memo_sim.views.text_table import percent, text_table
@@ -12,9 +13,9 @@ def placement_report(report: MemoryReport) -> str:
     """Return the figures of ``report`` as a table, how far they are from optimal, and the fullest instant's classes."""
     blocks = [_figures(report), _verdict(report)]
     if report.live_by_class:
-        where = f" ({report.worst_phase})" if report.worst_phase else ""
+        where = f" ({one_line(report.worst_phase)})" if report.worst_phase else ""
         blocks.append(f"Most bytes live at instant {report.worst_instant}{where}:\n{peak_table(report.live_by_class)}")
-    blocks += [f"note: {note}" for note in report.notes]
+    blocks += [f"note: {one_line(note)}" for note in report.notes]
     return "\n\n".join(blocks[:3]) + "".join(f"\n{block}" for block in blocks[3:])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import shorten
 
 from memo_sim.contract.knobs import PINNED, Listed, Mark
+from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Layout, PlanRow, Stall, StepInterval
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
@@ -56,7 +57,7 @@ def result_table(result: Result, *, top: int | None = None) -> str:
     count = f"{counted(result.evaluated, 'plan')} evaluated, {result.pruned} pruned"
     fitting = [p for p in result.plans if p.status == "ok"]
     others = [p for p in result.plans if p.status != "ok"]
-    blocks = [f"{question}: {count}"]
+    blocks = [f"{one_line(question)}: {count}"]
     if fitting:
         blocks.append(ranked_table(fitting, top=top))
     else:

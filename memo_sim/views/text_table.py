@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memo_sim.contract.plain_text import one_line
+
 MOST_PERCENT = 100.0
 """From this fraction on, a number is shown as a factor. A signed fraction is shown as 1 plus itself."""
 
@@ -21,8 +23,10 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], ali
     """Return a table without a final newline.
 
     ``align`` has ``l`` or ``r`` for each column (missing ones are left-aligned). A cell of None is shown as ``BLANK``.
+    Cells hold names from files; each stays on its line.
     """
-    cells = [[BLANK if cell is None else cell for cell in row] for row in rows]
+    headers = [one_line(header) for header in headers]
+    cells = [[BLANK if cell is None else one_line(cell) for cell in row] for row in rows]
     align = align.ljust(len(headers), "l")
     widths = [max(len(row[c]) for row in [headers, *cells]) for c in range(len(headers))]
     lines = []

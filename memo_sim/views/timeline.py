@@ -18,7 +18,7 @@ from memo_sim.views.bars import first_micro_batch, lanes_of, played_s
 from memo_sim.views.lane_panel import LanePanel, panel_height, wait_colour, wait_labels
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
 from memo_sim.views.palette import CLASSES, OTHER, PHASES, QUIET_TEXT, phase_colour, phase_label
-from memo_sim.views.pictures import DPI, write_picture
+from memo_sim.views.pictures import DPI, drawn, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ def draw_timeline(
     picture.add_lanes(trace, lanes)
     picture.add_memory(trace, capacity_bytes)
     about = f"{trace.origin} step {format_seconds(trace.step_s)}"
-    picture.write(path, title or f"{trace.origin} step", f"{about} · {note}" if note else about)
+    picture.write(path, drawn(title) or f"{trace.origin} step", f"{about} · {note}" if note else about)
 
 
 def draw_comparison(
@@ -84,7 +84,7 @@ def draw_comparison(
     picture.share_memory_scale()
     times = f"predicted {format_seconds(predicted.step_s)}, measured {format_seconds(measured.step_s)}"
     ratio = f" (predicted / measured {predicted.step_s / measured.step_s:.3f})" if measured.step_s else ""
-    picture.write(path, title or "predicted and measured step", " · ".join(filter(None, [times + ratio, note])))
+    picture.write(path, drawn(title) or "predicted and measured step", " · ".join(filter(None, [times + ratio, note])))
 
 
 @dataclass
@@ -202,11 +202,11 @@ def _legends(ax: Any, panel: _Panel, names: Sequence[str], width_in: float) -> N
         )
 
     if panel.kind == "memory":
-        handles = [Patch(color=CLASSES.get(n, OTHER), label=n) for n in reversed(names)]
+        handles = [Patch(color=CLASSES.get(n, OTHER), label=drawn(n)) for n in reversed(names)]
         box(handles, "", 1.0, "upper left")
         return
     order = [p for p in PHASES if p in names] + [p for p in names if p not in PHASES]
-    labels = {phase_label(p): phase_colour(p) for p in order}
+    labels = {drawn(phase_label(p)): phase_colour(p) for p in order}
     box([Patch(color=colour, label=label) for label, colour in labels.items()], "", 1.0, "upper left")
     if panel.waits:
         ax.add_artist(ax.get_legend())

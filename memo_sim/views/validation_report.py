@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from memo_sim.contract.accuracy import GroupAccuracy
+from memo_sim.contract.plain_text import in_markdown, one_line
 from memo_sim.contract.units import format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.views.accuracy import JUDGED, Accuracy, HeldOut, judged_error, rank_correlation, summarise
@@ -18,6 +19,9 @@ from memo_sim.views.validation_table import INTERVAL_HEADERS, LABELS, interval_r
 
 WORST = 16
 """How many of the largest errors are explained."""
+
+BETWEEN = "\x1f"
+"""Joins the parts of a group's name; unlike a space or a bar, no name of a source has it."""
 
 UNITS: dict[str, Callable[[float], str]] = {"mfu": lambda v: f"{100 * v:.2f} %"}
 """Formats by quantity; other quantities have one decimal, in the unit of their column."""
@@ -56,19 +60,19 @@ def validation_report(
 
     ``accuracies`` have keys ``<source>/<system>``.
     """
-    cases = validation.cases
+    cases, typed = validation.cases, one_line(command).replace("`", "'")
     parts = [
         "# Validation: every published case",
-        f"Written by `{command}`, {created}, memo {version}; no GPU was used.",
+        f"Written by `{typed}`, {created}, memo {version}; no GPU was used.",
         HOW_TO_READ,
         "## By source and system",
         _summary(cases, accuracies),
         *_intervals(held_out),
         *_longest(cases),
         "## By model",
-        _by(cases, [f"{c.source} {c.system} {c.model}" for c in cases]),
+        _by(cases, [BETWEEN.join((c.source, c.system, c.model)) for c in cases]),
         "## By length",
-        _by(cases, [f"{c.source} {c.system} {format_tokens(c.seq_tokens)}" for c in cases]),
+        _by(cases, [BETWEEN.join((c.source, c.system, format_tokens(c.seq_tokens))) for c in cases]),
         "## The largest errors of speed, and where their predicted steps go",
         _worst(cases, notes),
         *_wrong(cases, notes),
@@ -79,9 +83,12 @@ def validation_report(
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], align: str) -> str:
-    """Return a Markdown table; ``align`` has ``l`` or ``r`` for each column; a cell of None is empty."""
+    """Return a Markdown table; ``align`` has ``l`` or ``r`` for each column; a cell of None is empty.
+
+    Cells show their text as it is: they hold names from case files (``plain_text.in_markdown``).
+    """
     lines = ["| " + " | ".join(headers) + " |", "|" + "|".join("---:" if a == "r" else "---" for a in align) + "|"]
-    lines += ["| " + " | ".join("" if cell is None else cell for cell in row) + " |" for row in rows]
+    lines += ["| " + " | ".join("" if cell is None else in_markdown(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)
 
 
@@ -107,7 +114,8 @@ def _summary(cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy
         for accuracy in summarise(members, [name] * len(members)):
             chosen = [c for c in members if c.fitted == accuracy.fitted]
             invalid = sum(c.predicted.status == "invalid" for c in chosen)
-            head = [*name.split("/", 1), _kind(accuracy), str(accuracy.rows), str(invalid) if invalid else None]
+            head: list[str | None] = [members[0].source, members[0].system, _kind(accuracy), str(accuracy.rows)]
+            head.append(str(invalid) if invalid else None)
             rows += _quantities(accuracy, head, chosen, accuracies.get(name))
     return markdown_table(headers, rows, "lllrrrlrrrrrr")
 
@@ -149,7 +157,7 @@ def _inside(case: CaseReport) -> bool:
 def _longest(cases: Sequence[CaseReport]) -> list[str]:
     """Return the longest sequence that fits, predicted and measured, where a source tried several lengths."""
     rows: list[list[str | None]] = []
-    for name, members in _grouped(cases, lambda c: f"{c.source}|{c.system}|{c.model}").items():
+    for name, members in _grouped(cases, lambda c: BETWEEN.join((c.source, c.system, c.model))).items():
         tried = sorted({c.seq_tokens for c in members})
         known = [c for c in members if c.expected.status is not None and c.predicted.status != "invalid"]
         if len(tried) < 5 or {c.expected.status for c in known} <= {"ok"} or len(known) != len(tried):
@@ -157,7 +165,7 @@ def _longest(cases: Sequence[CaseReport]) -> list[str]:
         ran = ([c for c in known if c.predicted.status == "ok"], [c for c in known if c.expected.status == "ok"])
         ends = [max((tried.index(c.seq_tokens) for c in side), default=-1) for side in ran]
         shown = [format_tokens(tried[end]) if end >= 0 else "none" for end in ends]
-        rows.append([*name.split("|"), *shown, f"{ends[0] - ends[1]:+d}"])
+        rows.append([*name.split(BETWEEN, 2), *shown, f"{ends[0] - ends[1]:+d}"])
     if not rows:
         return []
     headers = ["source", "system", "model", "predicted", "measured", "steps apart"]
@@ -167,7 +175,7 @@ def _longest(cases: Sequence[CaseReport]) -> list[str]:
 def _by(cases: Sequence[CaseReport], names: Sequence[str]) -> str:
     rows: list[list[str | None]] = []
     for accuracy in summarise(cases, names):
-        source, system, group = accuracy.group.split(" ", 2)
+        source, system, group = accuracy.group.split(BETWEEN, 2)
         statuses = f"{accuracy.statuses_right}/{accuracy.statuses}" if accuracy.statuses else None
         speed = next((q for q in JUDGED if q in accuracy.errors), None)
         errors = accuracy.errors[speed] if speed else None
@@ -227,7 +235,7 @@ def _every(cases: Sequence[CaseReport]) -> list[str]:
             headers += [LABELS[quantity], "measured", "error"]
         rows = [_case(case, quantities) for case in members]
         parts += [
-            f"### {source}",
+            f"### {in_markdown(source)}",
             markdown_table([*headers, "interval"], rows, "llllll" + "rrr" * len(quantities) + "r"),
         ]
     return parts

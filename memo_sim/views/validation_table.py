@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.views.accuracy import QUANTITIES, Accuracy, HeldOut, summarise
@@ -83,7 +84,7 @@ def case_table(cases: Sequence[CaseReport]) -> str:
             row.append(percent(getattr(case.error, quantity), signed=True))
         rows.append(row)
     table = text_table(headers, rows, "llllllr" + "rrr" * len(quantities))
-    reasons = [f"{c.case}: {c.predicted.status}, {c.predicted.reason}" for c in cases if c.predicted.reason]
+    reasons = [one_line(f"{c.case}: {c.predicted.status}, {c.predicted.reason}") for c in cases if c.predicted.reason]
     outside = sorted({curve for c in cases for curve in c.predicted.outside_calibration})
     if outside:
         table += f"\n* outside the calibrated range: {', '.join(outside)}"
