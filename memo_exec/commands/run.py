@@ -29,6 +29,7 @@ from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.record import lane_busy_s, measured_trace
 from memo_exec.interpreter.rendezvous import without_waiting
 from memo_exec.machine import preflight
+from memo_exec.machine.first_calls import play_first_calls
 from memo_exec.machine.machine import Machine, this_machine
 from memo_exec.machine.memory_budget import Needs, check_memory
 from memo_exec.machine.placement_file import checked_placement
@@ -45,6 +46,7 @@ from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import counted
+from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
 
 WARM_UPS = 2
@@ -142,7 +144,7 @@ def run(
             debug=options.debug,
             allocator=allocator,
             rank=world.rank,
-            groups=_groups(plan, world, device, needs),
+            groups=_groups(plan, program, world, device, needs),
             sharing=machine.sharing,
         ) as interpreter,
     ):
@@ -217,7 +219,7 @@ def _use_folder(
     training.world.by_first(lock)
 
 
-def _groups(plan: Plan, world: World, device: torch.device, needs: Needs) -> Groups:
+def _groups(plan: Plan, program: Program, world: World, device: torch.device, needs: Needs) -> Groups:
     """Return this rank's process groups, already connected; none when there is one process.
 
     Raises:
@@ -226,8 +228,10 @@ def _groups(plan: Plan, world: World, device: torch.device, needs: Needs) -> Gro
     if world.size == 1:
         return {}
     programs, mesh = lower(plan.decisions), MeshCoordinates(plan.decisions.layout, world.rank)
+    if device.type == "cuda":
+        play_first_calls(plan.decisions, program, mesh, device)
     with answered(world.rank, world.size):
-        groups = make_groups(programs, mesh, patience_s=_patience_s(plan))
+        groups = make_groups(programs, mesh, patience_s=_patience_s(plan), device=device)
         connect(programs, mesh, groups, device)
     if device.type == "cuda":
         check_memory(dataclasses.replace(needs, host_bytes=0), this_machine())

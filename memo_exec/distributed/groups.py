@@ -1,5 +1,9 @@
 """Makes process groups: one for each lane and kind of group that a program uses, in the same order on all ranks.
 
+On GPUs one split of the world's communicator makes all groups of a key. Lanes play at the same time, and a collective
+occupies multiprocessors until the other ranks have started it too. So the blocks (CTAs) of each communicator are
+bounded: those of all keys together fit on the device.
+
 ``memo_sim.program.analysis.communicators`` lists their keys. Lanes play at the same time, so two lanes never share a
 group. Within a lane, collectives follow program order, which is the same on every rank. A group has two or more ranks.
 """
@@ -9,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from memo_exec.distributed.mesh import MeshCoordinates
@@ -31,8 +36,13 @@ def missing_groups(program: Program, layout: Layout, groups: Groups) -> list[Key
     return [key for key in group_keys(program) if key not in groups and any(len(g) > 1 for g in _ranks(key, layout))]
 
 
+CPU = torch.device("cpu")
+MOST_CTAS = 32
+"""The most blocks of one communicator, which NCCL accepts in all versions."""
+
+
 def make_groups(
-    programs: Sequence[Program], mesh: MeshCoordinates, *, patience_s: float
+    programs: Sequence[Program], mesh: MeshCoordinates, *, patience_s: float, device: torch.device = CPU
 ) -> dict[Key, dist.ProcessGroup]:
     """Make all groups and return those of this rank.
 
@@ -42,13 +52,45 @@ def make_groups(
     Raises:
         RuntimeError: when another rank has stopped.
     """
+    patience = timedelta(seconds=patience_s)
+    by_key = {
+        key: [members for members in _ranks(key, mesh.layout) if len(members) > 1]
+        for key in sorted({key for program in programs for key in group_keys(program)})
+    }
+    by_key = {key: groups for key, groups in by_key.items() if groups}
     found = {}
-    for key in sorted({key for program in programs for key in group_keys(program)}):
-        for members in _ranks(key, mesh.layout):
-            if len(members) > 1:
-                group = dist.new_group(list(members), timeout=timedelta(seconds=patience_s))
-                if mesh.rank in members:
-                    found[key] = group
+    for key, groups in by_key.items():
+        group = (
+            _split(groups, patience, most_ctas(len(by_key), device))
+            if device.type == "cuda"
+            else _new(groups, patience, mesh.rank)
+        )
+        if any(mesh.rank in members for members in groups):
+            assert group is not None
+            found[key] = group
+    return found
+
+
+def most_ctas(communicators: int, device: torch.device) -> int:
+    """Return how many blocks each communicator may have, so that all of them and the world's fit on ``device``."""
+    multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(MOST_CTAS, multiprocessors // (communicators + 1)))
+
+
+def _split(groups: list[tuple[int, ...]], patience: timedelta, ctas: int) -> dist.ProcessGroup | None:
+    """Return this rank's group of ``groups``, made by one split of the world; None when it is in none of them."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    return dist.split_group(split_ranks=[sorted(members) for members in groups], timeout=patience, pg_options=options)
+
+
+def _new(groups: list[tuple[int, ...]], patience: timedelta, rank: int) -> dist.ProcessGroup | None:
+    """Return this rank's group of ``groups``, made one after the other; None when it is in none of them."""
+    found = None
+    for members in groups:
+        group = dist.new_group(list(members), timeout=patience)
+        if rank in members:
+            found = group
     return found
 
 

@@ -32,7 +32,7 @@ from memo_exec.interpreter.streams import StreamTimekeeper, make_deterministic
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.memory.arena import ArenaStore
-from memo_exec.memory.binding import Bound, Touch, schedule
+from memo_exec.memory.binding import Bound, LateFree, Touch, late_frees, schedule
 from memo_exec.memory.replaying import BelowTorch
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
@@ -107,6 +107,8 @@ class Interpreter:
         self._views: dict[tuple[int, int, int], Tensor] = {}
         self._operands = {b.number: self._fixed(b) for bounds in self.schedule.lanes.values() for b in bounds}
         self.below = self._below(allocator)
+        self._freed_late = late_frees(self.schedule) if self._replays else {}
+        self._kept: dict[int, Tensor] = {}
         self._threads = lane_threads(self.schedule.lanes, self.device, sharing)
         self._stuck = False
         self._moved = {Lane.D2H: 0, Lane.H2D: 0}
@@ -136,6 +138,7 @@ class Interpreter:
         self._load(batch)
         self.context.scalars = scalars
         self.store.begin_step()
+        self._kept.clear()
         self._moved = dict.fromkeys(self._moved, 0)
         if self.below:
             self.below.begin_step()
@@ -151,6 +154,7 @@ class Interpreter:
         if progress.failure is not None:
             raise progress.failure
         record = self._record()
+        self._kept.clear()  # all lanes have ended
         if self.below:
             self.below.end_step()
         return record
@@ -207,6 +211,8 @@ class Interpreter:
         for other, producer in bound.waits:
             progress.wait(other, producer)
             timekeeper.order(lane, other, producer)
+        for late in self._freed_late.get(number, ()):
+            self._free(late, progress)
         for buffer in bound.births:
             self.store.birth(buffer, number)
         call = self._call(bound)
@@ -217,11 +223,10 @@ class Interpreter:
         with self._lent(bound), self._talking(bound):
             self.kernels[bound.instruction.op](call)
         timekeeper.end(lane, number)
-        for tensor, pointer, shape in held:
-            if tensor.data_ptr() != pointer or tensor.shape != shape:
-                raise ValueError(
-                    f"{bound.instruction.name}: the kernel of {bound.instruction.op} moved or resized an operand"
-                )
+        if any(tensor.data_ptr() != pointer or tensor.shape != shape for tensor, pointer, shape in held):
+            raise ValueError(
+                f"{bound.instruction.name}: the kernel of {bound.instruction.op} moved or resized an operand"
+            )
         if lane in self._moved:
             self._moved[lane] += call["target"].nbytes
         if self.probe:
@@ -230,10 +235,34 @@ class Interpreter:
             for other, last in others:
                 progress.wait(other, last)
             if others and not isinstance(self.store, ArenaStore) and buffer not in self.schedule.library:
-                whole = self.store.view(buffer, 0, self.schedule.family(buffer).tokens)
-                timekeeper.release(whole, [lane, *(other for other, _ in others)])
+                self._keep(buffer, [lane, *(other for other, _ in others)])
             self.store.death(buffer, number)
+        del call, held  # drop the references to buffers that died before another lane asks for memory
         progress.finish(lane, number, awaited=bound.awaited)
+
+    @property
+    def _replays(self) -> bool:
+        """Whether the allocator below torch serves buffers, and not only libraries' results."""
+        return self.below is not None and not isinstance(self.store, ArenaStore)
+
+    def _keep(self, buffer: int, lanes: list[Lane]) -> None:
+        """Keep the memory of a buffer that several lanes use from being reused until they have ended their uses.
+
+        torch's own allocator does it when asked. The allocator below torch does not, so the compute lane frees the
+        buffer later (``late_frees``).
+        """
+        whole = self.store.view(buffer, 0, self.schedule.family(buffer).tokens)
+        if self._replays:
+            self._kept[buffer] = whole
+        else:
+            self._timekeeper.release(whole, lanes)
+
+    def _free(self, late: LateFree, progress: Progress) -> None:
+        """Free a kept buffer in the compute lane's thread, once the compute lane waits for the buffer's last uses."""
+        for other, last in late.uses:
+            progress.wait(other, last)
+            self._timekeeper.order(Lane.COMPUTE, other, last)
+        del self._kept[late.buffer]
 
     def _fixed(self, bound: Bound) -> tuple[dict[str, Tensor], tuple[Touch, ...]]:
         """Return an instruction's operands with a constant address, and those to look up each time it is played."""

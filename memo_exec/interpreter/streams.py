@@ -29,12 +29,15 @@ class StreamTimekeeper:
         self._zero_s = 0.0
         self._starts: list[torch.cuda.Event | float | None] = []
         self._ends: list[torch.cuda.Event | float | None] = []
+        self._events: list[torch.cuda.Event | None] = []
+        """Two events of each instruction, made in its first step and recorded again in every later one."""
 
     def begin_step(self, instructions: int) -> None:
         """Record time zero on the device and on the host, while the device is idle."""
         self._starts = [None] * instructions
         self._ends = [None] * instructions
-        torch.cuda.synchronize(self.device)
+        self._events += [None] * (2 * instructions - len(self._events))
+        torch.cuda.synchronize(self.device)  # no event of the step before is waited for any more
         for _ in range(2):  # the first record is slow
             before = time.perf_counter()
             self._zero.record(torch.cuda.current_stream(self.device))
@@ -69,16 +72,17 @@ class StreamTimekeeper:
 
     def start(self, lane: Lane, number: int) -> None:
         """Record an event, or note the time on the host lane."""
-        self._starts[number] = self._now(lane)
+        self._starts[number] = self._now(lane, 2 * number)
 
     def end(self, lane: Lane, number: int) -> None:
         """Record an event, or note the time on the host lane."""
-        self._ends[number] = self._now(lane)
+        self._ends[number] = self._now(lane, 2 * number + 1)
 
-    def _now(self, lane: Lane) -> torch.cuda.Event | float:
+    def _now(self, lane: Lane, place: int) -> torch.cuda.Event | float:
         if lane is Lane.HOST:
             return time.perf_counter() - self._zero_s
-        event = _event()
+        if (event := self._events[place]) is None:
+            event = self._events[place] = _event()
         event.record(self.streams[lane])
         return event
 

@@ -25,8 +25,8 @@ from itertools import accumulate
 import torch
 from torch.autograd.profiler import profile
 
-from memo_exec.kernels import KERNELS, LIBRARY_SCRATCH, Call, Context, Kernel
-from memo_exec.memory.dtypes import TORCH_DTYPES
+from memo_exec.kernels import KERNELS, LIBRARY_SCRATCH, Context, Kernel
+from memo_exec.machine.distinct_instructions import call_on_zeros, distinct_instructions
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Family, Instruction
 from memo_sim.program.ir.program import Program
@@ -52,7 +52,7 @@ def library_scratch(
     torch.set_num_threads(threads)
     found: dict[str, int] = {}
     try:
-        for instruction, families in _measured(program).items():
+        for instruction, families in distinct_instructions(program, _is_measured).items():
             size = _undeclared(kernels[instruction.op], instruction, context, families)
             found[instruction.op] = max(found.get(instruction.op, 0), size)
     finally:
@@ -60,35 +60,16 @@ def library_scratch(
     return found
 
 
-def _measured(program: Program) -> dict[Instruction, tuple[Family, ...]]:
-    """Return one instruction of each different product and attention, with the families of its operands."""
-    shared = {family.name: family for family in program.families}
-    found: dict[tuple[object, ...], tuple[Instruction, tuple[Family, ...]]] = {}
-    for template in program.templates:
-        by_name = shared | {family.name: family for family in template.own}
-        slots = [by_name[name] for name in template.slots]
-        for instruction in template.instructions:
-            if not isinstance(instruction.work, MEASURED):
-                continue
-            families = tuple(slots[operand.slot] for operand in instruction.operands)
-            shapes = tuple(
-                (operand.role, operand.tokens, family.features, family.dtype)
-                for operand, family in zip(instruction.operands, families, strict=True)
-            )
-            found.setdefault((instruction.op, instruction.work, shapes), (instruction, families))
-    return dict(found.values())
+def _is_measured(instruction: Instruction) -> bool:
+    return isinstance(instruction.work, MEASURED)
 
 
 def _undeclared(kernel: Kernel, instruction: Instruction, context: Context, families: tuple[Family, ...]) -> int:
     """Play an instruction on zeros; return by how much its allocations exceed the workspace that it declares."""
-    tensors, declared = {}, 0
-    for operand, family in zip(instruction.operands, families, strict=True):
-        if instruction.op in LIBRARY_SCRATCH and operand.role == "workspace":
-            declared += family.bytes
-            continue
-        shape = (operand.tokens,) if family.features == 1 else (operand.tokens, family.features)
-        tensors[operand.role] = torch.zeros(shape, dtype=TORCH_DTYPES[family.dtype])
-    call = Call(instruction, context, tensors)
+    library = instruction.op in LIBRARY_SCRATCH
+    pairs = zip(instruction.operands, families, strict=True)
+    declared = sum(family.bytes for operand, family in pairs if library and operand.role == "workspace")
+    call = call_on_zeros(instruction, families, context)
     with _quiet(), torch.inference_mode(), profile(profile_memory=True, use_kineto=False) as seen:
         kernel(call)
     assert seen.kineto_results is not None

@@ -9,6 +9,7 @@ are dropped. In all our programs that drops every one of them, because placement
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,6 +104,38 @@ def schedule(program: Program, *, placement: Placement | None = None, edges: Edg
     _add_lives(bound, columns, lives)
     library = library_workspaces(program, columns)
     return Schedule(program, columns, lives, slab, edges, lanes, program.all_families, library, arena)
+
+
+@dataclass(frozen=True, slots=True)
+class LateFree:
+    """A buffer that several lanes use, and its last use on each lane but compute."""
+
+    buffer: int
+    uses: tuple[Wait, ...]
+
+
+def late_frees(schedule: Schedule) -> dict[int, list[LateFree]]:
+    """Return by compute instruction the buffers that the compute lane frees just before it.
+
+    This is for an allocator that hands freed memory to the compute lane at once and ignores ``record_stream``. Such an
+    allocator may only get a buffer back when compute already waits for the buffer's uses on other lanes. The compute
+    lane frees it before the first of its instructions after the buffer's death at which a buffer is born. Derived edges
+    make that instruction wait for these uses in any case, so freeing there adds no wait. A buffer with no such
+    instruction after its death is absent; it can be freed when the step has ended.
+
+        compute   [a: writes B] ........ [c: next birth; frees B first]
+        d2h               [b: reads B, its last user]
+    """
+    births = [bound.number for bound in schedule.lanes.get(Lane.COMPUTE, ()) if bound.births]
+    found: dict[int, list[LateFree]] = {}
+    for lane, bounds in schedule.lanes.items():
+        for bound in bounds:
+            at = bisect_right(births, bound.number)
+            for buffer, others in bound.deaths:
+                if others and buffer not in schedule.library and at < len(births):
+                    uses = tuple(use for use in (*others, (lane, bound.number)) if use[0] is not Lane.COMPUTE)
+                    found.setdefault(births[at], []).append(LateFree(buffer, uses))
+    return found
 
 
 def arena_layout(program: Program, lives: Liveness, placement: Placement) -> SlabLayout:

@@ -6,6 +6,9 @@ It works in one of two ways:
 - A run without an arena plays one step unrecorded, in which libraries allocate the memory that they keep. It records
   the requests of the second step and places them. In later steps, the n-th request gets the n-th slot.
 
+torch does not tell this allocator about ``record_stream``, and slots are reused at once. So the interpreter frees a
+buffer that several lanes use only when the compute lane waits for them (``binding.late_frees``).
+
 A request that differs from the plan goes to the device's allocator and is counted. So a step that changes stays
 correct, and the report shows it.
 

@@ -102,7 +102,7 @@ class HostSlab:
             self.registered = True
 
     def close(self) -> None:
-        """Unpin the memory, if it is pinned."""
+        """Unpin the memory once the device has finished its copies, if it is pinned."""
         if self.registered:
             unpin(self.memory)
             self.registered = False

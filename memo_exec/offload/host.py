@@ -90,7 +90,7 @@ class HostMemory:
         if self._pinned and size_bytes:
             pin(self._slab)
             # The finalizer holds the memory, so it cannot be freed while the driver still has it pinned.
-            self._unpin = weakref.finalize(self, _unregister, self._slab)
+            self._unpin = weakref.finalize(self, unpin, self._slab)
 
 
 def _refuse_too_much(size_bytes: int) -> None:
@@ -106,9 +106,3 @@ def _refuse_too_much(size_bytes: int) -> None:
 
 def _nothing() -> None:
     return
-
-
-def _unregister(memory: Tensor) -> None:
-    """Wait for all copies, then unpin the memory."""
-    torch.cuda.synchronize()
-    unpin(memory)

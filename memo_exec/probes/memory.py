@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Call, StepScalars
+from memo_exec.memory.pinned import mapping, pin, unpin
 from memo_exec.probes.timing import Effort, Sample, sample_of, time_call
-from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower
@@ -103,23 +102,30 @@ def _line(small: Sample, large: Sample, sizes: tuple[int, int]) -> tuple[Sample,
     return Sample(start, small.spread), Sample(slope * 2**30, large.spread)
 
 
+def host_block_bytes(device: torch.device) -> int:
+    """Return the size of the block that ``host_ready`` prepares; a GPU's is large enough for all threads that touch."""
+    return LARGE_BYTES if device.type == "cuda" else BLOCK_BYTES
+
+
 def host_ready(device: torch.device) -> Sample:
     """Return how long it takes to prepare one block of host memory for copies: pin it (CUDA), or touch it (CPU).
 
     Raises:
-        CannotRun: if the driver refuses to pin or to unpin it.
+        CannotRun: if the driver refuses to pin it.
     """
     found = []
     for _ in range(REPEATS):
-        block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        cuda = device.type == "cuda"
+        size = host_block_bytes(device)
+        block = mapping(size) if cuda else torch.empty(size, dtype=torch.uint8)
         start = time.perf_counter()
-        if device.type == "cuda":
-            _checked(_runtime().cudaHostRegister(block.data_ptr(), block.numel(), 0), "pinned")
+        if cuda:
+            pin(block)
         else:
             block.zero_()
         found.append(time.perf_counter() - start)
-        if device.type == "cuda":
-            _checked(_runtime().cudaHostUnregister(block.data_ptr()), "unpinned")
+        if cuda:
+            unpin(block)
     return sample_of(found)
 
 
@@ -136,25 +142,11 @@ def host_allocated(device: torch.device) -> Sample | None:
     return sample_of(found)
 
 
-def _checked(status: Any, what: str) -> None:
-    if int(status) != 0:
-        raise CannotRun(
-            f"host memory cannot be {what}",
-            got=f"CUDA error {int(status)} for {BLOCK_BYTES} bytes",
-            wanted="enough lockable memory",
-            hint="raise the limit on locked memory",
-        )
-
-
 def _empty_cache(device: torch.device) -> None:
     """Return torch's cached memory to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.synchronize(device)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -92,7 +92,9 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
         device_free_s=_seconds(allocation.given_back),
         device_malloc_s_per_gib=_seconds(allocation.asked_per_gib),
         device_free_s_per_gib=_seconds(allocation.given_back_per_gib),
-        host_register_bytes_per_s=rate_of(memory.BLOCK_BYTES, found.host_ready, MEMORY),
+        host_register_bytes_per_s=rate_of(
+            memory.host_block_bytes(torch.device(machine.device)), found.host_ready, MEMORY
+        ),
         host_alloc_bytes_per_s=rate_of(memory.PINNED_BYTES, pinned, MEMORY) if pinned else None,
         host_memory_bytes=Quantity(value=float(machine.host_memory_bytes), source=SYSTEM),
         host_copy_bytes_per_s=Quantity(value=copies.together_bytes_per_s, source=COPIES),
@@ -126,7 +128,8 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
         COPIES: f"{where}: copies in the executor's lanes, median; all_devices is {every}; host_copy is both "
         "directions at once; compute_slowdown is measured on a layer's operators beside one copy lane",
         MEMORY: f"{where}: the launch floor is {floor}; device blocks of {memory.BLOCK_BYTES} and "
-        f"{memory.LARGE_BYTES} bytes and the line through both; host blocks of {memory.BLOCK_BYTES} bytes, "
+        f"{memory.LARGE_BYTES} bytes and the line through both; host blocks of "
+        f"{memory.host_block_bytes(torch.device(machine.device))} bytes, "
         f"pinned ones of {memory.PINNED_BYTES} bytes",
         HOST: f"{where}: torch's fused AdamW on the host's cores and the cast of the parameters, as the executor plays "
         "it, all ranks at once, slowest rank, median",

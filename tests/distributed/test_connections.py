@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from memo_exec.distributed.connections import connect
-from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.groups import make_groups, most_ctas
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.world import CONNECTIONS, PATIENCE_S, answered, patience_of, side_by_side
 from memo_sim.contract.errors import RankLost
@@ -29,7 +33,8 @@ def connected(member: Member, layout: Layout) -> list[Key]:
     model = gpt(layers=4)
     programs = lower(decide(model, layout=layout, seq_tokens=512, micro_batch=1, global_batch=4 * layout.dp))
     mesh = MeshCoordinates(layout, member.rank)
-    return connect(programs, mesh, make_groups(programs, mesh, patience_s=PATIENCE_OF_TESTS_S), torch.device("cpu"))
+    device = torch.device("cpu")
+    return connect(programs, mesh, make_groups(programs, mesh, patience_s=PATIENCE_OF_TESTS_S, device=device), device)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,66 @@ def test_stages_in_the_middle_connect_with_both_neighbours(team: Team) -> None:
     forth, back = ["0>1", "1>2", "2>3"], ["1>0", "2>1", "3>2"]
     for stage, found in enumerate(team.play(connected, 4, Layout(pp=4))):
         assert [name for _, name in found] == sorted(n for n in forth + back if str(stage) in n)
+
+
+class Nccl:
+    """A fake of torch.distributed's NCCL groups; it notes which splits of the world a rank makes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, multiprocessors: int = 132) -> None:
+        self.rank = rank
+        self.splits: list[tuple[list[list[int]], int, float]] = []
+        device = SimpleNamespace(multi_processor_count=multiprocessors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+        monkeypatch.setattr(dist, "split_group", self.split)
+        options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=None)))
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+
+    def split(self, *, split_ranks: list[list[int]], timeout: timedelta, pg_options: Any) -> str | None:
+        self.splits.append((split_ranks, pg_options.config.max_ctas, timeout.total_seconds()))
+        return next((str(ranks) for ranks in split_ranks if self.rank in ranks), None)
+
+
+def nccl_groups(rank: int, layout: Layout) -> dict[Key, Any]:
+    programs = lower(decide(gpt(layers=4), layout=layout, seq_tokens=512, micro_batch=1, global_batch=4 * layout.dp))
+    mesh = MeshCoordinates(layout, rank)
+    return dict(make_groups(programs, mesh, patience_s=9.0, device=torch.device("cuda")))
+
+
+def test_one_split_of_the_world_makes_all_groups_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank makes the same splits, and the blocks of all communicators fit on the device."""
+    layout, made = Layout(tp=2, sequence_parallel=True, dp=2, pp=2), []
+    for rank in range(layout.devices):
+        fake = Nccl(monkeypatch, rank)
+        groups = nccl_groups(rank, layout)
+        assert all(str(rank) in members for members in groups.values())
+        made.append(fake.splits)
+    splits = made[0]
+    assert all(each == splits for each in made)
+    assert len(splits) > 3
+    for groups_of_key, ctas, timeout_s in splits:
+        ranks = [rank for group in groups_of_key for rank in group]
+        assert len(ranks) == len(set(ranks))
+        assert all(len(group) > 1 and group == sorted(group) for group in groups_of_key)
+        assert ctas * (len(splits) + 1) <= 132
+        assert timeout_s == 9.0
+    assert max(len(groups_of_key) for groups_of_key, _, _ in splits) == layout.devices // 2
+
+
+def test_a_rank_outside_a_keys_groups_still_takes_part_in_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Nccl(monkeypatch, rank=3)
+    groups = nccl_groups(3, Layout(pp=4))
+    assert len(fake.splits) > len(groups)
+    assert "0>1" not in {name for _, name in groups}
+
+
+@pytest.mark.parametrize(
+    ("communicators", "multiprocessors", "ctas"), [(1, 132, 32), (3, 132, 32), (5, 132, 22), (5, 20, 3), (50, 20, 1)]
+)
+def test_blocks_of_a_communicator(
+    communicators: int, multiprocessors: int, ctas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Nccl(monkeypatch, 0, multiprocessors)
+    assert most_ctas(communicators, torch.device("cuda")) == ctas
 
 
 def test_a_long_step_is_waited_for() -> None:

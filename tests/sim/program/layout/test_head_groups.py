@@ -94,7 +94,9 @@ def test_groups_divide_the_workspace(kernel: str, kv_heads: int) -> None:
     work = attention(kernel, 256 * K, kv_heads=kv_heads)
     whole = attention_workspace_bytes(work, 1)
     assert whole > 0
-    assert attention_workspace_bytes(work, 8) == pytest.approx(whole / 8, rel=1e-6)
+    # torch's flash attention also copies output and gradient of some heads, but not of all.
+    copies = 2 * 256 * K * 32 // 8 * 128 * 2 if kernel == "torch-flash" else 0
+    assert attention_workspace_bytes(work, 8) == pytest.approx(whole / 8 + copies, rel=1e-6)
 
 
 def test_wide_accumulators_are_those_of_the_libraries() -> None:
