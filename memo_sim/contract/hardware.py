@@ -23,6 +23,8 @@ FusedKernel = Literal["triton"]
 """Fused implementations of row-wise operators that can replace torch's own."""
 AccessPattern = Literal[
     "elementwise",
+    "bias_gelu",
+    "bias_gelu_backward",
     "widen",
     "broadcast",
     "strided",
@@ -38,6 +40,7 @@ AccessPattern = Literal[
 """How a row-wise kernel of a framework goes through memory; kernels of one pattern reach about the same rate.
 
 - elementwise: whole contiguous tensors, in vectors of elements.
+- bias_gelu, bias_gelu_backward: a bias with tanh-approximated GeLU, whose arithmetic may take longer than its bytes.
 - widen: a cast to fp32.
 - broadcast: fp32 rows and one number for each of them.
 - strided: narrow operands that are broadcast, parts of rows or transposed, so read element by element (a norm's weight,

@@ -19,6 +19,7 @@ from memo_sim.contract.knobs import (
     MOST_WINDOW,
     AdamwKernels,
     CpExchange,
+    GradSums,
     Loss,
     MemoryPolicy,
     MlpRebuild,
@@ -234,6 +235,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     states: States = "fp32"
     zero_params: ZeroParams = "auto"
     """What ZeRO 3 gathers parameters from (``data_parallel/sharding.py``); auto: stored."""
+    grad_sums: GradSums = "auto"
+    """Dtype in which gradients are summed, over micro-batches and over ranks (``layout/parameters.py``)."""
     overlap: Overlap = "none"
     loss: Loss = "auto"
     """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""

@@ -16,7 +16,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import FrameworkLibrary, RowwiseKernel
 from memo_sim.costs.curves import LogCurve
 from memo_sim.program.ir.work import FRESH, Rowwise
-from memo_sim.program.operators.framework_kernels import Kernel, framework_kernels, library_of
+from memo_sim.program.operators.framework_kernels import SHARED_KERNELS, Kernel, framework_kernels, library_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 
 FUSED_LOSS, LOSS = "cross_entropy.fused", "cross_entropy"
@@ -73,14 +73,16 @@ class RowwiseRates:
         return kernel.launches * self._time(name, curve, each, outside)
 
     def _framework_curve(self, kernel: Kernel, work: Rowwise, library: FrameworkLibrary) -> tuple[str, LogCurve]:
-        """Return the name and curve of a kernel's pattern.
+        """Return the name and curve of a kernel's pattern, its library's own or that of ``SHARED_KERNELS``.
 
         A pattern without a curve has that of memory-bound kernels where the profile has others of the library, because
         the operator's own curve then is that of memo-exec's kernels.
         """
-        if (own := self._framework.get((library, kernel.pattern))) is not None:
-            return f"rowwise.{library}.{kernel.pattern}", own
-        measured = any(name == library for name, _ in self._framework)
+        libraries = [one for one in (library, SHARED_KERNELS.get(library)) if one]
+        for one in libraries:
+            if (own := self._framework.get((one, kernel.pattern))) is not None:
+                return f"rowwise.{one}.{kernel.pattern}", own
+        measured = any(name in libraries for name, _ in self._framework)
         return ("memory_bound", self._common) if measured else self._curve_of(work)
 
     def _curve_of(self, work: Rowwise) -> tuple[str, LogCurve]:

@@ -89,7 +89,7 @@ def _kernels(program: Program, columns: Columns, decisions: Decisions) -> Ints:
                     row[position] = 1
                 elif isinstance(instruction.work, Rowwise) and instruction.work.kind == FRESH:
                     row[position] = 0
-                elif library is None or library == "fused":
+                elif library in (None, "fused", "jit"):
                     row[position] = KERNELS
                 else:
                     row[position] = launches(instruction.work, library)

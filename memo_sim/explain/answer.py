@@ -39,6 +39,8 @@ LIBRARIES: dict[FrameworkLibrary, str] = {
     "eager": "eager torch kernels (a kernel for each operator and cast)",
     "compiled": "kernels of torch.compile",
     "fused": "fused kernels of Megatron-LM and Transformer Engine",
+    "jit": "kernels of Megatron-LM before Transformer Engine (TorchScript, apex)",
+    "internevo": "kernels of InternEvo (apex's norms, flash-attn's rotary, torch's operators)",
 }
 """What the kernels of each library are called."""
 RUN_AGAIN = {

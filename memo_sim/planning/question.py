@@ -78,6 +78,7 @@ class Question(Chosen):
             loss=self._loss(layout),
             streams=self._streams,
             zero_params=self._zero_params(layout),
+            grad_sums=self.grad_sums,
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,

@@ -21,6 +21,7 @@ from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.knobs import (
     AdamwKernels,
+    GradSums,
     Loss,
     MlpRebuild,
     Recompute,
@@ -60,7 +61,7 @@ OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
     *("loss", "loss_chunk", "mlp_chunk", "mlp_rebuild", "states", "offload_inputs", "max_positions", "tp_overlap"),
     *("recompute_layers", "early_stop", "zero_params", "loss_metrics", "sharding", "reduce_dtype", "adamw"),
-    "expected_allocation_retries",
+    *("grad_sums", "expected_allocation_retries"),
 ]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_positions"})
@@ -114,7 +115,7 @@ COLUMN_TEXTS = {
     "pp_layers": "layers of each pipeline stage (of each chunk), joined by commas; nearly equal numbers when blank",
     "uneven_heads": "yes: Ulysses' ranks may have unequal numbers of heads",
     "zero_ranks": "consecutive replicas that ZeRO divides over; all when blank",
-    "rowwise": "kernels of row-wise operators: eager, compiled or fused, as the framework has them; else memo-exec's",
+    "rowwise": "kernels of row-wise operators, as the framework has them (`--rowwise`); else memo-exec's",
     "power_w": "power limit of a GPU in watts; its board's when blank",
     "libraries": "year of PyTorch, flash-attn and Transformer Engine; the profile's when blank",
     "max_positions": "learned positions of a gpt model that the row describes; rotary ones when blank",
@@ -132,6 +133,7 @@ COLUMN_TEXTS = {
     "cuda_graphs": "yes: the framework replays its kernels from CUDA graphs, without launches by the host",
     "sharding": "whose ZeRO 2 and 3: memo, fsdp1 or fsdp2 (`--sharding`); the system's own when blank",
     "reduce_dtype": "dtype in which FSDP reduces gradients over ranks (`--reduce-dtype`); auto when blank",
+    "grad_sums": "dtype in which gradients are summed (`--grad-sums`); auto when blank",
     "adamw": "AdamW's kernels under eager or compiled row-wise kernels: foreach or fused; the system's own when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
@@ -159,6 +161,7 @@ _WORDS = {
     "zero_params": get_args(ZeroParams),
     "sharding": get_args(Sharding),
     "reduce_dtype": get_args(ReduceDtype),
+    "grad_sums": get_args(GradSums),
     "adamw": get_args(AdamwKernels),
 }
 _INTEGERS: dict[str, Any] = {

@@ -268,6 +268,7 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         states=asked.words.get("states", "fp32"),  # type: ignore[arg-type]
         loss_metrics=given.get("loss_metrics", 0),
         zero_params=asked.words.get("zero_params", "auto"),  # type: ignore[arg-type]
+        grad_sums=asked.words.get("grad_sums", "auto"),  # type: ignore[arg-type]
     )
 
 

@@ -697,6 +697,15 @@ STREAMS_OF_A_FRAMEWORK = Rule(
     wanted="memory policy eager",
     hint="--memory-policy eager, or leave --streams out",
 )
+SUMS_OF_A_FRAMEWORK = Rule(
+    name="grad_sums: memory_policy",
+    breaks=lambda d: d.grad_sums != "auto" and d.memory_policy != "eager",
+    what="memo-exec's products add to sums of their own dtype",
+    where="decisions.grad_sums",
+    got=lambda d: f"{d.grad_sums} with memory policy {d.memory_policy}",
+    wanted="memory policy eager",
+    hint="--memory-policy eager, or leave --grad-sums out",
+)
 FSDP_OF_A_FRAMEWORK = Rule(
     name="sharding: memory_policy",
     breaks=lambda d: d.sharding != "memo" and d.memory_policy != "eager",
@@ -739,6 +748,7 @@ ARENA_RULES = (
     GRAPHS_OF_EAGER,
     PLANNED_PLAIN_ATTENTION,
     STREAMS_OF_A_FRAMEWORK,
+    SUMS_OF_A_FRAMEWORK,
     FSDP_OF_A_FRAMEWORK,
     REDUCED_BY_FSDP,
     MODULES_OF_A_FRAMEWORK,

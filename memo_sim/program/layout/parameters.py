@@ -139,13 +139,15 @@ def gradient_dtype(decisions: Decisions) -> DtypeName:
     """Return the dtype in which gradients are summed, over micro-batches and over ranks."""
     if decisions.states == "pure-bf16":
         return "bf16"
-    return "fp16" if half_gradients(decisions) else "fp32"
+    return decisions.dtype if half_gradients(decisions) else "fp32"
 
 
 def half_gradients(decisions: Decisions) -> bool:
-    """Return whether gradients are summed in fp16 instead of fp32, both over micro-batches and over ranks.
+    """Return whether gradients are summed in the parameters' dtype, both over micro-batches and over ranks.
 
+    A separate kernel then adds the result of each product to the sum. Autograd does so with modules in bf16
+    (``grad_sums``; for the first micro-batch of a step it keeps the result as it is, which is not modelled).
     Megatron-LM forces fp32 sums only for bf16. With fp16 its ``--accumulate-allreduce-grads-in-fp32`` is off by default
-    (``megatron/training/arguments.py``), and a separate kernel adds the result of each product to the sum.
+    (``megatron/training/arguments.py``).
     """
-    return decisions.dtype == "fp16" and decisions.memory_policy == "eager"
+    return decisions.memory_policy == "eager" and (decisions.dtype == "fp16" or decisions.grad_sums == "params")

@@ -7,6 +7,11 @@ memo-exec plays a row-wise operator as one instruction. Frameworks launch other 
     compiled  the same modules under torch.compile: Inductor fuses a chain of operators into one kernel
     fused     Megatron-LM's and Transformer Engine's own kernels: one for a norm, a bias with its activation, a bias
               with the residual, a rotary embedding
+    jit       Megatron-LM's kernels under PyTorch 1.10 to 2.0: TorchScript by nvFuser for a bias with GeLU and a bias
+              with dropout and the residual (dropout at its default of 0.1), and apex's FastLayerNorm, which Transformer
+              Engine's norms come from
+    internevo InternEvo's kernels of 2023 (InternLM): apex's RMSNorm around an fp32 copy of its bf16 input, flash-attn's
+              rotary embedding, torch's operators for the rest
 
 An entry lists the kernels of one operator. A kernel's traffic counts tensors as large as the operator's own
 (``Rowwise.elements``): ``n`` in the plan's dtype (narrow), ``w`` in fp32 (wide), ``h`` half a tensor in the plan's
@@ -24,7 +29,8 @@ the optimizer or FSDP's hooks.
 
 Left out: Inductor fuses the addition of a residual with the norm that follows it, which saves that norm's read. In
 eager mode, autograd joins the gradients of Q, K and V in one more copy, clears some results first, and keeps more
-tensors for backward than memo's programs do (fp32 copies inside a norm).
+tensors for backward than memo's programs do (fp32 copies inside a norm). InternEvo computes gate and up in two
+products, whose input gradients autograd adds. Masks of dropout are not counted as memory.
 """
 
 from __future__ import annotations
@@ -78,6 +84,10 @@ _CASTS = frozenset({("n", "w"), ("w", "n")})
 
 _RESIDUAL = _k("nn", "n")
 """Autograd adds the gradients of the two branches that read the residual stream (torch, ``input_buffer.cpp``)."""
+
+
+_DROPOUT = _k("nh", "n")
+"""Dropout's backward: the gradient that leaves the residual stream, and the mask of a byte an element."""
 
 
 def _rms_norm(launches: int = 1) -> Kernels:
@@ -224,6 +234,38 @@ _FUSED: dict[str, Kernels] = {
     "bias.bwd": (_k("n", "", "column_sum"),),
 }
 
+# NVIDIA/Megatron-LM, megatron/initialize.py (set_jit_fusion_options), megatron/model/fused_bias_gelu.py and
+# transformer.py (bias_dropout_add_fused_train).
+_JIT: dict[str, Kernels] = _FUSED | {
+    "gelu": (_k("n", "n", "bias_gelu"),),
+    "gelu.bwd": (_k("nn", "n", "bias_gelu_backward"),),
+    "residual_add": (_k("nn", "nh"),),
+    "layer_norm.bwd": (*_FUSED["layer_norm.bwd"], _DROPOUT),
+    "rms_norm.bwd": (*_FUSED["rms_norm.bwd"], _DROPOUT),
+}
+
+# InternLM, internlm/model/modeling_internlm.py (norm1(residual.float())) and linear.py (silu(w1(x)) * w2(x)).
+_INTERNEVO: dict[str, Kernels] = {
+    # apex, csrc/layer_norm_cuda_kernel.cu: MixedFusedRMSNorm of an fp32 input writes the dtype of its weight. Its
+    # backward reads the input twice: for the weight's gradient (by blocks of rows, which a second kernel adds) and for
+    # that of the input, which autograd casts.
+    "rms_norm": (_WIDEN, _k("w", "n", "norm")),
+    "rms_norm.bwd": (
+        _k("nw", "", "norm_backward"),
+        _TINY,
+        _k("nw", "w", "norm_backward"),
+        _NARROW,
+        _RESIDUAL,
+    ),
+    # flash-attn, csrc/rotary: in place.
+    "rotary": _FUSED["rotary"],
+    "rotary.bwd": _FUSED["rotary.bwd"],
+    "swiglu": _EAGER["swiglu"],
+    "swiglu.bwd": _EAGER["swiglu.bwd"],
+    "residual_add": _EAGER["residual_add"],
+    "bias.bwd": _EAGER["bias.bwd"],
+}
+
 # torch.optim.AdamW(fused=True), torchtitan's default: one kernel over parameters, gradients and moments.
 _FUSED_ADAMW = (
     _k("w", "w", "multi_tensor"),  # gradients clipped
@@ -276,7 +318,12 @@ _LIBRARIES: Mapping[str, dict[str, Kernels]] = {
     "eager": _EAGER | _OF_TORCH | _SOFTMAX,
     "compiled": _COMPILED | _OF_TORCH | _SOFTMAX,
     "fused": _FUSED | _SOFTMAX,
+    "jit": _JIT | _SOFTMAX,
+    "internevo": _INTERNEVO | _OF_TORCH | _SOFTMAX,
 }
+
+SHARED_KERNELS: Mapping[FrameworkLibrary, FrameworkLibrary] = {"internevo": "eager", "jit": "fused"}
+"""Libraries whose other kernels are those of another library: their curves stand in where a profile has none."""
 
 _ADDS_RESIDUAL = frozenset({"layer_norm.bwd", "rms_norm.bwd"})
 """Operators that add the gradient of the residual stream, except behind the last layer."""
@@ -285,7 +332,7 @@ _ADDS_RESIDUAL = frozenset({"layer_norm.bwd", "rms_norm.bwd"})
 def library_of(kernel: RowwiseKernel) -> FrameworkLibrary | None:
     """Return the framework's library that a plan's row-wise kernels are, or None for memo-exec's own."""
     match kernel:
-        case "eager" | "compiled" | "fused":
+        case "eager" | "compiled" | "fused" | "jit" | "internevo":
             return kernel
         case _:
             return None
@@ -298,7 +345,8 @@ def framework_kernels(work: Rowwise, library: FrameworkLibrary) -> Kernels:
         found = tuple(kernel for kernel in found if (kernel.reads, kernel.writes) not in _CASTS)
     alone = work.write_bytes <= work.elements * work.element_bytes
     if work.kind in _ADDS_RESIDUAL and alone:
-        return tuple(_without_residual(kernel) for kernel in found if kernel is not _RESIDUAL)
+        joined = (id(_RESIDUAL), id(_DROPOUT))
+        return tuple(_without_residual(kernel) for kernel in found if id(kernel) not in joined)
     return found
 
 

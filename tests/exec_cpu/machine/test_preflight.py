@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -17,6 +17,7 @@ from memo_exec.machine.memory_budget import check_memory, needs_of
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import BadInput, CannotRun, UsageError
+from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
@@ -51,7 +52,7 @@ def test_a_kernel_of_another_device_is_refused_not_replaced() -> None:
     check_fields(refusal(byte_decisions(), GPU), CannotRun, where=where, got="torch-flash-cpu")
 
 
-@pytest.mark.parametrize("rowwise", ["eager", "compiled", "fused"])
+@pytest.mark.parametrize("rowwise", get_args(FrameworkLibrary))
 def test_row_wise_kernels_of_frameworks_are_refused(rowwise: Any) -> None:
     found = refusal(byte_decisions(kernels=Kernels(attention="torch-flash-cpu", rowwise=rowwise)))
     check_fields(found, CannotRun, where="$.decisions.kernels.rowwise", got=rowwise, wanted="torch", hint="--rowwise")

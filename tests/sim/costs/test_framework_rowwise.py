@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from msgspec.structs import replace
 
@@ -15,7 +17,7 @@ from memo_sim.program.ir.work import Gemm, Rowwise
 from memo_sim.program.operators.framework_kernels import framework_kernels, launches
 
 ELEMENTS = 8192 * 4096
-LIBRARIES: tuple[FrameworkLibrary, ...] = ("eager", "compiled", "fused")
+LIBRARIES: tuple[FrameworkLibrary, ...] = get_args(FrameworkLibrary)
 H100 = replace(
     load_hardware("h100-sxm5-80gb"),
     rowwise_bytes_per_s={},
@@ -54,9 +56,39 @@ def test_a_compiled_backward_adds_the_residual_in_the_same_kernel() -> None:
     with_residual, alone = (framework_kernels(norm(True, residual=r), "compiled") for r in (True, False))
     assert [k.reads for k in with_residual] == ["nnn", "", ""]
     assert [k.reads for k in alone] == ["nn", "", ""]
-    for library in ("eager", "fused"):
+    for library in ("eager", "fused", "internevo"):
         both, one = (launches(norm(True, residual=r), library) for r in (True, False))
         assert both == one + 1
+
+
+def test_megatrons_jit_drops_out_what_joins_the_residual() -> None:
+    """Forward writes a mask of a byte an element; backward reads it beside the gradient, in a kernel of its own."""
+    added = Rowwise("residual_add", 8192, 4 * ELEMENTS, 2 * ELEMENTS, elements=ELEMENTS)
+    moved = {
+        library: [
+            sum(k.moved_bytes(work) for k in framework_kernels(work, library)) // ELEMENTS
+            for work in (added, norm(True, residual=True), norm(True, residual=False))
+        ]
+        for library in LIBRARIES
+    }
+    assert moved["fused"] == [6, 12, 6]
+    assert moved["jit"] == [7, 12 + 5, 6]
+
+
+def test_internevos_norms_read_and_write_fp32_copies() -> None:
+    forward, backward = ([(k.reads, k.writes) for k in framework_kernels(norm(b), "internevo")] for b in (False, True))
+    assert forward == [("n", "w"), ("w", "n")]
+    assert backward == [("nw", ""), ("", ""), ("nw", "w"), ("w", "n"), ("nn", "n")]
+
+
+def test_a_library_without_a_curve_has_that_of_the_one_whose_kernels_it_shares() -> None:
+    slow = with_curves(H100, elementwise=1e12)
+    gate = Rowwise("swiglu", 8192, 4 * ELEMENTS, 2 * ELEMENTS, elements=ELEMENTS)
+    assert seconds(gate, "internevo", slow) == pytest.approx(10 * ELEMENTS / 1e12)
+    assert seconds(gate, "jit", slow) == seconds(gate, "fused", slow) < seconds(gate, "internevo", slow)
+    a100 = load_cluster("a100-1x8")[1]
+    gelu = Rowwise("gelu", 8192, 2 * ELEMENTS, 2 * ELEMENTS, elements=ELEMENTS)
+    assert seconds(gelu, "jit", a100) > 2 * seconds(gelu, "fused", a100)
 
 
 def test_a_kernel_runs_at_the_rate_of_its_pattern() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -12,6 +14,7 @@ from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import simulate
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import BatchedGemm, Gemm, Rowwise
 from memo_sim.program.lower import lower
@@ -121,11 +124,14 @@ def test_long_sequences_cost_more_than_with_a_flash_kernel() -> None:
     assert step("plain", 8192) > 8 * step("plain", 2048)
 
 
-def test_megatrons_fp16_sums_gradients_in_fp16_with_separate_kernels() -> None:
+@pytest.mark.parametrize(("dtype", "grad_sums"), [("fp16", "auto"), ("bf16", "params")])
+def test_gradients_in_the_parameters_dtype_are_added_by_separate_kernels(dtype: Any, grad_sums: Any) -> None:
+    asked = {"layout": Layout(dp=2), "memory_policy": "eager", "global_batch": 4 * BATCH}
     half, wide = (
-        lower(plain(layout=Layout(dp=2), dtype=dtype, memory_policy="eager", global_batch=4 * BATCH))[0]
-        for dtype in ("fp16", "bf16")
+        lower(plain(**asked, dtype=chosen, grad_sums=sums))[0]
+        for chosen, sums in ((dtype, grad_sums), ("bf16", "auto"))
     )
+    assert {f.dtype for f in half.all_families if f.kind is FamilyKind.GRADS} == {dtype}
 
     def reduced(program: Program) -> int:
         return sum(i.work.bytes for _, i in program.walk() if i.op == "grads.all_reduce")

@@ -281,6 +281,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"streams": "events", "memory_policy": "caching"},
         "events with memory policy caching",
     ),
+    "grad_sums: memory_policy": (
+        Layout(),
+        {"grad_sums": "params", "memory_policy": "caching"},
+        "params with memory policy caching",
+    ),
     "sharding: memory_policy": (
         Layout(dp=2, zero=3),
         {"sharding": "fsdp2", "memory_policy": "caching"},
