@@ -82,7 +82,7 @@ ZeroParams = Literal["auto", "stored", "cast"]
 
 - stored: a rank keeps its shard in the parameters' dtype beside the fp32 shard, and gathers that (DeepSpeed).
 - cast: a rank keeps only the fp32 shard, and casts it before every gather (torch FSDP's ``MixedPrecision``).
-- auto: the system's own, else stored."""
+- auto: the system's own, cast with Hugging Face's modules (``Modules``), else stored."""
 GradSums = Literal["auto", "params"]
 """Dtype in which gradients are summed, over micro-batches and over ranks.
 
@@ -109,8 +109,8 @@ Modules = Literal["auto", "operators", "huggingface"]
 """Whose modules an eager framework trains, which decides what autograd saves of a recomputed layer.
 
 - operators: each operator keeps what its own backward reads, as in memo-exec.
-- huggingface: Hugging Face's modules in accelerate's FSDP2: fp32 copies of norms' inputs, every result inside the MLP,
-  fp32 shards of parameters and no others (``memory/huggingface.py``).
+- huggingface: Hugging Face's modules in accelerate's FSDP2: fp32 copies of norms' inputs, every result inside the MLP
+  (``memory/huggingface.py``). ``ZeroParams`` is cast unless given.
 - auto: the system's own, else operators."""
 MlpRebuild = Literal["block", "layer", "twice"]
 """What full recompute repeats of an MLP in row blocks (``program/layers/mlp.py``).
@@ -657,7 +657,8 @@ class Chosen:
         "auto",
         _one_of(ZeroParams),
         "Memory policy eager with ZeRO 3: a rank stores a shard of parameters in their dtype beside the fp32 shard"
-        " (DeepSpeed), or casts the fp32 shard before every gather (FSDP). auto: the system's own, else stored.",
+        " (DeepSpeed), or casts the fp32 shard before every gather (FSDP). auto: the system's own, cast with --modules"
+        " huggingface, else stored.",
     )
     grad_sums: GradSums = _knob(
         "auto",

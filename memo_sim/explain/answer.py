@@ -17,6 +17,7 @@ from memo_sim.explain.metp import metp
 from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
+from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy
@@ -59,11 +60,15 @@ REBUILT_MLP: dict[MlpRebuild, str] = {
     " (--mlp-rebuild twice)",
 }
 """What full recompute repeats of an MLP in row blocks."""
-MODULES = (
-    " Autograd keeps what Hugging Face's modules save of a layer, and accelerate's FSDP2 shards fp32 parameters alone"
-    " (--modules huggingface)."
-)
+MODULES = " Autograd keeps what Hugging Face's modules save of a layer (--modules huggingface)."
 """What an eager framework holds with them."""
+CPU_OFFLOAD = (
+    " Parameters and gradients are in host memory with the optimizer states, as accelerate's CPUOffloadPolicy has them;"
+    " the time of their copies is not predicted."
+)
+"""What accelerate moves besides, with states host."""
+FSDP = {"fsdp1": " as torch's FSDP1 has it (--sharding fsdp1)", "fsdp2": " as torch's FSDP2 has it (--sharding fsdp2)"}
+"""Whose ZeRO it is, if it is not memo-exec's."""
 FREED = {"recorded": "when the device has passed their work", "events": "when a tensor dies"}
 """When that is, by ``Decisions.streams``; auto leaves it to the libraries."""
 SLACK = 0.01
@@ -279,6 +284,8 @@ def _sharding(simulation: Simulation) -> list[str]:
     held = "gradients" if layout.zero == 2 else "gradients and parameters"
     if layout.replicas == 1:
         held += " of embedding and head, which METP replicates"
+    if simulation.decisions.zero_params == "cast":
+        held += ", the latter in fp32, cast for every gather (--zero-params cast)"
     names = {
         "params.all_gather": "gathers {}",
         "grads.reduce_scatter": "reduce-scatters {}",
@@ -288,7 +295,8 @@ def _sharding(simulation: Simulation) -> list[str]:
     *others, last = [text.format(format_bytes(moved[op])) for op, text in names.items() if op in moved]
     does = f"{', '.join(others)} and {last}" if others else last
     waited = sum(s.seconds for s in simulation.prediction.stalls if s.lane == "compute" and s.waits_for in names)
-    text = f"ZeRO {layout.zero}{over}: a rank holds a shard of {held}; per step it {does}"
+    whose = FSDP.get(simulation.decisions.sharding, "")
+    text = f"ZeRO {layout.zero}{over}{whose}: a rank holds a shard of {held}; per step it {does}"
     return [f"{text}; compute waits {format_seconds(waited)} for these collectives."]
 
 
@@ -341,7 +349,8 @@ def _allocator(simulation: Simulation) -> list[str]:
     freed = FREED.get(simulation.decisions.streams)
     waits = f" Memory that other streams use comes back {freed} (--streams {simulation.decisions.streams})."
     own = MODULES if simulation.decisions.modules == "huggingface" else ""
-    return [f"{text}; {retries}{share if stalled else ''}.{waits if freed else ''}{own}"]
+    offloaded = CPU_OFFLOAD if absent_states(simulation.decisions) else ""
+    return [f"{text}; {retries}{share if stalled else ''}.{waits if freed else ''}{own}{offloaded}"]
 
 
 def _limited(found: SearchResult) -> list[str]:

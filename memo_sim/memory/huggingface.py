@@ -15,8 +15,8 @@ returns is not kept either (``checkpoint_wrapper`` is non-reentrant).
 accelerate's FSDP2 differs from the program's ZeRO 3 (utils/fsdp_utils.py, ``fsdp2_prepare_model``;
 utils/dataclasses.py, ``set_mixed_precision``; huggingface/accelerate@16cb6eb):
 
-    parameters   the shards are the fp32 master weights. A gather casts them, so there is no bf16 shard beside them
-                 (the program has its cast with ``zero_params`` cast; a shard that a plan stores by name stays)
+    parameters   the shards are the fp32 master weights, and a gather casts them: ``zero_params`` cast, which a question
+                 with these modules gets, and which the program has itself
     classifier   TRL gathers its weight by ``full_tensor()``, so autograd sums its gradient over the ranks before the
                  last layer's backward (huggingface/trl#6077), not beside it
     host         ``CPUOffloadPolicy`` is the only way to put optimizer states on the host. Parameters and gradients go
@@ -42,9 +42,6 @@ from memo_sim.program.ir.instruction import Instruction, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Rowwise
-
-FULLY_SHARDED = 3
-"""The level of ZeRO that divides parameters."""
 
 READ_AGAIN = {"rms_norm": "stats", "qk_norm": "raw", "swiglu": "x"}
 """Operators whose modules save more than the program keeps, with the operand by which their backward is known."""
@@ -165,17 +162,14 @@ def _classifier(program: Program, columns: Columns, lives: Liveness) -> Liveness
 
 
 def absent_states(decisions: Decisions) -> frozenset[FamilyKind]:
-    """Return the kinds of states that accelerate does not have on the device, and the program has."""
-    if decisions.modules != "huggingface":
+    """Return the kinds of states that accelerate moves to the host (``CPUOffloadPolicy``), and the program does not."""
+    if decisions.modules != "huggingface" or decisions.states != "host":
         return frozenset()
-    if decisions.states == "host":
-        return frozenset((FamilyKind.PARAMS, FamilyKind.GRADS))
-    masters = decisions.states != "pure-bf16" and decisions.dtype != "fp32" and decisions.zero_params != "stored"
-    return frozenset((FamilyKind.PARAMS,) if masters and decisions.layout.zero == FULLY_SHARDED else ())
+    return frozenset((FamilyKind.PARAMS, FamilyKind.GRADS))
 
 
 def _states(program: Program, lives: Liveness, decisions: Decisions) -> Liveness:
-    """Return the buffers with size 0 for the shards that accelerate does not have on the device."""
+    """Return the buffers with size 0 for the shards that accelerate has on the host."""
     gone, sizes = absent_states(decisions), lives.bytes.copy()
     absent = np.array([f.kind in gone for f in program.all_families], dtype=np.bool_)
     sizes[absent[lives.family] & lives.on_device] = 0

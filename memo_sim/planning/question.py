@@ -143,11 +143,15 @@ class Question(Chosen):
         return own if self.streams == "auto" else self.streams
 
     def _zero_params(self, layout: Layout) -> ZeroParams:
-        """Return what is given, or else the system's own where an eager framework divides fp32 parameters."""
+        """Return what is given, or else the system's own where an eager framework divides fp32 parameters.
+
+        Hugging Face's modules are given together with accelerate's FSDP2, which casts.
+        """
         if self.zero_params != "auto":
             return self.zero_params
+        own = "cast" if self.modules == "huggingface" else self.preset.zero_params
         divided = layout.zero == MOST_ZERO and layout.shards > 1 and self.states in ("fp32", "bf16")
-        return self.preset.zero_params if divided and self.memory_policy == "eager" and self.dtype != "fp32" else "auto"
+        return own if divided and self.memory_policy == "eager" and self.dtype != "fp32" else "auto"
 
     def early_stop(self, recompute: str, layers: str) -> bool:
         """Return whether full recompute ends early: what is pinned, or else the system's own, since PyTorch 2.1.

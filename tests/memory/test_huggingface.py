@@ -114,15 +114,18 @@ def held(lives: Lives, family: str) -> int:
     return int(lives.after.bytes[mine][lives.after.on_device[mine]].sum())
 
 
-def test_accelerates_shards_are_the_master_weights() -> None:
+def test_one_knob_says_what_parameters_are_stored() -> None:
     layout = Layout(dp=4, zero=3)
-    assert held(lived(layout=layout, global_batch=4), "params.") == 0
-    assert held(lived(layout=layout, global_batch=4), "grads.") > 0
     assert held(lived(layout=layout, global_batch=4, zero_params="cast"), "params.") == 0
-    assert held(lived(layout=layout, global_batch=4, zero_params="stored"), "params.") > 0  # a plan that says so
+    assert held(lived(layout=layout, global_batch=4, zero_params="cast"), "grads.") > 0
+    for stored in ("auto", "stored"):
+        assert held(lived(layout=layout, global_batch=4, zero_params=stored), "params.") > 0
     assert held(lived(layout=layout, global_batch=4, states="pure-bf16"), "params.") > 0
-    assert held(lived(layout=layout, global_batch=4, states="host"), "grads.") == 0
-    assert held(lived(), "params.") > 0  # without shards nothing is gathered, so the model computes with them
+
+
+def test_accelerate_moves_parameters_and_gradients_to_the_host_with_the_states() -> None:
+    lives = lived(layout=Layout(dp=4, zero=3), global_batch=4, states="host")
+    assert held(lives, "params.") == held(lives, "grads.") == 0
 
 
 def test_the_classifiers_gradient_is_summed_before_the_last_layers_backward() -> None:

@@ -237,8 +237,17 @@ def test_the_answer_says_what_a_system_assumes() -> None:
     assert f"{own} (checkpointed-fp32 before TRL 1.13)." in why
     assert any("comes back when a tensor dies (--streams events)." in line for line in why)
     assert any(line.endswith("(--modules huggingface).") for line in why)
+    fsdp = "ZeRO 3 as torch's FSDP2 has it (--sharding fsdp2): a rank holds a shard of gradients and parameters"
+    assert any(line.startswith(f"{fsdp}, the latter in fp32, cast for every gather (--zero-params") for line in why)
     given = what_if(ask("trl-fsdp2", seq_tokens=8192, global_batch=2, cluster="h100-1x2", loss="fused")).result.why
     assert not any(line.startswith("The loss is") for line in given)
+
+
+def test_the_answer_says_what_accelerate_moves_to_the_host() -> None:
+    asked = ask("trl-fsdp2", seq_tokens=8192, global_batch=2, cluster="h100-1x2")
+    why = what_if(replace(asked, states="host")).result.why
+    assert any("(--modules huggingface). Parameters and gradients are in host memory" in line for line in why)
+    assert not any("--zero-params cast" in line for line in why)
 
 
 def test_the_answer_says_whose_attention_kernel_it_is() -> None:
@@ -315,6 +324,9 @@ def test_hugging_faces_modules_are_those_of_full_recompute() -> None:
     asked = replace(ask("any", dp=8, memory_policy="eager"), modules="huggingface")
     found, reasons = candidates(asked)
     assert {(each.base.recompute, each.base.modules) for each in found} == {("full", "huggingface")}
+    assert {each.base.zero_params for each in found} == {"auto"}  # whole parameters
+    divided = replace(asked, pins=replace(asked.pins, zero=3, recompute="full"))
+    assert {each.base.zero_params for each in candidates(divided)[0]} == {"cast"}
     assert any("checkpointed as a whole" in reason for reason in reasons)
     with pytest.raises(Infeasible) as none_left:
         candidates(replace(ask("trl-fsdp2", dp=8, recompute="none"), modules="huggingface"))
