@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pkgutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-
-for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(variable, "1")
+from typing import Any
 
 import click
+import torch
 
 from tests.campaign.inputs import Inputs, Totals, campaign
 
 
 def load_everything() -> None:
-    """Import every module of memo, so that children begin with all of them."""
+    """Import every module of memo, so that children begin with all of them, and without threads."""
+    torch.set_num_threads(1)
     for name in ("memo_sim", "memo_exec"):
         for found in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}."):
             if "triton" not in found.name and not found.name.endswith("__main__"):
@@ -42,21 +41,17 @@ def load_everything() -> None:
 @click.option("--keep", type=click.Path(path_type=Path), default=Path("kept"), help="Folder for --only.")
 @click.option("--processes", type=click.IntRange(0), help="Run the part with processes, with so many kills.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File for findings, one JSON object a line.")
-def main(inputs: int, first: int, seed: int, output: Path | None, only: int | None, keep: Path, **given: object) -> None:
+def main(**given: Any) -> None:
     """Change files and options, and judge how memo ends."""
     load_everything()
-    if given["processes"] is not None:
-        from tests.campaign.processes import play_all
-
-        sys.exit(play_all(seed, int(str(given["processes"]))))
-    if only is not None:
-        played = Inputs(keep.resolve(), seed).play(only, keep.resolve() / "input")
+    seed, first, keep = given["seed"], given["first"], given["keep"]
+    if given["only"] is not None:
+        played = Inputs(keep.resolve(), seed).play(given["only"], keep.resolve() / "input")
         click.echo(json.dumps(asdict(played), indent=2))
         click.echo(f"its files: {keep / 'input'}")
         return
-    limit = given["limit_s"]
-    totals, reached = campaign(seed, range(first, first + inputs), tell=_told, limit_s=float(str(limit)) if limit else None)
-    if output is not None:
+    totals, reached = campaign(seed, range(first, first + given["inputs"]), tell=_told, limit_s=given["limit_s"])
+    if (output := given["output"]) is not None:
         lines = [json.dumps(asdict(played)) for found in totals.findings.values() for played in found[:3]]
         output.write_text("".join(f"{line}\n" for line in lines))
     click.echo(totals.table())

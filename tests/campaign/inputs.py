@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import matplotlib
+import matplotlib as mpl
 
 from tests.campaign.judge import Judged, judge
 from tests.campaign.mutations import change
@@ -86,15 +86,18 @@ class Totals:
 
 
 class Inputs:
-    """Every input of the campaign by its number. Files are made in ``folder`` when this is made."""
+    """Every input of the campaign by its number. Files are made in ``folder`` when this is made.
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    With ``quick`` only kinds of files that are read in milliseconds, and options of ``memo-sim``.
+    """
+
+    def __init__(self, folder: Path, seed: int, *, quick: bool = False) -> None:
         self.folder, self.seed = folder, seed
         tempfile.gettempdir()  # Python tries the folder by writing to it, once
-        matplotlib.get_configdir()  # makes its folders, once
-        matplotlib.get_cachedir()
-        self.targets = targets(folder / "seeds")
-        self.options = Options(folder / "options", {target.kind: target for target in self.targets})
+        mpl.get_configdir()  # makes its folders, once
+        mpl.get_cachedir()
+        self.targets = targets(folder / "seeds", quick=quick)
+        self.options = Options(folder / "options", self.targets, quick=quick)
         self.same = [self._unchanged(target) for target in self.targets]
         """How each target's command ends with its unchanged file."""
 
@@ -156,9 +159,7 @@ def _answer(text: str) -> str:
     return re.sub(r" +", " ", re.sub(r"[\d.e+-]+ (us|ms|s)\b", "", text))
 
 
-def campaign(
-    seed: int, numbers: range, *, tell: Any = None, limit_s: float | None = None
-) -> tuple[Totals, int]:
+def campaign(seed: int, numbers: range, *, tell: Any = None, limit_s: float | None = None) -> tuple[Totals, int]:
     """Play inputs in children; return the totals and the number of the first input that was not played."""
     begun, totals, nxt = time.monotonic(), Totals(), numbers.start
     with tempfile.TemporaryDirectory(prefix="campaign-", dir=memory_folder()) as name:

@@ -40,7 +40,15 @@ _LABEL = re.compile(r"  (where|got|wanted|next): ")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = {"os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.truncate": 1, "os.chmod": 1}
 _CHANGES |= {"os.link": 2, "os.symlink": 2, "os.chown": 1, "shutil.rmtree": 1}
-_STARTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "pickle.find_class")
+_STARTS = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.connect",
+    "pickle.find_class",
+)
 _ANYWHERE = ("/dev/null", "/dev/full", "/proc/self/", "/tmp/torchinductor")
 """Devices, and the folder of caches that torch makes when its fake tensors are used first."""
 
@@ -192,23 +200,22 @@ def _judge_text(command: tuple[str, ...], done: Done, places: tuple[str, ...]) -
         yield "a traceback"
     if "this is a bug" in done.stderr:
         yield "the message of a bug"
-    if done.returncode == 0:
-        return
-    if not done.stderr.strip() and not done.stdout.strip():
+    if done.returncode and not done.stderr.strip() and not done.stdout.strip():
         yield "no message"
-    if len(done.stderr) > LONGEST_MESSAGE and isinstance(done.error, MemoError):
-        yield f"a message of {len(done.stderr)} characters"
-    if not isinstance(done.error, MemoError):
-        return
-    lines = str(done.error).splitlines()
-    if any(not _LABEL.match(line) for line in lines[1:]):
+    if done.returncode and isinstance(done.error, MemoError):
+        yield from _judge_error(done.error, len(done.stderr), places)
+
+
+def _judge_error(error: MemoError, length: int, places: tuple[str, ...]) -> Iterator[str]:
+    """Yield what the message of an expected error lacks."""
+    if length > LONGEST_MESSAGE:
+        yield f"a message of {length} characters"
+    if any(not _LABEL.match(line) for line in str(error).splitlines()[1:]):
         yield "a line of the message has no label"
-    if isinstance(done.error, BadInput) and done.returncode == 3:
-        where = str(done.error.where)
-        if done.error.where is None or not any(place in where for place in places or ("",)):
+    if isinstance(error, BadInput) and error.exit_code == 3:
+        where = str(error.where)
+        if error.where is None or not any(place in where for place in places or ("",)):
             yield f"the message does not name the file: {where[:100]}"
-        if done.error.got is None and done.error.wanted is None and done.error.hint is None and " " not in done.error.what:
-            yield "the message neither says what was found nor what is wanted"
 
 
 def _files(folder: Path) -> dict[str, bytes | str]:
@@ -218,7 +225,9 @@ def _files(folder: Path) -> dict[str, bytes | str]:
         for name in (*folders, *names):
             path = Path(place, name)
             regular = path.is_file() and not path.is_symlink()
-            found[str(path.relative_to(folder))] = path.read_bytes() if regular and os.access(path, os.R_OK) else "other"
+            found[str(path.relative_to(folder))] = (
+                path.read_bytes() if regular and os.access(path, os.R_OK) else "other"
+            )
     return found
 
 
@@ -232,7 +241,12 @@ def _judge_files(
             yield f"{'removed' if name not in after else 'changed' if name in before else 'made'}: {name}"
         elif name.endswith(".tmp") or ".unfinished" in name:
             yield f"left unfinished: {name}"
-        elif done.returncode not in (0, 5) and name in after and before.get(name) is None and not (folder / name).is_dir():
+        elif (
+            done.returncode not in (0, 5)
+            and name in after
+            and before.get(name) is None
+            and not (folder / name).is_dir()
+        ):
             # a run may write checkpoints before it fails; a command that writes one document may not
             if not name.startswith("run/"):
                 yield f"written although the command failed: {name}"
@@ -242,13 +256,12 @@ def _judge_files(
 
 def _half_written(name: str, content: bytes) -> Iterator[str]:
     """Yield what is wrong with a file that a command wrote: it is neither a document nor a picture nor lines."""
-    try:
-        json.loads(content, parse_constant=_refuse_constant)
-        return
-    except ValueError as error:
-        if content.startswith(b"{"):
+    if content.startswith(b"{"):
+        try:
+            json.loads(content, parse_constant=_refuse_constant)
+        except ValueError as error:
             yield f"half written: {error}"[:200]
-            return
+        return
     if content.startswith(b"\x89PNG"):
         whole = content.endswith(b"IEND\xaeB`\x82")
     elif content.startswith(b"<?xml"):

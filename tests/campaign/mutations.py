@@ -31,9 +31,32 @@ NUMBERS = (
     *("1e30", "1e308", "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "1e", "01", "0x10", "1_0", "٣"),
 )
 TEXTS = (
-    *("", " ", "a", "\x00", "a\x00b", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "\r\nnext: rm -rf", "$\\frac{1}$", "$$"),
+    *(
+        "",
+        " ",
+        "a",
+        "\x00",
+        "a\x00b",
+        "\x1b[31mred\x1b[0m",
+        "\x1b]0;title\x07",
+        "\r\nnext: rm -rf",
+        "$\\frac{1}$",
+        "$$",
+    ),
     *("$\\notacommand$", "<script>alert(1)</script>", "a|b", "=1+1", "@SUM(A1)", "../../etc/passwd", "/dev/zero"),
-    *("\u202egnp.exe", "\udcff", "é" * 300, "ß\u0301\u200b", "%s%n", "{0}", "`$(id)`", "None", "nan", "auto", "\x7f\x9b"),
+    *(
+        "\u202egnp.exe",
+        "\udcff",
+        "é" * 300,
+        "ß\u0301\u200b",
+        "%s%n",
+        "{0}",
+        "`$(id)`",
+        "None",
+        "nan",
+        "auto",
+        "\x7f\x9b",
+    ),
 )
 PLANTED = "planted"
 """The file that a planted command would make, in the current folder."""
@@ -143,7 +166,9 @@ def written_toml(value: Any, *, top: bool = True) -> str:
 def replacement(rng: Random, old: Any) -> Any:
     """Return a value in place of ``old``: a boundary of its type, or one of another type."""
     number = isinstance(old, int | float) and not isinstance(old, bool)
-    kind = rng.choice(["number"] * 5 * number + ["text"] * 4 * isinstance(old, str) + ["number", "text", "other", "scaled"])
+    kind = rng.choice(
+        ["number"] * 5 * number + ["text"] * 4 * isinstance(old, str) + ["number", "text", "other", "scaled"]
+    )
     if kind == "number":
         return Literally(rng.choice(NUMBERS))
     if kind == "text":
@@ -171,7 +196,7 @@ def changed_tree(rng: Random, tree: Any) -> tuple[str, Any]:
     elif action == "double" and isinstance(holder, list):
         holder[key:key] = [holder[key]] * rng.choice([1, 2, 100])
     elif action == "double":
-        twice = tuple(holder.items()) + ((key, rng.choice([holder[key], replacement(rng, holder[key])])),)
+        twice = (*holder.items(), (key, rng.choice([holder[key], replacement(rng, holder[key])])))
         return f"double {where}", _with(tree, path[:-1], Pairs(twice))
     elif action == "rename" and isinstance(holder, dict):
         new = rng.choice([key.upper(), key + "s", key[:-1], rng.choice(TEXTS), "schema"])
@@ -219,7 +244,14 @@ def _escaped(rng: Random, value: Any) -> str:
         return "[" + ",".join(_escaped(rng, each) for each in value) + "]"
     if isinstance(value, str):
         plain = (json.dumps(c)[1:-1] for c in value)
-        return '"' + "".join(f"\\u{ord(c):04x}" if ord(c) < 2**16 and rng.random() < 0.3 else p for c, p in zip(value, plain, strict=True)) + '"'
+        return (
+            '"'
+            + "".join(
+                f"\\u{ord(c):04x}" if ord(c) < 2**16 and rng.random() < 0.3 else p
+                for c, p in zip(value, plain, strict=True)
+            )
+            + '"'
+        )
     return json.dumps(value)
 
 
@@ -271,7 +303,9 @@ def change_table(rng: Random, raw: bytes) -> Change:
     import csv
 
     rows = list(csv.reader(io.StringIO(raw.decode())))
-    action = rng.choice(["cell"] * 8 + ["drop column", "double column", "rename column", "drop row", "double row", "ragged"])
+    action = rng.choice(
+        ["cell"] * 8 + ["drop column", "double column", "rename column", "drop row", "double row", "ragged"]
+    )
     action = rng.choice([action] * 9 + ["same: columns", "same: crlf", "same: mark", "same: quotes", "quote", "huge"])
     row, column = rng.randrange(len(rows)), rng.randrange(len(rows[0]))
     expected: Expected = "same" if action.startswith("same") else "either"
@@ -346,23 +380,18 @@ def change_pickle(rng: Random, raw: bytes) -> Change:
 
 def plain(value: Any) -> Any:
     """Return a tree with Python's values in place of literal text."""
-    match value:
-        case Literally(text):
+    if isinstance(value, Literally):
+        for kind in (int, float):
             try:
-                return int(text)
+                return kind(value.text)
             except ValueError:
-                try:
-                    return float(text)
-                except ValueError:
-                    return text[:500].encode(errors="surrogatepass")
-        case Pairs(items):
-            return {str(key): plain(each) for key, each in items}
-        case dict():
-            return {key: plain(each) for key, each in value.items()}
-        case list():
-            return [plain(each) for each in value]
-        case _:
-            return value
+                continue
+        return value.text[:500].encode(errors="surrogatepass")
+    if isinstance(value, Pairs):
+        return {str(key): plain(each) for key, each in value.items}
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value
 
 
 def change_npy(rng: Random, raw: bytes) -> Change:
@@ -376,7 +405,10 @@ def change_npy(rng: Random, raw: bytes) -> Change:
         old, new = rng.choice(
             [
                 ("'descr': '<", "'descr': '>"),
-                *[("'descr': '<i8'", f"'descr': '{d}'") for d in ("|O", "<f8", "<u8", "|S8", "<M8", "|V8", "<i16", "x")],
+                *[
+                    ("'descr': '<i8'", f"'descr': '{d}'")
+                    for d in ("|O", "<f8", "<u8", "|S8", "<M8", "|V8", "<i16", "x")
+                ],
                 ("'descr': '<i8'", "'descr': [('a', '<i8')]"),
                 ("False", rng.choice(["True", "None", "2"])),
                 *[("(", f"({n}, ") for n in ("2", "-1", "0", "1" + "0" * 30, "True", "1.5")],
@@ -416,7 +448,9 @@ def change_safetensors(rng: Random, raw: bytes) -> Change:
 
 def change_bytes(rng: Random, raw: bytes) -> Change:
     """Return a file with other bytes: flipped, cut off, inserted, doubled, not UTF-8."""
-    action = rng.choice(["flip", "flip", "cut", "insert", "remove", "double", "empty", "latin", "mark", "zeros", "noise"])
+    action = rng.choice(
+        ["flip", "flip", "cut", "insert", "remove", "double", "empty", "latin", "mark", "zeros", "noise"]
+    )
     made = bytearray(raw)
     where = rng.randrange(len(raw)) if raw else 0
     if action == "flip":

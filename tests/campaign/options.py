@@ -57,10 +57,22 @@ TEXT_VALUES: dict[str, tuple[str, ...]] = {
     "unfitted": ("2",),
 }
 """Quick legal values of options that take any text."""
+KNOB_VALUES: dict[type, tuple[str, ...]] = {
+    Length: ("0", "256", "1k"),
+    CountOrAuto: ("1", "2", "auto"),
+    Numbers: ("1,1", "2"),
+    LayerChoice: ("all", "every-2", "first-1", "groups-2"),
+}
+"""Quick legal values of knobs that click takes as text."""
 NEVER = {"every", "jobs", "help", "version"}
-"""Options that are left out: --all takes minutes and --jobs starts processes. --accept alone is refused, so it stays."""
+"""Options left out: --all takes minutes, --jobs starts processes. --accept alone is refused, so it stays."""
 RARE = {"fit": 0.1, "longest": 0.3, "compare": 0.4}
 """Commands that take their time, and how often they are drawn beside one that is quick."""
+FILES = (
+    *("snapshot", "buffers in CSV", "requests", "allocator log", "model", "hardware profile", "cases", "trace"),
+    *("plan", "tokens"),
+)
+"""Kinds of target whose files the commands read."""
 NEEDS_MINUTES = {("memo-exec", "calibrate")}
 """Commands that are only called so that they refuse."""
 
@@ -84,20 +96,19 @@ class Drawn:
 
 
 class Options:
-    """Draws command lines. ``known`` are targets whose files the commands read."""
+    """Draws command lines. The commands read files of ``targets``; with ``quick`` only memo-sim's are drawn."""
 
-    def __init__(self, folder: Path, known: dict[str, Target]) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True)
-        for kind in ("snapshot", "buffers in CSV", "requests", "allocator log", "model", "hardware profile", "cases"):
-            shutil.copytree(known[kind].folder, folder, dirs_exist_ok=True)
-        shutil.copytree(known["trace"].folder, folder, dirs_exist_ok=True)
-        self.exec_folder = folder.with_name("options-exec")
-        shutil.copytree(known["tokens"].folder, self.exec_folder)
+    def __init__(self, folder: Path, targets: list[Target], *, quick: bool = False) -> None:
+        self.folder, self.exec_folder = folder, folder.with_name("options-exec")
+        for target in targets:
+            trains = target.command[:2] == ("memo-exec", "run")
+            if target.kind in FILES:
+                shutil.copytree(target.folder, self.exec_folder if trains else folder, dirs_exist_ok=True)
         self.commands = [
             (program, name, command)
             for program, group in (("memo-sim", sim_cli), ("memo-exec", exec_cli))
             for name, command in sorted(group.commands.items())
+            if not (quick and (program == "memo-exec" or name in RARE or name == "what-if"))
         ]
         self.knobs = {knob.name: knob.kind for knob in ON_COMMAND_LINE}
 
@@ -106,7 +117,7 @@ class Options:
         ((program, name, command),) = rng.choices(self.commands, [RARE.get(name, 1) for _, name, _ in self.commands])
         arguments = [each for each in command.params if isinstance(each, click.Argument)]
         options = [each for each in command.params if isinstance(each, click.Option) and each.name not in NEVER]
-        values = {each.name: rng.choice(self._legal(each)) for each in arguments}
+        values = {each.name: rng.choice(self.legal(each)) for each in arguments}
         drawn = rng.sample(options, min(len(options), rng.choice([0, 1, 1, 2, 2, 3, 4])))
         wrong = rng.choice([*drawn, *arguments, None]) if rng.random() < 0.6 else None
         must_fail = (program, name) in NEEDS_MINUTES
@@ -123,7 +134,9 @@ class Options:
             else:
                 words += self._given(rng, option)
         if wrong is not None and isinstance(wrong, click.Argument):
-            values[wrong.name] = rng.choice([*TEXTS, *SPECIAL, "missing.json", "loop", OUT, "/dev/zero", "../x", "x" * 300])
+            values[wrong.name] = rng.choice(
+                [*TEXTS, *SPECIAL, "missing.json", "loop", OUT, "/dev/zero", "../x", "x" * 300]
+            )
         if must_fail:
             words += ["--output", "nowhere/profile.json"]
         line = [value for value in values.values() if value or rng.random() < 0.9] + words
@@ -136,7 +149,8 @@ class Options:
         files = self.exec_folder if program == "memo-exec" and name != "compare" else self.folder
         return Drawn(told[:200], (program, name, *line), files, expected)
 
-    def _legal(self, parameter: click.Parameter) -> tuple[str, ...]:
+    def legal(self, parameter: click.Parameter) -> tuple[str, ...]:
+        """Return quick legal values of an argument."""
         kind = parameter.type
         if isinstance(kind, click.Choice):
             return tuple(kind.choices)
@@ -154,30 +168,20 @@ class Options:
 
     def _values(self, option: click.Option) -> list[Any]:
         kind, name = option.type, option.name or ""
-        match kind:
-            case click.Choice():
-                return list(kind.choices)
-            case click.IntRange():
-                least = kind.min if kind.min is not None else 0
-                return [least, least + 1, min(least + 2, kind.max or least + 2)]
-            case click.FloatRange():
-                least = kind.min if kind.min is not None else 0.0
-                most = kind.max if kind.max is not None else least + 2
-                return [least + (most - least) * part for part in (0.25, 0.5, 0.75)]
-            case click.Path():
-                return _paths(name)
+        if isinstance(kind, click.Choice):
+            return list(kind.choices)
+        if isinstance(kind, click.IntRange):
+            least = kind.min if kind.min is not None else 0
+            return [least, least + 1, min(least + 2, kind.max or least + 2)]
+        if isinstance(kind, click.FloatRange):
+            low = kind.min if kind.min is not None else 0.0
+            high = kind.max if kind.max is not None else low + 2
+            return [low + (high - low) * part for part in (0.25, 0.5, 0.75)]
+        if isinstance(kind, click.Path):
+            return _paths(name)
         if name in TEXT_VALUES:
             return list(TEXT_VALUES[name])
-        match self.knobs.get(name):
-            case Length():
-                return ["0", "256", "1k"]
-            case CountOrAuto():
-                return ["1", "2", "auto"]
-            case Numbers():
-                return ["1,1", "2"]
-            case LayerChoice():
-                return ["all", "every-2", "first-1", "groups-2"]
-        return ["x", "1"]
+        return list(KNOB_VALUES.get(type(self.knobs.get(name)), ("x", "1")))
 
 
 def _paths(name: str) -> list[str]:
@@ -186,7 +190,9 @@ def _paths(name: str) -> list[str]:
         return [read[name]]
     if name == "save":
         return [f"{OUT}/run"]
-    return [f"{OUT}/new{suffix}" for suffix in (".json", ".png", ".svg", ".csv", ".pickle", ".md", "")] + [f"{OUT}/old.json"]
+    return [f"{OUT}/new{suffix}" for suffix in (".json", ".png", ".svg", ".csv", ".pickle", ".md", "")] + [
+        f"{OUT}/old.json"
+    ]
 
 
 PLACES = (

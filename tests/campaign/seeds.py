@@ -110,8 +110,11 @@ BUFFERS = "id,lower,upper,size\na,0,3,700\nb,2,4,300\nc,4,6,900\n"
 LOG = "malloc a 700\nmalloc b 300\nfree a 700\nmalloc c 900\nfree b 300\n"
 
 
-def targets(folder: Path) -> list[Target]:
-    """Make the files of every target in a folder of its own, and return the targets."""
+def targets(folder: Path, *, quick: bool = False) -> list[Target]:
+    """Make the files of every target in a folder of its own, and return the targets.
+
+    ``quick``: only those that need neither a plan nor torch.
+    """
     found: list[Target] = []
 
     def add(kind: str, file: str, form: str, *command: str, **more: Any) -> Path:
@@ -129,7 +132,9 @@ def targets(folder: Path) -> list[Target]:
     _simulated(add, toml)
     _documents(add)
     _memory(add)
-    _executed(add, folder)
+    if not quick:
+        _plans(add)
+        _executed(add, folder)
     return found
 
 
@@ -138,7 +143,15 @@ def _simulated(add: Callable[..., Path], toml: Callable[[Path, str, msgspec.Stru
     place = add("model", "model.json", "json", "memo-sim", "what-if", "model.json", *QUESTION, codes=SIM, weight=2)
     _write(place, model=model(), machine=machine())
     place = add(
-        "model in TOML", "model.toml", "toml", "memo-sim", "what-if", "model.toml", *QUESTION, codes=SIM, tree="model.tree"
+        "model in TOML",
+        "model.toml",
+        "toml",
+        "memo-sim",
+        "what-if",
+        "model.toml",
+        *QUESTION,
+        codes=SIM,
+        tree="model.tree",
     )
     toml(place, "model", model())
     _write(place, machine=machine())
@@ -153,19 +166,26 @@ def _simulated(add: Callable[..., Path], toml: Callable[[Path, str, msgspec.Stru
     for nodes, devices in ((1, "machine.json"), (2, "h100-sxm5-80gb")):
         place = add("cluster", "cluster.json", "json", *ask, codes=SIM, names=("machine.json",))
         cluster = msgspec.structs.replace(
-            samples.cluster(), hardware=devices, nodes=nodes, devices_per_node=1, **({} if nodes > 1 else {"network": None})
+            samples.cluster(),
+            hardware=devices,
+            nodes=nodes,
+            devices_per_node=1,
+            **({} if nodes > 1 else {"network": None}),
         )
         _write(place, model=model(), machine=machine(), cluster=cluster)
     ask = ("memo-sim", "what-if", "model.json", "--cluster", "cluster.toml", *QUESTION[2:])
-    place = add("cluster in TOML", "cluster.toml", "toml", *ask, codes=SIM, tree="cluster.tree", names=("machine.json",))
+    place = add(
+        "cluster in TOML", "cluster.toml", "toml", *ask, codes=SIM, tree="cluster.tree", names=("machine.json",)
+    )
     toml(place, "cluster", cluster)
     _write(place, model=model(), machine=machine())
     ask = ("memo-sim", "what-if", "model.json", *QUESTION)
     place = add("hardware profile", "machine.json", "json", *ask, codes=SIM, weight=2.5)
     _write(place, model=model(), machine=machine())
-    _plans(add)
     for command, weight in ((("validate", "cases.csv", "--json"), 1.5), (_FIT, 0.03)):
-        place = add("cases", "cases.csv", "table", "memo-sim", *command, codes=SIM, weight=weight, names=("machine.json",))
+        place = add(
+            "cases", "cases.csv", "table", "memo-sim", *command, codes=SIM, weight=weight, names=("machine.json",)
+        )
         _write(place, machine=machine())
         (place / "cases.csv").write_text(_cases())
 
@@ -184,7 +204,9 @@ def _plans(add: Callable[..., Path]) -> None:
     """A plan that a search wrote, with its placement and its trace."""
     from tests.cli.commands import memo_sim
 
-    place = add("plan", "plan.json", "json", "memo-sim", "what-if", "--plan", "plan.json", *QUESTION[:2], codes=SIM, weight=2)
+    place = add(
+        "plan", "plan.json", "json", "memo-sim", "what-if", "--plan", "plan.json", *QUESTION[:2], codes=SIM, weight=2
+    )
     _write(place, model=model(), machine=machine())
     ask = ("what-if", "model.json", *QUESTION, "-o", "plan.json")
     done = memo_sim(*ask, cwd=place)
@@ -193,7 +215,9 @@ def _plans(add: Callable[..., Path]) -> None:
     shutil.copytree(place, beside, dirs_exist_ok=True)
     for command in (("doctor", "plan.json"), ("profile", "plan.json", "--requests", "-o", f"{OUT}/r.json")):
         weight = 1 if command[0] == "doctor" else 0.1
-        beside = add("plan", "plan.json", "json", "memo-exec", *command, codes=EXEC, weight=weight, names=("placement",))
+        beside = add(
+            "plan", "plan.json", "json", "memo-exec", *command, codes=EXEC, weight=weight, names=("placement",)
+        )
         shutil.copytree(place, beside, dirs_exist_ok=True)
     beside = add("placement", "plan.placement.json", "json", "memo-exec", "doctor", "plan.json", codes=EXEC, weight=0.4)
     shutil.copytree(place, beside, dirs_exist_ok=True)
@@ -248,7 +272,16 @@ def _executed(add: Callable[..., Path], folder: Path) -> None:
     from tests.exec_cpu.plans import byte_decisions, write_plan
     from tests.exec_cpu.small import gpt
 
-    sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 32, "max_positions": 128, "vocab": 256}
+    sizes = {
+        "layers": 1,
+        "hidden": 16,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "ffn_hidden": 32,
+        "max_positions": 128,
+        "vocab": 256,
+    }
     policy = {"seq_tokens": 128, "swapped_tokens": 0, "recompute": "full", "global_batch": 1}
     origin = folder / "trained"
     origin.mkdir()
@@ -270,15 +303,48 @@ def _executed(add: Callable[..., Path], folder: Path) -> None:
     of("plan", "plan.json", "json", *first, weight=0.4, names=("placement",))
     of("placement", "plan.placement.json", "json", *first)
     for name, form in (("ids.npy", "npy"), ("ids.ids", "words"), ("ids.bin", "bytes"), ("text.txt", "words")):
-        of("tokens", name, form, "memo-exec", "run", "plan.json", "--steps", "1", "--json", "--data", name, codes=frozenset({0, 3}))
+        of(
+            "tokens",
+            name,
+            form,
+            "memo-exec",
+            "run",
+            "plan.json",
+            "--steps",
+            "1",
+            "--json",
+            "--data",
+            name,
+            codes=frozenset({0, 3}),
+        )
     load = (*first, "--weights", "run/weights")
     of("weights", "run/weights/model.safetensors", "safetensors", *load, names=("weights",))
     of("weights", "run/weights/config.json", "json", *load, names=("weights",))
-    resume = ("memo-exec", "run", "plan.json", "--data", "ids.npy", "--steps", "2", "--save", "run", "--resume", "--json")
+    resume = (
+        "memo-exec",
+        "run",
+        "plan.json",
+        "--data",
+        "ids.npy",
+        "--steps",
+        "2",
+        "--save",
+        "run",
+        "--resume",
+        "--json",
+    )
     step = "run/step-00000001"
     # 2: a checkpoint of more steps than the run is to have
     of("run.json", f"{step}/run.json", "json", *resume, names=("run",), codes=frozenset({0, 2, 3}))
-    of("run.json, sealed", f"{step}/run.json", "json", *resume, seal=seal_run, codes=frozenset({0, 2, 3}), names=("run",))
+    of(
+        "run.json, sealed",
+        f"{step}/run.json",
+        "json",
+        *resume,
+        seal=seal_run,
+        codes=frozenset({0, 2, 3}),
+        names=("run",),
+    )
     of("metadata", f"{step}/state/.metadata", "bytes", *resume, weight=0.05, names=("run",))
     of("metadata, sealed", f"{step}/state/.metadata", "bytes", *resume, seal=seal_files, names=("state",))
     of("shard", f"{step}/state/__0_0.distcp", "bytes", *resume, weight=0.05, names=("run",))
