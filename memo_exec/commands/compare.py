@@ -12,6 +12,7 @@ compared with the rank that uses the most.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,10 +45,10 @@ def predicted_trace(plan_path: Path, plan: Plan, rank: int = 0) -> Trace | None:
     """Return the predicted trace of the pipeline stage of ``rank``, None when there is no file.
 
     Raises:
-        BadInput: when the trace is of another program than the plan.
+        BadInput: when the trace is of another program than the plan, or what has its name is no file.
     """
     path = trace_path(plan_path, MeshCoordinates(plan.decisions.layout, rank).at("pp"))
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     trace = codec.read(path, Trace)
     if trace.program_sha256 != plan.program_sha256:

@@ -16,6 +16,9 @@ from memo_sim.contract.units import format_bytes
 MOST_BYTES = 4 * 2**30
 """The largest document that is read whole. The largest trace of ours has 70 MB; a month of allocator log some GB."""
 
+PIECE = 2**20
+"""What is read at once of a file that is larger than it said."""
+
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -60,7 +63,9 @@ def read_regular(path: str | Path, most: int = MOST_BYTES) -> bytes:
     try:
         # O_NONBLOCK: the file may have become a FIFO since it was looked at.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            raw = file.read(most + 1)
+            raw = file.read(size + 1)  # read() takes as much memory as it is asked for, before it reads
+            while size < len(raw) <= most and (more := file.read(PIECE)):  # it has grown, or lies in /proc
+                raw += more
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
     if len(raw) > most:

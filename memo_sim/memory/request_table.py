@@ -26,7 +26,7 @@ MOST_DIGITS = 18
 def is_request_table(text: str) -> bool:
     """Return whether the first line that is not empty looks like a table's header."""
     first = next((line for line in text.splitlines() if line.strip()), "")
-    cells = {column_name(cell) for cell in first.split(",")}
+    cells = {column_name(cell).strip('"') for cell in first.split(",")}  # quotes do not change a cell
     return len(cells) > 1 and bool(cells & set(COLUMNS))
 
 

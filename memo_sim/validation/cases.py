@@ -176,6 +176,10 @@ _INTEGERS: dict[str, Any] = {
 """Columns of whole numbers, and the type with the limits of the same field in a model or a plan."""
 
 
+LEAST_MEASURED, MOST_MEASURED = 1e-12, 1e12
+"""Any other number in a cell is a typo, and its ratio to a prediction could not be told from 0 or infinity."""
+
+
 @dataclass(frozen=True, slots=True)
 class CaseQuestion:
     """The cells that a prediction sees; None where the row leaves a knob open."""
@@ -413,8 +417,9 @@ def _number(text: str, where: str) -> float | None:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not 0 <= value < float("inf"):
-        raise BadInput("not a number", where=where, got=repr(text), wanted="a finite number, at least 0")
+    if value != 0 and not LEAST_MEASURED <= value <= MOST_MEASURED:
+        wanted = f"0, or a number from {LEAST_MEASURED:g} to {MOST_MEASURED:g}"
+        raise BadInput("not a number", where=where, got=repr(text), wanted=wanted)
     return value
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -44,6 +45,24 @@ def test_a_file_that_grows_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(files, "check_regular", lambda path: 5)
     with refused(BadInput, what="too large", where="log.json"):
         files.read_regular(tmp_path / "log.json", most=50)
+
+
+def test_a_file_takes_no_more_memory_than_it_has_bytes(tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_bytes(b"{}" * 1000)
+    tracemalloc.start()
+    try:
+        assert files.read_regular(tmp_path / "small.json") == b"{}" * 1000
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_that_says_it_is_empty_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files in /proc do."""
+    (tmp_path / "proc.json").write_bytes(b"{}" * 1000)
+    monkeypatch.setattr(files, "check_regular", lambda path: 0)
+    monkeypatch.setattr(files, "PIECE", 300)
+    assert files.read_regular(tmp_path / "proc.json") == b"{}" * 1000
 
 
 @pytest.mark.parametrize(

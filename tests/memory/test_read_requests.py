@@ -43,6 +43,11 @@ def test_a_header_in_another_case_is_read(tmp_path: Path) -> None:
     assert source.header == ["ID", "Lower", "UPPER", "Size", "Name"]
 
 
+def test_a_header_in_quotes_is_read(tmp_path: Path) -> None:
+    source = read_requests(written(tmp_path, '"id","lower","upper","size"\n"a","0","1","5"\n'))
+    assert source.requests == Requests(ids=["a"], lower=[0], upper=[1], size_bytes=[5])
+
+
 def test_a_table_keeps_its_rows_and_own_columns(tmp_path: Path) -> None:
     source = read_requests(written(tmp_path, TABLE))
     assert source.kind == "csv"

@@ -122,3 +122,12 @@ def test_traces_of_other_programs_are_refused(measured: Path, tmp_path: Path) ->
     codec.write(tmp_path / "plan.trace.json", codec.read(measured / "measured.json", Trace))
     with refused(BadInput, where="plan.trace.json", hint="memo-sim what-if -o"):
         compare.predicted_trace(plan, plan_of(byte_decisions(seq_tokens=512)))
+
+
+def test_what_has_the_traces_name_and_is_no_file_is_refused(tmp_path: Path) -> None:
+    """Without a trace nothing is compared, so a broken link in its place must not pass for none."""
+    plan = write_plan(tmp_path / "plan.json", byte_decisions(seq_tokens=512), predicted())
+    assert compare.predicted_trace(plan, plan_of(byte_decisions(seq_tokens=512))) is None
+    (tmp_path / "plan.trace.json").symlink_to("nothing")
+    with refused(BadInput, where="plan.trace.json"):
+        compare.predicted_trace(plan, plan_of(byte_decisions(seq_tokens=512)))
