@@ -96,6 +96,8 @@ def add_gradient(  # noqa: PLR0917 - a sum and one more term of it
         return
     layer, micro_batch, _, row = found
     buffer, operand = call.buffers[role], call.operands[role]
+    if operand.mode is Mode.ACCUMULATE and buffer not in call.values.sums:
+        call.fault(f"adds to {call.family(role).name}, which was not zeroed")
     sums = call.values.sums.setdefault(buffer, {})
     key = (kind, layer if kind is LAYER else -1, name)
     if not _holds(call, role, key, operand.first, operand.tokens):
