@@ -23,7 +23,8 @@ What it takes on trust:
 - Features: a row is one value. A kernel that mixes up features of the right rows is for a numerical check to find.
 - Rows that other stages compute for a task (``layout/multiplex.py``) are what the message is for; sums of gradients
   that such a message brings complete a sum, whatever terms are missing.
-- Parameters and optimizer states: ``optimizer`` kernels are not checked. The checker asks for complete gradients.
+- The optimizer: gradients are complete, summed over ranks and used once; what its kernels compute is not looked at,
+  nor are the sums of the gradient norm and of the loss over ranks.
 - The rank of a ring: values are right if one rank's mask fits all of them.
 """
 
@@ -51,6 +52,7 @@ MOST_FAULTS = 50
 
 
 _BLOCKS = (FamilyKind.PARAMS, FamilyKind.MASTER, FamilyKind.MOMENT1, FamilyKind.MOMENT2, FamilyKind.HOST_PARAMS)
+_UPDATED = (FamilyKind.GRADS, FamilyKind.MOMENT1, FamilyKind.PARAMS)
 
 
 class Values:
@@ -74,8 +76,13 @@ class Values:
         self._base = list(accumulate((f.count for f in self.families), initial=0))
         self.held: dict[int, list[Held]] = {}
         self.sums: dict[int, dict[ParameterKey, Sum]] = {}
-        self.reduced: set[int] = set()
-        """Buffers of whole gradients whose sum over ranks was written."""
+        self.reduced: set[tuple[int, str]] = set()
+        """Buffers of gradients that were summed over the ranks of a group: with the same parameters ("replicas"), or
+        with a part of the gradient of some vectors ("vectors")."""
+        self.normed: set[int] = set()
+        """Buffers of gradients whose norm was added."""
+        self.updated: dict[tuple[BlockKind, int], int] = {}
+        """Elements of each block that the optimizer updated."""
         self.offloaded: dict[int, int] = {}
         """Host buffers, with the number of rows that were copied there and did not come back."""
         self.loss: dict[tuple[int, object], list[tuple[int, int]]] = {}
@@ -135,34 +142,70 @@ class Values:
 
     def play(self, number: int) -> list[str]:
         """Check what instruction ``number`` reads, record what it writes, and return its faults."""
-        call = self.begin(number)
-        self.finish(number, call)
-        return call.faults
-
-    def begin(self, number: int) -> Call:
-        """Check what instruction ``number`` reads when it starts. It writes nothing until ``finish``."""
         instruction = self.program.templates[self._template[number]].instructions[self._position[number]]
-        buffers = self._buffer[self._first_operand[number] : self._first_operand[number + 1]]
+        first, end = self._first_operand[number], self._first_operand[number + 1]
+        buffers = self._buffer[first:end]
         call = Call(self, instruction, self.program.instances[self._instance[number]], buffers)
         rule = RULES.get(instruction.op)
         if rule is None:
             call.fault(f"the checker of values has no rule for op {instruction.op!r}")
         else:
             rule(call)
-        return call
-
-    def finish(self, number: int, call: Call) -> None:
-        """Record what instruction ``number`` wrote, when it ends; ``call`` is what ``begin`` returned."""
-        call.finish()
-        for buffer in self._buffer[self._first_operand[number] : self._first_operand[number + 1]]:
+            call.finish()
+        for buffer in buffers:
             self._uses[buffer] -= 1
             if not self._uses[buffer] and self.family(buffer).lifetime == "dynamic":
                 self.held.pop(buffer, None)
                 self.sums.pop(buffer, None)
+        return call.faults
 
     def end(self) -> list[str]:
         """Return what is missing when every instruction has been played."""
-        return [*self._missing_gradients(), *self._missing_prefetches(), *self._missing_losses()]
+        missing = [self._missing_gradients(), self._missing_prefetches(), self._missing_losses()]
+        return [fault for each in (*missing, self._missing_updates()) for fault in each]
+
+    def _missing_updates(self) -> Iterator[str]:
+        updates = any(i.op.startswith("adamw") for t in self.program.templates for i in t.instructions)
+        for number, family in enumerate(self.families if updates else ()):
+            for index in range(family.count if family.kind in _UPDATED else 0):
+                buffer = self._base[number] + index
+                layer, name = self.layer_of(buffer), f"{family.block}" + (f" {self.layers[index]}" if index else "")
+                assert family.block is not None
+                counted = family.block is not BlockKind.EMBED or self.first_stage  # a tied one, by the first stage
+                if family.kind is FamilyKind.GRADS and counted and buffer not in self.normed:
+                    yield f"end: the gradient norm is without that of {name}"
+                done = self.updated.get((family.block, layer), 0)
+                shards = (self.layout.zero_ranks or self.replicas(family.block)) if self.layout.zero in (1, 2) else 1
+                held = family.kind is FamilyKind.PARAMS and shards > 1
+                if held and (buffer, "gathered") not in self.reduced:
+                    yield f"end: the parameters of {name} were not gathered"
+                if family.kind is FamilyKind.MOMENT1 and done != family.tokens:
+                    yield f"end: {done} of {family.tokens} elements of {name} were updated"
+
+    def replicas(self, kind: BlockKind) -> int:
+        """Return the number of ranks with the same parameters of a block."""
+        ends = self.layout.whole_ends and kind is not BlockKind.LAYER
+        return self.layout.replicas * (self.layout.metp if ends else 1)
+
+    def copies(self, kind: BlockKind | None) -> int:
+        """Return the number of ranks with the same shard of a block's states (``zero_ranks``)."""
+        layout = self.layout
+        divided = kind is not None and layout.zero >= 1 and layout.zero_ranks
+        return self.replicas(kind) // layout.zero_ranks if kind is not None and divided else 1
+
+    def unreduced(self, buffer: int) -> list[str]:
+        """Return over which ranks a buffer of gradients has yet to be summed before it is used."""
+        kind = self.family(buffer).block
+        if kind is None:
+            return []
+        layout, missing = self.layout, []
+        if self.replicas(kind) > 1 and (buffer, "replicas") not in self.reduced:
+            missing.append("replicas")
+        divided = layout.whole_ends and kind is BlockKind.LAYER
+        shards = divided or layout.sequence_parallel
+        if (divided or layout.tp > 1) and self.blocks[kind].partial_elements(sequence_parallel=shards):
+            missing += [] if (buffer, "vectors") in self.reduced else ["vectors"]
+        return missing
 
     def _missing_gradients(self) -> Iterator[str]:
         for number, family in enumerate(self.families):
@@ -248,7 +291,7 @@ class Values:
             if joined:
                 last = joined[-1]
                 follows = last.end == each.first and last.value == each.value
-                if follows and last.row + last.end - last.first == each.row:
+                if follows and (each.value is None or last.row + last.end - last.first == each.row):
                     joined[-1] = Held(last.first, each.end, last.value, last.row)
                     continue
             joined.append(each)
