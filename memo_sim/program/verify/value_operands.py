@@ -95,8 +95,10 @@ def add_gradient(  # noqa: PLR0917 - a sum and one more term of it
         call.fault(f"{role}: the model has no parameter {name}")
         return
     layer, micro_batch, _, row = found
-    operand = call.operands[role]
-    sums = zeroed_sums(call, role)
+    buffer, operand = call.buffers[role], call.operands[role]
+    if operand.mode is Mode.ACCUMULATE and buffer not in call.values.sums:
+        call.fault(f"adds to {call.family(role).name}, which was not zeroed")
+    sums = call.values.sums.setdefault(buffer, {})
     key = (kind, layer if kind is LAYER else -1, name)
     if not _holds(call, role, key, operand.first, operand.tokens):
         return
@@ -112,15 +114,6 @@ def add_gradient(  # noqa: PLR0917 - a sum and one more term of it
         call.fault(
             f"gradient of {name} of layer {layer}, micro-batch {micro_batch}: rows [{row}, {row + tokens}) twice"
         )
-
-
-def zeroed_sums(call: Call, role: str) -> dict[ParameterKey, Sum]:
-    """Return the sums of gradients in an operand's buffer; what is added to has to be zeroed or written before."""
-    buffer, operand = call.buffers[role], call.operands[role]
-    gradients = call.family(role).kind in (FamilyKind.GRADS, FamilyKind.WHOLE_GRADS)
-    if gradients and operand.mode is Mode.ACCUMULATE and buffer not in call.values.sums:
-        call.fault(f"{role} adds to gradients that were not zeroed")
-    return call.values.sums.setdefault(buffer, {})
 
 
 def _holds(call: Call, role: str, key: ParameterKey, first: int, elements: int) -> bool:

@@ -21,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.verify import value_attention as attention
 from memo_sim.program.verify.value_call import Call
-from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight, zeroed_sums
+from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import ParameterKey, Sum, Value, add_range
 from memo_sim.program.verify.value_terms import chain, gradient_before_heads, gradient_name, joined, product_name, whole
 
@@ -436,7 +437,7 @@ def zero(call: Call) -> None:
     operand, buffer = call.operands["target"], call.buffers["target"]
     if call.family("target").features == 1:
         call.values.sums[buffer] = {}
-        call.values.reduced.discard(buffer)
+        call.values.reduced -= {(buffer, "replicas"), (buffer, "vectors")}
         return
     call.put("target", 0, operand.tokens, Value("zero", -1, -1))
 
@@ -488,12 +489,12 @@ def _summed(v: Values, name: str) -> str | None:
 
 def all_reduce(call: Call) -> None:
     """Sum partial sums over ranks; sums over the ranks of gradients, norm and loss change no value."""
-    work, family = call.work, call.family("tensor")
+    work, family, buffer = call.work, call.family("tensor"), call.buffers["tensor"]
     assert isinstance(work, Collective)
-    if (
-        family.kind in (FamilyKind.GRADS, FamilyKind.WHOLE_GRADS, FamilyKind.SCALAR)
-        or call.values.sums.get(call.buffers["tensor"]) is not None
-    ):
+    if family.kind in (FamilyKind.GRADS, FamilyKind.WHOLE_GRADS):
+        _reduced(call, buffer, "stages" if work.group == "tied" else "vectors")
+        return
+    if family.kind is FamilyKind.SCALAR or buffer in call.values.sums:
         return
     for first, end, value, row in call.rows("tensor"):
         name = None
@@ -640,14 +641,17 @@ def reduce(call: Call) -> None:
 
 def _move_sums(call: Call, source: str, target: str) -> None:
     """Add the sums of gradients in an operand to those of another."""
-    operand, into = call.operands[source], zeroed_sums(call, target)
+    adds = call.operands[target].mode is Mode.ACCUMULATE and call.family(target).kind is FamilyKind.GRADS
+    if adds and call.buffers[target] not in call.values.sums:
+        call.fault(f"adds to {call.family(target).name}, which was not zeroed")
+    operand, into = call.operands[source], call.values.sums.setdefault(call.buffers[target], {})
     given, sharded = call.values.sums.get(call.buffers[source], {}), False
     family = call.family(target)
     block = call.values.blocks.get(family.block) if family.block is not None else None
     if call.family(source).kind is FamilyKind.WHOLE_GRADS and family.kind is FamilyKind.GRADS and block is not None:
         sharded = True
-        if call.buffers[source] not in call.values.reduced and call.values.layout.zero >= 2:
-            call.fault(f"{source} is added before it was summed over the ranks")
+        if missing := call.values.unreduced(call.buffers[source]):
+            call.fault(f"{source} is added before it was summed over the {' and '.join(missing)}")
     for key, each in given.items():
         parameter = call.values.parameters[key[0], key[2]]
         if sharded and block is not None:
@@ -683,19 +687,59 @@ def accumulate(call: Call) -> None:
 
 def flatten(call: Call) -> None:
     """Copy gradients into the tensor that ranks reduce."""
-    call.values.sums[call.buffers["target"]] = dict(call.values.sums.get(call.buffers["source"], {}))
+    source, target, reduced = call.buffers["source"], call.buffers["target"], call.values.reduced
+    call.values.sums[target] = dict(call.values.sums.get(source, {}))
+    reduced -= {(target, "replicas"), (target, "vectors")}
+    reduced |= {(target, what) for buffer, what in reduced if buffer == source}
 
 
 def reduce_gradients(call: Call) -> None:
-    """Sum whole gradients over the ranks that hold the same parameters; each rank then has its shard."""
-    if call.family("tensor").kind is FamilyKind.WHOLE_GRADS:
-        if call.buffers["tensor"] in call.values.reduced:
-            call.fault("sums the gradients over the ranks a second time")
-        call.values.reduced.add(call.buffers["tensor"])
+    """Sum gradients over the ranks that hold the same parameters; each rank then has all of them, or its shard."""
+    _reduced(call, call.buffers["tensor"], "replicas")
+
+
+def _reduced(call: Call, buffer: int, what: str) -> None:
+    if (buffer, what) in call.values.reduced:
+        call.fault(f"sums {call.values.family(buffer).name} over the {what} a second time")
+    call.values.reduced.add((buffer, what))
+
+
+def grad_norm(call: Call) -> None:
+    """Add a block's gradient to the norm, once, when it is complete."""
+    v, buffer = call.values, call.buffers["grads"]
+    if buffer in v.normed:
+        call.fault(f"adds {call.family('grads').name} to the norm a second time")
+    v.normed.add(buffer)
+    _used(call, buffer)
+
+
+def _used(call: Call, buffer: int) -> None:
+    """Check that gradients were summed over ranks; with ZeRO 2 and 3, each use was before it was added."""
+    v, family = call.values, call.family("grads")
+    block = v.blocks.get(family.block) if family.block is not None else None
+    whole_block = block is not None and family.tokens == block.elements
+    missing = v.unreduced(buffer) if family.kind is FamilyKind.GRADS and whole_block else []
+    tied = v.model.tied_embeddings and v.layout.pp > 1 and family.block is EMBED
+    if tied and family.kind is FamilyKind.GRADS and (buffer, "stages") not in v.reduced:
+        missing.append("stages")
+    if missing:
+        call.fault(f"uses {family.name} before it was summed over the {' and '.join(missing)}")
+
+
+def update(call: Call) -> None:
+    """Update a run of a block's parameters: gradients, states and parameters of one layer."""
+    v, family = call.values, call.family("grads")
+    places = {call.values.layer_of(b) for role, b in call.buffers.items() if role not in ("norm", "workspace")}
+    if len(places) != 1 or family.block is None:
+        call.fault(f"updates states of layers {sorted(places)} together")
+        return
+    key = (family.block, places.pop())
+    v.updated[key] = v.updated.get(key, 0) + call.tokens("moment1")
+    _used(call, call.buffers["grads"])
 
 
 def nothing(call: Call) -> None:
-    """The optimizer's kernels: parameters and states keep their identity."""
+    """Play a kernel that changes the value of no row."""
 
 
 def params_gather(call: Call) -> None:
@@ -855,9 +899,9 @@ RULES: dict[str, Rule] = {
     "shards.all_reduce": nothing,
     "grads.check": nothing,
     "grads.scale": nothing,
-    "grad_norm": nothing,
-    "adamw.decay": nothing,
-    "adamw.no_decay": nothing,
+    "grad_norm": grad_norm,
+    "adamw.decay": update,
+    "adamw.no_decay": update,
     "params.all_gather": params_gather,
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),

@@ -74,8 +74,13 @@ class Values:
         self._base = list(accumulate((f.count for f in self.families), initial=0))
         self.held: dict[int, list[Held]] = {}
         self.sums: dict[int, dict[ParameterKey, Sum]] = {}
-        self.reduced: set[int] = set()
-        """Buffers of whole gradients whose sum over ranks was written."""
+        self.reduced: set[tuple[int, str]] = set()
+        """Buffers of gradients that were summed over the ranks of a group: with the same parameters ("replicas"), or
+        with a part of the gradient of some vectors ("vectors")."""
+        self.normed: set[int] = set()
+        """Buffers of gradients whose norm was added."""
+        self.updated: dict[tuple[BlockKind, int], int] = {}
+        """Elements of each block that the optimizer updated."""
         self.offloaded: dict[int, int] = {}
         """Host buffers, with the number of rows that were copied there and did not come back."""
         self.loss: dict[tuple[int, object], list[tuple[int, int]]] = {}
@@ -162,7 +167,37 @@ class Values:
 
     def end(self) -> list[str]:
         """Return what is missing when every instruction has been played."""
-        return [*self._missing_gradients(), *self._missing_prefetches(), *self._missing_losses()]
+        missing = [self._missing_gradients(), self._missing_prefetches(), self._missing_losses()]
+        return [fault for each in (*missing, self._missing_updates()) for fault in each]
+
+    def _missing_updates(self) -> Iterator[str]:
+        updates = any(i.op.startswith("adamw") for t in self.program.templates for i in t.instructions)
+        for number, family in enumerate(self.families if updates else ()):
+            for index in range(family.count if family.kind in (FamilyKind.GRADS, FamilyKind.MOMENT1) else 0):
+                buffer = self._base[number] + index
+                layer, name = self.layer_of(buffer), f"{family.block}" + (f" {self.layers[index]}" if index else "")
+                assert family.block is not None
+                counted = family.block is not BlockKind.EMBED or self.first_stage  # a tied one, by the first stage
+                if family.kind is FamilyKind.GRADS and counted and buffer not in self.normed:
+                    yield f"end: the gradient norm is without that of {name}"
+                done = self.updated.get((family.block, layer), 0)
+                if family.kind is FamilyKind.MOMENT1 and done != family.tokens:
+                    yield f"end: {done} of {family.tokens} elements of {name} were updated"
+
+    def unreduced(self, buffer: int) -> list[str]:
+        """Return over which ranks a buffer of gradients has yet to be summed before it is used."""
+        kind = self.family(buffer).block
+        if kind is None:
+            return []
+        layout, missing = self.layout, []
+        ends = layout.whole_ends and kind is not BlockKind.LAYER
+        if layout.replicas * (layout.metp if ends else 1) > 1 and (buffer, "replicas") not in self.reduced:
+            missing.append("replicas")
+        divided = layout.whole_ends and kind is BlockKind.LAYER
+        shards = divided or layout.sequence_parallel
+        if (divided or layout.tp > 1) and self.blocks[kind].partial_elements(sequence_parallel=shards):
+            missing += [] if (buffer, "vectors") in self.reduced else ["vectors"]
+        return missing
 
     def _missing_gradients(self) -> Iterator[str]:
         for number, family in enumerate(self.families):
@@ -248,7 +283,7 @@ class Values:
             if joined:
                 last = joined[-1]
                 follows = last.end == each.first and last.value == each.value
-                if follows and last.row + last.end - last.first == each.row:
+                if follows and (each.value is None or last.row + last.end - last.first == each.row):
                     joined[-1] = Held(last.first, each.end, last.value, last.row)
                     continue
             joined.append(each)
