@@ -18,6 +18,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step, play, scalars, wrapped
+from tests.planted_faults import log_sum_exp_of_another_layer
 
 SWAP = decide(gpt(), swapped_tokens=256)
 PARTS: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 256, "subsequence_swapped_tokens": (128, 128)}
@@ -166,11 +167,23 @@ OPS = sorted({i.op for t in lower(SKIPPABLE)[0].templates for i in t.instruction
 """All ops but the sum of squares, whose result may be any number."""
 
 
-@pytest.mark.parametrize("op", OPS)
+FAST_OPS = ("linear", "linear.wgrad", "rotary", "h2d")
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, marks=() if op in FAST_OPS else pytest.mark.slow) for op in OPS])
 def test_a_kernel_that_does_nothing_is_found(op: str) -> None:
     """The instruction at fault is named, or the copy that brings poison."""
     with pytest.raises(RaceFound, match=r"has not written|has changed nothing|copied|prefetched"):
         one_step(SKIPPABLE, debug=True, kernels={**KERNELS, op: lambda call: None})
+
+
+def test_a_wrong_value_is_named_with_its_rows() -> None:
+    program = log_sum_exp_of_another_layer(lower(SKIPPABLE)[0])
+    batches = batch(SKIPPABLE)
+    with play(SKIPPABLE, program=program, debug=True) as interpreter, pytest.raises(RaceFound) as caught:
+        interpreter.run_step(batches, scalars(batches))
+    assert "/bwd/attn.bwd: lse " in str(caught.value)
+    assert "rows 0 to 256 of skeletal.lse" in str(caught.value)
 
 
 def test_rows_that_a_kernel_leaves_out_are_found_by_their_reader() -> None:
