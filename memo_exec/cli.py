@@ -142,7 +142,7 @@ def cli() -> None:
 )
 @click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
 @click.option(
-    "--debug", is_flag=True, help="Check the program first, then every copy and order; poison offloaded rows (slow)."
+    "--debug", is_flag=True, help="Check the program first, then every value, copy and order of a step (slow)."
 )
 @click.option(
     "--replay-allocator",

@@ -499,7 +499,7 @@ an offload is one row late                                      -    -    -    c
 a prefetch is one row late                                      -    -    -    cdv  -    -    cdv  -
 a prefetch comes from another tensor's host rows                -    -    -    cdv  cdv  -    cdv  -
 a prefetch comes from another layer's host rows                 -    -    cdv  cdv  cdv  -    cdv  -
-an offload goes to another layer's host rows                    -    -    cdv  cdv  cdv  -    cdv  -
+an offload goes to another layer's host rows                    -    -    cd=  cdv  cdv  -    cdv  -
 rounding buffers are reused one layer early throughout          -    -    cdv  cdv  cdv  -    cdv  -
 a prefetch comes after the backward                             -    -    cdv  cdv  cdv  -    cdv  -
 a rebuilt operator is left out                                  -    cdv  cdv  cdv  -    cdv  cdv  cdv
@@ -526,7 +526,9 @@ a message between ranks is left out                             -    -    -    -
 """Who has to find a program fault in which lowering: c the checkers of programs (``memo_sim/program/verify``), d
 ``--debug`` while the program plays, v the comparison of gradients with keeping everything.
 
-"-": the lowering has no place for the fault. "=": the fault changes no gradient there; the notes say why.
+"-": the lowering has no place for the fault. "=": the fault changes no gradient there. All cells were written before a
+detector was run, and one was mended since: with whole layer inputs offloaded, the rows of the wrong layer and of the
+right one have the same bytes of the host slab, one after the other, so the prefetch finds its rows by luck.
 """
 
 RANKS_TABLE = """

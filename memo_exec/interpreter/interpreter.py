@@ -56,8 +56,8 @@ class Interpreter:
         device: where the device buffers live and the kernels run.
         placement: a checked placement, which puts the device buffers in one arena. Without one, torch's allocator
             provides each buffer.
-        debug: poison offloaded rows, compare checksums of copied rows, and check the order of instructions that
-            touch the same bytes.
+        debug: check which values instructions read, poison dead rows and outputs, compare checksums of copied rows, and
+            check the order of instructions that touch the same bytes.
         allocator: the library that torch uses already as its allocator. With an arena it lends kernel libraries their
             slots; without one it replays the requests of a step.
         rank: this process's rank in the layout.

@@ -3,7 +3,7 @@
     dead rows   poisoned by the compute lane once every user has ended, before the next use (``dead_rows.py``)
     outputs     poisoned before each kernel of the compute lane that writes them whole; rows that a kernel of any lane
                 leaves poisoned were not written
-    sums        an operand to which a kernel adds has to change, unless what is added is zero
+    sums        an operand that a kernel changes in place has to change, unless what is added is zero
 
 Only the compute lane poisons, between two of its instructions. So no copy lane waits longer than its edges say.
 """
@@ -97,7 +97,7 @@ class Poisoning:
         """Look for outputs that the instruction has not written, then poison the rows of which it was the last user.
 
         Raises:
-            RaceFound: when a whole output is still poison, or a sum has not changed.
+            RaceFound: when a whole output is still poison, or a kernel in place has changed nothing.
         """
         name = self._names[bound.number]
         for touch in bound.touches:
@@ -110,8 +110,10 @@ class Poisoning:
         if added and all(self._sums[t.role] == poison.fingerprint(call[t.role]) for t in added):
             read = [call.tensors.get(t.role) for t in bound.touches if t.mode is Mode.READ]
             addends = [tensor for tensor in read if tensor is not None and tensor.is_floating_point()]
-            if addends and all(bool(tensor.any()) for tensor in addends):
-                raise RaceFound(f"{name} has added nothing to {added[0].role}: {self.rows_of(added[0])} are as before")
+            if all(bool(tensor.any()) for tensor in addends or [call[t.role] for t in added]):
+                raise RaceFound(
+                    f"{name} has changed nothing in {added[0].role}: {self.rows_of(added[0])} are as before"
+                )
         with self._lock:
             for dying in self._used_by[bound.number]:
                 dying.users_left -= 1
@@ -145,15 +147,15 @@ class Poisoning:
             synchronize(tensor)  # the next writer's stream waits for the last user, not for this
 
     def _added(self, bound: Bound, call: Call) -> list[Touch]:
-        """Return the operands to which a kernel of the compute lane adds, if one of them has to change.
+        """Return the operands that a kernel of the compute lane changes in place, if one of them has to change.
 
         Single numbers may be sums of zeros (a loss without targets), and so may the rows of a vocabulary that tensor
-        parallelism divides.
+        parallelism divides. Gradients may be scaled by 1.
         """
         instruction = bound.instruction
         if instruction.lane is not Lane.COMPUTE or communicates(instruction.work):
             return []
-        if instruction.op == "embed.bwd" and call.context.mesh.size("tp") > 1:
+        if instruction.op == "grads.scale" or (instruction.op == "embed.bwd" and call.context.mesh.size("tp") > 1):
             return []
         found = [t for t in bound.touches if t.mode is Mode.ACCUMULATE and t.role in call.tensors]
         small = any(call[t.role].numel() == 1 or call[t.role].dtype != torch.float32 for t in found)

@@ -75,9 +75,15 @@ class Probe:
                 self._refuse_conflict(bound, other)
             checked = self._values.begin(bound.number)
             if checked.faults:
-                raise RaceFound("; ".join(checked.faults))
+                raise RaceFound(self._wrong_values(bound, checked.faults))
             self._playing[bound.number] = bound, checked
         self._poisoning.before(bound, call)
+
+    def _wrong_values(self, bound: Bound, faults: list[str]) -> str:
+        """Return an instruction's faults, and which rows the operands are that they name."""
+        named = [touch for touch in bound.touches if any(f": {touch.role} " in fault for fault in faults)]
+        rows = ", ".join(f"{touch.role}: {self._poisoning.rows_of(touch)}" for touch in named)
+        return "; ".join(faults) + (f" ({rows})" if rows else "")
 
     def _refuse_conflict(self, one: Bound, two: Bound) -> None:
         """Refuse to start an instruction while ``two`` touches rows of it, and one of them writes."""

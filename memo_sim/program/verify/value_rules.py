@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.verify import value_attention as attention
@@ -643,7 +644,8 @@ def reduce(call: Call) -> None:
 
 def _move_sums(call: Call, source: str, target: str) -> None:
     """Add the sums of gradients in an operand to those of another."""
-    if call.buffers[target] not in call.values.sums and call.family(target).kind is FamilyKind.GRADS:
+    adds = call.operands[target].mode is Mode.ACCUMULATE and call.family(target).kind is FamilyKind.GRADS
+    if adds and call.buffers[target] not in call.values.sums:
         call.fault(f"adds to {call.family(target).name}, which was not zeroed")
     operand, into = call.operands[source], call.values.sums.setdefault(call.buffers[target], {})
     given, sharded = call.values.sums.get(call.buffers[source], {}), False

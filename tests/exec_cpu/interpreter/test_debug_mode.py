@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from memo_exec.interpreter.dead_rows import dead_rows
 from memo_exec.interpreter.race_checks import Probe, RaceFound, checksum
 from memo_exec.kernels import KERNELS, Call
+from memo_exec.memory import poison
 from memo_exec.memory.binding import Bound, schedule
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step, play, scalars, wrapped
+from tests.planted_faults import log_sum_exp_of_another_layer
 
 SWAP = decide(gpt(), swapped_tokens=256)
 PARTS: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 256, "subsequence_swapped_tokens": (128, 128)}
@@ -157,6 +160,69 @@ def test_a_copy_that_copies_nothing_is_found() -> None:
 
     with pytest.raises(RaceFound):
         one_step(SWAP, debug=True, kernels={**KERNELS, "h2d": lazy})
+
+
+SKIPPABLE = decide(llama(layers=3, qkv_bias=True), recompute="tokenwise", swapped_tokens=128)
+OPS = sorted({i.op for t in lower(SKIPPABLE)[0].templates for i in t.instructions} - {"grad_norm"})
+"""All ops but the sum of squares, whose result may be any number."""
+
+
+FAST_OPS = ("linear", "linear.wgrad", "rotary", "h2d")
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, marks=() if op in FAST_OPS else pytest.mark.slow) for op in OPS])
+def test_a_kernel_that_does_nothing_is_found(op: str) -> None:
+    """The instruction at fault is named, or the copy that brings poison."""
+    with pytest.raises(RaceFound, match=r"has not written|has changed nothing|copied|prefetched"):
+        one_step(SKIPPABLE, debug=True, kernels={**KERNELS, op: lambda call: None})
+
+
+def test_a_wrong_value_is_named_with_its_rows() -> None:
+    program = log_sum_exp_of_another_layer(lower(SKIPPABLE)[0])
+    batches = batch(SKIPPABLE)
+    with play(SKIPPABLE, program=program, debug=True) as interpreter, pytest.raises(RaceFound) as caught:
+        interpreter.run_step(batches, scalars(batches))
+    assert "/bwd/attn.bwd: lse " in str(caught.value)
+    assert "rows 0 to 256 of skeletal.lse" in str(caught.value)
+
+
+def test_rows_that_a_kernel_leaves_out_are_found_by_their_reader() -> None:
+    def short(call: Call) -> None:
+        """Leave out the last row."""
+        rows = call["out"][-1:].clone()
+        KERNELS["swiglu"](call)
+        call["out"][-1:] = rows
+
+    with pytest.raises(RaceFound, match="ffn_down reads NaN in x"):
+        one_step(SKIPPABLE, debug=True, kernels={**KERNELS, "swiglu": short})
+
+
+def test_rows_are_dead_between_their_last_use_and_the_next_write() -> None:
+    """Layers 0 and 2 share a rounding buffer: it is dead from layer 0's offload to layer 2's forward."""
+    plan = schedule(lower(decide(gpt(layers=5), swapped_tokens=256))[0])
+    ids = plan.program.ids()
+    first = plan.program.family_bases["skeletal.act"]
+    rows = [each for each in dead_rows(plan) if each.buffer == first]
+    found = [([ids[user] for user in each.users], ids[each.next] if each.next >= 0 else "") for each in rows]
+    assert found[0] == (["m0/s0/l0/fwd/ffn_down", "m0/s0/l0/off/act"], "m0/s0/l2/fwd/act")
+    assert all((each.first, each.end) == (0, 256) for each in rows)
+
+
+def test_poison_is_nan_and_minus_one() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        tensor = torch.zeros(3, 5, dtype=dtype)
+        assert not poison.is_whole(tensor)
+        before = poison.fingerprint(tensor)
+        poison.fill(tensor)
+        assert bool(tensor.isnan().all())
+        assert poison.is_whole(tensor)
+        assert poison.fingerprint(tensor) != before
+        tensor[1, 2] = float("nan")  # the processor's own NaN has other bits
+        assert not poison.is_whole(tensor)
+    numbers = torch.zeros(7, dtype=torch.int64)
+    poison.fill(numbers)
+    assert numbers.tolist() == [-1] * 7
+    assert not poison.is_whole(numbers[:0])
 
 
 def test_checksum_sees_every_byte() -> None:

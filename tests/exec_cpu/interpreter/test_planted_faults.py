@@ -1,7 +1,7 @@
 """The table of planted faults: the detectors that a cell names find the fault in every lowering with a place for it.
 
-The cells (``tests/planted_faults.py``) were written before the detectors were run. A cell may name no detector only
-where the fault changes no gradient.
+The cells (``tests/planted_faults.py``) were written before the detectors were run. The fast comparison of gradients is
+that of ``memo-exec verify``, which some cells ask too.
 """
 
 from functools import cache
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from memo_exec.verification.verify import verify
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
@@ -222,6 +223,18 @@ def test_a_sound_program_is_found_by_nobody() -> None:
     decisions, programs = lowered("tokenwise")
     assert not found_by_debug(decisions, programs[0])
     assert not found_by_comparison("tokenwise", programs[0])
+
+
+VERIFIED = [key for key, cell in KERNEL_CELLS.items() if key[1] == "tokenwise" or cell == "v"]
+"""Cells in which ``memo-exec verify`` itself is asked: one lowering, and faults that nothing else finds."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "column"), VERIFIED, ids=[" | ".join(key) for key in VERIFIED])
+def test_verify(fault: str, column: str) -> None:
+    """The comparison of this table is that of ``memo-exec verify``, which also compares with autograd."""
+    verdict = verify(lowered(column)[0], steps=2, layers=4, kernels=KERNEL_FAULTS[fault].kernels())
+    assert not verdict.verified
 
 
 def test_silent_faults_are_found_without_the_comparison() -> None:
