@@ -107,7 +107,7 @@ def full_size_checks(decisions: Decisions) -> list[CheckResult]:
         model=msgspec.structs.replace(decisions.model, layers=short),
         layout=msgspec.structs.replace(layout, pp_layers=()),
     )
-    batches = f"{few} of {counted(decisions.micro_batches, 'micro-batch', 'micro-batches')}"
+    batches = f"{few} of {counted(decisions.micro_batches, 'micro-batch', 'es')}"
     for chosen, note in (
         (decisions, ""),
         (fewer, f"{batches}; the plan has too many instructions for the checkers"),

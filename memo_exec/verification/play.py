@@ -38,6 +38,9 @@ IGNORED = 0.2
 """Fraction of the labels that the loss does not count."""
 
 LEARNING_RATE = 1e-2
+EPSILON = 1e-4
+"""AdamW's, larger than usual: an update of lr x g / (|g| + 1e-8) would turn the rounding of a gradient near zero into a
+step of the whole learning rate."""
 
 Change = Callable[[Program], Program]
 
@@ -107,7 +110,7 @@ class Play:
         losses, norms, gradients = [], [], []
         for step in range(1, self.steps + 1):
             ids, labels = global_batch(self.decisions, self.seed, step)
-            scalars = StepScalars(lr=LEARNING_RATE, step=step, loss_scale=1 / counted_targets(labels))
+            scalars = StepScalars(lr=LEARNING_RATE, eps=EPSILON, step=step, loss_scale=1 / counted_targets(labels))
             record = interpreter.run_step(_own_batch(self.decisions, rank, ids, labels), scalars)
             losses.append(record.loss)
             norms.append(record.grad_norm)

@@ -22,6 +22,7 @@ from memo_exec.kernels import KERNELS, Kernel, StepScalars
 from memo_exec.verification.autograd_model import AutogradModel
 from memo_exec.verification.local_ranks import play_on_ranks
 from memo_exec.verification.play import (
+    EPSILON,
     LEARNING_RATE,
     Change,
     Play,
@@ -212,7 +213,7 @@ class _AdamW:
     """AdamW as Loshchilov and Hutter write it (2019, algorithm 2), one tensor at a time; only matrices decay."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
-        self.parameters, self.scalars, self.steps = parameters, StepScalars(lr=LEARNING_RATE), 0
+        self.parameters, self.scalars, self.steps = parameters, StepScalars(lr=LEARNING_RATE, eps=EPSILON), 0
         self.moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
 
     @torch.no_grad()
