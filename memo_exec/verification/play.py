@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -76,8 +76,8 @@ class Play:
     decisions: Decisions
     seed: int = 0
     steps: int = 1
-    kernels: Mapping[str, Kernel] | None = None
-    """None: memo-exec's own."""
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    """Kernels by operator that replace memo-exec's own."""
     change: Change = unchanged
     """Changes the rank's lowered program before it is played."""
 
@@ -98,7 +98,7 @@ class Play:
             rank=rank,
             groups=groups,
             sharing=sharing,
-            kernels=KERNELS if self.kernels is None else self.kernels,
+            kernels={**KERNELS, **self.kernels},
         ) as interpreter:
             return self._played(interpreter, rank)
 

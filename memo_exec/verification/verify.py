@@ -77,7 +77,7 @@ def verify(
         decisions: the plan's decisions at full size.
         kernels: the plan's kernels, and
         change: a function that changes its program before it is played; the references are played without both. With
-            several ranks they have to be picklable. For tests that plant faults.
+            several ranks, ``change`` and kernels that are not memo-exec's own are pickled. For tests that plant faults.
         seed: of weights and tokens.
         steps: number of steps; from the second on, losses and norms show the optimizer's update.
         layers: of the reduced model; 0: as many as the policy needs.
@@ -88,7 +88,7 @@ def verify(
     """
     began = time.perf_counter()
     here = reduced(decisions, layers=layers, attention=CPU_ATTENTION)
-    plays = plays_of(here, seed=seed, steps=steps, kernels=None if kernels is KERNELS else kernels, change=change)
+    plays = plays_of(here, seed=seed, steps=steps, kernels=kernels, change=change)
     verdict = judge(decisions, plays, play_here(plays))
     return msgspec.structs.replace(verdict, seconds=time.perf_counter() - began)
 
@@ -98,12 +98,13 @@ def plays_of(
     *,
     seed: int,
     steps: int,
-    kernels: Mapping[str, Kernel] | None = None,
+    kernels: Mapping[str, Kernel] = KERNELS,
     change: Change = unchanged,
 ) -> tuple[Play, Play]:
     """Return what to play: a reduced plan, and keep-everything; ``kernels`` and ``change`` are those of the plan."""
+    replaced = {op: kernel for op, kernel in kernels.items() if KERNELS.get(op) is not kernel}
     return (
-        Play(decisions=here, seed=seed, steps=steps, kernels=kernels, change=change),
+        Play(decisions=here, seed=seed, steps=steps, kernels=replaced, change=change),
         Play(decisions=keep_everything(here), seed=seed, steps=steps),
     )
 
