@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,19 @@ import msgspec
 import pytest
 
 from memo_exec.commands import verify
+from memo_exec.commands.verify import VerifyOptions
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.machine.program_checks import Check
+from memo_exec.verification.play import Play, Played
 from memo_exec.verification.verify import plays_of
 from memo_sim.contract import codec
+from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.verdict import Verdict
 from tests.cli.commands import Named, check_refused, memo_exec
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
 from tests.exec_cpu.small import gpt
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ def test_a_difference_has_exit_code_5(plan: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_faulty_program_at_full_size_has_exit_code_1(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "program_checks", lambda decisions: [Check("program rank", "", ("a lost row",))])
-    done = memo_exec("verify", plan)
+    done = memo_exec("verify", plan, "--layers", 1)
     assert done.returncode == 1
     assert (
         "DIFFERS: the gradients are right, but a program of the plan at full size is faulty: a lost row" in done.stdout
@@ -81,17 +85,64 @@ def test_a_faulty_program_at_full_size_has_exit_code_1(plan: Path, monkeypatch: 
 
 
 def test_large_programs_are_checked_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = byte_decisions(model=gpt(layers=12, vocab=256), global_batch=64)
+    chosen = byte_decisions(model=gpt(layers=12, vocab=256), global_batch=16)
     names = []
     monkeypatch.setattr(verify, "program_checks", lambda decisions: [Check("program rank", "")])
-    for most in (3e9, 3e6, 2e5, 1.0):
+    for most in (3e8, 3e6, 2e5, 1.0):
         monkeypatch.setattr(verify, "MOST_PAIRS", most)
         first = verify.full_size_checks(chosen)[0]
         names.append((first.name, first.text.partition(";")[0]))
-    assert names[1] == ("checked with", "2 of 64 micro-batches")
-    assert names[2] == ("checked with", "2 of 64 micro-batches and 4 of 12 layers")
+    assert names[1] == ("checked with", "2 of 16 micro-batches")
+    assert names[2] == ("checked with", "2 of 16 micro-batches and 4 of 12 layers")
     assert names[3][0] == "not checked"
     assert names[0][0] == "program rank"
+
+
+def test_ranks_of_torchrun_have_to_be_those_of_the_reduced_plan(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with refused(CannotRun, what="1 rank", got="2 processes", wanted="1", hint="torchrun --nproc_per_node 1"):
+        verify.verify_plan(plan, VerifyOptions())
+
+
+class TestGpu:
+    """What a GPU would play; no kernel runs here."""
+
+    @pytest.fixture(autouse=True)
+    def _gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr(verify, "this_machine", lambda **sharing: None)
+
+    def test_it_plays_the_plans_kernels_in_its_dtype(self, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        played: list[Decisions] = []
+
+        def on_gpu(plays: Sequence[Play]) -> list[list[Played]]:
+            played.extend(play.decisions for play in plays)
+            raise CannotRun("no GPU after all")
+
+        monkeypatch.setattr("memo_exec.machine.preflight.check", lambda *given: None)
+        monkeypatch.setattr(verify, "machine_text", lambda machine: "a GPU")
+        monkeypatch.setattr(verify, "_play_on_gpu", on_gpu)
+        with refused(CannotRun, what="no GPU after all"):
+            verify.verify_plan(plan, VerifyOptions())
+        assert [(each.dtype, each.kernels.attention, each.model.head_dim) for each in played] == [
+            ("bf16", "flash3", 32)
+        ] * 2
+
+    def test_a_kernel_that_it_lacks_is_refused_with_a_way_out(
+        self, plan: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def lacks(*given: object) -> None:
+            raise CannotRun("the plan's attention kernel cannot be used here", got="flash3")
+
+        monkeypatch.setattr("memo_exec.machine.preflight.check", lacks)
+        with refused(CannotRun, got="flash3", hint="--device cpu"):
+            verify.verify_plan(plan, VerifyOptions())
+
+    def test_several_ranks_need_torchrun_there(self, tmp_path: Path) -> None:
+        path = edited(tmp_path, layout=Layout(dp=2), dtype="bf16", kernels=Kernels(attention="flash2"))
+        with refused(CannotRun, what="2 ranks", got="1 process", hint="torchrun --nproc_per_node 2"):
+            verify.verify_plan(path, VerifyOptions(device="cuda"))
 
 
 def edited(tmp_path: Path, **changes: Any) -> Path:
