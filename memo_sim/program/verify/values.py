@@ -142,22 +142,30 @@ class Values:
 
     def play(self, number: int) -> list[str]:
         """Check what instruction ``number`` reads, record what it writes, and return its faults."""
+        call = self.begin(number)
+        self.finish(number, call)
+        return call.faults
+
+    def begin(self, number: int) -> Call:
+        """Check what instruction ``number`` reads when it starts. It writes nothing until ``finish``."""
         instruction = self.program.templates[self._template[number]].instructions[self._position[number]]
-        first, end = self._first_operand[number], self._first_operand[number + 1]
-        buffers = self._buffer[first:end]
+        buffers = self._buffer[self._first_operand[number] : self._first_operand[number + 1]]
         call = Call(self, instruction, self.program.instances[self._instance[number]], buffers)
         rule = RULES.get(instruction.op)
         if rule is None:
             call.fault(f"the checker of values has no rule for op {instruction.op!r}")
         else:
             rule(call)
-            call.finish()
-        for buffer in buffers:
+        return call
+
+    def finish(self, number: int, call: Call) -> None:
+        """Record what instruction ``number`` wrote, when it ends; ``call`` is what ``begin`` returned."""
+        call.finish()
+        for buffer in self._buffer[self._first_operand[number] : self._first_operand[number + 1]]:
             self._uses[buffer] -= 1
             if not self._uses[buffer] and self.family(buffer).lifetime == "dynamic":
                 self.held.pop(buffer, None)
                 self.sums.pop(buffer, None)
-        return call.faults
 
     def end(self) -> list[str]:
         """Return what is missing when every instruction has been played."""
