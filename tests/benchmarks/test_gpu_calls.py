@@ -86,6 +86,15 @@ def test_a_call_succeeds_when_all_its_stages_do(tmp_path: Path) -> None:
     assert [each["last_lines"] for each in summary] == [["quick a"], ["quick b"]]
 
 
+@pytest.mark.parametrize(
+    ("last", "status"), [("= 3 passed, 1 skipped in 1 s =", "ok"), ("= 4 skipped in 1 s =", "failed")]
+)
+def test_tests_of_which_none_ran_fail(tmp_path: Path, last: str, status: str) -> None:
+    tests = Stage(name="tests", limit_s=20.0, command=("-c", f"print({last!r})", "pytest"), quick=())
+    _, summary, _ = played(tmp_path, tests)
+    assert [each["status"] for each in summary] == [status]
+
+
 def test_no_stage_starts_when_the_time_is_over(tmp_path: Path) -> None:
     status, summary, _ = played(tmp_path, stage("a", "pass"), budget_s=0.0)
     assert status == 1
