@@ -3,6 +3,7 @@
     python -m benchmarks.gpu                                    all parts, within --budget-s
     python -m benchmarks.gpu --only checks --only calibrate     some parts; the profile stays in the results folder
     python -m benchmarks.gpu --only rivals --lengths 128k,64k   memo next to other systems, on the same layers and data
+    python -m benchmarks.gpu --call 1                           the stages of one call of ten minutes; packs the results
     python -m benchmarks.gpu --quick                            tiny shapes on any machine, to test the script itself
 
 Results go to the folder in the environment variable MEMO_RESULTS (default ``results``). ``rows.json`` is written after

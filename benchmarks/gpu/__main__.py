@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from benchmarks.gpu import checks, longest, side_by_side, suite
+from benchmarks.gpu.calls import CALLS, play_call
 from benchmarks.gpu.case import Case, Part
 from benchmarks.gpu.launcher import Budget, Launcher
 from benchmarks.gpu.plans import Plans, cluster_for
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.results import VARIABLE, Results, results_folder
-from benchmarks.gpu.row import Row
-from benchmarks.gpu.scale import FULL, QUICK, Scale
+from benchmarks.gpu.scale import FULL, QUICK, QUICK_CUDA, Scale
 from benchmarks.gpu.session import Session
+from benchmarks.gpu.verdict import compared, failed
 from memo_exec.machine.machine import host_available_bytes
 from memo_sim.contract.errors import CannotRun, MemoError
 from memo_sim.contract.units import parse_tokens
@@ -23,6 +24,11 @@ from memo_sim.contract.units import parse_tokens
 PARTS: tuple[Part, ...] = ("checks", "calibrate", "suite", "rivals", "longest")
 SHARES: dict[Part, float] = {"checks": 0.15, "calibrate": 0.6, "suite": 0.5, "rivals": 0.8, "longest": 1.0}
 """Share of the remaining time that each part may use."""
+LEAST_S: dict[str, dict[Part, float]] = {
+    "cuda": {"checks": 60.0, "calibrate": 180.0, "suite": 60.0, "rivals": 90.0, "longest": 30.0},
+    "cpu": {"checks": 15.0, "calibrate": 10.0, "suite": 10.0, "rivals": 15.0, "longest": 5.0},
+}
+"""By device, the seconds in which a part can compare something; a part gets at least these while time is left."""
 BUDGET_S = 540.0
 WITH_PLANS = ("suite", "rivals", "longest")
 
@@ -47,14 +53,24 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--profile", help="profile file or cluster name to use instead of the profile calibrated here")
     parser.add_argument("--lengths", help="sequence lengths of suite and rivals, in this order, such as 128k,64k")
     parser.add_argument("--quick", action="store_true", help="use tiny shapes that run on any machine")
+    parser.add_argument("--without-tests", action="store_true", help="leave the GPU tests out of the checks")
+    parser.add_argument(
+        "--call",
+        type=int,
+        choices=sorted(CALLS),
+        help="run all stages of one call of ten minutes on a GPU machine and pack the results (reports/gpu.md); "
+        "with --quick tiny shapes on any machine",
+    )
     parser.epilog = (
         f"Results go to the folder in the environment variable {VARIABLE}. "
-        "Exit codes: 0 success, 1 a check failed, 6 no GPU."
+        "Exit codes: 0 success, 1 a check failed or a part compared nothing, 6 no GPU."
     )
     return parser.parse_args()
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.call is not None:
+        return play_call(options.call, results_folder(), _tell, quick=options.quick)
     lengths = tuple(parse_tokens(text) for text in options.lengths.split(",")) if options.lengths else None
     parts = [part for part in PARTS if not options.only or part in options.only]
     results = Results(results_folder())
@@ -75,10 +91,11 @@ def _run(options: argparse.Namespace) -> int:
         results,
         launcher,
         budget,
-        _scale(options.quick, lengths),
+        _scale(here.message, lengths, quick=options.quick),
         device=here.message,
         kernels=here.backend.split(","),
         tell=_tell,
+        tests=not options.without_tests,
     )
     results.forget(parts, lengths)
     try:
@@ -86,18 +103,22 @@ def _run(options: argparse.Namespace) -> int:
             _part(session, part, options.profile, last=part == parts[-1])
     finally:
         write_report(results, " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]), _tell, quick=options.quick)
-    return int(any(_failed(row) for row in results.rows))
+    empty = [part for part in parts if not compared(results.of(part))]
+    for part in empty:
+        _tell(f"{part}: nothing was compared")
+    return int(bool(empty) or any(failed(row) for row in results.rows))
 
 
-def _scale(quick: bool, lengths: tuple[int, ...] | None) -> Scale:
-    scale = QUICK if quick else FULL
+def _scale(device: str, lengths: tuple[int, ...] | None, *, quick: bool) -> Scale:
+    scale = (QUICK_CUDA if device == "cuda" else QUICK) if quick else FULL
     return replace(scale, suite_lengths=lengths, rival_lengths=lengths) if lengths else scale
 
 
 def _part(session: Session, part: Part, profile: str | None, *, last: bool) -> None:
     """Run one part with its share of the remaining time."""
     whole = session.budget
-    share = Budget(whole.left_s * (1.0 if last else SHARES[part]))
+    seconds = max(SHARES[part] * whole.left_s, LEAST_S[session.device][part])
+    share = Budget(whole.left_s if last else min(whole.left_s, seconds))
     session.budget = session.launcher.budget = share
     _tell(f"-- {part}, at most {share.left_s:.0f} s")
     if part in WITH_PLANS and session.plans is None:
@@ -130,14 +151,6 @@ RUNNERS: dict[Part, Callable[[Session], None]] = {
     "rivals": side_by_side.run,
     "longest": longest.run,
 }
-
-
-def _failed(row: Row) -> bool:
-    """Return whether a check or the calibration failed, or memo's results differ from autograd's."""
-    memo = row.rival.startswith("memo,")
-    if row.status == "error":
-        return memo or row.part in ("checks", "calibrate")
-    return memo and row.agrees is False
 
 
 def _tell(text: str) -> None:

@@ -30,25 +30,28 @@ REFERENCE = "autograd keep-all"
 STEPS = 3
 PYTEST_SHARE = 0.4
 """Share of the remaining time that pytest may use."""
+LEAST_TESTS_S = 0.1
+"""Seconds below which pytest does not start."""
 NO_TESTS = 5
 """pytest's exit status if it ran no tests."""
 
 
 def run(session: Session) -> None:
-    """Run both checks and record their results."""
-    _tests(session)
+    """Run both checks and record their results; the time for the comparison with autograd comes first."""
     cases = [case for preset in PRESETS for case in _policies(session, model_of(preset, LAYERS))]
+    if session.tests:
+        _tests(session, spare_s=session.scale.seconds(cases))
     rows = session.measure(cases)
     for preset in PRESETS:
         model = model_of(preset, LAYERS).name
         _compare(session, [row for row in rows if row.model == model], cases[0].dtype)
 
 
-def _tests(session: Session) -> None:
+def _tests(session: Session, spare_s: float = 0.0) -> None:
     """Run the GPU tests, if there is a GPU and pytest is installed; record the reason if they do not run.
 
     It leaves out slow tests; one of these is calibration, which is a separate part here. If the time limit ends the
-    run, tests that have already failed count as failures.
+    run, tests that have already failed count as failures. ``spare_s`` seconds of the budget stay unused.
     """
     case = Case(rival="pytest -m gpu", kind="machine", part="checks")
     if session.device != "cuda":
@@ -59,8 +62,11 @@ def _tests(session: Session) -> None:
         return
     # Warnings of this machine's libraries must not fail the tests; they are in the log.
     command = [sys.executable, "-u", "-m", "pytest", "-v", "-m", "gpu and not slow", "-W", "default"]
-    command += ["-p", "no:cacheprovider", *_settings(), "tests/gpu"]
-    limit_s = PYTEST_SHARE * session.budget.left_s
+    command += ["-p", "no:cacheprovider", *pytest_settings(), "tests/gpu"]
+    limit_s = min(PYTEST_SHARE * session.budget.left_s, session.budget.left_s - spare_s)
+    if limit_s < LEAST_TESTS_S:
+        session.note(case, "not run", "not run because the time budget is too small")
+        return
     log = session.results.folder / "pytest.log"
     with log.open("w") as file:
         try:
@@ -82,7 +88,7 @@ def _cut_off(text: str) -> tuple[Status, str]:
     return ("error" if ended["FAILED"] or ended["ERROR"] else "not run"), counted
 
 
-def _settings() -> list[str]:
+def pytest_settings() -> list[str]:
     """Return pytest options that replace the project's settings if pytest-timeout, which these need, is missing."""
     if importlib.util.find_spec("pytest_timeout") is not None:
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.plans import model_of
@@ -98,3 +98,6 @@ QUICK = Scale(
     start_s=4.0,
     most_step_s=10.0,
 )
+
+QUICK_CUDA = replace(QUICK, flops_per_s=1e12, start_s=FULL.start_s)
+"""The quick run's sizes on a GPU: a process takes longer to start there, and a tiny step takes milliseconds."""

@@ -35,6 +35,8 @@ class Session:
     kernels: list[str]
     """Names of the attention kernels, and of the fused row-wise kernels, that plans can use here."""
     tell: Callable[[str], None]
+    tests: bool = True
+    """Whether the checks also run the GPU tests."""
     plans: Plans | None = None
     """None if this device has no profile; rivals still run."""
     without_plans: str = ""

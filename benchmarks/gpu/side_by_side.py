@@ -30,6 +30,8 @@ FIRST = (
     "autograd keep-all",
 )
 """Systems that run first at every length, the strongest rivals before the others; the rest follow as listed."""
+STRONGEST = 3
+"""How many of ``FIRST`` come before ``IDEAL``: memo's plan and the strongest rivals, with which it is compared."""
 SHORT_STEP_S = 2.0
 
 
@@ -67,7 +69,7 @@ def _length(session: Session, tokens: int) -> None:
     ideal = session.most_layers(preset, tokens, ("keep",), layers)
     case = _case(session, IDEAL, "memo", ideal or 1, tokens)
     if planned := session.planned(case):
-        cases.insert(1, planned)
+        cases.insert(STRONGEST, planned)
     # A quick run cannot run out of memory, so it uses one process; starting one takes longer than a tiny step.
     groups = [cases] if scale.quick else [[case] for case in cases]
     rows = [row for group in groups for row in session.measure(group)]

@@ -5,6 +5,7 @@
     updates (probes/host_update.py)   AdamW on the host's cores, by all ranks at once
     operators (probes/operators.py)   tables of GEMM, attention and row-wise operators, with the kernels of runs
     copies (probes/copy_rates.py)     alone by size, in both directions, beside compute, and the slowdown of compute
+    workspaces (probes/workspaces.py) the scratch that kernels allocate on a GPU, against what programs declare
     memory (probes/memory.py)         dispatch of one instruction, allocation, host memory
 
 On a CPU a lane issues and computes in one thread, so every rate includes the dispatch of one instruction. On CUDA
@@ -25,7 +26,7 @@ import msgspec
 import torch
 
 from memo_exec.machine.machine import Machine, library_versions, this_machine, versions
-from memo_exec.probes import clocks, collectives, copy_rates, host_update, memory, overlap
+from memo_exec.probes import clocks, collectives, copy_rates, host_update, memory, overlap, workspaces
 from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import AllDevices
@@ -37,6 +38,7 @@ from memo_exec.probes.ranks import Ranks, joined
 from memo_exec.probes.tables import Timed, point_of
 from memo_exec.probes.timing import Effort, Sample, of_passes
 from memo_exec.probes.usable import Usable, usable
+from memo_exec.probes.workspaces import Workspace
 from memo_sim.contract.hardware import DISTURBED, Hardware
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
@@ -97,6 +99,8 @@ def calibrate(
     if together is not None:
         shared, everywhere = together
         found = replace(found, copies=found.copies.beside_all(everywhere, COPIES))
+    for scratch in measured.undeclared:
+        note(f"{scratch.name} takes more scratch than plans count: {scratch.text()}")
     disturbed = "; ".join(disturbances(load, machine, measured.samples))
     if disturbed:
         note(
@@ -149,6 +153,8 @@ class _Measured:
     notes: dict[str, str]
     samples: list[Sample]
     """One sample per operator: its median over all passes."""
+    undeclared: list[Workspace]
+    """Kernels that take more scratch than programs declare."""
 
 
 def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, progress: Progress) -> _Measured:
@@ -172,6 +178,7 @@ def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, pro
             Timed.of(operator.instruction.work, sample, added_s, operator.rowwise)
             for operator, sample in zip(operators, middles, strict=True)
         ]
+        scratch = lanes.inside(Lane.COMPUTE, partial(workspaces.measure, bench, grid, kernels.attention, operators))
         layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
         copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(timings + n, total))
         floor = lanes.inside(Lane.COMPUTE, partial(memory.launch_floor, device)) if device.type == "cuda" else dispatch
@@ -190,7 +197,8 @@ def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, pro
     )
     progress(total, total)
     passes = {"passes": str(len(samples[0])), "dispatch_us": f"{dispatch.seconds * 1e6:.1f}"}
-    return _Measured(found, {**passes, **clock_notes}, middles)
+    sizes = {f"workspace of {each.name}": each.text() for each in scratch}
+    return _Measured(found, {**passes, **clock_notes, **sizes}, middles, [each for each in scratch if each.exceeds])
 
 
 def _outside_torch(device: torch.device) -> int:

@@ -10,8 +10,10 @@ group. Within a lane, collectives follow program order, which is the same on eve
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,12 +61,12 @@ def make_groups(
     }
     by_key = {key: groups for key, groups in by_key.items() if groups}
     found = {}
+    world = _world_to_split(patience) if by_key and device.type == "cuda" else None
     for key, groups in by_key.items():
-        group = (
-            _split(groups, patience, most_ctas(len(by_key), device))
-            if device.type == "cuda"
-            else _new(groups, patience, mesh.rank)
-        )
+        if world is None:
+            group = _new(groups, patience, mesh.rank)
+        else:
+            group = _split(groups, patience, most_ctas(len(by_key), device), world)
         if any(mesh.rank in members for members in groups):
             assert group is not None
             found[key] = group
@@ -77,11 +79,25 @@ def most_ctas(communicators: int, device: torch.device) -> int:
     return max(1, min(MOST_CTAS, multiprocessors // (communicators + 1)))
 
 
-def _split(groups: list[tuple[int, ...]], patience: timedelta, ctas: int) -> dist.ProcessGroup | None:
+def _world_to_split(patience: timedelta) -> dict[str, Any]:
+    """Return the arguments that make ``split_group`` split NCCL's communicator of the world alone.
+
+    The default group has gloo too, whose split takes no NCCL options. torch 2.13's ``split_group`` chooses a backend.
+    Where it cannot, a world of NCCL alone is made.
+    """
+    if "backend" in inspect.signature(dist.split_group).parameters:
+        return {"backend": "nccl"}
+    return {"parent_pg": dist.new_group(backend="nccl", timeout=patience)}
+
+
+def _split(
+    groups: list[tuple[int, ...]], patience: timedelta, ctas: int, world: dict[str, Any]
+) -> dist.ProcessGroup | None:
     """Return this rank's group of ``groups``, made by one split of the world; None when it is in none of them."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = ctas
-    return dist.split_group(split_ranks=[sorted(members) for members in groups], timeout=patience, pg_options=options)
+    ranks = [sorted(members) for members in groups]
+    return dist.split_group(split_ranks=ranks, timeout=patience, pg_options=options, **world)
 
 
 def _new(groups: list[tuple[int, ...]], patience: timedelta, rank: int) -> dist.ProcessGroup | None:

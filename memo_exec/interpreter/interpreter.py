@@ -179,7 +179,12 @@ class Interpreter:
     def __exit__(self, *error: object) -> None:
         if error[0] is not None and self.device.type == "cuda" and self.context.groups:
             return  # unpinning would block on a kernel that waits for another rank; the process can exit without it
-        self.close()
+        try:
+            self.close()
+        except RuntimeError:
+            if error[0] is None:
+                raise
+            # The device has failed, as the first error says, so it cannot be waited for.
 
     def _load(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:
         tokens = self.decisions.local_tokens

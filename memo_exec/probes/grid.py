@@ -186,16 +186,28 @@ def attention_operators(grid: Grid, kernel: str, head_dim: int) -> Iterator[Oper
 
 
 def attention_operator(
-    dtype: DtypeName, kernel: str, shape: tuple[int, int, int], mask: Mask, *, backward: bool
+    dtype: DtypeName,
+    kernel: str,
+    shape: tuple[int, int, int],
+    mask: Mask,
+    *,
+    backward: bool,
+    kv_heads: int | None = None,
+    groups: int = 1,
 ) -> Operator:
-    """Return one attention call of shape (tokens, heads, head_dim)."""
+    """Return one attention call of shape (tokens, heads, head_dim), in ``groups`` head groups.
+
+    ``kv_heads`` is the number of heads of keys and values; as many as queries have when None.
+    """
     tokens, heads, head_dim = shape
-    width = heads * head_dim
-    work = Attention(1, tokens, tokens, mask, heads, heads, head_dim, backward, kernel, dtype)
+    width, kv_heads = heads * head_dim, heads if kv_heads is None else kv_heads
+    packed = width + 2 * kv_heads * head_dim
+    work = Attention(1, tokens, tokens, mask, heads, kv_heads, head_dim, backward, kernel, dtype)
     op = "attention.bwd" if backward else "attention"
-    operands = [("qkv", (tokens, 3 * width), dtype), ("out", (tokens, width), dtype), ("lse", (tokens, heads), "fp32")]
+    operands = [("qkv", (tokens, packed), dtype), ("out", (tokens, width), dtype), ("lse", (tokens, heads), "fp32")]
     if backward:
-        operands = [("grad", (tokens, width), dtype), *operands, ("grad_qkv", (tokens, 3 * width), dtype)]
+        operands = [("grad", (tokens, width), dtype), *operands, ("grad_qkv", (tokens, packed), dtype)]
     model = _model("gpt", width, head_dim)
-    steps = Decisions(model=model, seq_tokens=tokens, kernels=Kernels(attention=kernel), dtype=dtype)
+    kernels = Kernels(attention=kernel, head_groups=groups)
+    steps = Decisions(model=model, seq_tokens=tokens, kernels=kernels, dtype=dtype)
     return Operator(Instruction(op, op, Lane.COMPUTE, work, ()), steps, tuple(operands))

@@ -113,6 +113,19 @@ class Bench:
 
             return time_call(lambda i: kernel(calls[i % sets]), self.device, effort, prepare)
 
+    def playing(self, operator: Operator) -> Callable[[], None]:
+        """Return a function that plays the operator once, on operands that exist already."""
+        context = Context(operator.decisions, self.device, StepScalars(lr=1e-4, clip=1.0))
+        with torch.inference_mode():
+            call = Call(operator.instruction, context, self._tensors(operator))
+        self._settle()
+
+        def play() -> None:
+            with torch.inference_mode():
+                KERNELS[operator.instruction.op](call)
+
+        return play
+
     def chain(self, operators: Sequence[Operator]) -> Callable[[int], None]:
         """Return a function that runs the operators one after the other, each on its own operands."""
         context = [Context(o.decisions, self.device, StepScalars(lr=1e-4, clip=1.0)) for o in operators]

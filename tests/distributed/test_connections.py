@@ -60,16 +60,30 @@ def test_stages_in_the_middle_connect_with_both_neighbours(team: Team) -> None:
 class Nccl:
     """A fake of torch.distributed's NCCL groups; it notes which splits of the world a rank makes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, multiprocessors: int = 132) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, rank: int, multiprocessors: int = 132, *, chooses: bool = True
+    ) -> None:
         self.rank = rank
         self.splits: list[tuple[list[list[int]], int, float]] = []
+        self.worlds: list[str] = []
         device = SimpleNamespace(multi_processor_count=multiprocessors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-        monkeypatch.setattr(dist, "split_group", self.split)
+        monkeypatch.setattr(dist, "split_group", self.split if chooses else self.split_of_parent)
+        monkeypatch.setattr(dist, "new_group", self.new)
         options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=None)))
         monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
 
-    def split(self, *, split_ranks: list[list[int]], timeout: timedelta, pg_options: Any) -> str | None:
+    def new(self, *, backend: str, timeout: timedelta) -> str:
+        del timeout
+        self.worlds.append(backend)
+        return f"world {len(self.worlds)}"
+
+    def split_of_parent(self, *, parent_pg: str, **given: Any) -> str | None:
+        assert parent_pg == "world 1"
+        return self.split(backend="nccl", **given)
+
+    def split(self, *, split_ranks: list[list[int]], timeout: timedelta, pg_options: Any, backend: str) -> str | None:
+        assert backend == "nccl"  # gloo would refuse the options
         self.splits.append((split_ranks, pg_options.config.max_ctas, timeout.total_seconds()))
         return next((str(ranks) for ranks in split_ranks if self.rank in ranks), None)
 
@@ -98,6 +112,17 @@ def test_one_split_of_the_world_makes_all_groups_of_a_key(monkeypatch: pytest.Mo
         assert ctas * (len(splits) + 1) <= 132
         assert timeout_s == 9.0
     assert max(len(groups_of_key) for groups_of_key, _, _ in splits) == layout.devices // 2
+
+
+def test_older_torch_splits_a_world_of_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, layout = Nccl(monkeypatch, rank=1, chooses=False), Layout(tp=2, dp=2)
+    older = nccl_groups(1, layout)
+    splits = fake.splits
+    assert fake.worlds == ["nccl"]
+    fake = Nccl(monkeypatch, rank=1)
+    assert nccl_groups(1, layout) == older
+    assert fake.splits == splits
+    assert fake.worlds == []
 
 
 def test_a_rank_outside_a_keys_groups_still_takes_part_in_the_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """Every program that the tests and ``validate --all`` lowered before names changed is lowered today, and is the same.
 
-Recorded at commit 1890785: the decisions of 8,937 calls of ``lower`` and the hash of each result. Recorded again since:
-273 programs whose attention workspace grew (cuDNN with grouped queries, torch's flash attention in head groups). The
-default run lowers every fortieth of them, ``-m slow`` all.
+Recorded at commit 1890785: the decisions of 8,937 calls of ``lower`` and the hash of each result. The default run
+lowers every fortieth of them, ``-m slow`` all.
 """
 
 from __future__ import annotations

@@ -73,9 +73,10 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
     - Operators that return their result in new tensors need those too.
     - torch's flash attention copies the output and its gradient in backward unless they are contiguous, and views of
       some of the heads are not (aten/src/ATen/native/transformers/cuda/attention_backward.cu of torch 2.11 and 2.13).
-    - cuDNN backward sums dq in fp32. With grouped queries it also needs dk and dv expanded to all heads, in the
-      operands' dtype (cudnn-frontend: node/scaled_dot_product_flash_attention.h, dQ_accum, dK_fullhead, dV_fullhead).
-      torch's copies neither the output nor its gradient (aten/src/ATen/native/cudnn/MHA.cpp).
+    - cuDNN backward sums dq in fp32 (cudnn-frontend: node/scaled_dot_product_flash_attention.h, dQ_accum). With grouped
+      queries dk and dv of all heads are virtual tensors there: only packed sequences give them memory. Peaks published
+      for grouped queries on H100s (trl#6845) leave no room for them either. torch copies neither the output nor its
+      gradient for cuDNN (aten/src/ATen/native/cudnn/MHA.cpp).
     - transformer-engine needs contiguous copies of its operands.
 
     Raises:
@@ -100,14 +101,15 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
     if copied:
         copied += 2 * q_bytes * size + 4 * row
     total = copied + ((q_bytes + 2 * kv_bytes) * size if returned else 0)
-    expanded = 2 * work.batch * work.k_tokens * heads * work.head_dim * size if heads != kv_heads else 0
     if work.kernel in ("flash2", "torch-flash"):
         parts = -(-MULTIPROCESSORS // (work.batch * heads)) if deterministic else 1
-        total += 4 * q_bytes * parts + 2 * 4 * row + expanded
+        total += 4 * q_bytes * parts + 2 * 4 * row
+        if heads != kv_heads:
+            total += 2 * work.batch * work.k_tokens * heads * work.head_dim * size
         if work.kernel == "torch-flash" and head_groups > 1:
             total += 2 * q_bytes * size
     elif work.kernel in ("torch-cudnn", "te-fused"):
-        total += 4 * q_bytes + 2 * 4 * row + expanded
+        total += 4 * q_bytes + 2 * 4 * row
     elif work.kernel in ("flash3", "flash4"):
         total += _wide_accumulators(work, heads, kv_heads)
     return total

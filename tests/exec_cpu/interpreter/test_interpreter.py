@@ -216,3 +216,21 @@ def test_a_lane_that_waits_for_another_rank_does_not_keep_a_failure_back(monkeyp
         interpreter.run_step(batches, scalars(batches))
     interpreter.close()
     never.set()
+
+
+def test_a_device_that_has_failed_does_not_hide_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpinning waits for the device, which raises the same failure again."""
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error")
+
+    def closing(error: Exception | None) -> None:
+        with play(decide(gpt())) as interpreter:
+            monkeypatch.setattr(interpreter.slab, "close", fails)
+            if error is not None:
+                raise error
+
+    with pytest.raises(ZeroDivisionError):
+        closing(ZeroDivisionError())
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        closing(None)
