@@ -83,12 +83,14 @@ ZeroParams = Literal["auto", "stored", "cast"]
 - stored: a rank keeps its shard in the parameters' dtype beside the fp32 shard, and gathers that (DeepSpeed).
 - cast: a rank keeps only the fp32 shard, and casts it before every gather (torch FSDP's ``MixedPrecision``).
 - auto: the system's own, cast with Hugging Face's modules (``Modules``), else stored."""
-GradSums = Literal["auto", "params"]
+GradSums = Literal["auto", "params", "autocast"]
 """Dtype in which gradients are summed, over micro-batches and over ranks.
 
 - auto: fp32 (with states pure-bf16: bf16), which a product adds to as it writes. Under an eager framework, fp16 where
   parameters are fp16, as Megatron-LM has it: a product writes a tensor of its own, and another kernel adds it.
-- params: as in the fp16 case, in the parameters' dtype: ``.grad`` of modules in bf16 (InternEvo)."""
+- params: as in the fp16 case, in the parameters' dtype: ``.grad`` of modules in bf16 (InternEvo).
+- autocast: in fp32, because parameters are fp32, whole on every rank: torch.autocast casts a layer's weights in every
+  forward, and a product's gradient is a narrow tensor that is cast and added (flash-attention's training code)."""
 Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel", "checkpointed", "checkpointed-fp32"]
 """How the loss and the gradient of the logits are computed (``program/layers/loss.py``).
 
@@ -140,7 +142,7 @@ TpOverlap = Literal["none", "chunked"]
 - chunked: both are cut into one chunk for each tensor-parallel rank. The product of a chunk starts when the chunk has
   arrived, and its result is sent while the next one is computed (torch's asynchronous tensor parallelism; Transformer
   Engine's ring exchange on userbuffers, Megatron-Core's ``tp_comm_overlap``)."""
-RowwiseKernel = Literal["torch", "triton", "eager", "compiled", "fused", "jit", "internevo"]
+RowwiseKernel = Literal["torch", "triton", "eager", "compiled", "fused", "jit", "internevo", "flash-attn"]
 """Whose kernels play norms, activations, rotary embeddings, residuals, the loss and the optimizer.
 
 - torch, triton: memo-exec's own, single torch operators or fused Triton kernels; each instruction is one kernel.
@@ -150,9 +152,10 @@ RowwiseKernel = Literal["torch", "triton", "eager", "compiled", "fused", "jit", 
 - fused: Megatron-LM's and Transformer Engine's fused kernels.
 - jit: Megatron-LM's under PyTorch 1.10 to 2.0: TorchScript under nvFuser, with dropout; apex's FastLayerNorm.
 - internevo: InternEvo's mixture of 2023: apex's norms of an fp32 copy, flash-attn's rotary, torch's operators.
+- flash-attn: flash-attention's training code: dropout, an fp32 residual and the norm in one kernel, GeLU in products.
 
-memo-exec cannot play the last five (``operators/framework_kernels.py``)."""
-FrameworkLibrary = Literal["eager", "compiled", "fused", "jit", "internevo"]
+memo-exec cannot play the last six (``operators/framework_kernels.py``)."""
+FrameworkLibrary = Literal["eager", "compiled", "fused", "jit", "internevo", "flash-attn"]
 """The kernels of training frameworks among them."""
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """The order in which a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
@@ -622,8 +625,8 @@ class Pins:
         None,
         _one_of(RowwiseKernel),
         "Kernels of norms, activations, rotary, residuals, loss and optimizer: memo-exec's (torch, triton), or those of"
-        " frameworks (eager, compiled, fused, jit, internevo), which memo-exec cannot play. The system's own unless"
-        " given.",
+        " frameworks (eager, compiled, fused, jit, internevo, flash-attn), which memo-exec cannot play. The system's"
+        " own unless given.",
         at="decisions.kernels",
     )
     """The search chooses between torch and triton where a system has memo-exec's kernels."""
@@ -664,8 +667,8 @@ class Chosen:
         "auto",
         _one_of(GradSums),
         "Memory policy eager: dtype in which gradients are summed, over micro-batches and ranks. params: that of the"
-        " parameters, and a kernel of its own adds what a product wrote (autograd's .grad; InternEvo). auto: fp32, for"
-        " fp16 parameters fp16.",
+        " parameters, and a kernel of its own adds what a product wrote (autograd's .grad; InternEvo). autocast: fp32,"
+        " as are whole parameters, which every forward casts. auto: fp32, for fp16 parameters fp16.",
     )
     """Not searched: it changes what is learned."""
     loss: Loss = _knob(

@@ -41,6 +41,7 @@ LIBRARIES: dict[FrameworkLibrary, str] = {
     "compiled": "kernels of torch.compile",
     "fused": "fused kernels of Megatron-LM and Transformer Engine",
     "jit": "kernels of Megatron-LM before Transformer Engine (TorchScript, apex)",
+    "flash-attn": "kernels of flash-attention's training code",
     "internevo": "kernels of InternEvo (apex's norms, flash-attn's rotary, torch's operators)",
 }
 """What the kernels of each library are called."""

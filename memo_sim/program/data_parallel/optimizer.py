@@ -39,7 +39,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
-from memo_sim.program.layout.parameters import Block, gradient_dtype
+from memo_sim.program.layout.parameters import Block, autocast, gradient_dtype
 from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
@@ -182,7 +182,8 @@ class Optimizer:
         found = [] if self.cast else [state(FamilyKind.PARAMS, self.decisions.dtype, held["params"], "device")]
         found.append(state(FamilyKind.GRADS, self.grad_dtype, held["grads"], "device"))
         if self.master:
-            found.append(state(FamilyKind.MASTER, "fp32", share, space))
+            whole = autocast(self.decisions)
+            found.append(state(FamilyKind.MASTER, "fp32", self.block.elements if whole else share, space))
         found += [state(FamilyKind.MOMENT1, moment, share, space), state(FamilyKind.MOMENT2, moment, share, space)]
         if self.on_host:
             found.append(state(FamilyKind.HOST_GRADS, "fp32", share, "host"))
@@ -341,15 +342,21 @@ class Optimizer:
         if not self.gathered_late:
             return None
         builder = TemplateBuilder(f"{self.kind}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind)
-        builder.bind(families[f"params.{self.kind}"], slot="params")
+        builder.bind(families[f"{self._gathered}.{self.kind}"], slot=self._gathered)
         self._gather(builder)
         return builder.build()
 
+    @property
+    def _gathered(self) -> Literal["params", "master"]:
+        """The whole parameters of which the ranks update shards; autocast's are fp32."""
+        return "master" if autocast(self.decisions) else "params"
+
     def _gather(self, builder: TemplateBuilder) -> None:
-        size = self.block.elements * DTYPE_BYTES[self.decisions.dtype]
+        whole = builder.all(self._gathered)
+        size = self.block.elements * DTYPE_BYTES[builder.dtype(self._gathered)]
         work = Collective("all_gather", size, self.shards, self.shard_group)
         lane = COLLECTIVE_LANES[self.shard_group]
-        builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(builder.all("params")))
+        builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(whole))
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
         """Return the rows of this rank's shard of a run.
@@ -387,7 +394,7 @@ class Optimizer:
     def _kernels(self) -> str:
         """The kind of AdamW's kernels (``operators/framework_kernels.py``)."""
         fused = self.decisions.kernels.adamw == "fused" and library_of(self.decisions.kernels.rowwise) is not None
-        return "adamw" + ".pure" * self.pure + ".cast" * self.cast + ".fused" * fused
+        return "adamw" + ".pure" * self.pure + ".cast" * (self.cast or autocast(self.decisions)) + ".fused" * fused
 
     def _update_bytes(self) -> tuple[int, int]:
         """Return the bytes that AdamW reads and writes for each parameter."""
@@ -397,7 +404,7 @@ class Optimizer:
             return 4 * size + size * eager, 3 * size + size * eager
         moment = 2 if self.decisions.states == "bf16" else 4
         read = 4 + 2 * moment + 4
-        written = 2 * moment + 4 + (size if self.master and not self.cast else 0)
+        written = 2 * moment + 4 + (size if self.master and not self.cast and not autocast(self.decisions) else 0)
         return (read + 8, written + 4) if eager else (read, written)
 
     def _host_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:

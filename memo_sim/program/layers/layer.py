@@ -41,6 +41,7 @@ class LayerWriter(OperatorWriter):
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
         """Write the whole forward; row-wise operators run once per row block."""
+        self.cast_weights()
         self.attention.forward(blocks)
         for i, rows in enumerate(blocks):
             self.suffix = f".r{i}" if len(blocks) > 1 else ""

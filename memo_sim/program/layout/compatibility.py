@@ -706,6 +706,24 @@ SUMS_OF_A_FRAMEWORK = Rule(
     wanted="memory policy eager",
     hint="--memory-policy eager, or leave --grad-sums out",
 )
+AUTOCAST_OF_WHOLE_PARAMETERS = Rule(
+    name="autocast: zero",
+    breaks=lambda d: d.grad_sums == "autocast" and d.layout.zero > 1,
+    what="FSDP casts the parameters that it gathers, not autocast",
+    where="decisions.grad_sums",
+    got=lambda d: f"{d.grad_sums} with ZeRO {d.layout.zero}",
+    wanted="ZeRO 0 or 1",
+    hint="--zero 1, or --zero-params cast without --grad-sums",
+)
+AUTOCAST_OF_FP32_STATES = Rule(
+    name="autocast: states",
+    breaks=lambda d: d.grad_sums == "autocast" and (d.states != "fp32" or d.dtype == "fp32"),
+    what="autocast computes in another dtype than that of the fp32 parameters, which the device has whole",
+    where="decisions.grad_sums",
+    got=lambda d: f"{d.grad_sums} with states {d.states} of {d.dtype}",
+    wanted="states fp32 and a dtype of two bytes",
+    hint="--states fp32, or leave --grad-sums out",
+)
 FSDP_OF_A_FRAMEWORK = Rule(
     name="sharding: memory_policy",
     breaks=lambda d: d.sharding != "memo" and d.memory_policy != "eager",
@@ -749,6 +767,8 @@ ARENA_RULES = (
     PLANNED_PLAIN_ATTENTION,
     STREAMS_OF_A_FRAMEWORK,
     SUMS_OF_A_FRAMEWORK,
+    AUTOCAST_OF_WHOLE_PARAMETERS,
+    AUTOCAST_OF_FP32_STATES,
     FSDP_OF_A_FRAMEWORK,
     REDUCED_BY_FSDP,
     MODULES_OF_A_FRAMEWORK,

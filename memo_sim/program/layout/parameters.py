@@ -142,6 +142,11 @@ def gradient_dtype(decisions: Decisions) -> DtypeName:
     return decisions.dtype if half_gradients(decisions) else "fp32"
 
 
+def autocast(decisions: Decisions) -> bool:
+    """Return whether parameters are fp32 and torch.autocast casts them (``grad_sums``)."""
+    return decisions.grad_sums == "autocast" and decisions.dtype != "fp32"
+
+
 def half_gradients(decisions: Decisions) -> bool:
     """Return whether gradients are summed in the parameters' dtype, both over micro-batches and over ranks.
 

@@ -12,6 +12,8 @@ memo-exec plays a row-wise operator as one instruction. Frameworks launch other 
               Engine's norms come from
     internevo InternEvo's kernels of 2023 (InternLM): apex's RMSNorm around an fp32 copy of its bf16 input, flash-attn's
               rotary embedding, torch's operators for the rest
+    flash-attn  the training code of flash-attention (2022, 2023): one kernel for dropout, the addition to an fp32
+              residual and the norm; GeLU and the gradients of biases in the epilogues of products
 
 An entry lists the kernels of one operator. A kernel's traffic counts tensors as large as the operator's own
 (``Rowwise.elements``): ``n`` in the plan's dtype (narrow), ``w`` in fp32 (wide), ``h`` half a tensor in the plan's
@@ -266,6 +268,19 @@ _INTERNEVO: dict[str, Kernels] = {
     "bias.bwd": _EAGER["bias.bwd"],
 }
 
+# Dao-AILab/flash-attention@b252072, training/configs/experiment/pile (residual_in_fp32, fused_dropout_add_ln,
+# fused_mlp, fused_bias_fc; dropout at transformers' default of 0.1), csrc/layer_norm and csrc/fused_dense_lib.
+_FLASH_ATTN: dict[str, Kernels] = {
+    # One kernel writes the residual, dropout's mask and the norm: its bytes are divided over memo's two operators.
+    "residual_add": (_k("nw", "wh", "norm"),),
+    "layer_norm": (_k("", "n", "norm"),),
+    "layer_norm.bwd": (_k("nwwh", "nw", "norm_backward"), _TINY),
+    # The epilogue of the first product writes the input of GeLU besides, that of the second's gradient reads it.
+    "gelu": (_k("", "n"),),
+    "gelu.bwd": (_k("n", ""),),
+    "bias.bwd": (_TINY,),
+}
+
 # torch.optim.AdamW(fused=True), torchtitan's default: one kernel over parameters, gradients and moments.
 _FUSED_ADAMW = (
     _k("w", "w", "multi_tensor"),  # gradients clipped
@@ -311,18 +326,27 @@ for _kind in ("", ".fused"):
         for k in _OF_TORCH[f"adamw{_kind}"][:-1]
     )
 
-_SOFTMAX = {name: (_k("www", "w", "softmax"),) for name in ("log_softmax", "log_softmax.bwd")}
-"""Of a loss that the plan computes as autograd does, in every library (``layers/loss.py``)."""
+_AUTOGRAD = {
+    **{name: (_k("www", "w", "softmax"),) for name in ("log_softmax", "log_softmax.bwd")},
+    "params.autocast": (_NARROW,),
+    "grad.widen": (_WIDEN, _k("ww", "w")),
+}
+"""What autograd and autocast do in every library: ``layers/loss.py``, ``knobs.GradSums``."""
 
 _LIBRARIES: Mapping[str, dict[str, Kernels]] = {
-    "eager": _EAGER | _OF_TORCH | _SOFTMAX,
-    "compiled": _COMPILED | _OF_TORCH | _SOFTMAX,
-    "fused": _FUSED | _SOFTMAX,
-    "jit": _JIT | _SOFTMAX,
-    "internevo": _INTERNEVO | _OF_TORCH | _SOFTMAX,
+    "eager": _EAGER | _OF_TORCH | _AUTOGRAD,
+    "compiled": _COMPILED | _OF_TORCH | _AUTOGRAD,
+    "fused": _FUSED | _AUTOGRAD,
+    "jit": _JIT | _AUTOGRAD,
+    "internevo": _INTERNEVO | _OF_TORCH | _AUTOGRAD,
+    "flash-attn": _FLASH_ATTN | _OF_TORCH | _AUTOGRAD,
 }
 
-SHARED_KERNELS: Mapping[FrameworkLibrary, FrameworkLibrary] = {"internevo": "eager", "jit": "fused"}
+SHARED_KERNELS: Mapping[FrameworkLibrary, FrameworkLibrary] = {
+    "internevo": "eager",
+    "jit": "fused",
+    "flash-attn": "fused",
+}
 """Libraries whose other kernels are those of another library: their curves stand in where a profile has none."""
 
 _ADDS_RESIDUAL = frozenset({"layer_norm.bwd", "rms_norm.bwd"})
@@ -332,10 +356,10 @@ _ADDS_RESIDUAL = frozenset({"layer_norm.bwd", "rms_norm.bwd"})
 def library_of(kernel: RowwiseKernel) -> FrameworkLibrary | None:
     """Return the framework's library that a plan's row-wise kernels are, or None for memo-exec's own."""
     match kernel:
-        case "eager" | "compiled" | "fused" | "jit" | "internevo":
-            return kernel
-        case _:
+        case "torch" | "triton":
             return None
+        case _:
+            return kernel
 
 
 def framework_kernels(work: Rowwise, library: FrameworkLibrary) -> Kernels:

@@ -35,10 +35,11 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rowwise
-from memo_sim.program.layout.parameters import Block, gradient_dtype, half_gradients
+from memo_sim.program.layout.parameters import Block, autocast, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.token_order import clipped_runs, row_blocks
 from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.framework_kernels import WIDE_BYTES
 
 RowBlock = tuple[int, int]
 """First token and number of tokens, in tokens of the rank (not of the sequence-parallel shard)."""
@@ -363,7 +364,8 @@ class OperatorWriter:
         scratch = table.wgrad_workspace_bytes(
             m, n, grad.tokens, self.dtype, kernel, into=gradient_dtype(self.decisions)
         )
-        apart = half_gradients(self.decisions)
+        wide = autocast(self.decisions)
+        apart = wide or half_gradients(self.decisions)
         product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None
         self.builder.emit(
             f"{name}.wgrad{self.suffix}",
@@ -378,6 +380,9 @@ class OperatorWriter:
         )
         if product:
             added = Rowwise("grad.accumulate", m, 2 * self.size * m * n, self.size * m * n)
+            if wide:  # the cast to fp32, then the sum
+                read, written = (self.size + 2 * WIDE_BYTES) * m * n, 2 * WIDE_BYTES * m * n
+                added = Rowwise("grad.widen", m, read, written, elements=m * n, element_bytes=self.size)
             self.builder.emit(
                 f"{name}.wgrad.add{self.suffix}",
                 "grad.accumulate",
@@ -386,6 +391,22 @@ class OperatorWriter:
                 x=reads(product),
                 out=self.grad(f"{name}.weight"),
             )
+
+    def cast_weights(self) -> None:
+        """Emit autocast's copies of a layer's fp32 matrices, once in every forward; nothing without autocast."""
+        if not autocast(self.decisions):
+            return
+        elements = self.block.decayed_elements
+        work = Rowwise(
+            "params.autocast",
+            elements,
+            WIDE_BYTES * elements,
+            self.size * elements,
+            elements=elements,
+            element_bytes=self.size,
+        )
+        weights = reads(Rows("params", 0, elements))
+        self.builder.emit("weights.cast", "params.autocast", Lane.COMPUTE, work, weights=weights)
 
     def bgrad(self, name: str, grad: Rows, width: int) -> None:
         """Emit the bias's gradient, the sum of ``grad`` over its rows; nothing when the product has no bias."""

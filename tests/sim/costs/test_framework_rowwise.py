@@ -81,6 +81,18 @@ def test_internevos_norms_read_and_write_fp32_copies() -> None:
     assert backward == [("nw", ""), ("", ""), ("nw", "w"), ("w", "n"), ("nn", "n")]
 
 
+def test_flash_attentions_kernels_have_an_fp32_residual_and_fuse_gelu_into_products() -> None:
+    added = Rowwise("residual_add", 8192, 4 * ELEMENTS, 2 * ELEMENTS, elements=ELEMENTS)
+    layer_norm = Rowwise("layer_norm", 8192, 2 * ELEMENTS, 2 * ELEMENTS, elements=ELEMENTS)
+    backward = Rowwise("layer_norm.bwd", 8192, 6 * ELEMENTS, 4 * ELEMENTS, elements=ELEMENTS)
+    gelu = Rowwise("gelu", 8192, 2 * ELEMENTS, 2 * ELEMENTS, elements=ELEMENTS)
+    moved = [
+        sum(k.moved_bytes(work) for k in framework_kernels(work, "flash-attn")) // ELEMENTS
+        for work in (added, layer_norm, backward, gelu)
+    ]
+    assert moved == [2 + 4 + 4 + 1, 2, 2 + 4 + 4 + 1 + 2 + 4, 2]
+
+
 def test_a_library_without_a_curve_has_that_of_the_one_whose_kernels_it_shares() -> None:
     slow = with_curves(H100, elementwise=1e12)
     gate = Rowwise("swiglu", 8192, 4 * ELEMENTS, 2 * ELEMENTS, elements=ELEMENTS)

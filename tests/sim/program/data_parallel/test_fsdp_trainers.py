@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.kinds import BlockKind
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.parameters import layer_block
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
@@ -52,6 +54,24 @@ def test_every_gather_casts_first() -> None:
     assert found
     assert [op for op, _ in found] == ["params.cast", "params.all_gather"] * (len(found) // 2)
     assert {lane for op, lane in found if op == "params.cast"} == {Lane.COMPUTE}
+
+
+def test_autocast_casts_whole_fp32_parameters_in_every_forward() -> None:
+    kept, cast = (
+        program(zero=1, recompute="none", grad_sums=sums, global_batch=2 * RANKS) for sums in ("auto", "autocast")
+    )
+    found = Counter(i.op for _, i in cast.walk())
+    assert found["params.autocast"] == GPT.layers * cast.micro_batches
+    added = [i.work for _, i in cast.walk() if i.op == "grad.accumulate"]
+    assert len(added) == 4 * GPT.layers * cast.micro_batches
+    # Gradients of two bytes are read; an fp32 copy of them is written and read, and so is the sum.
+    assert {work.moved_bytes / work.elements for work in added if isinstance(work, Rowwise)} == {2 + 4 + 4 + 4 + 4}
+    # An fp32 copy on every rank, where ZeRO 1 divides it otherwise.
+    elements = sum(f.bytes * f.count for f in kept.all_families if f.kind is FamilyKind.PARAMS) / 2
+    assert state_bytes(cast) - state_bytes(kept) == pytest.approx(4 * (1 - 1 / RANKS) * elements, rel=1e-3)
+    columns = expand(cast)
+    assert check_program(cast, columns) == []
+    assert check_edges(columns, derive_edges(columns)) == []
 
 
 def test_the_update_of_cast_parameters_writes_none() -> None:

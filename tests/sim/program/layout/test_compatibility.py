@@ -286,6 +286,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"grad_sums": "params", "memory_policy": "caching"},
         "params with memory policy caching",
     ),
+    "autocast: zero": (
+        Layout(dp=2, zero=3),
+        {"grad_sums": "autocast", "memory_policy": "eager"},
+        "autocast with ZeRO 3",
+    ),
+    "autocast: states": (
+        Layout(),
+        {"grad_sums": "autocast", "memory_policy": "eager", "states": "pure-bf16"},
+        "autocast with states pure-bf16 of bf16",
+    ),
     "sharding: memory_policy": (
         Layout(dp=2, zero=3),
         {"sharding": "fsdp2", "memory_policy": "caching"},
