@@ -102,7 +102,7 @@ def explain(
         *metp(question, found, simulation),
         *balance(question, found),
         *heuristic(question, found),
-        *_sharding(simulation),
+        *_sharding(question, simulation),
         *_overlap(question, simulation),
         *_ulysses(simulation),
         *_tp_chunks(simulation),
@@ -273,11 +273,12 @@ def _pipeline(simulation: Simulation) -> list[str]:
     return [f"{text}."]
 
 
-def _sharding(simulation: Simulation) -> list[str]:
+def _sharding(question: Question, simulation: Simulation) -> list[str]:
     """Say how many bytes ZeRO 2 and 3 gather and reduce, and how long compute waits for that."""
     layout, moved = simulation.decisions.layout, simulation.collective_bytes
     if layout.zero < 2:
-        return []
+        asked = FSDP.get(question.pins.sharding or "")
+        return [f"ZeRO 2 and 3 are not used here, so nothing is{asked}."] if asked else []
     if degree(ENDS, layout) == 1:
         return [f"ZeRO {layout.zero} has no effect here: no two ranks hold the same parameters."]
     held = "gradients" if layout.zero == 2 else "gradients and parameters"
@@ -438,7 +439,9 @@ def _some_layers(best: Evaluated) -> list[str]:
         text = f"One layer input is kept for {number} layers, which run forward again together before their backward"
         return [f"{text}."]
     every = f"the last of every {number} layers of a stage runs"
-    which = every if kind == "every" else f"the first {number} layers of each chunk of a stage run"
+    first = "the first layer of each chunk of a stage runs"
+    some = first if number == "1" else f"the first {number} layers of each chunk of a stage run"
+    which = every if kind == "every" else some
     return [f"Only {which} forward again; the others keep everything."]
 
 

@@ -117,6 +117,9 @@ def test_groups_of_zero_are_explained_and_left_out_where_memory_is_short() -> No
 def test_exchanges_in_chunks_and_an_early_stop_without_effect_are_explained() -> None:
     pins = Pins(tp=2, dp=4, tp_overlap="chunked", recompute="none", alpha=0)
     asked = dataclasses.replace(question(1024, system="any"), pins=pins, global_batch=4)
+    sharded = dataclasses.replace(pins, sharding="fsdp2", memory_policy="eager", zero=1, tp_overlap="none")
+    text = why(dataclasses.replace(asked, pins=sharded))
+    assert "ZeRO 2 and 3 are not used here, so nothing is as torch's FSDP2 has it (--sharding fsdp2)." in text
     assert re.search(
         r"tp are cut into 2 chunks, .* \(--tp-overlap chunked\); compute waits [\d.]+ \w+ for them\.", why(asked)
     )
