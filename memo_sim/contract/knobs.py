@@ -633,8 +633,8 @@ class Pins:
     adamw: AdamwKernels | None = _knob(
         None,
         _one_of(AdamwKernels),
-        "AdamW of a framework whose row-wise kernels are eager or compiled: foreach (torch's default, ten passes) or"
-        " fused (one). The system's own unless given.",
+        "AdamW of a framework whose row-wise kernels are eager or compiled (refused with others): foreach (torch's"
+        " default, ten passes) or fused (one). The system's own unless given.",
         at="decisions.kernels",
     )
     """Not searched: it is a choice of the framework's configuration."""

@@ -105,9 +105,10 @@ def explain(
         *metp(question, found, simulation),
         *balance(question, found),
         *heuristic(question, found),
-        *_sharding(simulation),
+        *_sharding(question, simulation),
         *_overlap(question, simulation),
         *_ulysses(simulation),
+        *_tp_chunks(simulation),
         *_alpha(found),
         *_partial_swap(found),
         *_full_recompute(found, simulation),
@@ -275,11 +276,12 @@ def _pipeline(simulation: Simulation) -> list[str]:
     return [f"{text}."]
 
 
-def _sharding(simulation: Simulation) -> list[str]:
+def _sharding(question: Question, simulation: Simulation) -> list[str]:
     """Say how many bytes ZeRO 2 and 3 gather and reduce, and how long compute waits for that."""
     layout, moved = simulation.decisions.layout, simulation.collective_bytes
     if layout.zero < 2:
-        return []
+        asked = FSDP.get(question.pins.sharding or "")
+        return [f"ZeRO 2 and 3 are not used here, so nothing is{asked}."] if asked else []
     if degree(ENDS, layout) == 1:
         return [f"ZeRO {layout.zero} has no effect here: no two ranks hold the same parameters."]
     held = "gradients" if layout.zero == 2 else "gradients and parameters"
@@ -321,6 +323,17 @@ def _ulysses(simulation: Simulation) -> list[str]:
     return [f"{text} head-sharded tensors; compute waits {format_seconds(waited)} for these all-to-alls."]
 
 
+def _tp_chunks(simulation: Simulation) -> list[str]:
+    """Say what tensor parallelism in chunks exchanges beside which products."""
+    layout = simulation.decisions.layout
+    if layout.tp_overlap == "none":
+        return []
+    waited = sum(s.seconds for s in simulation.prediction.stalls if (s.lane, s.waits_for) == ("compute", "send_recv"))
+    text = f"Exchanges of tp are cut into {layout.tp} chunks, which ranks send to each other beside products"
+    also = " and for those of cp" if layout.cp > 1 and layout.cp_exchange == "ring" else ""
+    return [f"{text} (--tp-overlap chunked); compute waits {format_seconds(waited)} for them{also}."]
+
+
 def _own_loss(question: Question, decisions: Decisions) -> list[str]:
     """Say which form of the loss a system assumes, where the question leaves it open."""
     if question.loss != "auto" or decisions.loss == "auto":
@@ -342,7 +355,7 @@ def _allocator(simulation: Simulation) -> list[str]:
     text = (
         f"Memory is not planned: {who} reserves {format_bytes(prediction.reserved_bytes)}, {above:.1%} above the peak"
     )
-    retries = f"{often:.3g} allocation retries per micro-batch" if often else "no allocation retries"
+    retries = f"{often:.3g} {_retries(often)} per micro-batch" if often else "no allocation retries"
     stalled = sum(s.seconds for s in prediction.stalls if s.waits_for == ALLOCATOR)
     share = (
         f"; compute waits for its calls for {stalled / prediction.step_s:.1%} of the step" if prediction.step_s else ""
@@ -364,9 +377,15 @@ def _limited(found: SearchResult) -> list[str]:
     if best.unlimited.step_s is None:
         return [f"{text}: with all of it, fragmentation is worse and the plan does not fit ({_short(best.unlimited)})."]
     slower_s = best.unlimited.step_s - (best.prediction.step_s or 0.0)
-    often = f"{best.unlimited.allocation_retries} allocation retries instead of {best.prediction.allocation_retries}"
-    why = f"each retry releases the whole cache; without the limit there are {often}"
+    retries, fewer = best.unlimited.allocation_retries, best.prediction.allocation_retries
+    often = f"there are {retries} {_retries(retries)} instead of {fewer}"
+    more = "each one releases more" if retries == fewer else often
+    why = f"each retry releases the whole cache; without the limit {more}"
     return [f"{text}: {why}, and the step is {format_seconds(slower_s)} longer."]
+
+
+def _retries(number: float) -> str:
+    return "allocation retry" if number == 1 else "allocation retries"
 
 
 def _alpha(found: SearchResult) -> list[str]:
@@ -423,7 +442,9 @@ def _some_layers(best: Evaluated) -> list[str]:
         text = f"One layer input is kept for {number} layers, which run forward again together before their backward"
         return [f"{text}."]
     every = f"the last of every {number} layers of a stage runs"
-    which = every if kind == "every" else f"the first {number} layers of each chunk of a stage run"
+    first = "the first layer of each chunk of a stage runs"
+    some = first if number == "1" else f"the first {number} layers of each chunk of a stage run"
+    which = every if kind == "every" else some
     return [f"Only {which} forward again; the others keep everything."]
 
 
@@ -457,6 +478,8 @@ def _mlp_chunks(found: SearchResult, best: Evaluated) -> list[str]:
         return []
     rebuilt = REBUILT_MLP[best.decisions.mlp_rebuild]
     text = f"The MLP runs in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens; {rebuilt}"
+    if best.decisions.early_stop:
+        text += ", whatever --early-stop says"
     return [f"{text}{_against(best, _same_but(found, best, mlp_chunk_tokens=0, mlp_rebuild='block'))}."]
 
 

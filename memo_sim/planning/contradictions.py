@@ -17,7 +17,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import DEGREES, KNOBS, PINNED, Knob
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.planning.question import Question
+from memo_sim.planning.question import CHOOSES_ADAMW, Question
 from memo_sim.program.layout.compatibility import (
     FSDP_OF_A_FRAMEWORK,
     GRAPHS_OF_EAGER,
@@ -62,6 +62,7 @@ def check_pins(question: Question) -> None:
             _check_need(question, knob, KNOBS[knob.needs])
     _check_inputs(question)
     _check_early_stop(question)
+    _check_adamw(question)
     check_rules(OF_OPTIONS, _pinned(question))
 
 
@@ -156,7 +157,7 @@ def check_rounding_buffers(question: Question, recompute: Collection[str]) -> No
 
 
 def _check_early_stop(question: Question) -> None:
-    """Refuse an early end of a recompute that is pinned and not full."""
+    """Refuse an early end of a recompute that is pinned and not full, and beside an MLP in row blocks."""
     pins = question.pins
     if pins.early_stop and pins.recompute not in (None, "full"):
         raise UsageError(
@@ -165,6 +166,26 @@ def _check_early_stop(question: Question) -> None:
             wanted="--recompute full",
             hint="leave --early-stop or --recompute out",
         )
+    if pins.early_stop is not None and pins.mlp_chunk_tokens:
+        option = "--early-stop" if pins.early_stop else "--no-early-stop"
+        raise UsageError(
+            "an MLP in row blocks is rebuilt as --mlp-rebuild says, wherever recompute ends",
+            got=f"{option} with --mlp-chunk {pins.mlp_chunk_tokens}",
+            wanted="one of them",
+            hint=f"leave {option} out, or --mlp-chunk 0",
+        )
+
+
+def _check_adamw(question: Question) -> None:
+    """Refuse a choice of AdamW's kernels that the row-wise kernels leave none of."""
+    if question.pins.adamw is None or question.rowwise in CHOOSES_ADAMW:
+        return
+    raise UsageError(
+        "memo-exec and Megatron-LM update parameters by kernels of their own",
+        got=f"--adamw {question.pins.adamw} with row-wise kernels {question.rowwise or 'torch or triton'}",
+        wanted="row-wise kernels eager or compiled",
+        hint="--rowwise eager, or leave --adamw out",
+    )
 
 
 def _check_need(question: Question, knob: Knob, need: Knob) -> None:

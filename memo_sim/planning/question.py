@@ -35,6 +35,9 @@ EARLY_STOP: Libraries = "2023"
 FSDP2_SINCE: Libraries = "2024"
 """Year of the first PyTorch with FSDP2: 2.4, of July 2024."""
 
+CHOOSES_ADAMW: tuple[RowwiseKernel, ...] = ("eager", "compiled")
+"""Row-wise kernels of frameworks that update parameters by torch's AdamW; the others have kernels of their own."""
+
 __all__ = ["Pins", "Question", "under_system", "with_libraries", "with_memory"]
 
 
@@ -133,8 +136,8 @@ class Question(Chosen):
 
     @property
     def adamw(self) -> AdamwKernels:
-        """What is pinned, or else the system's own."""
-        return self.pins.adamw or self.preset.adamw
+        """What is pinned, or else the system's own where its row-wise kernels leave the choice."""
+        return self.pins.adamw or (self.preset.adamw if self.rowwise in CHOOSES_ADAMW else "foreach")
 
     @property
     def _streams(self) -> Streams:

@@ -24,6 +24,7 @@ from memo_sim.contract.knobs import (
     GradSums,
     Loss,
     MlpRebuild,
+    Modules,
     Recompute,
     ReduceDtype,
     RowwiseKernel,
@@ -61,7 +62,7 @@ OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
     *("loss", "loss_chunk", "mlp_chunk", "mlp_rebuild", "states", "offload_inputs", "max_positions", "tp_overlap"),
     *("recompute_layers", "early_stop", "zero_params", "loss_metrics", "sharding", "reduce_dtype", "adamw"),
-    *("grad_sums", "expected_allocation_retries"),
+    *("grad_sums", "modules", "rounding_buffers", "expected_allocation_retries"),
 ]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_positions"})
@@ -135,6 +136,8 @@ COLUMN_TEXTS = {
     "reduce_dtype": "dtype in which FSDP reduces gradients over ranks (`--reduce-dtype`); auto when blank",
     "grad_sums": "dtype in which gradients are summed (`--grad-sums`); auto when blank",
     "adamw": "AdamW's kernels under eager or compiled row-wise kernels: foreach or fused; the system's own when blank",
+    "modules": "whose modules an eager framework trains (`--modules`); the system's own when blank",
+    "rounding_buffers": "whether full recompute is played in the two rounding buffers; the system's own when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -163,6 +166,8 @@ _WORDS = {
     "reduce_dtype": get_args(ReduceDtype),
     "grad_sums": get_args(GradSums),
     "adamw": get_args(AdamwKernels),
+    "modules": get_args(Modules),
+    "rounding_buffers": ("yes", "no"),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,
@@ -205,11 +210,12 @@ class CaseQuestion:
 
     @property
     def subject(self) -> str:
-        """What rows share that differ in their plan alone: model, machine, length and sequences in a step."""
+        """What rows share that differ in their plan alone: model and its modules, machine, length and batch."""
         of_the_model = [f"{name} {self.integers[name]}" for name in sorted(SIZES & set(self.integers))]
         power = [f"{self.integers['power_w']} W"] if "power_w" in self.integers else []
+        modules = [f"modules {self.words['modules']}"] if "modules" in self.words else []
         batch = f"{self.integers.get('global_batch', 1)} x {format_tokens(self.seq_tokens)}"
-        return ", ".join([self.model, *of_the_model, self.cluster, *power, batch])
+        return ", ".join([self.model, *of_the_model, self.cluster, *power, *modules, batch])
 
 
 @dataclass(frozen=True, slots=True)

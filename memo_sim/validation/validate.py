@@ -238,20 +238,21 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
     given = asked.integers
     if "power_w" in given:
         hardware = with_power(hardware, given["power_w"])
-    sp, overlap, inputs, early = (asked.words.get(name) for name in ("sp", "overlap", "offload_inputs", "early_stop"))
+    overlap = asked.words.get("overlap")
     if overlap == "no":
         hardware = _taking_turns(hardware)
     pins = Pins(
         **asked.pins,
-        sequence_parallel=None if sp is None else sp == "yes",
+        sequence_parallel=_switch(asked, "sp"),
         uneven_heads=asked.words.get("uneven_heads") == "yes",
         overlap_p2p={"no": False, "yes": True}.get(overlap or ""),
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
         allocator_limit_gib=0,  # no source says that it limited the allocator
         overlap=_OVERLAP[overlap or ""],
         cuda_graphs=asked.words.get("cuda_graphs") == "yes",
-        offload_inputs=None if inputs is None else inputs == "yes",
-        early_stop=None if early is None else early == "yes",
+        offload_inputs=_switch(asked, "offload_inputs"),
+        early_stop=_switch(asked, "early_stop"),
+        rounding_buffers=_switch(asked, "rounding_buffers"),
         loss_chunk_tokens=given.get("loss_chunk"),
         mlp_chunk_tokens=given.get("mlp_chunk"),
         mlp_rebuild=asked.words.get("mlp_rebuild"),  # type: ignore[arg-type]
@@ -271,7 +272,14 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         loss_metrics=given.get("loss_metrics", 0),
         zero_params=asked.words.get("zero_params", "auto"),  # type: ignore[arg-type]
         grad_sums=asked.words.get("grad_sums", "auto"),  # type: ignore[arg-type]
+        modules=asked.words.get("modules", "auto"),  # type: ignore[arg-type]
     )
+
+
+def _switch(asked: CaseQuestion, column: str) -> bool | None:
+    """Return what a column of yes and no says; None where it leaves the knob to the system."""
+    word = asked.words.get(column)
+    return None if word is None else word == "yes"
 
 
 def _model(asked: CaseQuestion) -> Model:

@@ -65,16 +65,20 @@ class Here(Launcher):
         return rows
 
 
-def quick_run_here(folder: Path) -> int:
+def run_here(folder: Path, *options: str) -> int:
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("default")  # rivals warn
         patched.setattr("torch.cuda.is_available", lambda: False)
         patched.setattr("memo_exec.probes.memory.cache_bytes", lambda device: 2**20)
         patched.setattr("gc.collect", lambda: 0)  # nothing here is large enough to be worth 0.2 s a case
         patched.setattr(gpu, "Launcher", Here)
-        patched.setattr(sys, "argv", ["benchmarks.gpu", "--quick"])
+        patched.setattr(sys, "argv", ["benchmarks.gpu", *options])
         patched.setenv("MEMO_RESULTS", str(folder))
         return gpu.main()
+
+
+def quick_run_here(folder: Path) -> int:
+    return run_here(folder, "--quick")
 
 
 def quick_run_in_processes(folder: Path) -> int:
@@ -143,11 +147,11 @@ def every_system_has_a_row_and_those_that_ran_agree(found: Rows) -> None:
         assert row["versions"]["torch"]
 
 
-def test_without_a_gpu_it_says_that_it_needs_one(tmp_path: Path) -> None:
-    done = script(tmp_path)
-    assert done.returncode == 6
-    assert "a GPU is needed" in done.stderr
-    assert "--quick" in done.stderr
+def test_without_a_gpu_it_says_that_it_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(tmp_path) == 6
+    said = capsys.readouterr().err
+    assert "a GPU is needed" in said
+    assert "--quick" in said
 
 
 def case(rival: str = "any", **fields: Any) -> Case:

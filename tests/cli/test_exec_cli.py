@@ -254,7 +254,9 @@ def test_a_message_that_cannot_be_left_is_printed(
     assert capsys.readouterr().err == "memo-exec: broken\n"
 
 
-@pytest.mark.parametrize(("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("kind", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_run_cleanly_after_the_step(plan: Path, tmp_path: Path, kind: int, code: int) -> None:
     command = [
         sys.executable,

@@ -91,7 +91,7 @@ def test_a_plan_of_two_ranks_can_be_priced(profile: Hardware, tmp_path: Path) ->
 
 
 @LINUX_ONLY
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_dies_takes_the_other_down_with_a_message(tmp_path: Path, dies: int) -> None:
     found = ranks(str(tmp_path / "two.json"), str(dies))
     assert found[dies][0] == DIED

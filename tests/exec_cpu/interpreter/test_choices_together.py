@@ -13,6 +13,7 @@ from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
 from memo_sim.program.lower import lower
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds
 from tests.exec_cpu.small import MODELS, decide, one_step
+from tests.pairs import covering
 
 TOKENS = 320
 OFFLOADED = {"swapped_tokens": TOKENS}
@@ -50,11 +51,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("together", TOGETHER.values(), ids=TOGETHER)
-@pytest.mark.parametrize(("name", "memory_policy"), [("gpt2", "caching"), ("qwen3", "planned")])
-def test_gradients_equal_autograd_and_memory_is_the_programs(
-    name: str, memory_policy: str, together: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("choices", "name"), covering(TOGETHER, ["gpt2", "qwen3"]))
+def test_gradients_equal_autograd_and_memory_is_the_programs(choices: str, name: str) -> None:
+    together, memory_policy = TOGETHER[choices], "caching" if name == "gpt2" else "planned"
     fields: dict[str, Any] = {"seq_tokens": TOKENS, "micro_batch": 1, "global_batch": 2, "recompute": "full"}
     deeper = msgspec.structs.replace(MODELS[name], layers=5)
     decisions = decide(deeper, memory_policy=memory_policy, **(fields | together))

@@ -25,6 +25,7 @@ from tests.exec_cpu.kernels.hand_call import allocations
 from tests.exec_cpu.machine.test_preflight import CPU
 from tests.exec_cpu.plans import placed
 from tests.exec_cpu.small import batch, decide, gpt, llama, play, scalars
+from tests.pairs import covering
 
 MARK = "instruction "
 
@@ -132,8 +133,7 @@ def beyond_declared(found: list[tuple[Call, int, int]]) -> dict[str, int]:
     return most
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "policy"), covering(MODELS, POLICIES))
 def test_after_the_first_step_only_declared_workspaces_are_allocated(model: str, policy: str) -> None:
     """An instruction allocates nothing, or what the program declares for a library's results and a tile."""
     check(watched(long(model, **POLICIES[policy])), TILE_BYTES["fp32"])

@@ -19,6 +19,7 @@ from memo_sim.program.ir.work import Copy
 from memo_sim.program.lower import lower
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds
 from tests.exec_cpu.small import MODELS, batch, decide, gpt, gradients, llama, losses, one_step, play, scalars, states
+from tests.pairs import covering
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
@@ -42,9 +43,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["gpt2", "gpt-bare", "llama", "qwen3"])
-def test_gradients_are_bitwise_those_of_keep(name: str, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "name"), covering(POLICIES, ["gpt2", "gpt-bare", "llama", "qwen3"], every=2))
+def test_gradients_are_bitwise_those_of_keep(policy: str, name: str) -> None:
     keep = decide(MODELS[name], global_batch=4)
     kept, wanted = one_step(keep)
     record, found = one_step(decide(MODELS[name], global_batch=4, **POLICIES[policy]))
@@ -63,9 +63,10 @@ def test_offloaded_inputs_leave_the_gradients_to_autograd(name: str, memory_poli
     assert_gradients_equal_autograds(decisions)
 
 
-@pytest.mark.parametrize("layers", ["every-2", "first-2", "groups-2", "groups-3"])
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_layers_that_differ_leave_the_gradients_to_autograd(name: str, layers: str) -> None:
+@pytest.mark.parametrize(
+    ("layers", "name"), covering(["every-2", "first-2", "groups-2", "groups-3"], ["gpt2", "qwen3"])
+)
+def test_layers_that_differ_leave_the_gradients_to_autograd(layers: str, name: str) -> None:
     fields = {"recompute": "full", "recompute_layers": layers, "micro_batch": 1, "global_batch": 2}
     deeper = msgspec.structs.replace(MODELS[name], layers=5)
     assert_gradients_equal_autograds(decide(deeper, **fields))
@@ -78,8 +79,7 @@ def test_modules_that_run_again_leave_the_gradients_to_autograd(name: str, modul
     assert_gradients_equal_autograds(decide(MODELS[name], recompute=module, micro_batch=1, global_batch=2))
 
 
-@pytest.mark.parametrize("policy", ["keep", *POLICIES])
-@pytest.mark.parametrize("states", ["fp32", "host"])
+@pytest.mark.parametrize(("policy", "states"), covering(["keep", *POLICIES], ["fp32", "host"]))
 def test_memory_and_bytes_moved_are_the_programs(policy: str, states: str) -> None:
     decisions = decide(llama(layers=4), global_batch=6, states=states, **POLICIES.get(policy, {}))
     record, _ = one_step(decisions)

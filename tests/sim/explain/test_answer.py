@@ -114,6 +114,21 @@ def test_groups_of_zero_are_explained_and_left_out_where_memory_is_short() -> No
     assert re.search(r"What would help: .*--zero-ranks 8", text)
 
 
+def test_exchanges_in_chunks_and_an_early_stop_without_effect_are_explained() -> None:
+    pins = Pins(tp=2, dp=4, tp_overlap="chunked", recompute="none", alpha=0)
+    asked = dataclasses.replace(question(1024, system="any"), pins=pins, global_batch=4)
+    sharded = dataclasses.replace(pins, sharding="fsdp2", memory_policy="eager", zero=1, tp_overlap="none")
+    text = why(dataclasses.replace(asked, pins=sharded))
+    assert "ZeRO 2 and 3 are not used here, so nothing is as torch's FSDP2 has it (--sharding fsdp2)." in text
+    assert re.search(
+        r"tp are cut into 2 chunks, .* \(--tp-overlap chunked\); compute waits [\d.]+ \w+ for them\.", why(asked)
+    )
+    assert "chunks" not in why(dataclasses.replace(asked, pins=dataclasses.replace(pins, tp_overlap="none")))
+    blocks = Pins(dp=8, recompute="full", mlp_chunk_tokens=512)
+    text = why(dataclasses.replace(question(1024, system="fsdp"), pins=blocks, global_batch=8))
+    assert "without its second matrix product, whatever --early-stop says" in text
+
+
 def test_the_allocators_reserve_and_cost_are_reported() -> None:
     text = why(question(128 * 1024, system="full-recompute", memory_policy="eager", allocator_limit_gib=0))
     assert re.search(

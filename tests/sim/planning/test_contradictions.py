@@ -101,6 +101,30 @@ def test_pins_that_contradict_each_other_whatever_the_layout(pins: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    ("system", "pins", "got"),
+    [
+        ("any", {"adamw": "fused"}, "--adamw fused with row-wise kernels torch or triton"),
+        ("any", {"adamw": "foreach", "rowwise": "triton"}, "--adamw foreach with row-wise kernels triton"),
+        ("fsdp", {"adamw": "fused", "rowwise": "fused"}, "--adamw fused with row-wise kernels fused"),
+        ("any", {"early_stop": True, "mlp_chunk_tokens": 1024}, "--early-stop with --mlp-chunk 1024"),
+        ("fsdp", {"early_stop": False, "mlp_chunk_tokens": 1024}, "--no-early-stop with --mlp-chunk 1024"),
+        ("any", {"early_stop": True, "recompute": "none"}, "--early-stop with --recompute none"),
+    ],
+)
+def test_choices_that_other_kernels_or_blocks_leave_no_room_for(system: str, pins: dict[str, Any], got: str) -> None:
+    error = refused(ask(system, **pins))
+    assert error.got == got
+    assert error.hint
+
+
+def test_a_systems_own_adamw_is_that_of_its_own_kernels() -> None:
+    assert ask("torchtitan").adamw == "fused"
+    assert ask("torchtitan", rowwise="torch").adamw == "foreach"
+    check_pins(ask("any", adamw="fused", rowwise="eager"))
+    check_pins(ask("fsdp", early_stop=True, mlp_chunk_tokens=0))
+
+
+@pytest.mark.parametrize(
     ("pins", "wanted"),
     [
         ({"sharding": "fsdp2", "memory_policy": "planned"}, "memory policy eager"),

@@ -18,6 +18,7 @@ from memo_sim.planning.search import SearchResult, best_with_more_memory, search
 from memo_sim.planning.space import candidates, with_alpha
 from memo_sim.program.layout.compatibility import KEEPS_ALL_TOKENS
 from memo_sim.views.plan_table import layout_label
+from tests.pairs import covering
 
 GIB = 2**30
 ROOM = 2**50
@@ -57,8 +58,11 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_label)
-@pytest.mark.parametrize("layers", [4, 9, 12])
+def label(value: object) -> str:
+    return layout_label(value) if isinstance(value, Layout) else str(value)
+
+
+@pytest.mark.parametrize(("layout", "layers"), covering(LAYOUTS, [4, 9, 12]), ids=label)
 def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     bounds = LowerBounds(hardware, cluster)
@@ -132,12 +136,9 @@ def test_lower_bounds_hold_for_other_states_and_memory_policies(states: str, pol
     assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "ahead"),
-    [("gpipe", 1, 0.72), ("1f1b", 1, 0.72), ("interleaved", 2, 0.72), ("zero-bubble", 1, 0.6)],
-)
-def test_pipelines_are_not_below_their_lower_bound(schedule: str, chunks: int, ahead: float, pp: int) -> None:
+@pytest.mark.parametrize(("schedule", "pp"), covering(["gpipe", "1f1b", "interleaved", "zero-bubble"], [2, 4]))
+def test_pipelines_are_not_below_their_lower_bound(schedule: str, pp: int) -> None:
+    chunks, ahead = 2 if schedule == "interleaved" else 1, 0.6 if schedule == "zero-bubble" else 0.72
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     bounds = LowerBounds(hardware, cluster)
     layout = Layout(tp=2, sequence_parallel=True, cp=4 // pp, pp=pp, schedule=schedule, virtual_stages=chunks, zero=1)
@@ -174,16 +175,16 @@ def test_unequal_stages_are_not_below_their_lower_bound(pp_layers: tuple[int, ..
         assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
-@pytest.mark.parametrize("layers", ["every-2", "first-3", "groups-2", "groups-3"])
+UNLIKE = [
+    Layout(tp=2, sequence_parallel=True, cp=3, zero=1),
+    Layout(tp=2, pp=3),
+    Layout(pp=3, schedule="interleaved", virtual_stages=2, tp=2, sequence_parallel=True),
+    Layout(tp=2, pp=3, pp_layers=(1, 9, 4), schedule="zero-bubble"),
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tp=2, sequence_parallel=True, cp=3, zero=1),
-        Layout(tp=2, pp=3),
-        Layout(pp=3, schedule="interleaved", virtual_stages=2, tp=2, sequence_parallel=True),
-        Layout(tp=2, pp=3, pp_layers=(1, 9, 4), schedule="zero-bubble"),
-    ],
-    ids=layout_label,
+    ("layout", "layers"), covering(UNLIKE, ["every-2", "first-3", "groups-2", "groups-3"]), ids=label
 )
 def test_layers_that_differ_are_not_below_their_lower_bound(layout: Layout, layers: str) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
@@ -260,9 +261,19 @@ def costs(found: SearchResult) -> list[tuple[float, int, int]]:
     return sorted(e.costs for e in found.front)
 
 
-@pytest.mark.parametrize(("device_gib", "host_gib"), [(80, 2000), (32, 2000), (32, 24), (18, 1), (10, 2000)])
-@pytest.mark.parametrize("system", ["any", "megatron-lm", "metp", pytest.param("every-layout", marks=pytest.mark.slow)])
-def test_pruning_changes_neither_the_best_nor_their_order(system: str, device_gib: int, host_gib: int) -> None:
+ROOMS = [(80, 2000), (32, 2000), (32, 24), (18, 1), (10, 2000)]
+"""GiB of a device, and of a host."""
+
+
+@pytest.mark.parametrize(
+    ("system", "room"),
+    [
+        *covering(["any", "megatron-lm", "metp"], ROOMS),
+        *(pytest.param("every-layout", room, marks=pytest.mark.slow) for room in ROOMS),
+    ],
+)
+def test_pruning_changes_neither_the_best_nor_their_order(system: str, room: tuple[int, int]) -> None:
+    device_gib, host_gib = room
     asked = ask(2, device_gib=device_gib, host_gib=host_gib, system=system)
     space = len(candidates(asked)[0])
     everything = search(asked, prune=False)
@@ -275,12 +286,16 @@ def test_pruning_changes_neither_the_best_nor_their_order(system: str, device_gi
         assert found.pruned > everything.pruned
 
 
-@pytest.mark.parametrize(("device_gib", "host_gib"), [(80, 2000), (60, 24)])
 @pytest.mark.parametrize(
-    "system",
-    [pytest.param("any", marks=pytest.mark.slow), pytest.param("every-layout", marks=pytest.mark.slow), "memo", "metp"],
+    ("system", "room"),
+    [
+        *covering(["memo", "metp"], [(60, 24), (80, 2000)]),
+        *(pytest.param(s, room, marks=pytest.mark.slow) for s in ("any", "every-layout") for room in ROOMS[:1]),
+        *(pytest.param(s, (60, 24), marks=pytest.mark.slow) for s in ("any", "every-layout")),
+    ],
 )
-def test_the_front_is_that_of_brute_force(system: str, device_gib: int, host_gib: int) -> None:
+def test_the_front_is_that_of_brute_force(system: str, room: tuple[int, int]) -> None:
+    device_gib, host_gib = room
     asked = ask(2, device_gib=device_gib, host_gib=host_gib, system=system)
     brute, found = search(asked, prune=False, front=True), search(asked, front=True)
     assert costs(found) == costs(brute)

@@ -15,6 +15,7 @@ from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
 from memo_sim.planning.space import policies
+from tests.pairs import covering
 from tests.sim.small_programs import GPT, decide, faults_of
 
 
@@ -44,20 +45,12 @@ def test_unless_given_the_system_decides() -> None:
     assert policies(ask("fsdp")) == SYSTEMS["fsdp"].policies
 
 
-@pytest.mark.parametrize("memory", ["planned", "caching", "eager"])
-@pytest.mark.parametrize(
-    ("system", "layout"),
-    [
-        ("fsdp", {"dp": 8}),
-        ("megatron-lm", {"tp": 8}),
-        ("deepspeed-ulysses", {"ulysses": 8}),
-        ("ring-attention", {"cp": 8}),
-    ],
-)
-def test_all_inputs_but_two_travel_under_every_memory_policy(
-    system: str, layout: dict[str, int], memory: MemoryPolicy
-) -> None:
-    asked = ask(system, offload_inputs=True, memory_policy=memory, **layout)
+DEGREES = {"fsdp": "dp", "megatron-lm": "tp", "deepspeed-ulysses": "ulysses", "ring-attention": "cp"}
+
+
+@pytest.mark.parametrize(("system", "memory"), covering(DEGREES, ["planned", "caching", "eager"]))
+def test_all_inputs_but_two_travel_under_every_memory_policy(system: str, memory: MemoryPolicy) -> None:
+    asked = ask(system, offload_inputs=True, memory_policy=memory, **{DEGREES[system]: 8})
     best, kept = (search(replace(asked, pins=replace(asked.pins, offload_inputs=on))).ranked[0] for on in (True, False))
     decisions = best.decisions
     assert (decisions.offload_inputs, kept.decisions.offload_inputs) == (True, False)

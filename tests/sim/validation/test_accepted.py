@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,8 @@ from tests.refusals import refused
 
 SLOW = {"memo-table3", "vtrain-multi", "korthikanti"}
 """These sets take minutes: layouts are searched, or many stages and micro-batches are simulated."""
+IN_PART = {"vtrain-single": 3, "mpt-a100": 2, "mpt-h100": 2, "internevo": 2, "trl": 2}
+"""Sets of rows that are alike: the default run checks every so many of them."""
 
 
 ELSEWHERE = {"simumax-b200"}
@@ -28,7 +31,11 @@ ELSEWHERE = {"simumax-b200"}
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in list_case_files() if n not in ELSEWHERE],
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in SLOW or n in IN_PART else ())
+        for n in list_case_files()
+        if n not in ELSEWHERE
+    ],
 )
 def test_no_case_set_is_worse_than_accepted(name: str) -> None:
     cases = load_cases(name)
@@ -59,13 +66,17 @@ def rows_of(name: str, system: str, model: str = "") -> list[Case]:
     return [c for c in rows if model in ("", c.question.model)]
 
 
+def every(name: str, step: int) -> list[Case]:
+    return load_cases(name)[::step]
+
+
 MEGATRON = (4, 16, 128, 512, 640)
 """Thousands of tokens, for 7B only: from 64K on, each of 30B's rows takes up to a minute."""
 MOST_STAGES = 8
 """Each row with more stages takes up to ten seconds."""
 HELD = {
-    "memo-7b": lambda: rows_of("memo-table3", "memo", "gpt-7b"),
-    "memo-30b": lambda: rows_of("memo-table3", "memo", "gpt-30b")[::2],
+    "memo-7b": lambda: rows_of("memo-table3", "memo", "gpt-7b")[::2],
+    "memo-30b": lambda: rows_of("memo-table3", "memo", "gpt-30b")[1::3],
     "deepspeed-ulysses": lambda: rows_of("memo-table3", "deepspeed-ulysses")[::3],
     "megatron-lm": lambda: [
         c for c in rows_of("memo-table3", "megatron-lm", "gpt-7b") if c.question.seq_tokens >> 10 in MEGATRON
@@ -74,8 +85,9 @@ HELD = {
     "vtrain-multi": lambda: [
         c for c in rows_of("vtrain-multi", "megatron-lm") if c.question.integers["pp"] <= MOST_STAGES
     ][::2],
+    **{name: partial(every, name, step) for name, step in IN_PART.items()},
 }
-"""Rows of the slow sets that the default run checks: MEMO's, and a few others that take seconds."""
+"""Rows of the other sets that the default run checks: some of MEMO's, and a few others that take seconds."""
 
 
 @pytest.mark.parametrize("rows", HELD.values(), ids=HELD.keys())

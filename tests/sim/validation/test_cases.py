@@ -342,6 +342,18 @@ def test_a_row_says_which_layers_are_recomputed(tmp_path: Path) -> None:
         load_cases(str(case_file(tmp_path, {**row, "recompute_layers": "every-0"}, columns=columns)))
 
 
+def test_a_row_says_whose_modules_and_which_buffers_it_has(tmp_path: Path) -> None:
+    row = {**ROW, "system": "fsdp", "tp": "", "cp": "", "alpha": "", "recompute": "full", "memory_plan": "no"}
+    cells = {"modules": ("", "huggingface"), "rounding_buffers": ("", "no"), "sharding": ("", "fsdp1")}
+    rows = [{**row, **{name: values[n] for name, values in cells.items()}} for n in (0, 1)]
+    left, given = load_cases(str(case_file(tmp_path, *rows, columns=[*COLUMNS, *cells])))
+    asked = [question_of(case.question) for case in (left, given)]
+    assert [question.modules for question in asked] == ["auto", "huggingface"]
+    assert [question.pins.rounding_buffers for question in asked] == [None, False]
+    # Other modules are another program to measure, and another sharding is another plan of the same.
+    assert given.question.subject == left.question.subject.replace(", 1 x", ", modules huggingface, 1 x")
+
+
 def test_a_framework_that_offloads_nothing_is_not_taken_to(tmp_path: Path) -> None:
     row = {**ROW, "offload_inputs": "no"}
     (case,) = load_cases(str(case_file(tmp_path, row, columns=[*COLUMNS, "offload_inputs"])))

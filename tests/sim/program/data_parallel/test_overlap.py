@@ -22,6 +22,7 @@ from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Collective
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
+from tests.pairs import covering
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
 OVERLAPS: tuple[Overlap, ...] = ("none", "gradients", "both")
@@ -44,8 +45,11 @@ def replica_calls(decisions: Decisions) -> list[tuple[str, str, Lane, int]]:
     ]
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.mark.parametrize(
+    ("policy", "model"),
+    covering(POLICIES, [GPT, LLAMA]),
+    ids=lambda v: v.name if isinstance(v, Model) else f"{v[0]}-{v[1]}",
+)
 def test_every_program_passes_the_independent_checkers(model: Model, policy: tuple[str, float]) -> None:
     for layout, overlap in itertools.product(LAYOUTS, OVERLAPS[1:]):
         (program,) = lower(decide(model, layout, policy, overlap=overlap))

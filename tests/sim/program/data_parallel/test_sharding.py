@@ -23,6 +23,7 @@ from memo_sim.program.ir.work import Collective
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.verify.program import check_edges, check_program
+from tests.pairs import covering
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 from tests.sim.toy_machine import TOY_CLUSTER, ToyPrices, alone, small_decisions, toy_hardware
 from tests.sim.toy_machine import decide as decide_small
@@ -49,8 +50,11 @@ def moved(program: Program, group: str = "grads") -> Counter[tuple[str, str]]:
     return total
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.mark.parametrize(
+    ("policy", "model"),
+    covering(POLICIES, [GPT, LLAMA]),
+    ids=lambda v: v.name if isinstance(v, Model) else f"{v[0]}-{v[1]}",
+)
 def test_every_sharded_program_passes_the_independent_checkers(model: Model, policy: tuple[str, float]) -> None:
     for layout, states in itertools.product([*LAYOUTS, *GROUPS], ("bf16", "host")):
         (program,) = lower(decide(model, layout, policy, states=states, global_batch=2 * layout.dp))

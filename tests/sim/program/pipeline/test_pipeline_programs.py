@@ -25,6 +25,7 @@ from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.pipeline.stage_p2p import StageP2P
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.stages import check_deadlock, check_stages
+from tests.pairs import covering
 from tests.refusals import refused
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
@@ -61,10 +62,9 @@ def deadlocks(programs: tuple[Program, ...]) -> list[str]:
     return check_deadlock(programs, columns, [derive_edges(c) for c in columns])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("model", EIGHT)
-def test_every_stage_passes_the_independent_checkers(model: str, layout: Layout) -> None:
-    for policy in EVERY if model == "gpt" else EVERY[::4]:
+@pytest.mark.parametrize(("layout", "policy"), covering(LAYOUTS, EVERY, every=3), ids=str)
+def test_every_stage_passes_the_independent_checkers(layout: Layout, policy: tuple[str, float]) -> None:
+    for model in EIGHT:
         programs = lower(stages(model, layout, policy))
         assert [p.stage for p in programs] == [f"stage{n}" for n in range(layout.pp)]
         assert check_stages(programs) == []

@@ -22,6 +22,7 @@ from memo_sim.program.layout.swap_schedule import LayerPass, buffer_slots, layer
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.stages import check_stages
+from tests.pairs import covering
 from tests.refusals import refused
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
@@ -42,8 +43,11 @@ def step_layer_passes(layers: int, micro_batches: int) -> list[LayerPass]:
     ]
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.mark.parametrize(
+    ("policy", "model"),
+    covering(POLICIES, [GPT, LLAMA]),
+    ids=lambda v: v.name if isinstance(v, Model) else f"{v[0]}-{v[1]}",
+)
 def test_every_program_passes_the_independent_checkers(model: Model, policy: tuple[str, float]) -> None:
     for layout, states in itertools.product(LAYOUTS, ("fp32", "bf16", "host")):
         programs = lower(decide(model, layout, policy, states=states))

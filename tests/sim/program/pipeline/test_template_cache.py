@@ -10,6 +10,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.space import with_alpha
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.pipeline import template_cache as alike
+from tests.pairs import covering
 
 K = 1024
 POLICIES = [("none", 0.0, 0), ("none", 0.5, 0), ("none", 0.5, 1), ("tokenwise", 0.5, 0), ("full", 1.0, 0)]
@@ -39,8 +40,7 @@ def plans(recompute: str, alpha: float, window: int, model: str) -> list[Decisio
     return found
 
 
-@pytest.mark.parametrize("model", ["gpt-tiny", "llama3-8b"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "model"), covering(POLICIES, ["gpt-tiny", "llama3-8b"]))
 def test_programs_are_those_built_without_the_cache(policy: tuple[str, float, int], model: str) -> None:
     asked = plans(*policy, model)
     anew = []
