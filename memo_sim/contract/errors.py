@@ -38,6 +38,10 @@ class MemoError(Exception):
         self.hint = hint
         super().__init__(self.message())
 
+    def __str__(self) -> str:
+        """Return the message. Unpickled, in another process, the parts are whole and the arguments are not."""
+        return self.message()
+
     def message(self) -> str:
         """Return the whole message: what is wrong, then one indented line each for where, got, wanted and next.
 
@@ -128,6 +132,6 @@ def shortage(error: Exception) -> CannotRun | None:
         return CannotRun(
             "the system refused memory",
             got=(text or "MemoryError").splitlines()[0],
-            hint="raise the limit of memory (ulimit -v, the container's), or ask for a shorter sequence or a smaller file",
+            hint="raise the limit of memory (ulimit -v, the container's), or ask for a shorter sequence",
         )
     return None
