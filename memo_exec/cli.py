@@ -295,6 +295,7 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
     from memo_exec.commands.calibrate import calibrate
     from memo_exec.commands.outputs import check_outputs
     from memo_sim.contract.codec import write
+    from memo_sim.contract.peaks import warnings_about
 
     check_outputs(output)
     profile = with_progress(
@@ -305,6 +306,8 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
     if profile is None:  # rank 0 writes
         return
     write(output, profile)
+    for text in warnings_about(profile, {}):
+        say(f"WARNING: {text}")
     show(f"{output}: profile {profile.name}; plan with memo-sim what-if MODEL --cluster {output} --seq-len ...")
 
 

@@ -15,6 +15,7 @@ from math import gcd
 from memo_sim.answers.what_if import Answer, what_if
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.longest import Bound, Longest, Tried
+from memo_sim.contract.peaks import warnings_about
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import MOST_TOKENS, counted, format_seconds, format_tokens
 from memo_sim.planning.question import Question
@@ -80,6 +81,7 @@ def longest(
         best=answer.result.best if answer else None,
         bound=bound,
         tried=[scan.tried[n] for n in sorted(scan.tried)],
+        warnings=answer.result.warnings if answer else warnings_about(question.hardware, {}),
         why=[
             *_reasons(scan, low, refused, holes),
             *_coarser(asked_tokens, step_tokens),

@@ -28,6 +28,9 @@ from memo_sim.views.pictures import FORMATS
 TABLE, SNAPSHOTS, DOCUMENTS = (".csv",), (".pickle", ".pkl"), (".json",)
 OUTPUTS = (*DOCUMENTS, *TABLE, *SNAPSHOTS)
 
+LEAST_REPLAY_S = 1.0
+"""Seconds that the caching allocator's replay gets, even with a shorter time limit."""
+
 BESIDE_S = 5.0
 """The most seconds for what is shown beside the chosen solver's placement; on our programs it takes less than one."""
 
@@ -72,7 +75,7 @@ def plan_memory(
         others.append(place(requests, time_limit_s=beside_s))
     elif bilevel is not None:
         others.append(bilevel[0])
-    caching = replay(source.requests, capacity_bytes=capacity_bytes)
+    caching = replay(source.requests, capacity_bytes=capacity_bytes, most_s=max(time_limit_s, LEAST_REPLAY_S))
     notes = [*source.notes, *bilevel_notes, *_caching_notes(caching)]
     report = _report(path, source, placement)
     report = msgspec.structs.replace(
@@ -91,8 +94,9 @@ def plan_memory(
             for other in others
         ],
         capacity_bytes=capacity_bytes,
-        reserved_caching_bytes=None if caching.out_of_memory else caching.reserved_peak_bytes,
-        allocation_retries=None if caching.out_of_memory else caching.steady.allocation_retries,
+        caching_replayed=not caching.out_of_time,
+        reserved_caching_bytes=None if _unknown(caching) else caching.reserved_peak_bytes,
+        allocation_retries=None if _unknown(caching) else caching.steady.allocation_retries,
     )
     return MemoryPlan(source, placement, caching, report)
 
@@ -111,6 +115,11 @@ def _bilevel(requests: Requests, time_limit_s: float) -> tuple[tuple[Placement, 
         within = f"the bi-level MIP found no plan in {format_seconds(time_limit_s)}"
         return None, [f"{within}: --solver bilevel-mip gives it the whole --time-limit"]
     return found, []
+
+
+def _unknown(caching: Replay) -> bool:
+    """Return whether the caching allocator ran out of memory, or its replay out of time."""
+    return caching.out_of_memory is not None or caching.out_of_time
 
 
 def _caching_notes(caching: Replay) -> list[str]:
@@ -207,7 +216,7 @@ def write_files(plan: MemoryPlan, output: Path | None, picture: Path | None) -> 
 
 def _reserved(caching: Replay) -> tuple[list[int], list[int]]:
     """Return the instants and bytes of what is reserved in a steady iteration; nothing when memory runs out."""
-    if caching.out_of_memory is not None:
+    if _unknown(caching):
         return [], []
     if not caching.steady.instants:  # everything lives all the time
         return [0], [caching.reserved_peak_bytes]

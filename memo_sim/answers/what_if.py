@@ -13,6 +13,7 @@ from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.attention_kernels import PRICED_ONLY
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
 from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.peaks import warnings_about
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance, StepInterval
 from memo_sim.contract.progress import Progress
@@ -131,6 +132,7 @@ def what_if(
         plans=rows,
         evaluated=found.evaluated,
         pruned=found.pruned,
+        warnings=warnings_of(question, simulation),
         why=[
             *_certainty(question, simulation, interval),
             *explain(question, found, simulation, arena, close=_close(question, found)),
@@ -140,6 +142,11 @@ def what_if(
         front_is_whole=pareto,
     )
     return Answer(result, simulation, arena, found)
+
+
+def warnings_of(question: Question, best: Simulation | None) -> list[str]:
+    """Return why the figures cannot be right: the profile, or the best plan, is above what the chip can do."""
+    return warnings_about(question.hardware, best.peak_shares if best else {})
 
 
 def interval_of(question: Question, decisions: Decisions, prediction: Prediction) -> StepInterval | None:
@@ -220,6 +227,7 @@ def price(plan: Plan, question: Question) -> Answer:
         plans=[line],
         evaluated=1,
         pruned=0,
+        warnings=warnings_of(question, simulation),
         why=[
             *(sure if simulation else []),
             *explain(question, found, simulation, arena),
@@ -249,6 +257,7 @@ def without_answer(question: Question, error: Infeasible) -> Result:
         plans=[],
         evaluated=0,
         pruned=0,
+        warnings=warnings_of(question, None),
         why=[line.strip() for line in error.message().splitlines()],
     )
 

@@ -29,6 +29,7 @@ from memo_sim.contract.hardware import Curve, Hardware
 from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 from memo_sim.contract.plain_text import encodable
+from memo_sim.contract.units import MOST_DEVICES
 
 CurveKind = TypeVar("CurveKind", bound=Curve)
 
@@ -172,6 +173,8 @@ def _named_cluster(name: str, match: re.Match[str], gpu: str) -> tuple[Cluster, 
     if devices > hardware.devices:
         wanted = f"at most the {hardware.devices} devices that a node of {hardware_name} has"
         raise UsageError("more devices than a node has", got=repr(name), wanted=wanted)
+    if int(match[2]) * devices > MOST_DEVICES:
+        raise UsageError("more devices than a cluster can have", got=repr(name), wanted=f"at most {MOST_DEVICES}")
     kind = match[4] or _CARDS.get(gpu, _OLDER_CARDS)[0]
     example = codec.read(DATA / "clusters" / _NETWORKS[kind], Cluster)
     assert example.network is not None

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from memo_sim.contract.hardware import Curve, Quantity, Source, require_sources
-from memo_sim.contract.units import Degree, Positive
+from memo_sim.contract.units import MOST_DEVICES, Degree, PerNode
 
 
 class NodesCurve(Curve, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,7 +19,7 @@ class NodesCurve(Curve, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The network between nodes: the cards of a node, their rate, its switches, and efficiency by bytes and nodes."""
 
-    nics_per_node: Positive
+    nics_per_node: PerNode
     nic_bytes_per_s: Quantity
     """Rate that collectives reach on one card, in one direction, for large messages."""
     latency_s: Quantity
@@ -38,7 +38,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Rate of a leaf switch's links to nodes over that of its links to the spine; 1: no transfer is slower there."""
     rail_optimised: bool = True
     """Whether a leaf switch joins card i of many nodes (a rail), or all cards of few nodes."""
-    leaf_ports: Positive = 32
+    leaf_ports: Degree = 32
     """Ports of a leaf switch that go to nodes; half of a 64-port switch."""
 
     def __post_init__(self) -> None:
@@ -64,15 +64,17 @@ class Cluster(
     hardware: str
     """A shipped profile's name, or the path of a ``memo.hardware/1`` file relative to this file."""
     nodes: Degree
-    devices_per_node: Degree
+    devices_per_node: PerNode
     host_memory_bytes: Quantity | None = None
     """Host memory of one node that training may use; the default is the hardware profile's value."""
     network: Network | None = None
     sources: dict[str, Source] = {}
 
     def __post_init__(self) -> None:
-        """Refuse several nodes without a network, and numbers without a source."""
+        """Refuse several nodes without a network, too many devices, and numbers without a source."""
         require_sources(self, self.sources)
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"{self.nodes} x {self.devices_per_node} are more than {MOST_DEVICES} devices")
         if self.nodes > 1 and self.network is None:
             raise ValueError(f"a cluster of {self.nodes} nodes needs a network")
 

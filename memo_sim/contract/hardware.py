@@ -12,7 +12,7 @@ import msgspec
 
 from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.knobs import FrameworkLibrary
-from memo_sim.contract.units import NonNegative, Positive, Rate
+from memo_sim.contract.units import Degree, NonNegative, PerNode, Rate, Width
 
 SourceKind = Literal["measured", "datasheet", "derived", "fitted", "assumed"]
 GemmPass = Literal["fprop", "dgrad", "wgrad"]
@@ -121,7 +121,7 @@ class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kernel: str
     dtype: DtypeName
     attention_pass: AttentionPass
-    head_dim: Positive
+    head_dim: Width
     rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=3, max_length=3)]], msgspec.Meta(min_length=1)]
     source: str
     libraries: Libraries | None = None
@@ -144,7 +144,7 @@ class CollectiveTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Time of one collective inside a node: ``alpha_s`` + volume factor x bytes / bus bandwidth(message bytes)."""
 
     kind: CollectiveKind
-    ranks: Positive
+    ranks: Degree
     alpha_s: NonNegative
     bus_bytes_per_s: Curve
     source: str
@@ -205,7 +205,7 @@ class Hardware(
     device memory."""
     device_deviation: Quantity | None = None
     """Relative standard deviation of the rates of products and attention, between devices of one kind under load."""
-    rated_devices: Positive | None = None
+    rated_devices: Degree | None = None
     """The rates of products and attention are those of the slowest of this many devices; the default is one node's."""
     system_attention: dict[str, Quantity] = {}
     """Factor on attention's time by system, for a system whose own attention kernel has no measured table.
@@ -258,7 +258,7 @@ class Hardware(
 
     Those are 28 bytes a parameter, and the updated parameter. Null: derived from ``host_copy_bytes_per_s``
     (``costs/host_update.py``)."""
-    devices: Positive
+    devices: PerNode
     """Devices of the node that this profile was measured on or is sold in."""
     sources: dict[str, Source]
     provenance: dict[str, str] = {}

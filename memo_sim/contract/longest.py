@@ -44,6 +44,8 @@ class Longest(
     """The limit that the next multiple of ``step_tokens`` exceeds."""
     tried: list[Tried]
     """Every length that was evaluated, in increasing order."""
+    warnings: list[str] = []
+    """Why the figures cannot be right: rates of the profile, or of the best plan, above what the chip can do."""
     why: list[str] = []
     """What limits the length, which assumptions the search made and how they were checked, and why the plan is best."""
     more_memory: list[MoreMemory] = []

@@ -54,7 +54,11 @@ class MemoryReport(
     """What the solvers give that were not chosen: the portfolio, and the bi-level MIP when the input has phases."""
     capacity_bytes: Bytes | None = None
     """Most bytes that the caching allocator may reserve; null means no limit."""
+    caching_replayed: bool = True
+    """Whether there was time to replay the requests on PyTorch's caching allocator."""
     reserved_caching_bytes: Bytes | None = None
-    """Peak bytes that PyTorch's caching allocator reserves for the same requests; null when it runs out of memory."""
+    """Peak bytes that PyTorch's caching allocator reserves for the same requests; null when it runs out of memory.
+
+    Null also where it was not replayed."""
     allocation_retries: Tokens | None = None
     """Allocation retries in one steady iteration: the allocator frees its whole cache and asks the device again."""

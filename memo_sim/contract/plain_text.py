@@ -20,12 +20,20 @@ _SPECIAL = re.compile(r"[\\`|<>&\[\]*~$]|(?<!\w)_|_(?!\w)")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """Beginnings of a cell that a spreadsheet computes (OWASP, CSV Injection)."""
 
+MOST_SHOWN = 1_000
+"""A name or value in a file may be as long as the file."""
+
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 
 
 def one_line(text: str) -> str:
     r"""Return ``text`` with every character that is not printed as itself escaped: ``\n``, ``\x1b``, ``\u202e``."""
     return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def shortened(text: str) -> str:
+    """Return ``text``, of which a message shows at most ``MOST_SHOWN`` characters."""
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
 
 
 def printable(text: str) -> str:

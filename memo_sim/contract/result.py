@@ -35,6 +35,8 @@ class Result(
     plans: list[PlanRow]
     evaluated: int
     pruned: int
+    warnings: list[str] = []
+    """Why the figures cannot be right: rates of the profile, or of the best plan, above what the chip can do."""
     why: list[str] = []
     """Why the best plan is best: its bottleneck, the runner-up, what was tried and lost; one sentence each."""
     front: list[PlanRow] = []

@@ -20,11 +20,12 @@ MOST_BYTES = 2**62
 """Four exbibytes. Any larger number in a file is a typo, and would overflow the 64-bit numbers of libraries."""
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 MOST_TOKENS = 2**30
 """Longest plausible sequence; anything longer is a typo, and a program in chunks would grow with it."""
 SequenceTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1_024
+"""The deepest transformer published has 1,000 layers (DeepNet, arXiv 2203.00555); a search takes longer with each."""
 Layers = Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
 MOST_WIDTH = 2**24
 Width = Annotated[int, msgspec.Meta(ge=1, le=MOST_WIDTH)]
@@ -34,6 +35,10 @@ Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 LAYER_CHOICE = r"all|first-[1-9][0-9]{0,3}|(every|groups)-([2-9]|[1-9][0-9]{1,3})"
 LayerChoice = Annotated[str, msgspec.Meta(pattern=f"^({LAYER_CHOICE})$")]
 """Which layers of a stage: all, every N-th, the first K, or all of them in groups of N."""
+MOST_DEVICES = 2**17
+"""Devices of a cluster: as many as the largest that are built have, and few enough to try every way to divide them."""
+PerNode = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
+"""Devices, or network cards, of a node: what one switch fabric joins (576 devices in the largest, NVIDIA's NVL576)."""
 ZeroLevel = Annotated[int, msgspec.Meta(ge=0, le=3)]
 ZeroRanks = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e60)]

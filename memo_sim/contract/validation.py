@@ -35,6 +35,8 @@ class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Fraction of the step that compute waits, by what it waits for; only the longest waits."""
     beyond_memory: bool = False
     """Whether the step, MFU and TGS are those with enough device memory: the row ran, and the prediction refuses it."""
+    warnings: list[str] = []
+    """Why the prediction cannot be right: rates of the profile, or of the plan, above what the chip can do."""
     setting: Setting | None = None
     """What decides which other rows have errors of the same kind; null for a row that was not evaluated."""
 

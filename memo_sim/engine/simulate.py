@@ -15,6 +15,7 @@ from functools import cached_property
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.peaks import flops_peak, memory_peak
 from memo_sim.contract.plan import Decisions, Prediction, Stall
 from memo_sim.contract.trace import Trace
 from memo_sim.costs.pricing import NodeRates, Pricer
@@ -275,6 +276,18 @@ class Simulation:
                 found[name] = max(found.get(name, 0.0), seconds / step_s if step_s else 0.0)
         carried = {name: share for name, share in found.items() if share > LEAST_OUTSIDE}
         return dict(sorted(carried.items(), key=lambda item: (-item[1], item[0])))
+
+    @property
+    def peak_shares(self) -> dict[str, float]:
+        """What the step computes and moves, over what the chip can in its time (``contract/peaks.py``)."""
+        step_s, dtype = self.prediction.step_s, self.decisions.dtype
+        if not step_s:
+            return {}
+        done = {
+            f"FLOPs in {dtype}": (max(stage.flops for stage in self.stages), flops_peak(self.hardware, dtype)),
+            "bytes of memory": (max(stage.memory_bytes for stage in self.stages), memory_peak(self.hardware)),
+        }
+        return {name: amount / (step_s * peak) for name, (amount, peak) in done.items() if peak}
 
     @property
     def collective_bytes(self) -> dict[str, int]:

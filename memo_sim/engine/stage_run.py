@@ -14,6 +14,7 @@ import numpy as np
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.peaks import BEYOND_CACHES_BYTES
 from memo_sim.contract.plan import Decisions, MovedBytes, Stall
 from memo_sim.contract.trace import Spans, Trace, Wait
 from memo_sim.engine.launches import launch_waits
@@ -27,7 +28,7 @@ from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Copy, PointToPoint, Work
+from memo_sim.program.ir.work import Attention, BatchedGemm, Collective, Copy, Gemm, PointToPoint, Rowwise, Work
 
 OF_A_FORWARD = frozenset({"linear", "qk_norm", "rotary", "gelu", "swiglu"})
 """Forward operators that a backward pass contains only when METP recomputes what it never keeps."""
@@ -119,6 +120,18 @@ class StageRun:
         """Seconds of the step's compute, each kernel alone."""
         compute = self.per_instruction(lambda i: float(i.lane == Lane.COMPUTE))
         return float(np.sum(self.seconds * self.weights * compute))
+
+    @property
+    def flops(self) -> float:
+        """FLOPs that the whole step computes, recompute included."""
+        each = self.per_instruction(lambda i: i.work.flops if isinstance(i.work, Gemm | BatchedGemm | Attention) else 0)
+        return float(np.sum(each * self.weights))
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that the step's row-wise kernels move, of those whose data no cache holds."""
+        size = self.per_instruction(lambda i: i.work.moved_bytes if isinstance(i.work, Rowwise) else 0)
+        return float(np.sum(np.where(size >= BEYOND_CACHES_BYTES, size, 0.0) * self.weights))
 
     @property
     def outside_s(self) -> dict[str, float]:

@@ -24,6 +24,9 @@ FIRST_NODES = 1000
 NODES_PER_BUFFER = 4
 """The smallest node limit is the larger of the two: a search that never fails needs about one node per buffer."""
 
+MOST_SEARCHED = 10_000
+"""More buffers are not searched: a search begins with the set of buffers over each section, which are their square."""
+
 SHAKES = (0.05, 0.3, 1.0)
 """Largest fractions by which random orders count a life longer than it is."""
 
@@ -59,6 +62,8 @@ def search(
     best peak is optimal.
     """
     chosen = np.flatnonzero(problem.size)
+    if chosen.size > MOST_SEARCHED:
+        return None, False
     if not chosen.size:
         return (np.zeros(problem.count, dtype=np.int64) if incumbent is None else None), True
     whole, problem = problem, compressed(problem.part(chosen))

@@ -106,7 +106,7 @@ def _solve_cores(problem: Problem, clock: Clock, incumbent: Ints | None, backend
             start = _without_crumbs(part, Clock(clock.left_s / 2), backend)
         elif incumbent is not None:
             # Each buffer as low as possible: the incumbent's offsets are above other parts and in other units.
-            start = first_fit(part, np.argsort(incumbent[buffers], kind="stable"))
+            start = first_fit(part, np.argsort(incumbent[buffers], kind="stable"), clock)
         outcomes.append(_outcome(part, start, backend, clock, cold=cold, strengthened=True))
         return start if outcomes[-1].offsets is None else outcomes[-1].offsets
 

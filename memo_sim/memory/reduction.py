@@ -21,10 +21,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memo_sim.memory.greedy import in_size_classes
 from memo_sim.memory.problem import Clock, Ints, Problem, Solver
 
 Core = Callable[[Problem, Ints], Ints | None]
 """Places a core (a problem in its own units), given the numbers of its buffers in the whole problem."""
+
+FINISH_SHARE, FINISH_S = 0.05, 0.5
+"""Of a time limit, and seconds beyond: how long buffers that were set aside are still put back after it."""
 
 CRUMBS = 32
 """A crumb is a buffer of at most the largest size divided by this."""
@@ -55,6 +59,7 @@ def solve_decomposed(problem: Problem, clock: Clock, incumbent: Ints | None, sol
     core leaves time for the others.
     """
     reduction = reduced(problem)
+    finishing = Clock(clock.left_s + FINISH_SHARE * clock.limit_s + FINISH_S)
     distinct: dict[tuple[bytes, int], Problem] = {}
     orders = []
     keys = []
@@ -74,7 +79,9 @@ def solve_decomposed(problem: Problem, clock: Clock, incumbent: Ints | None, sol
             return None
         known[key] = found
         waiting -= core.count
-    offsets = reduction.put_together([known[key][np.argsort(o)] for key, o in zip(keys, orders, strict=True)])
+    offsets = reduction.put_together(
+        [known[key][np.argsort(o)] for key, o in zip(keys, orders, strict=True)], finishing
+    )
     if incumbent is not None and problem.peak(offsets) >= problem.peak(incumbent):
         return None
     return offsets
@@ -109,13 +116,16 @@ class Reduction:
     returns: list[Return]
     """The buffers that were set aside, in the order in which they come back."""
 
-    def put_together(self, found: Sequence[Ints]) -> Ints:
-        """Return offsets in units of ``problem``, given those of each of ``parts`` in its own units."""
+    def put_together(self, found: Sequence[Ints], clock: Clock | None = None) -> Ints:
+        """Return offsets in units of ``problem``, given those of each of ``parts`` in its own units.
+
+        What ``clock`` leaves no time for is placed above everything else.
+        """
         offsets = self.bottoms.copy()
         for part, inner in zip(self.parts, found, strict=True):
             offsets[part.buffers] = part.base + inner * (part.core.unit_bytes // self.problem.unit_bytes)
         for back in self.returns:
-            put_back(self.problem, back.kept, back.aside, offsets, base=back.base)
+            put_back(self.problem, back.kept, back.aside, offsets, base=back.base, clock=clock)
         return offsets
 
 
@@ -126,9 +136,19 @@ def crumbs_of(problem: Problem) -> Ints:
     return largest_first
 
 
-def put_back(problem: Problem, placed: Ints, missing: Ints, offsets: Ints, base: int = 0) -> None:
-    """Place each buffer of ``missing`` in turn at the lowest free address from ``base`` up, and write its offset."""
-    for buffer in missing.tolist():
+def put_back(
+    problem: Problem, placed: Ints, missing: Ints, offsets: Ints, *, base: int = 0, clock: Clock | None = None
+) -> None:
+    """Place each buffer of ``missing`` in turn at the lowest free address from ``base`` up, and write its offset.
+
+    Those for which ``clock`` leaves no time go above all others, in size classes.
+    """
+    for number, buffer in enumerate(missing.tolist()):
+        if clock is not None and clock.left_s == 0:
+            rest = missing[number:]
+            top = int((offsets[placed] + problem.size[placed]).max(initial=base))
+            offsets[rest] = top + in_size_classes(problem.part(rest))
+            return
         offsets[buffer] = _lowest_gap(problem, placed, buffer, offsets, base)
         placed = np.append(placed, buffer)
 

@@ -16,6 +16,7 @@ A program's edges order its lanes, so none of its buffers waits for an event. A 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from memo_sim.contract.units import GIB
 from memo_sim.memory.device_allocator import DEFAULT, Block, DeviceAllocator, DeviceCall, OutOfDeviceMemory
 from memo_sim.memory.device_config import AllocatorConfig
 from memo_sim.memory.initial_states import Beginning
+from memo_sim.memory.problem import Clock
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class AllocationCosts:
                 total += self.free_s + self.free_s_per_gib * size / GIB
         return total
 
+
+LOOK = 128
+"""Allocations of one instant between two looks at the clock."""
 
 NO_COSTS = AllocationCosts()
 
@@ -138,6 +143,8 @@ class Replay:
     segments_freed: int
     allocation_retries: int
     out_of_memory: ReplayOutOfMemory | None
+    out_of_time: bool = False
+    """Whether the replay was cut short, so that its figures say nothing."""
 
     @property
     def steady(self) -> Iteration:
@@ -155,19 +162,22 @@ def replay(
     costs: AllocationCosts = NO_COSTS,
     ahead: RunAhead | None = None,
     beginning: Beginning | None = None,
+    most_s: float = math.inf,
 ) -> Replay:
     """Return how PyTorch's caching allocator serves ``requests``.
 
     The device has ``capacity_bytes`` (None: no limit), of which ``reserve_bytes`` are not for the allocator. A request
     that fails ends the replay and is reported in ``out_of_memory``; it is a result, not an error. Without ``ahead`` no
-    block waits for a stream.
+    block waits for a stream. A replay that takes more than ``most_s`` seconds ends, and says so.
     """
     limit = None if capacity_bytes is None else max(0, capacity_bytes - reserve_bytes)
     device = DeviceAllocator(config, limit)
-    player = _Player(requests, device, costs, _Streams(device, ahead) if ahead else None)
+    player = _Player(requests, device, costs, _Streams(device, ahead) if ahead else None, Clock(most_s))
     failed = (player.begin(beginning) if beginning else None) or player.play_lasting()
     for number in range(iterations):
         failed = failed or player.play(number)
+        if player.late:
+            break
         if beginning and number == 0:
             failed = failed or player.hold(beginning.later, number)
     return Replay(
@@ -179,6 +189,7 @@ def replay(
         segments_freed=device.num_device_free,
         allocation_retries=device.num_alloc_retries,
         out_of_memory=failed,
+        out_of_time=player.late,
     )
 
 
@@ -227,12 +238,19 @@ class _Player:
     """Plays requests on an allocator; holds the blocks in use and the iterations so far."""
 
     def __init__(
-        self, requests: Requests, device: DeviceAllocator, costs: AllocationCosts, streams: _Streams | None
+        self,
+        requests: Requests,
+        device: DeviceAllocator,
+        costs: AllocationCosts,
+        streams: _Streams | None,
+        clock: Clock,
     ) -> None:
         self.requests = requests
         self.device = device
         self.costs = costs
         self.streams = streams
+        self.clock = clock
+        self.late = False
         self.iterations: list[Iteration] = []
         self.live = self.live_peak = 0
         self._held: dict[int, Block] = {}
@@ -284,7 +302,9 @@ class _Player:
             for buffer in self._dead.get(instant, ()):
                 self._free(buffer, instant)
             allocated, reserved = self.device.allocated_bytes, self.device.reserved_bytes
-            for buffer in self._born.get(instant, ()):
+            for count, buffer in enumerate(self._born.get(instant, ())):
+                if count % LOOK == 0 and self._is_late():
+                    return None
                 if failed := self._malloc(buffer, number, instant, step.stops):
                     return failed
                 allocated = max(allocated, self.device.allocated_bytes)
@@ -295,6 +315,10 @@ class _Player:
         if self.streams:
             self.streams.end_step()
         return None
+
+    def _is_late(self) -> bool:
+        self.late = self.late or self.clock.left_s == 0
+        return self.late
 
     def _free(self, buffer: int, instant: int) -> None:
         block = self._held.pop(buffer)

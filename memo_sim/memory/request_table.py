@@ -15,6 +15,7 @@ import math
 
 from memo_sim.contract.errors import BadInput, did_you_mean
 from memo_sim.contract.requests import Requests
+from memo_sim.contract.units import MOST_BYTES
 from memo_sim.memory.source import Source
 
 COLUMNS = ("id", "lower", "upper", "size")
@@ -48,7 +49,7 @@ def read_request_table(text: str, where: str) -> Source:
     line, header = lines[0]
     at = _columns(header, f"{where}: line {line}")
     ids: list[str] = []
-    lower, upper, size, alignments = [], [], [], [1]
+    lower, upper, size, alignment = [], [], [], 1
     first_line: dict[str, int] = {}
     for line, row in lines[1:]:
         here = f"{where}: line {line}"
@@ -68,8 +69,15 @@ def read_request_table(text: str, where: str) -> Source:
         upper.append(dead)
         size.append(_number(row[at["size"]], "size", here))
         if ALIGNMENT in at and row[at[ALIGNMENT]].strip():
-            alignments.append(max(1, _number(row[at[ALIGNMENT]], ALIGNMENT, here)))
-    requests = Requests(ids=ids, lower=lower, upper=upper, size_bytes=size, alignment_bytes=math.lcm(*set(alignments)))
+            alignment = math.lcm(alignment, max(1, _number(row[at[ALIGNMENT]], ALIGNMENT, here)))
+            if alignment >= MOST_BYTES:
+                raise BadInput(
+                    "the alignments have no common multiple that can be used",
+                    where=f"{here}, column {ALIGNMENT}",
+                    got=row[at[ALIGNMENT]].strip(),
+                    wanted="alignments that divide each other, such as powers of two",
+                )
+    requests = Requests(ids=ids, lower=lower, upper=upper, size_bytes=size, alignment_bytes=alignment)
     return Source(requests, "csv", _notes(at, requests), header, [row for _, row in lines[1:]])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
 
 from msgspec.structs import replace
 
@@ -207,7 +208,8 @@ def _degrees(pinned: int | None, devices: int, searched: bool) -> list[int]:
     if pinned is not None or not searched:
         wanted = pinned or 1
         return [wanted] if wanted <= devices and devices % wanted == 0 else []
-    return [d for d in range(1, devices + 1) if devices % d == 0]
+    low = [d for d in range(1, isqrt(devices) + 1) if devices % d == 0]
+    return low + [devices // d for d in reversed(low) if d * d < devices]
 
 
 def in_words(layout: Layout) -> str:

@@ -42,6 +42,9 @@ from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 
+MOST_CANDIDATES = 10_000
+"""More plans are not searched: listing them alone takes 10 s."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -125,6 +128,7 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
+        UsageError: when there are more than ``MOST_CANDIDATES``.
     """
     chosen, kernel = policies(question) if tried is None else tried, attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
@@ -135,8 +139,7 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
     unswapped: list[tuple[Infeasible, str]] = []
     """Plans that are incompatible with a pinned window; they are the reason when no others are left."""
     for layout in layouts(question):
-        norms, overlap = question.pins.keep_norms and layout.metp > 1, _overlap(question, layout)
-        base = msgspec.structs.replace(question.decisions(layout), keep_norms=norms, overlap=overlap)
+        base = _base(question, layout)
         try:
             check_compatible(base)
             stages_of(base)
@@ -145,6 +148,7 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
         except Infeasible as error:
             refused.append((error, f"{in_words(layout)}: {error.what}"))
             continue
+        _check_not_too_many(question, len(found))
         chunk = blocks.loss_chunk(question, base, shape)
         complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
         for policy in chosen:
@@ -181,6 +185,22 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
     if not found:
         raise refusal(question, refused)
     return found, reasons
+
+
+def _base(question: Question, layout: Layout) -> Decisions:
+    norms, overlap = question.pins.keep_norms and layout.metp > 1, _overlap(question, layout)
+    return msgspec.structs.replace(question.decisions(layout), keep_norms=norms, overlap=overlap)
+
+
+def _check_not_too_many(question: Question, found: int) -> None:
+    if found > MOST_CANDIDATES:
+        raise UsageError(
+            "more plans than a search tries",
+            where=f"{question.system} on {question.cluster.name}",
+            got=f"{len(layouts(question))} layouts, each with several ways to recompute and swap",
+            wanted=f"at most {MOST_CANDIDATES} plans",
+            hint="give a degree or two (--tp, --pp, --zero ...), or a system with fewer ways to divide work",
+        )
 
 
 def _with_policy(question: Question, decisions: Decisions, policy: Policy) -> Decisions:

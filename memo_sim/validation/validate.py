@@ -21,6 +21,7 @@ from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, Usage
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import MemoryPolicy, Overlap
 from memo_sim.contract.model import Model
+from memo_sim.contract.peaks import warnings_about
 from memo_sim.contract.plan import Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import GIB, counted
@@ -141,6 +142,7 @@ def predict(
             if prediction.step_s
             else {},
             waits=_waits(prediction),
+            warnings=warnings_about(question.hardware, {"model's FLOPs": prediction.mfu or 0.0}),
             setting=setting_of(asked.system, outcome.decisions, question.hardware, prediction),
         ),
         fitted,

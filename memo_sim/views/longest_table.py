@@ -6,7 +6,7 @@ from memo_sim.contract.longest import Longest
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import format_seconds, format_tokens
 from memo_sim.views.plan_table import ranked_table
-from memo_sim.views.text_table import text_table
+from memo_sim.views.text_table import text_table, warning_lines
 
 
 def longest_table(document: Longest) -> str:
@@ -25,7 +25,11 @@ def longest_table(document: Longest) -> str:
         ]
         for tried in document.tried
     ]
-    blocks = [head, text_table(["tokens", "", "a plan's step", "limited by"], rows, "rlrl")]
+    blocks = [
+        *warning_lines(document.warnings),
+        head,
+        text_table(["tokens", "", "a plan's step", "limited by"], rows, "rlrl"),
+    ]
     if document.best is not None:
         blocks.append(f"the fastest plan at {format_tokens(document.seq_tokens)}:\n{ranked_table([document.best])}")
     return "\n\n".join(blocks)

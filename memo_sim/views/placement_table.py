@@ -57,6 +57,8 @@ def _how(solver: str) -> str:
 
 def _caching(report: MemoryReport) -> str:
     limit = "" if report.capacity_bytes is None else f" of {format_bytes(report.capacity_bytes)}"
+    if not report.caching_replayed:
+        return "not replayed in time: more --time-limit"
     if report.reserved_caching_bytes is None:
         return f"PyTorch's allocator runs out of memory{limit}"
     count = report.allocation_retries or 0

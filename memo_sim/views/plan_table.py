@@ -15,7 +15,7 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.accuracy import class_label
 from memo_sim.views.palette import ordered_classes
-from memo_sim.views.text_table import number, percent, text_table
+from memo_sim.views.text_table import number, percent, text_table, warning_lines
 
 REASON_WIDTH = 80
 """A longer reason is shortened to this many characters; the document holds all of it."""
@@ -57,7 +57,7 @@ def result_table(result: Result, *, top: int | None = None) -> str:
     count = f"{counted(result.evaluated, 'plan')} evaluated, {result.pruned} pruned"
     fitting = [p for p in result.plans if p.status == "ok"]
     others = [p for p in result.plans if p.status != "ok"]
-    blocks = [f"{one_line(question)}: {count}"]
+    blocks = [*warning_lines(result.warnings), f"{one_line(question)}: {count}"]
     if fitting:
         blocks.append(ranked_table(fitting, top=top))
     else:

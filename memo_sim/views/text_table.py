@@ -39,6 +39,11 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], ali
     return "\n".join(lines)
 
 
+def warning_lines(warnings: Sequence[str]) -> list[str]:
+    """Return the block of warnings that stands before an answer's figures; empty when there is none."""
+    return ["\n".join(f"WARNING: {one_line(text)}" for text in warnings)] if warnings else []
+
+
 def percent(fraction: float | None, *, digits: int = 1, signed: bool = False) -> str | None:
     """Return a fraction in percent (``53.6 %``), optionally with its sign; as a factor from 100 on (``x101``)."""
     if fraction is None:

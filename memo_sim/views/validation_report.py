@@ -15,7 +15,7 @@ from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.views.accuracy import JUDGED, Accuracy, HeldOut, judged_error, rank_correlation, summarise
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.text_table import number, percent
-from memo_sim.views.validation_table import INTERVAL_HEADERS, LABELS, interval_rows
+from memo_sim.views.validation_table import INTERVAL_HEADERS, LABELS, case_warnings, interval_rows
 
 WORST = 16
 """How many of the largest errors are explained."""
@@ -64,6 +64,7 @@ def validation_report(
     parts = [
         "# Validation: every published case",
         f"Written by `{typed}`, {created}, memo {version}; no GPU was used.",
+        *_impossible(cases),
         HOW_TO_READ,
         "## By source and system",
         _summary(cases, accuracies),
@@ -80,6 +81,12 @@ def validation_report(
         *_every(cases),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _impossible(cases: Sequence[CaseReport]) -> list[str]:
+    """Return what no chip can do, first of all."""
+    told = case_warnings(cases)
+    return ["## Above what the chip can do", "\n".join(f"- {in_markdown(text)}" for text in told)] if told else []
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], align: str) -> str:

@@ -9,7 +9,7 @@ from memo_sim.contract.units import counted, format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.views.accuracy import QUANTITIES, Accuracy, HeldOut, summarise
 from memo_sim.views.plan_table import layout_label
-from memo_sim.views.text_table import number, percent, text_table
+from memo_sim.views.text_table import number, percent, text_table, warning_lines
 
 LABELS = {
     "mfu": "MFU",
@@ -28,8 +28,21 @@ def validation_table(
 
     ``seq_tokens`` of the cases adds a summary by length.
     """
-    blocks = [case_table(validation.cases), summary_table(validation.cases, seq_tokens=seq_tokens)]
+    blocks = [
+        *warning_lines(case_warnings(validation.cases)),
+        case_table(validation.cases),
+        summary_table(validation.cases, seq_tokens=seq_tokens),
+    ]
     return "\n\n".join([*blocks, interval_table(held_out)] if held_out else blocks)
+
+
+def case_warnings(cases: Sequence[CaseReport]) -> list[str]:
+    """Return every warning about a case's profile or prediction once, with the first case that has it."""
+    first: dict[str, str] = {}
+    for case in cases:
+        for text in case.predicted.warnings:
+            first.setdefault(text, case.case)
+    return [f"{case}: {text}" for text, case in first.items()]
 
 
 INTERVAL_HEADERS = ("class", "sources", "rows", "held out", "inside", "median width", "80 % error")

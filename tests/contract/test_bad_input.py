@@ -50,7 +50,7 @@ def changed(document: msgspec.Struct, path: str, value: Any) -> bytes:
         (("plan", "decisions.dtpye", 1), "$.decisions.dtpye", ('"dtpye"', "one of model, layout", "'dtype'")),
         (("plan", "colour", 1), "$.colour", ('"colour"', "one of decisions, program_sha256", None)),
         (("plan", "decisions.model.layers", -2), "$.decisions.model.layers", ("-2", "int >= 1", None)),
-        (("plan", "decisions.model.layers", 10**30), "$.decisions.model.layers", (str(10**30), "int <= 10000", None)),
+        (("plan", "decisions.model.layers", 10**30), "$.decisions.model.layers", (str(10**30), "int <= 1024", None)),
         (("model", "vocab", 10**17), "$.vocab", (str(10**17), "int <= 16777216", None)),
         (("plan", "decisions.layout.tp", "2"), "$.decisions.layout.tp", ('"2"', "int", None)),
         (("plan", "decisions.layout.tp", 2.5), "$.decisions.layout.tp", ("2.5", "int", None)),

@@ -55,6 +55,12 @@ def test_what_an_encoding_lacks_is_escaped() -> None:
     assert encodable("µs", None) == "µs"
 
 
+def test_a_message_shows_the_beginning_of_what_is_long() -> None:
+    text = str(BadInput("what", got="\x00" * 5000))
+    assert len(text) < 1100
+    assert text.endswith("... (20,000 characters)")
+
+
 def test_a_message_keeps_each_part_on_its_line() -> None:
     error = BadInput("a\nb", where="x\nnext: rm", got="\x1b[2J", wanted="\u202e", hint="h\r")
     assert str(error).splitlines() == [

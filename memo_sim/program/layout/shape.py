@@ -14,6 +14,8 @@ from memo_sim.program.layout.compatibility import check_compatible
 from memo_sim.program.layout.heads import are_even, divided_heads, shares, sharing_ranks
 from memo_sim.program.layout.partition import PRICE_AGAIN
 
+MOST_RING = 1_024
+"""Ranks of context parallelism; the largest that are published have fewer than a hundred."""
 MOST_LOSS_CHUNKS = 2**16
 MOST_MLP_CHUNKS = 2**10
 """Upper limit for every layer, forward and backward; more chunks make programs of millions of instructions."""
@@ -136,6 +138,14 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
             where="seq_tokens",
             got=decisions.seq_tokens,
             wanted=f"at most {model.max_positions}",
+        )
+    if layout.ring > MOST_RING:
+        raise Infeasible(
+            "the ring has too many ranks: each exchanges with every other, and the program grows with them",
+            where="cp x metp",
+            got=layout.ring,
+            wanted=f"at most {MOST_RING}",
+            hint="a smaller --cp",
         )
     chunks = 2 * layout.ring if layout.ring > 1 else 1
     _divides("seq_tokens", decisions.seq_tokens, f"2 x {layout.ring_group}", chunks)

@@ -1,0 +1,135 @@
+"""Problems of very many buffers: the time limit holds, and what there is no time for is placed all the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memo_sim.answers.plan_memory import plan_memory
+from memo_sim.contract.errors import BadInput
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.requests import Requests
+from memo_sim.memory import greedy
+from memo_sim.memory.canonical import MOST_SEARCHED, solve_canonical
+from memo_sim.memory.greedy import CERTAIN, first_fit, in_size_classes, order_of, solve_greedy
+from memo_sim.memory.place import place, placement_of
+from memo_sim.memory.problem import Clock, Problem, problem_of
+from memo_sim.memory.read_requests import read_requests
+from memo_sim.memory.reduction import put_back
+from memo_sim.memory.replay import replay
+from memo_sim.program.arena import check_placement as checker
+from memo_sim.views.tables import placement_report
+from tests.refusals import refused
+
+
+def requests_of(count: int, longest: int, seed: int = 0) -> Requests:
+    random = np.random.default_rng(seed)
+    lower = random.integers(0, count, count)
+    upper = lower + random.integers(1, longest, count)
+    size = random.integers(0, 10**6, count)
+    names = [f"b{number}" for number in range(count)]
+    return Requests(ids=names, lower=lower.tolist(), upper=upper.tolist(), size_bytes=size.tolist(), alignment_bytes=64)
+
+
+def placed(requests: Requests, problem: Problem, offsets: np.ndarray) -> Placement:
+    return placement_of(requests, problem, offsets, solver="test", elapsed_s=0.0)
+
+
+def test_size_classes_place_everything_in_little_more_than_its_size() -> None:
+    requests = requests_of(3000, 300)
+    problem = problem_of(requests)
+    offsets = in_size_classes(problem)
+    assert checker.check_placement(placed(requests, problem, offsets), requests) == []
+    assert problem.peak(offsets) < 2 * problem.lower_bound
+    for size in range(1, 5000):
+        assert size <= greedy._size_class(size) <= size * 9 / 8
+
+
+def test_the_clock_cuts_first_fit_short() -> None:
+    problem = problem_of(requests_of(CERTAIN + 1, 300))
+    assert first_fit(problem, order_of(problem, "area"), Clock(0)) is None
+    offsets = solve_greedy(problem, Clock(0), None)
+    assert offsets is not None
+    assert np.array_equal(offsets, in_size_classes(problem))
+    few = problem.part(np.arange(CERTAIN))
+    within, whole = solve_greedy(few, Clock(0), None), first_fit(few, order_of(few, "area"))
+    assert within is not None
+    assert whole is not None
+    assert np.array_equal(within, whole)
+
+
+def test_buffers_that_are_put_back_too_late_lie_above_the_others() -> None:
+    requests = requests_of(400, 50)
+    problem = problem_of(requests)
+    offsets = np.zeros(problem.count, dtype=np.int64)
+    kept, aside = np.arange(300), np.arange(300, 400)
+    offsets[kept] = in_size_classes(problem.part(kept))
+    put_back(problem, kept, aside, offsets, clock=Clock(0))
+    assert checker.check_placement(placed(requests, problem, offsets), requests) == []
+
+
+@pytest.mark.parametrize("solver", ["portfolio", "mip"])
+def test_the_time_limit_is_kept(solver: str) -> None:
+    """Without the clock the first order alone takes several times as long."""
+    requests = requests_of(12_000, 4000)
+    began = time.process_time()
+    found = place(requests, solver=solver, time_limit_s=0.1)
+    assert time.process_time() - began < 4
+    assert found.arena_bytes >= found.lower_bound_bytes
+
+
+def test_too_many_buffers_are_not_searched() -> None:
+    problem = problem_of(requests_of(MOST_SEARCHED * 2, 2))
+    assert solve_canonical(problem, Clock(60), None) is None
+
+
+@pytest.mark.parametrize("chunk", [2, 512])
+def test_both_checks_of_addresses_agree(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "CHUNK", chunk)
+    random = np.random.default_rng(1)
+    found = 0
+    for seed in range(60):
+        requests = requests_of(60, 20, seed)
+        problem = problem_of(requests)
+        offsets = in_size_classes(problem)
+        if seed % 2:
+            offsets[random.integers(0, 60)] = random.integers(0, problem.peak(offsets))
+        placement = placed(requests, problem, offsets)
+        pairs, neighbours = checker._pairs_that_overlap(placement), checker._neighbours_that_overlap(placement)
+        assert bool(pairs) == bool(neighbours)
+        assert named(neighbours) <= named(pairs)
+        found += bool(pairs)
+    assert found > 10
+    monkeypatch.setattr(checker, "MOST_PAIRS", 0)
+    assert checker._overlaps(placement) == neighbours
+
+
+def named(faults: list[str]) -> set[frozenset[str]]:
+    """Return the pairs of buffers that faults name."""
+    return {frozenset(fault.partition(" share")[0].split(" and ")) for fault in faults}
+
+
+def test_a_replay_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_of(50, 10)
+    assert replay(requests, most_s=0).out_of_time
+    assert not replay(requests).out_of_time
+    columns = {"ids": requests.ids, "lower": requests.lower, "upper": requests.upper, "size_bytes": requests.size_bytes}
+    (tmp_path / "r.json").write_text(json.dumps({"schema": "memo.requests/1", **columns}))
+    monkeypatch.setattr("memo_sim.answers.plan_memory.LEAST_REPLAY_S", 0.0)
+    plan = plan_memory(str(tmp_path / "r.json"), time_limit_s=1e-9)
+    assert not plan.report.caching_replayed
+    assert plan.report.reserved_caching_bytes is None
+    assert "not replayed in time" in placement_report(plan.report)
+
+
+def test_a_thousand_alignments_without_a_common_factor_are_refused(tmp_path: Path) -> None:
+    primes = [n for n in range(2, 8000) if all(n % p for p in range(2, math.isqrt(n) + 1))]
+    rows = [f"b{p},0,1,{p},{p}" for p in primes]
+    (tmp_path / "p.csv").write_text("\n".join(["id,lower,upper,size,alignment", *rows]))
+    with refused(BadInput, where="line 17, column alignment", got="53", wanted="powers of two"):
+        read_requests(str(tmp_path / "p.csv"))

@@ -1,0 +1,68 @@
+"""Questions that are legal and huge: refused at once, with the place and what helps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster, load_hardware, load_model
+from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.contract.units import MOST_DEVICES, MOST_LAYERS
+from memo_sim.planning import space
+from memo_sim.planning.layouts import _degrees
+from memo_sim.planning.question import Question
+from memo_sim.planning.space import candidates
+from tests.refusals import refused
+
+
+def test_more_plans_than_can_be_searched_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    question = Question(load_model("gpt-7b"), cluster, hardware, 65536, system="every-layout")
+    found, _ = candidates(question)
+    monkeypatch.setattr(space, "MOST_CANDIDATES", len(found) // 2)
+    with refused(UsageError, where="every-layout on a800-1x8", wanted="plans", hint=("--tp", "--pp")):
+        candidates(question)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 12, 36, 97, 360, 65536])
+def test_degrees_are_the_divisors(devices: int) -> None:
+    assert _degrees(None, devices, searched=True) == [d for d in range(1, devices + 1) if devices % d == 0]
+
+
+def test_clusters_larger_than_any_are_refused(tmp_path: Path) -> None:
+    with refused(UsageError, got="a800-999999x8", wanted=str(MOST_DEVICES)):
+        load_cluster("a800-999999x8")
+    assert load_cluster("a800-16384x8")[0].devices == MOST_DEVICES
+    fields = json.loads(codec.encode(load_cluster("a800-2x8")[0]))
+    for name, value, where in (
+        ("devices_per_node", 2**20, "$.devices_per_node"),
+        ("nodes", 2**20, "$"),
+        ("nics_per_node", 2**31, "$.network.nics_per_node"),
+        ("leaf_ports", 2**31, "$.network.leaf_ports"),
+    ):
+        changed = (
+            {**fields, name: value} if name in fields else {**fields, "network": {**fields["network"], name: value}}
+        )
+        (tmp_path / "c.json").write_text(json.dumps(changed))
+        with refused(BadInput, where=where):
+            load_cluster(str(tmp_path / "c.json"))
+
+
+def test_a_profile_of_two_billion_devices_is_refused(tmp_path: Path) -> None:
+    fields = json.loads(codec.encode(load_hardware("a800-sxm4-80gb")))
+    (tmp_path / "h.json").write_text(json.dumps({**fields, "devices": 2**31 - 1}))
+    with refused(BadInput, where="$.devices", got=str(2**31 - 1), wanted="1024"):
+        load_cluster(str(tmp_path / "h.json"))
+
+
+def test_ten_thousand_layers_are_refused(tmp_path: Path) -> None:
+    fields = json.loads(codec.encode(msgspec.structs.replace(load_model("gpt-7b"), layers=MOST_LAYERS)))
+    (tmp_path / "m.json").write_text(json.dumps(fields))
+    assert load_model(str(tmp_path / "m.json")).layers == MOST_LAYERS
+    (tmp_path / "m.json").write_text(json.dumps({**fields, "layers": 10_000}))
+    with refused(BadInput, where="$.layers", got="10000", wanted=str(MOST_LAYERS)):
+        load_model(str(tmp_path / "m.json"))
