@@ -38,6 +38,10 @@ class MemoError(Exception):
         self.hint = hint
         super().__init__(self.message())
 
+    def __str__(self) -> str:
+        """Return the message. Unpickled, in another process, the parts are whole and the arguments are not."""
+        return self.message()
+
     def message(self) -> str:
         """Return the whole message: what is wrong, then one indented line each for where, got, wanted and next.
 
@@ -111,3 +115,23 @@ def missing_package(error: Exception) -> CannotRun | None:
     return CannotRun(
         "a package that this command needs is not installed", got=name, hint=f"install memo[{EXTRAS[name]}]"
     )
+
+
+_NO_MEMORY = ("failed to map segment", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+"""What the loader of libraries and torch say when there is no memory; Python itself raises MemoryError."""
+
+
+def shortage(error: Exception) -> CannotRun | None:
+    """Return the error to show when the system refused memory or a thread, else None."""
+    text = str(error)
+    if text.startswith("can't start new thread"):
+        return CannotRun(
+            "the system refused a thread", got=text, hint="raise the limit of memory (ulimit -v) or of processes (-u)"
+        )
+    if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
+        return CannotRun(
+            "the system refused memory",
+            got=(text or "MemoryError").splitlines()[0],
+            hint="raise the limit of memory (ulimit -v, the container's), or ask for a shorter sequence",
+        )
+    return None

@@ -34,7 +34,7 @@ def while_read() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        _abandon(OUT, ERR)
+        abandon(OUT, ERR)
         sys.exit(CLOSED_PIPE)
 
 
@@ -45,12 +45,12 @@ def system_failure(error: OSError) -> MemoError:
     output.
     """
     if error.filename is None and error.errno in FULL:
-        _abandon(OUT)
+        abandon(OUT)
         return UsageError("the output cannot be written", where="standard output", got=error.strerror)
     return BadInput("cannot read or write", where=error.filename, got=error.strerror)
 
 
-def _abandon(*descriptors: int) -> None:
+def abandon(*descriptors: int) -> None:
     """Redirect the descriptors to the null device, because Python flushes them at exit and would fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:

@@ -18,8 +18,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import click
 from click.core import ParameterSource
 
-from memo_sim.contract.errors import CannotRun, MemoError, missing_package
-from memo_sim.contract.output import system_failure, while_read
+from memo_sim.contract.errors import MemoError, missing_package, shortage
+from memo_sim.contract.output import ERR, abandon, system_failure, while_read
 from memo_sim.contract.plain_text import encodable, json_text, one_line, printable
 from memo_sim.contract.progress import Progress
 
@@ -60,8 +60,13 @@ class Finite(click.FloatRange):
 
 
 def say(text: str) -> None:
-    """Print on standard error, as ``show`` does."""
-    click.echo(encodable(printable(text), sys.stderr.encoding), err=True)
+    """Print on standard error, as ``show`` does. What cannot be written there, on a full disk, is left out."""
+    try:
+        click.echo(encodable(printable(text), sys.stderr.encoding), err=True)
+    except BrokenPipeError:
+        raise
+    except OSError:  # the work and its exit code matter more
+        abandon(ERR)
 
 
 def say_usage(error: click.ClickException) -> None:
@@ -146,12 +151,7 @@ def run_commands(group: click.Group, name: str, fail: Failing) -> None:
         failure = system_failure(error)
         fail(str(failure), failure.exit_code, error)
     except Exception as error:
-        if str(error).startswith("can't start new thread"):
-            short = CannotRun(
-                "the system refused a thread",
-                got=str(error),
-                hint="raise the limit of memory (ulimit -v) or of processes (-u)",
-            )
+        if short := shortage(error):
             fail(str(short), short.exit_code, error)
         if absent := missing_package(error):
             fail(str(absent), absent.exit_code, error)

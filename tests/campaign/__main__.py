@@ -50,6 +50,11 @@ def main(**given: Any) -> None:
         click.echo(json.dumps(asdict(played), indent=2))
         click.echo(f"its files: {keep / 'input'}")
         return
+    if given["processes"] is not None:
+        from tests.campaign.processes import play_all
+
+        trials = play_all(seed, given["processes"], tell=lambda trial: click.echo(trial.line()))
+        sys.exit(1 if any(trial.complaints for trial in trials) else 0)
     totals, reached = campaign(seed, range(first, first + given["inputs"]), tell=_told, limit_s=given["limit_s"])
     if (output := given["output"]) is not None:
         lines = [json.dumps(asdict(played)) for found in totals.findings.values() for played in found[:3]]

@@ -40,6 +40,14 @@ def test_who_reads_no_more_ends_the_command_quietly(module: str, arguments: list
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+def test_a_message_without_room_does_not_change_the_exit_code() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "memo_sim", "schema", "nothing"]
+        done = subprocess.run(command, stderr=full, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
 def test_an_output_without_room_is_said() -> None:
     with Path("/dev/full").open("w") as full:
         done = printed_to(full.fileno(), "memo_sim", "list", "models")

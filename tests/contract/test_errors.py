@@ -42,3 +42,25 @@ def test_an_absent_optional_package_is_no_bug() -> None:
     assert "memo[sim]" in str(absent.hint)
     assert errors.missing_package(ModuleNotFoundError("No module named 'x'", name="x")) is None
     assert errors.missing_package(ValueError("simpy")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (MemoryError(), "refused memory"),
+        (MemoryError("std::bad_alloc"), "refused memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "refused memory"),
+        (ImportError("_common.so: failed to map segment from shared object"), "refused memory"),
+        (RuntimeError("can't start new thread"), "refused a thread"),
+    ],
+)
+def test_a_shortage_is_no_bug(error: Exception, what: str) -> None:
+    found = errors.shortage(error)
+    assert found is not None
+    assert found.exit_code == 6
+    assert what in str(found)
+    assert "ulimit -v" in str(found)
+
+
+def test_another_error_is_no_shortage() -> None:
+    assert errors.shortage(RuntimeError("a shape of 3")) is None
