@@ -105,6 +105,8 @@ def add_gradient(  # noqa: PLR0917 - a sum and one more term of it
     if operand.mode is Mode.WRITE:
         sums.clear()
     into = sums.setdefault(key, Sum(operand.first))
+    if into.first != operand.first:
+        call.fault(f"{role} begins with element {operand.first}; the sum of {name} begins with {into.first}")
     hop = source[1] if isinstance(source, tuple) and source[0] == "hop" else 0
     if call.family(role).kind is FamilyKind.OWN and isinstance(hop, int):
         into.hop = into.hop or hop
