@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.verify.value_call import Call
@@ -16,7 +18,9 @@ Wanted = str | tuple[str, int]
 LAYER = BlockKind.LAYER
 
 
-def agree(call: Call, wanted: dict[str, Wanted], values: list[tuple[Value | None, int]], tokens: int) -> Found | None:
+def agree(
+    call: Call, wanted: dict[str, Wanted], values: Sequence[tuple[Value | None, int]], tokens: int
+) -> Found | None:
     """Check that every operand holds the value that it should, all of one layer, micro-batch, part and row.
 
     Returns None after a fault, and where no value is known.
