@@ -1,7 +1,8 @@
 """Checks a plan's programs before they run: each by itself, the stages with each other, the ranks of a ring together.
 
-The checkers of ``memo_sim/program/verify`` share nothing with the lowering. What they find is a bug in it, or in a
-version that wrote the plan: a run that starts with such a program computes something else, or waits for ever.
+The checkers of ``memo_sim/program/verify`` share nothing with the lowering; one of them holds every value that an
+instruction reads against the model's mathematics. What they find is a bug in the lowering, or in a version that wrote
+the plan: a run that starts with such a program computes something else, or waits for ever.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from memo_sim.program.layout.heads import have_unequal_shares
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.stages import ACROSS, check_calls, check_deadlock, check_stages
+from memo_sim.program.verify.values import check_values
 
 SHOWN_FAULTS = 3
 """Of a faulty program, in the message."""
@@ -69,7 +71,11 @@ def program_checks(decisions: Decisions) -> list[Check]:
         faults = [
             fault
             for each in alike
-            for fault in (*check_program(each.program, each.columns), *check_edges(each.columns, each.edges))
+            for fault in (
+                *check_program(each.program, each.columns),
+                *check_edges(each.columns, each.edges),
+                *check_values(each.program, each.columns, decisions),
+            )
         ]
         instructions = sum(each.program.instruction_count for each in alike)
         ranks = f" of {counted(len(alike), 'rank')}" if len(alike) > 1 else ""

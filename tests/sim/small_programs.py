@@ -9,6 +9,7 @@ from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.stages import check_deadlock, check_stages
+from memo_sim.program.verify.values import check_values
 
 GPT = Model(
     name="gpt",
@@ -56,12 +57,16 @@ def decide(
     return Decisions(model=model, layout=layout, seq_tokens=seq, recompute=policy[0], swapped_tokens=swapped, **fields)
 
 
-def faults_of(decisions: Decisions) -> list[str]:
-    """Return the faults that the independent checkers find in each stage's program, and in all of them together."""
+def faults_of(decisions: Decisions, *, values: bool = True) -> list[str]:
+    """Return the faults that the independent checkers find in each stage's program, and in all of them together.
+
+    ``values``: also check values, which holds for the layers that the checker knows.
+    """
     programs = lower(decisions)
     columns = [expand(p) for p in programs]
     edges = [derive_edges(c) for c in columns]
     found = check_stages(programs) + check_deadlock(programs, columns, edges)
     for program, mine, orders in zip(programs, columns, edges, strict=True):
         found += check_program(program, mine) + check_edges(mine, orders)
+        found += check_values(program, mine, decisions) if values else []
     return found

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.verify import value_attention as attention
@@ -367,7 +366,10 @@ def loss(
             if found is not None and adds:
                 _add_loss(call, found, tokens)
             for role, name in made.items():
-                value = None if found is None or not isinstance(name, str) else Value(name, found[0], found[1])
+                value = None
+                if found is not None and isinstance(name, str):
+                    summed = name if call.values.tp > 1 else name.removesuffix("~")
+                    value = Value(summed, found[0], found[1])
                 call.put(role, first, tokens, value, found[3] if found else 0)
         for role in ("product", "metrics"):
             if call.has(role):
@@ -641,8 +643,7 @@ def reduce(call: Call) -> None:
 
 def _move_sums(call: Call, source: str, target: str) -> None:
     """Add the sums of gradients in an operand to those of another."""
-    adds = call.operands[target].mode is Mode.ACCUMULATE and call.family(target).kind is FamilyKind.GRADS
-    if adds and call.buffers[target] not in call.values.sums:
+    if call.buffers[target] not in call.values.sums and call.family(target).kind is FamilyKind.GRADS:
         call.fault(f"adds to {call.family(target).name}, which was not zeroed")
     operand, into = call.operands[source], call.values.sums.setdefault(call.buffers[target], {})
     given, sharded = call.values.sums.get(call.buffers[source], {}), False
@@ -704,6 +705,12 @@ def _reduced(call: Call, buffer: int, what: str) -> None:
     call.values.reduced.add((buffer, what))
 
 
+def reduce_shards(call: Call) -> None:
+    """Sum this rank's shard of gradients over the groups of ranks that divide them."""
+    for buffer in set(call.buffers.values()):
+        _reduced(call, buffer, "groups")
+
+
 def grad_norm(call: Call) -> None:
     """Add a block's gradient to the norm, once, when it is complete."""
     v, buffer = call.values, call.buffers["grads"]
@@ -722,6 +729,8 @@ def _used(call: Call, buffer: int) -> None:
     tied = v.model.tied_embeddings and v.layout.pp > 1 and family.block is EMBED
     if tied and family.kind is FamilyKind.GRADS and (buffer, "stages") not in v.reduced:
         missing.append("stages")
+    if v.copies(family.block) > 1 and family.kind is FamilyKind.GRADS and (buffer, "groups") not in v.reduced:
+        missing.append("groups")
     if missing:
         call.fault(f"uses {family.name} before it was summed over the {' and '.join(missing)}")
 
@@ -745,6 +754,7 @@ def nothing(call: Call) -> None:
 def params_gather(call: Call) -> None:
     """Gather a block of parameters from the ranks' shards."""
     if not call.has("full"):
+        call.values.reduced.add((call.buffers["tensor"], "gathered"))
         return
     rows = call.rows("shard")
     value = rows[0].value
@@ -896,7 +906,7 @@ RULES: dict[str, Rule] = {
     "grads.flatten": flatten,
     "grads.reduce_scatter": reduce_gradients,
     "grads.all_reduce": reduce_gradients,
-    "shards.all_reduce": nothing,
+    "shards.all_reduce": reduce_shards,
     "grads.check": nothing,
     "grads.scale": nothing,
     "grad_norm": grad_norm,

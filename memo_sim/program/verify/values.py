@@ -23,7 +23,8 @@ What it takes on trust:
 - Features: a row is one value. A kernel that mixes up features of the right rows is for a numerical check to find.
 - Rows that other stages compute for a task (``layout/multiplex.py``) are what the message is for; sums of gradients
   that such a message brings complete a sum, whatever terms are missing.
-- Parameters and optimizer states: ``optimizer`` kernels are not checked. The checker asks for complete gradients.
+- The optimizer: gradients are complete, summed over ranks and used once; what its kernels compute is not looked at,
+  nor are the sums of the gradient norm and of the loss over ranks.
 - The rank of a ring: values are right if one rank's mask fits all of them.
 """
 
@@ -51,6 +52,7 @@ MOST_FAULTS = 50
 
 
 _BLOCKS = (FamilyKind.PARAMS, FamilyKind.MASTER, FamilyKind.MOMENT1, FamilyKind.MOMENT2, FamilyKind.HOST_PARAMS)
+_UPDATED = (FamilyKind.GRADS, FamilyKind.MOMENT1, FamilyKind.PARAMS)
 
 
 class Values:
@@ -173,7 +175,7 @@ class Values:
     def _missing_updates(self) -> Iterator[str]:
         updates = any(i.op.startswith("adamw") for t in self.program.templates for i in t.instructions)
         for number, family in enumerate(self.families if updates else ()):
-            for index in range(family.count if family.kind in (FamilyKind.GRADS, FamilyKind.MOMENT1) else 0):
+            for index in range(family.count if family.kind in _UPDATED else 0):
                 buffer = self._base[number] + index
                 layer, name = self.layer_of(buffer), f"{family.block}" + (f" {self.layers[index]}" if index else "")
                 assert family.block is not None
@@ -181,8 +183,23 @@ class Values:
                 if family.kind is FamilyKind.GRADS and counted and buffer not in self.normed:
                     yield f"end: the gradient norm is without that of {name}"
                 done = self.updated.get((family.block, layer), 0)
+                shards = (self.layout.zero_ranks or self.replicas(family.block)) if self.layout.zero in (1, 2) else 1
+                held = family.kind is FamilyKind.PARAMS and shards > 1
+                if held and (buffer, "gathered") not in self.reduced:
+                    yield f"end: the parameters of {name} were not gathered"
                 if family.kind is FamilyKind.MOMENT1 and done != family.tokens:
                     yield f"end: {done} of {family.tokens} elements of {name} were updated"
+
+    def replicas(self, kind: BlockKind) -> int:
+        """Return the number of ranks with the same parameters of a block."""
+        ends = self.layout.whole_ends and kind is not BlockKind.LAYER
+        return self.layout.replicas * (self.layout.metp if ends else 1)
+
+    def copies(self, kind: BlockKind | None) -> int:
+        """Return the number of ranks with the same shard of a block's states (``zero_ranks``)."""
+        layout = self.layout
+        divided = kind is not None and layout.zero >= 1 and layout.zero_ranks
+        return self.replicas(kind) // layout.zero_ranks if kind is not None and divided else 1
 
     def unreduced(self, buffer: int) -> list[str]:
         """Return over which ranks a buffer of gradients has yet to be summed before it is used."""
@@ -190,8 +207,7 @@ class Values:
         if kind is None:
             return []
         layout, missing = self.layout, []
-        ends = layout.whole_ends and kind is not BlockKind.LAYER
-        if layout.replicas * (layout.metp if ends else 1) > 1 and (buffer, "replicas") not in self.reduced:
+        if self.replicas(kind) > 1 and (buffer, "replicas") not in self.reduced:
             missing.append("replicas")
         divided = layout.whole_ends and kind is BlockKind.LAYER
         shards = divided or layout.sequence_parallel

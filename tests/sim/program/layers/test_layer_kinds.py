@@ -23,7 +23,7 @@ def test_the_independent_checkers_accept_it(layout: Layout, policy: tuple[str, f
     more = {"subsequence_swapped_tokens": (512, 512)} if half else {}
     decisions = decide(MODEL, layout, policy, **more)
     with registered(ATTENTION_ONLY):
-        assert faults_of(decisions) == []
+        assert faults_of(decisions, values=False) == []  # no transformer layer: values have no rules for it
 
 
 def test_it_has_the_products_of_attention_alone() -> None:

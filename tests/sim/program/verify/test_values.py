@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
+from memo_sim.program.ir.instruction import Instruction
+from memo_sim.program.ir.kinds import FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.values import check_values
+from tests.sim.program.verify import planted
+from tests.sim.program.verify.planted import Chosen
 from tests.sim.small_programs import GPT, LLAMA, decide
 
 HALF = ("tokenwise", 0.5)
@@ -49,3 +56,178 @@ def faults(program: Program, decisions: Decisions) -> list[str]:
 def test_programs_are_accepted(plan: str) -> None:
     for program in lower(PLANS[plan]):
         assert faults(program, PLANS[plan]) == []
+
+
+def op(*names: str, phase: Phase | None = None) -> Chosen:
+    """Return a choice of instructions by op, and by phase."""
+    return lambda each: each.op in names and phase in (None, each.phase)
+
+
+COPY_BACK = op("h2d")
+
+
+def rank(plan: str, stage: int = 0) -> Program:
+    """Return the program of one stage of a plan."""
+    return lower(PLANS[plan])[stage]
+
+
+def expect(plan: str, program: Program, words: str) -> None:
+    """Expect a fault that contains ``words`` in a faulty program of a plan."""
+    found = faults(program, PLANS[plan])
+    assert any(words in fault for fault in found), found[:5]
+
+
+@pytest.mark.parametrize(
+    ("plan", "chosen"),
+    [
+        ("tokenwise", COPY_BACK),
+        ("full swapped", op("h2d")),
+        ("attention chunks", op("h2d")),
+        ("ulysses", op("h2d")),
+        ("tokenwise", op("rms_norm", phase=Phase.RECOMPUTE)),
+        ("tokenwise", op("rotary", phase=Phase.RECOMPUTE)),
+        ("gpt", op("linear", phase=Phase.RECOMPUTE)),
+        ("full", op("swiglu", phase=Phase.RECOMPUTE)),
+        ("ring", op("linear", phase=Phase.RECOMPUTE)),
+        ("tp", op("all_gather", phase=Phase.RECOMPUTE)),
+        ("selective", op("attention", phase=Phase.RECOMPUTE)),
+        ("operators", op("linear.from_gate", phase=Phase.RECOMPUTE)),
+        ("mlp chunks", op("linear", phase=Phase.RECOMPUTE)),
+    ],
+)
+def test_a_copy_back_or_a_kernel_of_a_rebuild_that_is_left_out(plan: str, chosen: Chosen) -> None:
+    program = rank(plan)
+    number = planted.places(program, chosen)[-2]
+    for which in range(9 if chosen is COPY_BACK else 1):
+        assert faults(planted.without(program, number, chosen, which), PLANS[plan]), which
+
+
+@pytest.mark.parametrize("copy", ["d2h", "h2d"])
+@pytest.mark.parametrize("role", ["source", "target"])
+@pytest.mark.parametrize("plan", ["tokenwise", "full swapped", "ulysses", "tp", "ring"])
+def test_an_offload_or_a_prefetch_one_row_late(plan: str, role: str, copy: str) -> None:
+    program = rank(plan)
+    number = planted.places(program, op(copy))[-1]
+    late = planted.replaced(program, number, op(copy), lambda each: planted.one_row_late(each, role))
+    assert faults(late, PLANS[plan])
+
+
+def test_a_prefetch_from_another_tensors_rows() -> None:
+    program = rank("tokenwise")
+    number = planted.places(program, op("h2d"))[-1]
+    template = program.templates[program.instances[number].template]
+    slots = {name: slot for slot, name in enumerate(template.slots)}
+
+    def other(each: Instruction) -> Instruction:
+        source = replace(each.operands[0], slot=slots["host.resid"])
+        return replace(each, operands=(source, each.operands[1]))
+
+    norm1 = slots["host.norm1"]
+    wrong = planted.replaced(program, number, lambda i: i.op == "h2d" and i.operands[0].slot == norm1, other)
+    expect("tokenwise", wrong, "holds resid")
+
+
+@pytest.mark.parametrize("plan", ["tokenwise", "ulysses", "ring", "1F1B"])
+def test_a_prefetch_from_another_layers_rows(plan: str) -> None:
+    program = rank(plan)
+    first, second = planted.places(program, op("h2d"))[-2:]
+    others = program.instances[second].indices
+    template = program.templates[program.instances[first].template]
+    hosts = [name for name in template.slots if name.startswith("host.")]
+    wrong = planted.bound(program, first, hosts[0], others[list(template.slots).index(hosts[0])])
+    assert faults(wrong, PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", ["tokenwise", "gpt", "tp", "ring", "ulysses", "zero 3"])
+def test_a_rounding_buffer_that_is_used_again_one_layer_early(plan: str) -> None:
+    assert faults(planted.with_one_rounding_buffer(rank(plan)), PLANS[plan])
+
+
+@pytest.mark.parametrize(("plan", "moved"), [("keep", "layer"), ("keep", "micro-batch"), ("subsequences", "layer")])
+def test_a_log_sum_exp_of_another_layer_or_micro_batch(plan: str, moved: str) -> None:
+    program = rank(plan)
+    backward = op("attention.bwd")
+    number = planted.places(program, backward)[0]
+    names = [f.name for f in program.families if f.kind is FamilyKind.SKELETAL and ".lse" in f.name]
+    template = program.templates[program.instances[number].template]
+    name = next(n for n in names if n in template.slots)
+    layers = len({i.layer for i in program.instances if i.layer >= 0})
+    own = {f.name for f in template.own}
+    index = program.instances[number].indices[[n for n in template.slots if n not in own].index(name)]
+    other = index - 1 if moved == "layer" else (index + PLANS[plan].model.layers) % (2 * PLANS[plan].model.layers)
+    assert layers
+    expect(plan, planted.bound(program, number, name, other), "lse")
+
+
+@pytest.mark.parametrize("plan", ["keep", "tp", "ring", "ulysses", "metp", "zero 3", "zero-bubble", "1F1B"])
+def test_a_weight_gradient_that_is_left_out_or_added_twice(plan: str) -> None:
+    program = rank(plan)
+    chosen = op("linear.wgrad")
+    number = planted.places(program, chosen)[-1]
+    expect(plan, planted.without(program, number, chosen), "gradient of")
+    expect(plan, planted.twice(program, number, chosen), "twice")
+
+
+@pytest.mark.parametrize("plan", ["subsequences", "ring", "all-gather", "attention chunks", "gpt chunks"])
+def test_a_term_of_a_sum_of_gradients_that_is_missing(plan: str) -> None:
+    program = rank("attention chunks" if plan == "gpt chunks" else plan)
+    chosen: Chosen = lambda each: each.op == "grad.accumulate" and each.phase is Phase.BACKWARD  # noqa: E731
+    number = planted.places(program, chosen)[-1]
+    assert faults(planted.without(program, number, chosen), PLANS["attention chunks" if plan == "gpt chunks" else plan])
+
+
+def test_the_gradient_of_the_residual_branch_that_is_missing() -> None:
+    program, chosen = rank("keep"), op("rms_norm.bwd")
+    number = planted.places(program, chosen)[-1]
+    wrong = planted.replaced(program, number, chosen, lambda each: planted.without_operand(each, "residual_grad"))
+    expect("keep", wrong, "residual_grad is not given")
+
+
+@pytest.mark.parametrize(
+    ("plan", "chosen", "words"),
+    [
+        ("tp whole", op("all_reduce", phase=Phase.FORWARD), "~ of layer"),
+        ("tp", op("reduce_scatter", phase=Phase.BACKWARD), "d_norm"),
+        ("tp chunked", op("send_recv"), "hold nothing"),
+        ("ring", op("attention.merge"), "not the whole sum"),
+        ("ring", op("send_recv"), ""),
+        ("ulysses", op("all_to_all"), "d_attn^ of layer 0"),
+        ("subsequences", op("attention.merge"), "not the whole sum"),
+        ("1F1B", op("recv"), "hold nothing"),
+        ("zero 3", op("params.all_gather"), "hold nothing"),
+        ("zero 3", op("grads.reduce_scatter"), "before it was summed"),
+        ("tp", op("loss.all_reduce"), "loss.stats~"),
+        ("keep", op("cross_entropy"), "the loss"),
+        ("keep", op("zero"), "not zeroed"),
+        ("zero 3", op("zero"), "not zeroed"),
+        ("zero 2", op("shards.all_reduce"), "over the groups"),
+        ("zero 2", op("params.all_gather"), "not gathered"),
+        ("keep", op("adamw.decay"), "were updated"),
+        ("keep", op("grad_norm"), "the gradient norm"),
+        ("metp", op("broadcast"), ""),
+        ("metp", op("reduce"), "has rows []"),
+    ],
+)
+def test_a_collective_a_merge_or_a_kernel_that_is_left_out(plan: str, chosen: Chosen, words: str) -> None:
+    program = rank(plan)
+    number = planted.places(program, chosen)[-1]
+    expect(plan, planted.without(program, number, chosen), words)
+
+
+def test_an_op_without_a_rule_is_a_fault() -> None:
+    program = rank("keep")
+    unknown: Callable[[Instruction], Instruction] = lambda each: replace(each, op="new")  # noqa: E731
+    expect("keep", planted.replaced(program, 9, lambda _: True, unknown), "no rule for op 'new'")
+
+
+def test_rows_of_an_earlier_layer_do_not_count_as_written() -> None:
+    """What today's rounding buffers hide from a check of writes: the rows were written, for another layer."""
+    program = rank("tokenwise")
+    backward = [
+        n for n, i in enumerate(program.instances) if program.templates[i.template].kind is TemplateKind.BACKWARD
+    ]
+    chosen = op("rms_norm", phase=Phase.RECOMPUTE)
+    number = next(
+        n for n in backward if any(map(chosen, program.templates[program.instances[n].template].instructions))
+    )
+    expect("tokenwise", planted.without(program, number, chosen), "not that of layer")
