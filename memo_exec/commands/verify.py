@@ -48,7 +48,7 @@ class VerifyOptions:
     """The options of ``memo-exec verify``."""
 
     device: str | None = None
-    """``cpu`` or ``cuda``; None: a GPU where the reduced plan fits the processes, otherwise the CPU."""
+    """``cpu`` or ``cuda``; None: the GPU for a plan of one rank and under torchrun, if the plan is for GPUs."""
     seed: int = 0
     steps: int = 1
     layers: int = 0
@@ -107,7 +107,7 @@ def full_size_checks(decisions: Decisions) -> list[CheckResult]:
         model=msgspec.structs.replace(decisions.model, layers=short),
         layout=msgspec.structs.replace(layout, pp_layers=()),
     )
-    batches = f"{few} of {counted(decisions.micro_batches, 'micro-batch', 'micro-batches')}"
+    batches = f"{few} of {counted(decisions.micro_batches, 'micro-batch', 'es')}"
     for chosen, note in (
         (decisions, ""),
         (fewer, f"{batches}; the plan has too many instructions for the checkers"),
@@ -139,7 +139,8 @@ def _device(decisions: Decisions, options: VerifyOptions, launch: Launch) -> str
     if options.device is not None:
         return options.device
     fits = launch.world > 1 or decisions.layout.devices == 1
-    return "cuda" if fits and torch.cuda.is_available() else "cpu"
+    for_gpus = decisions.kernels.attention != CPU_ATTENTION
+    return "cuda" if fits and for_gpus and torch.cuda.is_available() else "cpu"
 
 
 def _reduced(decisions: Decisions, options: VerifyOptions, kind: str, launch: Launch) -> Decisions:
@@ -164,7 +165,11 @@ def _reduced(decisions: Decisions, options: VerifyOptions, kind: str, launch: La
         )
     if kind == "cuda":
         program = rank_program(here, MeshCoordinates(here.layout, launch.rank))
-        preflight.check(here, program, this_machine(sharing=launch.local_world))
+        try:
+            preflight.check(here, program, this_machine(sharing=launch.local_world))
+        except CannotRun as error:
+            hint = "--device cpu plays the plan in fp32 with torch's own kernels"
+            raise CannotRun(error.what, where=error.where, got=error.got, wanted=error.wanted, hint=hint) from None
     return here
 
 

@@ -21,10 +21,10 @@ from typing import Any
 from memo_exec.verification.play import Play, Played
 from memo_sim.contract.errors import CannotRun, MemoError, RankLost
 
-LIMIT_S = 600.0
+LIMIT_S = 1800.0
 """The longest time for all ranks to start and to play."""
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """How long a rank waits for another one."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ IGNORED = 0.2
 """Fraction of the labels that the loss does not count."""
 
 LEARNING_RATE = 1e-2
+EPSILON = 1e-4
+"""AdamW's, larger than usual: an update of lr x g / (|g| + 1e-8) would turn the rounding of a gradient near zero into a
+step of the whole learning rate."""
 
 Change = Callable[[Program], Program]
 
@@ -73,8 +76,8 @@ class Play:
     decisions: Decisions
     seed: int = 0
     steps: int = 1
-    kernels: Mapping[str, Kernel] | None = None
-    """None: memo-exec's own."""
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    """Kernels by operator that replace memo-exec's own."""
     change: Change = unchanged
     """Changes the rank's lowered program before it is played."""
 
@@ -95,7 +98,7 @@ class Play:
             rank=rank,
             groups=groups,
             sharing=sharing,
-            kernels=KERNELS if self.kernels is None else self.kernels,
+            kernels={**KERNELS, **self.kernels},
         ) as interpreter:
             return self._played(interpreter, rank)
 
@@ -107,7 +110,7 @@ class Play:
         losses, norms, gradients = [], [], []
         for step in range(1, self.steps + 1):
             ids, labels = global_batch(self.decisions, self.seed, step)
-            scalars = StepScalars(lr=LEARNING_RATE, step=step, loss_scale=1 / counted_targets(labels))
+            scalars = StepScalars(lr=LEARNING_RATE, eps=EPSILON, step=step, loss_scale=1 / counted_targets(labels))
             record = interpreter.run_step(_own_batch(self.decisions, rank, ids, labels), scalars)
             losses.append(record.loss)
             norms.append(record.grad_norm)

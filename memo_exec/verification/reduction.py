@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
-from memo_sim.contract.errors import CannotRun, Infeasible
+from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Layout
@@ -80,6 +80,7 @@ def reduced(
 
     Raises:
         CannotRun: when memo-exec cannot play such a plan, or its policy has no small form; the message says why.
+        UsageError: when ``layers`` are fewer than the runs of pipeline stages.
         Infeasible: when the plan itself cannot be lowered.
     """
     _check_played(decisions)
@@ -293,7 +294,7 @@ def _with_layers(plan: Decisions, here: Decisions, layers: int) -> Decisions:
 
 def _spread(layers: int, runs: int) -> list[int]:
     if layers < runs:
-        raise CannotRun(
+        raise UsageError(
             "every pipeline stage needs a layer",
             where="--layers",
             got=layers,

@@ -67,11 +67,9 @@ def _differences(references: list[Against]) -> str:
 
 
 def _notes(verdict: Verdict) -> list[str]:
-    first = verdict.against[0]
-    lines = [
-        "A difference is relative to the largest entry of the tensor.",
-        f"Tolerance {first.tolerance:.1e}: {first.why}.",
-    ]
+    lines = ["A difference is relative to the largest entry of the tensor."]
+    reasons = {f"Tolerance {each.tolerance:.1e}: {each.why}.": None for each in verdict.against if not each.skipped}
+    lines += reasons
     lines += [f"Not compared with {_name(each)}: {each.skipped}." for each in verdict.against if each.skipped]
     return lines
 

@@ -44,6 +44,7 @@ OPTIONS = {
         *("--weight-decay", "--clip", "--beta1", "--beta2", "--eps", "--save", "--save-every", "--resume"),
         *("--tolerance", "--trace", "--measured", "--debug", "--replay-allocator", "--json"),
     },
+    "verify": {"--device", "--seed", "--steps", "--layers", "--json"},
 }
 
 
