@@ -77,9 +77,9 @@ def verify(
 
     Args:
         decisions: the plan's decisions at full size.
-        kernels: the plan's kernels, and
-        change: a function that changes its program before it is played; the references are played without both. With
-            several ranks, ``change`` and kernels that are not memo-exec's own are pickled. For tests that plant faults.
+        kernels: what plays the plan; the references have memo-exec's own. For tests that plant faults.
+        change: changes the plan's program before it is played, for the same tests. With several ranks, it and kernels
+            that are not memo-exec's own are pickled.
         seed: of weights and tokens.
         steps: number of steps; from the second on, losses and norms show the optimizer's update.
         layers: of the reduced model; 0: as many as the policy needs.

@@ -20,10 +20,10 @@ from tests.exec_cpu.small import LLAMA3, decide, gpt, llama
 LARGE = llama(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn_hidden=14336, vocab=128256)
 
 
-def tokenwise(global_batch: int = 1) -> Decisions:
+def tokenwise() -> Decisions:
     """Return the decisions of an 8B model at 128K tokens, some of them swapped and the others recomputed."""
     chosen = {"recompute": "tokenwise", "swapped_tokens": 300 * 128, "dtype": "bf16"}
-    return decide(LARGE, seq_tokens=2**17, micro_batch=1, global_batch=global_batch, **chosen)
+    return decide(LARGE, seq_tokens=2**17, micro_batch=1, **chosen)
 
 
 def against(verdict: Verdict, reference: str) -> Against:
@@ -35,7 +35,7 @@ def largest(verdict: Verdict, reference: str) -> Compared:
 
 
 def test_a_right_plan_is_verified() -> None:
-    verdict = verify(tokenwise(global_batch=4), steps=2)
+    verdict = verify(tokenwise(), steps=2)
     assert verdict.verified
     assert verdict.losses[0] != verdict.losses[1]
     for reference in (KEEP_EVERYTHING, AUTOGRAD):
