@@ -105,6 +105,15 @@ def test_autograd_knows_the_model(model: Model) -> None:
     assert not against(verdict, AUTOGRAD).skipped
 
 
+def test_autograd_holds_one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = verify(decide(llama(), recompute="full"), layers=1)
+    monkeypatch.setattr("memo_exec.verification.autograd_model.HELD_SCORES", 0)
+    by_head = verify(decide(llama(), recompute="full"), layers=1)
+    assert by_head.verified
+    found = zip(against(whole, AUTOGRAD).compared, against(by_head, AUTOGRAD).compared, strict=True)
+    assert all(a.difference == pytest.approx(b.difference, abs=1e-9) for a, b in found)
+
+
 def test_what_autograd_cannot_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memo_exec.verification.verify.MOST_SCORES", 100)
     verdict = verify(decide(llama(), recompute="full"), layers=1)
