@@ -69,7 +69,7 @@ class Call:
         self.fault(f"{role} reads rows [{first}, {end}) of {name}, which hold nothing")
 
     def pieces(self, *roles: str) -> Iterator[tuple[int, int, list[tuple[Value | None, int]]]]:
-        """Yield (first row, rows, value and its row of every role) of runs of rows in which no operand's value changes.
+        """Yield (first row, rows, value and its row of every role) of runs in which the value of no role changes.
 
         The operands have equally many rows.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.verify.value_call import Call
@@ -16,7 +18,9 @@ Wanted = str | tuple[str, int]
 LAYER = BlockKind.LAYER
 
 
-def agree(call: Call, wanted: dict[str, Wanted], values: list[tuple[Value | None, int]], tokens: int) -> Found | None:
+def agree(
+    call: Call, wanted: dict[str, Wanted], values: Sequence[tuple[Value | None, int]], tokens: int
+) -> Found | None:
     """Check that every operand holds the value that it should, all of one layer, micro-batch, part and row.
 
     Returns None after a fault, and where no value is known.
@@ -105,6 +109,8 @@ def add_gradient(  # noqa: PLR0917 - a sum and one more term of it
     if operand.mode is Mode.WRITE:
         sums.clear()
     into = sums.setdefault(key, Sum(operand.first))
+    if into.first != operand.first:
+        call.fault(f"{role} begins with element {operand.first}; the sum of {name} begins with {into.first}")
     hop = source[1] if isinstance(source, tuple) and source[0] == "hop" else 0
     if call.family(role).kind is FamilyKind.OWN and isinstance(hop, int):
         into.hop = into.hop or hop

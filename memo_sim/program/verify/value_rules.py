@@ -438,6 +438,7 @@ def zero(call: Call) -> None:
     """Clear sums of gradients of parameters; other rows hold zeros."""
     operand, buffer = call.operands["target"], call.buffers["target"]
     if call.family("target").features == 1:
+        _all_of(call, "target")
         call.values.sums[buffer] = {}
         call.values.reduced -= {(buffer, "replicas"), (buffer, "vectors")}
         return
@@ -696,7 +697,15 @@ def flatten(call: Call) -> None:
 
 def reduce_gradients(call: Call) -> None:
     """Sum gradients over the ranks that hold the same parameters; each rank then has all of them, or its shard."""
+    _all_of(call, "tensor")
     _reduced(call, call.buffers["tensor"], "replicas")
+
+
+def _all_of(call: Call, role: str) -> None:
+    """Check that an operand is all of its buffer."""
+    operand, elements = call.operands[role], call.family(role).tokens
+    if (operand.first, operand.tokens) != (0, elements):
+        call.fault(f"{role} is [{operand.first}, {operand.first + operand.tokens}), not all of {elements} elements")
 
 
 def _reduced(call: Call, buffer: int, what: str) -> None:
@@ -714,6 +723,8 @@ def reduce_shards(call: Call) -> None:
 def grad_norm(call: Call) -> None:
     """Add a block's gradient to the norm, once, when it is complete."""
     v, buffer = call.values, call.buffers["grads"]
+    if not _is_shard(call, "grads"):
+        _all_of(call, "grads")
     if buffer in v.normed:
         call.fault(f"adds {call.family('grads').name} to the norm a second time")
     v.normed.add(buffer)
@@ -743,8 +754,27 @@ def update(call: Call) -> None:
         call.fault(f"updates states of layers {sorted(places)} together")
         return
     key = (family.block, places.pop())
-    v.updated[key] = v.updated.get(key, 0) + call.tokens("moment1")
+    states = {(call.operands[r].first, call.tokens(r)) for r in ("master", "moment1", "moment2") if call.has(r)}
+    first, tokens = min(states)
+    joined_ranges = add_range(v.updated.get(key, []), first, first + tokens)
+    if len(states) != 1 or joined_ranges is None:
+        call.fault(f"updates elements {sorted(states)} of the states of {key[0]}, not one run of them once")
+    v.updated[key] = joined_ranges or []
+    # Whole parameters and gradients begin with the run itself, shards with what the ranks before them have of it.
+    begun = v.blocks[family.block].decayed_elements if call.instruction.op.endswith("no_decay") else 0
+    for role in ("grads", "params"):
+        if call.has(role):
+            operand = call.operands[role]
+            wanted = first if call.family(role).tokens == call.family("moment1").tokens else begun
+            if (operand.first, operand.tokens) != (wanted, tokens):
+                call.fault(f"{role} begins with element {operand.first}, not {wanted}")
     _used(call, call.buffers["grads"])
+
+
+def _is_shard(call: Call, role: str) -> bool:
+    """Return whether an operand is this rank's shard at the start of a whole block of gradients."""
+    v, family = call.values, call.family(role)
+    return family.block is not None and v.layout.zero == 1 and v.replicas(family.block) > 1
 
 
 def nothing(call: Call) -> None:
@@ -754,6 +784,7 @@ def nothing(call: Call) -> None:
 def params_gather(call: Call) -> None:
     """Gather a block of parameters from the ranks' shards."""
     if not call.has("full"):
+        _all_of(call, "tensor")
         call.values.reduced.add((call.buffers["tensor"], "gathered"))
         return
     rows = call.rows("shard")

@@ -81,8 +81,8 @@ class Values:
         with a part of the gradient of some vectors ("vectors")."""
         self.normed: set[int] = set()
         """Buffers of gradients whose norm was added."""
-        self.updated: dict[tuple[BlockKind, int], int] = {}
-        """Elements of each block that the optimizer updated."""
+        self.updated: dict[tuple[BlockKind, int], list[tuple[int, int]]] = {}
+        """Elements of each block's states that the optimizer updated."""
         self.offloaded: dict[int, int] = {}
         """Host buffers, with the number of rows that were copied there and did not come back."""
         self.loss: dict[tuple[int, object], list[tuple[int, int]]] = {}
@@ -182,13 +182,13 @@ class Values:
                 counted = family.block is not BlockKind.EMBED or self.first_stage  # a tied one, by the first stage
                 if family.kind is FamilyKind.GRADS and counted and buffer not in self.normed:
                     yield f"end: the gradient norm is without that of {name}"
-                done = self.updated.get((family.block, layer), 0)
+                done = self.updated.get((family.block, layer), [])
                 shards = (self.layout.zero_ranks or self.replicas(family.block)) if self.layout.zero in (1, 2) else 1
                 held = family.kind is FamilyKind.PARAMS and shards > 1
                 if held and (buffer, "gathered") not in self.reduced:
                     yield f"end: the parameters of {name} were not gathered"
-                if family.kind is FamilyKind.MOMENT1 and done != family.tokens:
-                    yield f"end: {done} of {family.tokens} elements of {name} were updated"
+                if family.kind is FamilyKind.MOMENT1 and done != [(0, family.tokens)]:
+                    yield f"end: elements {done} of {family.tokens} of {name} were updated"
 
     def replicas(self, kind: BlockKind) -> int:
         """Return the number of ranks with the same parameters of a block."""
@@ -198,7 +198,7 @@ class Values:
     def copies(self, kind: BlockKind | None) -> int:
         """Return the number of ranks with the same shard of a block's states (``zero_ranks``)."""
         layout = self.layout
-        divided = kind is not None and layout.zero >= 1 and layout.zero_ranks
+        divided = kind is not None and layout.zero >= 1 and layout.zero_ranks > 1
         return self.replicas(kind) // layout.zero_ranks if kind is not None and divided else 1
 
     def unreduced(self, buffer: int) -> list[str]:
