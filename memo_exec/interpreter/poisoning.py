@@ -115,7 +115,7 @@ class Poisoning:
                     f"{name} has changed nothing in {added[0].role}: {self.rows_of(added[0])} are as before"
                 )
         with self._lock:
-            for dying in self._used_by[bound.number]:
+            for dying in self._used_by.get(bound.number, ()):
                 dying.users_left -= 1
                 if not dying.users_left:
                     self._ready.append(dying)
@@ -124,7 +124,7 @@ class Poisoning:
 
     def offloaded(self, bound: Bound, first: int, copy: Tensor) -> None:
         """Remember the checksums of an offload's copy, whose rows begin at ``first``. Call it before ``after``."""
-        for dying in self._used_by[bound.number]:
+        for dying in self._used_by.get(bound.number, ()):
             if dying.rows.offload == bound.number:
                 dying.checksum = checksum(copy[dying.rows.first - first : dying.rows.end - first])
 

@@ -8,8 +8,12 @@ import math
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from memo_sim.contract.model import Model
+
+HELD_SCORES = 2**23
+"""Attention scores of a layer that autograd saves; with more of them one head at a time runs again in its backward."""
 
 
 class AutogradModel:
@@ -64,12 +68,20 @@ class AutogradModel:
         if not m.learned_positions:
             q, k = self._rotated(q), self._rotated(k)
         k, v = (t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in (k, v))
-        scores = q @ k.transpose(2, 3) / math.sqrt(m.head_dim)
-        if not m.bidirectional:
+        if m.heads * x.shape[1] ** 2 <= HELD_SCORES:
+            out = self._heads(q, k, v)
+        else:
+            parts = [[t[:, head : head + 1] for t in (q, k, v)] for head in range(m.heads)]
+            out = torch.cat([checkpoint(self._heads, *part, use_reentrant=False) for part in parts], dim=1)
+        return self._linear(out.transpose(1, 2).flatten(2), f"{at}proj")
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of some heads, each tensor (sequences, heads, tokens, head_dim)."""
+        scores = q @ k.transpose(2, 3) / math.sqrt(self.model.head_dim)
+        if not self.model.bidirectional:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
             scores = scores.masked_fill(~seen, -torch.inf)
-        out = scores.softmax(-1) @ v
-        return self._linear(out.transpose(1, 2).flatten(2), f"{at}proj")
+        return scores.softmax(-1) @ v
 
     def _rotated(self, x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)

@@ -163,37 +163,32 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
 
 def _check_played(decisions: Decisions) -> None:
     """Refuse plans that memo-exec does not play at any size."""
-    kernel = ATTENTION_KERNELS[decisions.kernels.attention]
-    refusals = (
-        (
-            decisions.memory_policy == "eager",
+    policy, rowwise, attention = decisions.memory_policy, decisions.kernels.rowwise, decisions.kernels.attention
+    kernel = ATTENTION_KERNELS[attention]
+    if policy == "eager":
+        raise CannotRun(
             "the plan is for another framework (an eager one), which memo-exec does not play",
-            "memory_policy",
-            "planned or caching",
-        ),
-        (
-            decisions.kernels.rowwise not in ("torch", "triton"),
+            where="$.decisions.memory_policy",
+            got=policy,
+            wanted="planned or caching",
+            hint="make the plan with memo-sim what-if ... --memory-policy planned --rowwise torch -o PLAN",
+        )
+    if rowwise not in ("torch", "triton"):
+        raise CannotRun(
             "the plan's row-wise kernels are those of another framework, which memo-exec does not play",
-            "kernels.rowwise",
-            "torch or triton",
-        ),
-        (
-            not kernel.executed,
+            where="$.decisions.kernels.rowwise",
+            got=rowwise,
+            wanted="torch or triton",
+            hint="make the plan with memo-sim what-if ... --rowwise torch -o PLAN",
+        )
+    if not kernel.executed:
+        raise CannotRun(
             f"the plan's attention ({kernel.title}) can be priced, not played",
-            "kernels.attention",
-            "a flash kernel",
-        ),
-    )
-    for refused, what, where, wanted in refusals:
-        if refused:
-            got = {"memory_policy": decisions.memory_policy, "kernels.rowwise": decisions.kernels.rowwise}
-            raise CannotRun(
-                what,
-                where=f"$.decisions.{where}",
-                got=got.get(where, decisions.kernels.attention),
-                wanted=wanted,
-                hint="make a plan that memo-exec plays: memo-sim what-if ... --memory-policy planned -o PLAN",
-            )
+            where="$.decisions.kernels.attention",
+            got=attention,
+            wanted="a kernel that memo-exec has",
+            hint="make the plan with memo-sim what-if ... --attention flash -o PLAN",
+        )
 
 
 def _layout(decisions: Decisions, most_ranks: int) -> Layout:

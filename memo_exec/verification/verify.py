@@ -47,8 +47,8 @@ BF16 = {
 }
 """Tolerances, and why. In bf16 small faults hide in rounding: fp32 on a CPU is the stricter proof."""
 
-MOST_SCORES = 2**26
-"""Largest number of attention scores of one sequence that autograd holds: 0.5 GiB in fp64 for each of few copies."""
+MOST_SCORES = 2**25
+"""Largest number of scores of one head that autograd holds: 0.25 GiB in fp64 for each of few copies."""
 
 CPU_ATTENTION = "torch-flash-cpu"
 
@@ -77,9 +77,9 @@ def verify(
 
     Args:
         decisions: the plan's decisions at full size.
-        kernels: the plan's kernels, and
-        change: a function that changes its program before it is played; the references are played without both. With
-            several ranks, ``change`` and kernels that are not memo-exec's own are pickled. For tests that plant faults.
+        kernels: what plays the plan; the references have memo-exec's own. For tests that plant faults.
+        change: changes the plan's program before it is played, for the same tests. With several ranks, it and kernels
+            that are not memo-exec's own are pickled.
         seed: of weights and tokens.
         steps: number of steps; from the second on, losses and norms show the optimizer's update.
         layers: of the reduced model; 0: as many as the policy needs.
@@ -178,10 +178,10 @@ def _gap(value: float, other: float) -> float:
 
 def _too_large(here: Decisions) -> str:
     """Return why one process cannot hold the attention of autograd; empty when it can."""
-    scores = here.model.heads * here.seq_tokens**2
+    scores = here.seq_tokens**2
     if scores <= MOST_SCORES:
         return ""
-    return f"one process cannot hold the {scores} attention scores of a sequence (at most {MOST_SCORES})"
+    return f"one process cannot hold the {scores} attention scores of a head (at most {MOST_SCORES})"
 
 
 def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed: int, steps: int) -> Values:

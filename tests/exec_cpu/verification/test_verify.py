@@ -8,11 +8,14 @@ import pytest
 
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.verification.verify import AUTOGRAD, KEEP_EVERYTHING, verify
+from memo_sim.contract import codec
+from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.verdict import Against, Compared, Verdict
 from memo_sim.program.ir.instruction import Instance
 from memo_sim.program.ir.program import Program
-from tests.exec_cpu.small import decide, llama
+from memo_sim.views.verdict_table import verdict_table
+from tests.exec_cpu.small import LLAMA3, decide, gpt, llama
 
 LARGE = llama(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn_hidden=14336, vocab=128256)
 
@@ -20,7 +23,7 @@ LARGE = llama(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn_hi
 def tokenwise() -> Decisions:
     """Return the decisions of an 8B model at 128K tokens, some of them swapped and the others recomputed."""
     chosen = {"recompute": "tokenwise", "swapped_tokens": 300 * 128, "dtype": "bf16"}
-    return decide(LARGE, seq_tokens=2**17, micro_batch=1, global_batch=4, **chosen)
+    return decide(LARGE, seq_tokens=2**17, micro_batch=1, **chosen)
 
 
 def against(verdict: Verdict, reference: str) -> Against:
@@ -85,3 +88,48 @@ def test_a_planted_fault_is_found(
     assert not verdict.verified
     assert not all(each.fine for each in against(verdict, KEEP_EVERYTHING).compared)
     assert not all(each.fine for each in against(verdict, AUTOGRAD).compared)
+
+
+LINEAR = RopeScaling(kind="linear", factor=4.0)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [gpt(bidirectional=True), llama(rope_scaling=LINEAR), llama(rope_scaling=LLAMA3, qk_norm=True, head_dim=32)],
+    ids=["bidirectional", "linear scaling", "llama 3's scaling, normed heads"],
+)
+def test_autograd_knows_the_model(model: Model) -> None:
+    verdict = verify(decide(model, recompute="full"), layers=1)
+    assert verdict.verified
+    assert verdict.references_agree
+    assert not against(verdict, AUTOGRAD).skipped
+
+
+def test_autograd_holds_one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = verify(decide(llama(), recompute="full"), layers=1)
+    monkeypatch.setattr("memo_exec.verification.autograd_model.HELD_SCORES", 0)
+    by_head = verify(decide(llama(), recompute="full"), layers=1)
+    assert by_head.verified
+    found = zip(against(whole, AUTOGRAD).compared, against(by_head, AUTOGRAD).compared, strict=True)
+    assert all(a.difference == pytest.approx(b.difference, abs=1e-9) for a, b in found)
+
+
+def test_what_autograd_cannot_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memo_exec.verification.verify.MOST_SCORES", 100)
+    verdict = verify(decide(llama(), recompute="full"), layers=1)
+    assert verdict.verified
+    assert verdict.references_agree is None
+    assert "at most 100" in against(verdict, AUTOGRAD).skipped
+    assert "Not compared with plain autograd: one process cannot hold" in verdict_table(verdict)
+
+
+def test_gradients_that_are_no_numbers_differ() -> None:
+    def spoils(call: Call) -> None:
+        KERNELS["swiglu"](call)
+        call["out"][0, 0] = float("nan")
+
+    verdict = verify(decide(llama(), recompute="full"), layers=1, kernels={**KERNELS, "swiglu": spoils})
+    assert not verdict.verified
+    assert verdict.losses == [None]
+    assert verdict_table(verdict).startswith("DIFFERS")
+    assert codec.decode(codec.encode(verdict), Verdict, where="here") == verdict
