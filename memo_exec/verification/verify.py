@@ -40,7 +40,10 @@ from memo_sim.program.lower import lower, program_sha256
 
 KEEP_EVERYTHING, AUTOGRAD = "keep-everything", "autograd"
 
-FP32 = (1e-5, "fp32 sums in another order differ by about 1e-6 of a tensor's largest entry")
+FP32 = {
+    KEEP_EVERYTHING: (1e-5, "fp32 sums in another order differed by up to 3e-6 in verified plans"),
+    AUTOGRAD: (3e-5, "fp32 differed from fp64 by up to 7e-6 there, most for norms of keys, where sums cancel"),
+}
 BF16 = {
     KEEP_EVERYTHING: (2.0**-5, "bf16 rounds to 2^-9, and the plan may sum its row blocks in another order"),
     AUTOGRAD: (2.0**-4, "twice what bf16 differs from fp64 on a CPU with 16 layers (0.027)"),
@@ -133,7 +136,7 @@ def judge(
     play = plays[0]
     here = play.decisions
     plan, kept = map(_values, played)
-    limits = dict.fromkeys(BF16, FP32) if here.dtype == "fp32" else BF16
+    limits = FP32 if here.dtype == "fp32" else BF16
     limit, why = limits[KEEP_EVERYTHING]
     against = [Against(reference=KEEP_EVERYTHING, tolerance=limit, why=why, compared=_compared(plan, kept, limit))]
     limit, why = limits[AUTOGRAD]
