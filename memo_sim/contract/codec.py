@@ -186,7 +186,7 @@ def check_writable(path: Path) -> None:
             descriptor, fresh = _begin(target)
             os.close(descriptor)
             fresh.unlink()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: what Python 3.11 raises for a loop of links
         raise _unwritten(path, error) from None
 
 
@@ -240,7 +240,7 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         raise _unwritten(path, error) from None
 
 
-def _unwritten(path: str | Path, error: OSError | ValueError) -> UsageError:
+def _unwritten(path: str | Path, error: OSError | ValueError | RuntimeError) -> UsageError:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return UsageError("the file cannot be written", where=str(path), got=reason)
 

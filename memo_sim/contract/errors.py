@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memo_sim.contract.plain_text import one_line, printable, shortened
+from memo_sim.contract.plain_text import one_line, shortened
 
 
 class MemoError(Exception):
@@ -47,7 +47,7 @@ class MemoError(Exception):
 
         They hold names and values from files, so each stays on its line (``plain_text.one_line``).
         """
-        lines = [printable(self.what)]
+        lines = [one_line(self.what)]
         for label, value in (("where", self.where), ("got", self.got), ("wanted", self.wanted), ("next", self.hint)):
             if value is not None:
                 lines.append(f"  {label}: {shortened(one_line(str(value)))}")

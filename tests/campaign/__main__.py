@@ -55,10 +55,14 @@ def main(**given: Any) -> None:
 
         trials = play_all(seed, given["processes"], tell=lambda trial: click.echo(trial.line()))
         sys.exit(1 if any(trial.complaints for trial in trials) else 0)
-    totals, reached = campaign(seed, range(first, first + given["inputs"]), tell=_told, limit_s=given["limit_s"])
-    if (output := given["output"]) is not None:
-        lines = [json.dumps(asdict(played)) for found in totals.findings.values() for played in found[:3]]
-        output.write_text("".join(f"{line}\n" for line in lines))
+
+    def tell(reached: int, totals: Totals) -> None:
+        click.echo(f"{reached} inputs, {sum(map(len, totals.findings.values()))} findings", err=True)
+        if (output := given["output"]) is not None:
+            lines = [json.dumps(asdict(played)) for found in totals.findings.values() for played in found[:3]]
+            output.write_text("".join(f"{line}\n" for line in lines))
+
+    totals, reached = campaign(seed, range(first, first + given["inputs"]), tell=tell, limit_s=given["limit_s"])
     click.echo(totals.table())
     slowest = totals.slowest
     click.echo(f"\ninputs {first} to {reached - 1} of seed {seed}, {totals.seconds:.0f} s; slowest: ", nl=False)
@@ -67,10 +71,6 @@ def main(**given: Any) -> None:
     for signature, found in sorted(totals.findings.items(), key=lambda item: -len(item[1])):
         click.echo(f"{len(found):6} {signature!r}\n       first: {found[0].number} ({found[0].change!r})")
     sys.exit(1 if totals.findings else 0)
-
-
-def _told(reached: int, totals: Totals) -> None:
-    click.echo(f"{reached} inputs, {sum(map(len, totals.findings.values()))} findings", err=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ _STARTS = (
     "socket.connect",
     "pickle.find_class",
 )
-_ANYWHERE = ("/dev/null", "/dev/full", "/proc/self/", "/tmp/torchinductor")
+_ANYWHERE = ("/dev/null", "/dev/full", "/proc/", str(Path(tempfile.gettempdir(), "torchinductor")))
 """Devices, and the folder of caches that torch makes when its fake tensors are used first."""
 
 

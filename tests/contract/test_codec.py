@@ -51,13 +51,17 @@ def test_equal_documents_are_equal_bytes(samples: dict[str, msgspec.Struct]) -> 
     assert codec.encode(same) == codec.encode(hardware)
 
 
-def test_an_unwritable_path_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_refused_before_the_work(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Also with all permissions: /proc takes no files, and no folder takes a name of 300 letters."""
     kept = tmp_path / "kept.json"
     kept.write_text("old")
+    loop = tmp_path_factory.mktemp("links") / "loop.json"
+    loop.symlink_to(loop)
     for path in (kept, tmp_path / "new.json", Path(os.devnull)):
         codec.check_writable(path)
-    for path in (tmp_path, tmp_path / "none" / "new.json", tmp_path / ("x" * 300), Path("/proc/new.json")):
+    for path in (tmp_path, tmp_path / "none" / "new.json", tmp_path / ("x" * 300), Path("/proc/new.json"), loop):
         with pytest.raises(UsageError):
             codec.check_writable(path)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("kept.json", "old")]

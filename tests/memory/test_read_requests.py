@@ -145,7 +145,11 @@ KINDS = (*DOCUMENTS, "id,lower,upper,size", *CALLS)
         ),
         (with_phase(lower=5, upper=2), {"what": "phase", "got": "[5, 2)"}, "$.phases"),
         (with_phase(lower=0, upper=2**62), {"got": str(2**62), "wanted": f"less than {2**62}"}, ""),
-        (with_phase(lower=0, upper=1, alignment_bytes=2**70), {"what": "alignment", "got": str(2**70)}, ""),
+        (
+            with_phase(lower=0, upper=1, alignment_bytes=2**70),
+            {"got": str(2**70), "wanted": str(2**62)},
+            "$.alignment_bytes",
+        ),
         ("{", {"what": "JSON", "got": "early"}, ""),
         ("{}", {"wanted": DOCUMENTS}, "$.schema"),
         ('{"schema": "memo.trace/1"}', {"got": "memo.trace/1", "wanted": DOCUMENTS}, "$.schema"),

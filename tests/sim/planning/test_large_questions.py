@@ -10,12 +10,14 @@ import pytest
 
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_hardware, load_model
-from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.contract.errors import BadInput, Infeasible, UsageError
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import MOST_DEVICES, MOST_LAYERS
 from memo_sim.planning import space
 from memo_sim.planning.layouts import _degrees
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import candidates
+from memo_sim.program.layout.shape import MOST_RING, shape_of
 from tests.refusals import refused
 
 
@@ -66,3 +68,9 @@ def test_ten_thousand_layers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(json.dumps({**fields, "layers": 10_000}))
     with refused(BadInput, where="$.layers", got="10000", wanted=str(MOST_LAYERS)):
         load_model(str(tmp_path / "m.json"))
+
+
+def test_a_ring_of_a_hundred_thousand_ranks_is_refused() -> None:
+    layout = Layout(cp=2 * MOST_RING)
+    with refused(Infeasible, where="cp", got=str(2 * MOST_RING), wanted=str(MOST_RING), hint="--cp"):
+        shape_of(Decisions(model=load_model("gpt-7b"), layout=layout, seq_tokens=2**24))
