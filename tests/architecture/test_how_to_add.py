@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,13 @@ SECTIONS = re.findall(
 )
 
 
-def words_of(module: Path) -> Iterator[str]:
+@cache
+def words_of(module: Path) -> frozenset[str]:
+    """Return the names and texts of a module's code, read once for all sections."""
+    return frozenset(_words(module))
+
+
+def _words(module: Path) -> Iterator[str]:
     """Yield the names and texts of a module's code: no comments, no docstrings."""
     tree = ast.parse(module.read_text())
     bodies = (getattr(parent, "body", None) for parent in ast.walk(tree))
@@ -42,7 +49,7 @@ def naming(pattern: str) -> set[str]:
             name = str(path.relative_to(ROOT))
             if name.startswith(LEFT_OUT):
                 continue
-            words = words_of(path) if path.suffix == ".py" else [path.stem] if room == "hardware_profiles" else []
+            words = words_of(path) if path.suffix == ".py" else {path.stem} if room == "hardware_profiles" else set()
             if any(re.search(pattern, word) for word in words):
                 found.add(name)
     return found

@@ -25,7 +25,12 @@ def play_planned(member: Member, decisions: Decisions) -> Played:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(cp=2), Layout(pp=2), Layout(cp=2, cp_exchange="all_gather"), Layout(metp=2)], ids=label
+    "layout",
+    [
+        *(Layout(cp=2), Layout(pp=2), Layout(metp=2)),
+        pytest.param(Layout(cp=2, cp_exchange="all_gather"), marks=pytest.mark.slow),
+    ],
+    ids=label,
 )
 def test_planned_memory(team: Team, layout: Layout) -> None:
     chosen = training(MODELS["gpt4"], layout, 0.5, global_batch=4)

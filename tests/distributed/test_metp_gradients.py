@@ -23,7 +23,7 @@ def test_two_ranks(team: Team, name: str) -> None:
     parity(team, name, Layout(metp=2), **KEEP)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama-mha"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "llama-mha"])
 def test_four_ranks_and_no_race_on_any(team: Team, name: str) -> None:
     parity(team, name, Layout(metp=4), debug=True, **KEEP)
 
@@ -42,11 +42,11 @@ def test_kept_norms_and_no_race(team: Team, policy: tuple[str, int]) -> None:
     ("name", "layout"),
     [
         ("gpt", Layout(metp=2, dp=2)),
-        ("llama", Layout(metp=2, dp=2, zero=1)),
+        pytest.param("llama", Layout(metp=2, dp=2, zero=1), marks=pytest.mark.slow),
         ("gpt4", Layout(metp=2, pp=2)),
         ("gpt", Layout(metp=2, zero=1)),
         ("llama", Layout(metp=2, overlap_exchanges=False)),
-        ("llama", Layout(metp=2, dp=2, zero=2)),
+        pytest.param("llama", Layout(metp=2, dp=2, zero=2), marks=pytest.mark.slow),
         ("gpt", Layout(metp=2, dp=2, zero=3)),
         ("llama", Layout(metp=2, zero=3)),
     ],

@@ -44,7 +44,7 @@ def test_two_processes(team: Team, name: str) -> None:
     matches(team, name, multiplexed(name, 2, 4))
 
 
-@pytest.mark.parametrize("name", ["gpt4 far", "llama4"])
+@pytest.mark.parametrize("name", ["gpt4 far", pytest.param("llama4", marks=pytest.mark.slow)])
 def test_four_processes(team: Team, name: str) -> None:
     """Some stages help two others at the same time, and some tasks have two helper stages."""
     chosen = multiplexed(name, 4, 4, seq_tokens=2 * LONG)

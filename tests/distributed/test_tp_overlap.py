@@ -18,13 +18,13 @@ from tests.distributed.parity import TOLERANCE, Played, global_batch, one_proces
 from tests.distributed.team import Member, Team
 from tests.distributed.timing import held, in_program_order
 from tests.distributed.training import MODELS, parity, reference, training
+from tests.pairs import covering
 
 KEEP = {"recompute": "none", "swapped_tokens": 0}
 CHUNKED = {"sequence_parallel": True, "tp_overlap": "chunked"}
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("name", "ranks"), covering(["gpt", "llama"], [4, 2]))
 def test_gradients_are_those_of_one_process_and_no_race(team: Team, name: str, ranks: int) -> None:
     parity(team, name, Layout(tp=ranks, **CHUNKED), debug=True, **KEEP)
 

@@ -24,7 +24,11 @@ def test_four_ranks_and_sequences_that_cross_them(team: Team) -> None:
     ("layout", "changes"),
     [
         (Layout(ulysses=4), {}),
-        (Layout(ulysses=4), {"recompute": "full", "swapped_tokens": 0, "attention_chunk_tokens": 512}),
+        pytest.param(
+            Layout(ulysses=4),
+            {"recompute": "full", "swapped_tokens": 0, "attention_chunk_tokens": 512},
+            marks=pytest.mark.slow,
+        ),
         (Layout(tp=2, ulysses=2), {}),
     ],
     ids=["tokenwise", "chunks", "tp"],

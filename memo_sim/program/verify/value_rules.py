@@ -644,8 +644,7 @@ def reduce(call: Call) -> None:
 
 def _move_sums(call: Call, source: str, target: str) -> None:
     """Add the sums of gradients in an operand to those of another."""
-    adds = call.operands[target].mode is Mode.ACCUMULATE and call.family(target).kind is FamilyKind.GRADS
-    if adds and call.buffers[target] not in call.values.sums:
+    if call.buffers[target] not in call.values.sums and call.family(target).kind is FamilyKind.GRADS:
         call.fault(f"adds to {call.family(target).name}, which was not zeroed")
     operand, into = call.operands[source], call.values.sums.setdefault(call.buffers[target], {})
     given, sharded = call.values.sums.get(call.buffers[source], {}), False

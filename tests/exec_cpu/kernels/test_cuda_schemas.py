@@ -15,6 +15,7 @@ from memo_exec.observe.fake_player import observe_fake
 from memo_sim.contract.plan import Kernels
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import decide, gpt, llama
+from tests.pairs import covering
 
 POLICIES: list[dict[str, Any]] = [
     {"recompute": "full", "seq_tokens": 320, "micro_batch": 1, "attention_chunk_tokens": 128},
@@ -25,10 +26,12 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kernel", ["torch-flash", "torch-cudnn"])
-@pytest.mark.parametrize("family", [gpt, llama])
-def test_every_call_matches_its_operator(family: Any, kernel: str, policy: dict[str, Any]) -> None:
+FAMILIES = [(family, kernel) for kernel in ("torch-flash", "torch-cudnn") for family in (gpt, llama)]
+
+
+@pytest.mark.parametrize(("policy", "chosen"), covering(POLICIES, FAMILIES, every=2))
+def test_every_call_matches_its_operator(policy: dict[str, Any], chosen: tuple[Any, str]) -> None:
+    family, kernel = chosen
     decisions = decide(family(layers=2), dtype="bf16", kernels=Kernels(attention=kernel), **policy)
     (program,) = lower(decisions)
     observed = observe_fake(decisions, program)

@@ -38,9 +38,12 @@ def long(model: str, kernel: str, tokens: int = LONG, **policy: Any) -> Decision
 @pytest.mark.parametrize(
     ("model", "kernel", "policy"),
     [
-        ("gpt-7b", "torch-flash", {}),
+        pytest.param("gpt-7b", "torch-flash", {}, marks=pytest.mark.slow),
         ("gpt-7b", "torch-flash", {"recompute": "tokenwise", "swapped_tokens": 2048}),
-        ("gpt-7b", "torch-flash", {"recompute": "tokenwise", "swapped_tokens": 4096, "loss_chunk_tokens": 4096}),
+        pytest.param(
+            *("gpt-7b", "torch-flash", {"recompute": "tokenwise", "swapped_tokens": 4096, "loss_chunk_tokens": 4096}),
+            marks=pytest.mark.slow,
+        ),
         ("llama3-8b", "torch-cudnn", {"recompute": "full", "loss_chunk_tokens": 4096}),
         ("gpt-7b", "flash2", {"recompute": "full", "loss_chunk_tokens": 4096}),
     ],

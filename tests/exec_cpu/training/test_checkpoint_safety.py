@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from memo_exec.training import checkpoint, run_folder
 from memo_exec.training.checkpoint_metadata import read_metadata
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError
+from tests.cli.commands import memo_exec
 from tests.exec_cpu.plans import write_plan
 from tests.exec_cpu.training.test_checkpoint import as_version_1
 from tests.refusals import refused
@@ -263,8 +265,7 @@ def _stored(folder: Path) -> dict[str, list[Any]]:
 def test_a_run_killed_before_its_weights_writes_them_on_resume(saved: Path) -> None:
     before = {path.name: path.read_bytes() for path in (saved / "run/weights").iterdir()}
     shutil.rmtree(saved / "run/weights")
-    command = [sys.executable, "-m", "memo_exec", "run", str(saved / "plan.json"), "--steps", "2", "--resume"]
-    done = subprocess.run([*command, "--save", str(saved / "run")], capture_output=True, text=True, check=False)
+    done = memo_exec("run", saved / "plan.json", "--steps", 2, "--resume", "--save", saved / "run")
     assert done.returncode == 0, done.stderr
     assert "all 2 steps had been played already" in done.stderr
     assert {path.name: path.read_bytes() for path in (saved / "run/weights").iterdir()} == before
@@ -281,16 +282,12 @@ def test_a_rank_beyond_the_world_is_refused(changes: dict[str, str], monkeypatch
         launched()
 
 
-def test_a_thread_that_cannot_start_is_not_a_bug(saved: Path) -> None:
-    program = (
-        "import threading, sys\n"
-        'def refuse(self): raise RuntimeError("can\'t start new thread")\n'
-        "from memo_exec import cli\n"
-        "threading.Thread.start = refuse\n"
-        f"sys.argv = ['memo-exec', 'run', {str(saved / 'plan.json')!r}, '--steps', '1']\n"
-        "cli.main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+def test_a_thread_that_cannot_start_is_not_a_bug(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = memo_exec("run", saved / "plan.json", "--steps", 1)
     assert done.returncode == 6, done.stderr
     assert "thread" in done.stderr
     assert "bug" not in done.stderr
