@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, encode, write_bytes
+from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, encode, of_file, write_bytes
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.placement import Placement
@@ -65,7 +65,8 @@ def plan_memory(
     source = read_requests(path, device=device)
     requests, chosen = source.requests, None
     if solver == "bilevel-mip" and time_limit_s > 0:
-        chosen = place_bilevel(requests, Clock(time_limit_s))
+        with of_file(path):
+            chosen = place_bilevel(requests, Clock(time_limit_s))
         solver = "greedy"  # where no bi-level plan was found in time
     placement = place(requests, solver=solver, time_limit_s=time_limit_s) if chosen is None else chosen[0]
     beside_s = min(BESIDE_S, time_limit_s)

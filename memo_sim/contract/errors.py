@@ -47,7 +47,7 @@ class MemoError(Exception):
 
         They hold names and values from files, so each stays on its line (``plain_text.one_line``).
         """
-        lines = [one_line(self.what)]
+        lines = [shortened(one_line(self.what))]
         for label, value in (("where", self.where), ("got", self.got), ("wanted", self.wanted), ("next", self.hint)):
             if value is not None:
                 lines.append(f"  {label}: {shortened(one_line(str(value)))}")

@@ -10,10 +10,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from memo_sim.contract.attention_kernels import Libraries
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
 from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.units import Degree, NonNegative, PerNode, Rate, Width
 
+LEAST_DIVISOR = 1e-30
+"""The least number that anything is divided by, as of ``Rate``; quotients stay finite."""
 SourceKind = Literal["measured", "datasheet", "derived", "fitted", "assumed"]
 GemmPass = Literal["fprop", "dgrad", "wgrad"]
 AttentionPass = Literal["forward", "backward"]
@@ -272,6 +274,8 @@ class Hardware(
         require_sources(self, self.sources)
         if "bf16" not in self.peak_flops and "fp32" not in self.peak_flops:
             raise ValueError("peak_flops needs bf16 or fp32")
+        if unknown := [table.kernel for table in self.attention if table.kernel not in ATTENTION_KERNELS]:
+            raise ValueError(f"{unknown[0]!r} in attention is no kernel: one of {', '.join(ATTENTION_KERNELS)}")
         divisors = {
             **{f"peak_flops.{dtype}": peak for dtype, peak in self.peak_flops.items()},
             "device_memory_bytes": self.device_memory_bytes,
@@ -287,7 +291,7 @@ class Hardware(
             **({"host_update_bytes_per_s": self.host_update_bytes_per_s} if self.host_update_bytes_per_s else {}),
         }
         for name, quantity in divisors.items():
-            if quantity.value <= 0:
+            if quantity.value < LEAST_DIVISOR:
                 raise ValueError(f"{name} must be more than 0")
         if self.sustained_gemm is not None and not 0 < self.sustained_gemm.value <= 1:
             raise ValueError("sustained_gemm must be more than 0 and at most 1")

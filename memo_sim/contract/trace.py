@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from memo_sim.contract.units import Bytes, Seconds
+from memo_sim.contract.units import Bytes, Degree, Seconds
 
 MOST_SECONDS = 1e60
 
@@ -69,6 +69,11 @@ class Trace(
     device_memory: MemoryCurve
     host_memory: MemoryCurve
     waits: list[Wait] = []
-    micro_batches_played: int = 1
+    micro_batches_played: Degree = 1
     """Micro-batches in the spans; fewer than ``micro_batches`` when identical ones were played once and repeated."""
-    micro_batches: int = 1
+    micro_batches: Degree = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a trace that has played more micro-batches than its step has."""
+        if self.micro_batches_played > self.micro_batches:
+            raise ValueError(f"micro_batches_played is more than micro_batches, {self.micro_batches}")

@@ -31,6 +31,8 @@ from tests.campaign.seeds import OUT, Target, targets
 
 OPTIONS_SHARE = 0.15
 """The part of all inputs that changes options and not files."""
+OPTIONS_S = 20.0
+"""What a question with other options may take: it may search more than the one that it was made from."""
 A_CHILD = 1000
 HANGS_S = 60.0
 """Without a word from a child for so long it hangs where no alarm is heard."""
@@ -110,7 +112,7 @@ class Inputs:
         if rng.random() < OPTIONS_SHARE:
             drawn = self.options.draw(rng)
             drawn.prepare(box)
-            found = judge(drawn.command, box, codes=drawn.codes, written=drawn.written)
+            found = judge(drawn.command, box, codes=drawn.codes, written=drawn.written, seconds=OPTIONS_S)
             kind, name, command = f"options of {' '.join(drawn.command[:2])}", drawn.name, drawn.command
         else:
             (target,) = rng.choices(self.targets, [each.weight for each in self.targets])

@@ -50,7 +50,7 @@ _STARTS = (
     "socket.connect",
     "pickle.find_class",
 )
-_ANYWHERE = ("/dev/null", "/dev/full", "/proc/", str(Path(tempfile.gettempdir(), "torchinductor")))
+_ANYWHERE = ("/dev/", "/proc/", str(Path(tempfile.gettempdir(), "torchinductor")))
 """Devices, and the folder of caches that torch makes when its fake tensors are used first."""
 
 
@@ -238,21 +238,17 @@ def _judge_files(
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) == after.get(name):
             continue
-        if not any(name == each or name.startswith(f"{each}/") for each in written):
+        if not _named(name, written):
             yield f"{'removed' if name not in after else 'changed' if name in before else 'made'}: {name}"
         elif name.endswith(".tmp") or ".unfinished" in name:
             yield f"left unfinished: {name}"
-        elif (
-            done.returncode not in (0, 5)
-            and name in after
-            and before.get(name) is None
-            and not (folder / name).is_dir()
-        ):
-            # a run may write checkpoints before it fails; a command that writes one document may not
-            if not name.startswith("run/"):
-                yield f"written although the command failed: {name}"
         elif isinstance(content := after.get(name), bytes):
             yield from (f"{name}: {complaint}" for complaint in _half_written(name, content))
+
+
+def _named(name: str, written: tuple[str, ...]) -> bool:
+    """Return whether a file is one that may be written, lies in such a folder, or is the folder of one."""
+    return any(name == each or name.startswith(f"{each}/") or each.startswith(f"{name}/") for each in written)
 
 
 def _half_written(name: str, content: bytes) -> Iterator[str]:

@@ -147,7 +147,14 @@ class Options:
         if slow and wrong is None:
             line[0] = rng.choice(["6", "7", "none"])
         files = self.exec_folder if program == "memo-exec" and name != "compare" else self.folder
-        return Drawn(told[:200], (program, name, *line), files, expected)
+        # what the user names may be written, in place of another file too; a table that is read gains a column
+        return Drawn(
+            told[:200],
+            (program, name, *line),
+            files,
+            expected,
+            (OUT, *({*words} - {each for each in (*values.values(), "") if not each.endswith(".csv")})),
+        )
 
     def legal(self, parameter: click.Parameter) -> tuple[str, ...]:
         """Return quick legal values of an argument."""
@@ -196,8 +203,8 @@ def _paths(name: str) -> list[str]:
 
 
 PLACES = (
-    *("", ".", "..", OUT, "missing/x.json", "/dev/full", "loop", "loop/x.json", "model.json", "plan.json", "b.csv"),
-    *("machine.json", "/proc/self/mem", "/", "x" * 300, "out/\x1b[31m.json", "out/a\nb.json", "out/\udcff.json"),
+    *("", OUT, "missing/x.json", "/dev/full", "loop", "loop/x.json", "model.json", "plan.json", "b.csv"),
+    *("machine.json", "/proc/self/mem", "x" * 300, "out/\x1b[31m.json", "out/a\nb.json", "out/\udcff.json"),
     *("plan.json/x.json", "ids.npy", "run", "out/$\\frac$.svg", "out/=1.csv"),
 )
 """Names of outputs and inputs that are wrong, odd, or an input of the same command."""

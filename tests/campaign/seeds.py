@@ -130,16 +130,18 @@ def targets(folder: Path, *, quick: bool = False) -> list[Target]:
         (place / f"{name}.toml").write_text(written_toml(tree))
 
     _simulated(add, toml)
+    if not quick:
+        _plans(add)
+    _cases(add)
     _documents(add)
     _memory(add)
     if not quick:
-        _plans(add)
         _executed(add, folder)
     return found
 
 
 def _simulated(add: Callable[..., Path], toml: Callable[[Path, str, msgspec.Struct], None]) -> None:
-    """Models, machines, clusters, plans and cases."""
+    """Models, machines and clusters."""
     place = add("model", "model.json", "json", "memo-sim", "what-if", "model.json", *QUESTION, codes=SIM, weight=2)
     _write(place, model=model(), machine=machine())
     place = add(
@@ -182,18 +184,22 @@ def _simulated(add: Callable[..., Path], toml: Callable[[Path, str, msgspec.Stru
     ask = ("memo-sim", "what-if", "model.json", *QUESTION)
     place = add("hardware profile", "machine.json", "json", *ask, codes=SIM, weight=2.5)
     _write(place, model=model(), machine=machine())
-    for command, weight in ((("validate", "cases.csv", "--json"), 1.5), (_FIT, 0.03)):
-        place = add(
-            "cases", "cases.csv", "table", "memo-sim", *command, codes=SIM, weight=weight, names=("machine.json",)
-        )
-        _write(place, machine=machine())
-        (place / "cases.csv").write_text(_cases())
 
 
 _FIT = ("fit", "cases.csv", "--case", "one", "--from", "1", "--to", "3", "--unfitted", "2")
 
 
-def _cases() -> str:
+def _cases(add: Callable[..., Path]) -> None:
+    """Published cases, for ``validate`` and ``fit``."""
+    for command, weight in ((("validate", "cases.csv", "--json"), 1.5), (_FIT, 0.03)):
+        place = add(
+            "cases", "cases.csv", "table", "memo-sim", *command, codes=SIM, weight=weight, names=("machine.json",)
+        )
+        _write(place, machine=machine())
+        (place / "cases.csv").write_text(_table_of_cases())
+
+
+def _table_of_cases() -> str:
     from memo_sim.validation.cases import COLUMNS
 
     rows = [CASE, CASE | {"case": "two", "seq_tokens": "2048"}]
@@ -213,10 +219,19 @@ def _plans(add: Callable[..., Path]) -> None:
     assert done.returncode == 0, done
     beside = add("plan", "plan.json", "json", "memo-sim", "plan-memory", "plan.json", "--json", codes=SIM)
     shutil.copytree(place, beside, dirs_exist_ok=True)
+    kinds = {"folder": frozenset({2, 3})}  # click refuses a folder as wrong usage
     for command in (("doctor", "plan.json"), ("profile", "plan.json", "--requests", "-o", f"{OUT}/r.json")):
         weight = 1 if command[0] == "doctor" else 0.1
         beside = add(
-            "plan", "plan.json", "json", "memo-exec", *command, codes=EXEC, weight=weight, names=("placement",)
+            "plan",
+            "plan.json",
+            "json",
+            "memo-exec",
+            *command,
+            codes=EXEC,
+            weight=weight,
+            names=("placement",),
+            kinds=kinds,
         )
         shutil.copytree(place, beside, dirs_exist_ok=True)
     beside = add("placement", "plan.placement.json", "json", "memo-exec", "doctor", "plan.json", codes=EXEC, weight=0.4)

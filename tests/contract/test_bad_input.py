@@ -298,3 +298,21 @@ def test_errors_do_not_depend_on_the_order_of_keys(samples: dict[str, msgspec.St
     backwards = json.dumps(dict(reversed(tree.items()))).encode()
     assert str(refusal(backwards, Model)) == str(refusal(codec.encode(samples["hardware"]), Model))
     assert codec.decode(backwards, Hardware, where="file.json") == samples["hardware"]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "what"),
+    [
+        ("hardware", '"kernel": "flash2"', '"kernel": "$x$"', "is no kernel"),
+        ("hardware", '"value": 312000000000000.0', '"value": 1e-310', "peak_flops.bf16 must be more than 0"),
+        ("trace", '"micro_batches": 1', '"micro_batches": 0', ""),
+        ("trace", '"micro_batches_played": 1', '"micro_batches_played": 2', "more than micro_batches"),
+    ],
+)
+def test_numbers_and_names_that_later_steps_rely_on(
+    samples: dict[str, msgspec.Struct], name: str, old: str, new: str, what: str
+) -> None:
+    """Each ended in a document that could not be written, or in an error that named no file."""
+    raw = codec.encode(samples[name]).decode()
+    assert old in raw
+    assert what in str(refusal(raw.replace(old, new, 1).encode(), DOCUMENTS[name]))
