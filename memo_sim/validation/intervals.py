@@ -32,7 +32,8 @@ model of the sources' log spreads, where the prior is worth one source: the vari
 between sources of a class. n / (n + 1) says that one row's log error varies as much again.
 
 ``held_out`` tests all of it: each source is left out, and its rows are counted that lie in the interval from the
-others.
+others. The share that is promised is the mean over sources, each of the same weight; that of all rows together is the
+share of the sources with the most rows.
 
 ``ErrorSpread.margin`` says how far the ratio of two plans' predictions may be off. It has the same spread and steps;
 its factor comes from the differences of errors of two rows of one source that ask the same question.
@@ -498,13 +499,18 @@ class _Tested:
     rows: list[tuple[PublishedError, float]] = field(default_factory=list)
 
     def result(self, name: str) -> HeldOut:
+        inside: dict[str, list[bool]] = {}
+        for error, half in self.rows:
+            inside.setdefault(error.source, []).append(abs(error.log_ratio) <= half)
+        shares = [sum(each) / len(each) for each in inside.values()]
         return HeldOut(
             name=name,
             sources=len({e.source for e in self.known}),
             known=len(self.known),
-            held_out=len({e.source for e, _ in self.rows}),
+            held_out=len(inside),
             rows=len(self.rows),
-            inside=sum(abs(e.log_ratio) <= half for e, half in self.rows),
+            inside=sum(map(sum, inside.values())),
+            by_source=sum(shares) / len(shares) if shares else 0.0,
             median_width=_quantile([exp(half) - exp(-half) for _, half in self.rows], 0.5),
             error=_quantile([abs(expm1(e.log_ratio)) for e, _ in self.rows], LEVEL),
         )

@@ -59,6 +59,8 @@ class HeldOut:
     rows: int
     """Rows of the sources that were held out."""
     inside: int
+    by_source: float
+    """Mean over the held-out sources of the share of a source's rows inside: what the intervals promise to be 0.8."""
     median_width: float
     """Median of (high - low) / predicted step time."""
     error: float

@@ -39,7 +39,7 @@ than five rows of the class make no interval.
 "80 % within" is different: between these two errors lie 80 % of the rows of the same source and system."""
 
 HOW_INTERVALS_DO = """Every source was held out in turn, and its rows are counted that lie in the interval from the
-other sources. 80 % is what the interval promises, over all classes. The width is (high - low) / predicted; 80 % of the
+other sources. 80 % is what the interval promises in the mean over sources ("by source"). The width is (high - low) / predicted; 80 % of the
 rows held out have a smaller error than the last column, so a width of twice that figure is what a perfect interval
 around the prediction would have. A class of few sources is above or below, because the errors of
 sources differ by a factor of two, and those of a new source are unknown. The last line is about two plans of one
@@ -110,7 +110,7 @@ def _intervals(held_out: Sequence[HeldOut]) -> list[str]:
     """Return how the intervals do on sources that they were made without."""
     if not held_out:
         return []
-    return ["## Intervals", HOW_INTERVALS_DO, markdown_table(INTERVAL_HEADERS, interval_rows(held_out), "lrrlrrr")]
+    return ["## Intervals", HOW_INTERVALS_DO, markdown_table(INTERVAL_HEADERS, interval_rows(held_out), "lrrlrrrr")]
 
 
 def _summary(cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy]) -> str:

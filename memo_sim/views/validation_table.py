@@ -45,7 +45,7 @@ def case_warnings(cases: Sequence[CaseReport]) -> list[str]:
     return [f"{case}: {text}" for text, case in first.items()]
 
 
-INTERVAL_HEADERS = ("class", "sources", "rows", "held out", "inside", "median width", "80 % error")
+INTERVAL_HEADERS = ("class", "sources", "rows", "held out", "inside", "by source", "median width", "80 % error")
 
 
 def interval_rows(held_out: Sequence[HeldOut]) -> list[list[str | None]]:
@@ -54,17 +54,18 @@ def interval_rows(held_out: Sequence[HeldOut]) -> list[list[str | None]]:
     for test in held_out:
         head: list[str | None] = [test.name, str(test.sources), str(test.known)]
         if not test.rows:
-            rows.append([*head, "too few other rows", None, None, None])
+            rows.append([*head, "too few other rows", None, None, None, None])
             continue
         inside = f"{test.inside}/{test.rows} ({percent(test.inside / test.rows, digits=0)})"
-        rows.append([*head, counted(test.held_out, "source"), inside, percent(test.median_width), percent(test.error)])
+        figures = percent(test.by_source, digits=0), percent(test.median_width), percent(test.error)
+        rows.append([*head, counted(test.held_out, "source"), inside, *figures])
     return rows
 
 
 def interval_table(held_out: Sequence[HeldOut]) -> str:
     """Return how the intervals do on rows of sources that they were made without, by class."""
     return "80 % intervals without a row's own source\n" + text_table(
-        INTERVAL_HEADERS, interval_rows(held_out), "lrrlrrr"
+        INTERVAL_HEADERS, interval_rows(held_out), "lrrlrrrr"
     )
 
 

@@ -95,6 +95,7 @@ def test_rows_inside_the_interval_of_other_sources_are_counted(page: str) -> Non
         "rows": "15",
         "held out": "1 source",
         "inside": "5/6 (83 %)",
+        "by source": "83 %",
         "median width": "9.9 %",
         "80 % error": "4.0 %",
     }

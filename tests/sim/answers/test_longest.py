@@ -120,6 +120,7 @@ class _Fits:
     class result:  # noqa: N801 - the attribute's name
         best = None
         why = ()
+        warnings = ()
 
 
 def test_a_step_out_of_range_is_refused() -> None:

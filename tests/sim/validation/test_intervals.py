@@ -364,7 +364,8 @@ class TestShipped:
         tested = {test.name: test for test in classes_held_out(shipped_errors()) if test.rows}
         every, pairs = tested.pop("all classes"), tested.pop("two plans of one question")
         for test in (every, pairs):
-            assert 0.75 <= test.inside / test.rows <= 0.87, test
+            # The promise is about a new source. With 14 sources, one more inside or out is a share of 0.07.
+            assert 0.75 <= test.by_source <= 0.87, test
         # The asked width: at most twice the error that 80 % of the rows stay below.
         assert every.median_width <= 2 * every.error
         # One class, or two plans of one question, cannot be held to that. Errors of a class's sources differ by a
@@ -373,7 +374,7 @@ class TestShipped:
         # planned one, whose three tables are MEMO's own and were predicted better than any other source.
         assert pairs.median_width <= WIDEST * pairs.error
         for test in (test for test in tested.values() if test.rows >= 30):  # of fewer rows, a share says little
-            assert test.inside / test.rows >= 0.7, test
+            assert test.by_source >= 0.7, test
             assert test.median_width <= WIDEST * test.error, test
 
     def test_every_shipped_gpu_names_its_generation(self) -> None:
