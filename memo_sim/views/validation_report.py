@@ -39,11 +39,11 @@ than five rows of the class make no interval.
 "80 % within" is different: between these two errors lie 80 % of the rows of the same source and system."""
 
 HOW_INTERVALS_DO = """Every source was held out in turn, and its rows are counted that lie in the interval from the
-other sources. 80 % is what the interval promises in the mean over sources ("by source"). The width is (high - low) / predicted; 80 % of the
-rows held out have a smaller error than the last column, so a width of twice that figure is what a perfect interval
-around the prediction would have. A class of few sources is above or below, because the errors of
-sources differ by a factor of two, and those of a new source are unknown. The last line is about two plans of one
-question: whether the ratio of their measured steps lies as close to the predicted one as `what-if` says."""
+other sources. 80 % is what the interval promises in the mean over sources ("by source"). The width is
+(high - low) / predicted; 80 % of the rows held out have a smaller error than the last column, so a width of twice that
+figure is what a perfect interval around the prediction would have. A class of few sources is above or below, because
+the errors of sources differ by a factor of two, and those of a new source are unknown. The last line is about two plans
+of one question: whether the ratio of their measured steps lies as close to the predicted one as `what-if` says."""
 
 
 def validation_report(
