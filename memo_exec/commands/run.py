@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -308,7 +309,7 @@ def _checkpoint(
         if options.resume:
             raise UsageError("--resume needs the folder of the checkpoints", hint="add --save DIR")
         return None, None
-    if options.weights is not None and options.weights.resolve() == (options.save / WEIGHTS).resolve():
+    if options.weights is not None and os.path.realpath(options.weights) == os.path.realpath(options.save / WEIGHTS):
         raise UsageError(
             "the trained weights would replace the weights that the run starts from",
             where=str(options.weights),

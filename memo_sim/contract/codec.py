@@ -78,7 +78,7 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
     """Return the document of type ``kind`` in the JSON text ``raw``, of its ``schema`` or an earlier version of it.
 
     Raises:
-            BadInput: with the file (``where``), the JSON path, the value found, what is allowed, and the nearest known
+        BadInput: with the file (``where``), the JSON path, the value found, what is allowed, and the nearest known
             name.
     """
     schema = schema_of(raw, where=where)
@@ -146,7 +146,7 @@ def read_raw(path: str | Path) -> bytes:
     """Return the JSON text of a file; a ``.toml`` file is converted to JSON.
 
     Raises:
-            BadInput: when the file does not exist or cannot be read, or when a ``.toml`` file is not valid TOML.
+        BadInput: when the file does not exist or cannot be read, or when a ``.toml`` file is not valid TOML.
     """
     raw = read_regular(path).removeprefix(codecs.BOM_UTF8)
     if Path(path).suffix.lower() != ".toml":
@@ -173,7 +173,7 @@ def check_writable(path: Path) -> None:
     """Check that a file can be written at ``path``, before minutes of work, by creating and removing a file beside it.
 
     Raises:
-            UsageError: when the path is a folder, its folder does not exist, or it is not writable.
+        UsageError: when the path is a folder, its folder does not exist, or it is not writable.
     """
     try:
         if path.is_dir():
@@ -197,7 +197,7 @@ def check_distinct(written: Sequence[Path]) -> None:
         UsageError: naming the second output.
     """
     for number, path in enumerate(written):
-        if any(other.resolve() == path.resolve() for other in written[:number]):
+        if any(_real(other) == _real(path) for other in written[:number]):
             raise UsageError("two outputs have the same path", where=str(path), hint="give each output its own file")
 
 
@@ -205,11 +205,11 @@ def check_not_read(written: Iterable[Path], read: Iterable[Path]) -> None:
     """Refuse to write over a file that the command reads.
 
     Raises:
-            UsageError: when an existing file is both read and written.
+        UsageError: when an existing file is both read and written.
     """
-    inputs = {path.resolve() for path in read if path.exists()}
+    inputs = {_real(path) for path in read if path.exists()}
     for path in written:
-        if path.resolve() in inputs:
+        if _real(path) in inputs:
             raise UsageError(
                 "an input of this command would be overwritten", where=str(path), hint="write to another file"
             )
@@ -219,8 +219,8 @@ def write(path: str | Path, document: msgspec.Struct) -> None:
     """Write a document's canonical JSON atomically: a reader sees either the old file or the whole new one.
 
     Raises:
-            UsageError: when the file cannot be written; the old file stays.
-            MemoError: as ``encode`` raises it, before any file is touched.
+        UsageError: when the file cannot be written; the old file stays.
+        MemoError: as ``encode`` raises it, before any file is touched.
     """
     write_bytes(path, encode(document))
 
@@ -229,15 +229,20 @@ def write_bytes(path: str | Path, content: bytes) -> None:
     """Write ``content`` atomically; for a symbolic link, the target is replaced and the link stays.
 
     Raises:
-            UsageError: when the file cannot be written; the old file stays.
+        UsageError: when the file cannot be written; the old file stays.
     """
     try:
         if Path(path).exists() and not Path(path).is_file():  # a device or a pipe has no old content to keep
             Path(path).write_bytes(content)
         else:
-            _replace(Path(os.path.realpath(path)), content)
+            _replace(_real(path), content)
     except (OSError, ValueError) as error:
         raise _unwritten(path, error) from None
+
+
+def _real(path: str | Path) -> Path:
+    """Return the path without links; one in a loop of links stays, where ``Path.resolve`` of Python 3.11 raises."""
+    return Path(os.path.realpath(path))
 
 
 def _unwritten(path: str | Path, error: OSError | ValueError | RuntimeError) -> UsageError:

@@ -88,8 +88,8 @@ def test_large_programs_are_checked_in_part(monkeypatch: pytest.MonkeyPatch) -> 
     chosen = byte_decisions(model=gpt(layers=12, vocab=256), global_batch=16)
     names = []
     monkeypatch.setattr(verify, "program_checks", lambda decisions: [Check("program rank", "")])
-    for most in (3e8, 3e6, 2e5, 1.0):
-        monkeypatch.setattr(verify, "MOST_PAIRS", most)
+    for most in (20_000, 2000, 600, 1):
+        monkeypatch.setattr(verify, "MOST_INSTRUCTIONS", most)
         first = verify.full_size_checks(chosen)[0]
         names.append((first.name, first.text.partition(";")[0]))
     assert names[1] == ("checked with", "2 of 16 micro-batches")

@@ -67,6 +67,15 @@ def test_an_unwritable_path_is_refused_before_the_work(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("kept.json", "old")]
 
 
+def test_a_loop_of_links_is_compared_with_other_files(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.json"
+    loop.symlink_to(loop)
+    codec.check_distinct([loop, tmp_path / "other.json"])
+    codec.check_not_read([loop], [tmp_path / "read.json"])
+    with pytest.raises(UsageError):
+        codec.check_distinct([loop, loop])
+
+
 def test_lists_of_numbers_stand_on_one_line(samples: dict[str, msgspec.Struct]) -> None:
     text = codec.encode(samples["hardware"]).decode()
     assert "[4096.0, 4096.0, 4096.0, 220000000000000.0]" in text

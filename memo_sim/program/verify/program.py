@@ -6,6 +6,7 @@ Only data is shared with the lowering, ``edges.py`` and ``liveness.py``, no code
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from memo_sim.program.analysis.columns import Columns
 from memo_sim.program.analysis.edges import Edges
@@ -27,9 +28,11 @@ def check_program(program: Program, columns: Columns) -> list[str]:
 
 
 def check_edges(columns: Columns, edges: Edges) -> list[str]:
-    """Return every pair of conflicting accesses that neither lane order nor ``edges`` order.
+    """Return the pairs of conflicting accesses that neither lane order nor ``edges`` order.
 
-    Each instruction has a vector clock: for every lane, the last instruction known to have ended before it starts.
+    An access is compared with the last writes of its rows, and a write with the reads since then too; pairs beyond
+    those follow, because order is transitive. So the work grows with the program and not with its square. Each
+    instruction has a vector clock: for every lane, the last instruction known to have ended before it starts.
     """
     lanes = len(Lane)
     lane = columns.lane.tolist()
@@ -47,7 +50,8 @@ def check_edges(columns: Columns, edges: Edges) -> list[str]:
         known.append(clock)
         previous[mine] = i
     faults = []
-    accesses: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    reads: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    writes: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     rows = zip(
         columns.operand_buffer.tolist(),
         columns.operand_instruction.tolist(),
@@ -57,13 +61,25 @@ def check_edges(columns: Columns, edges: Edges) -> list[str]:
         strict=True,
     )
     for buffer, i, first, end, mode in rows:
-        for j, other_first, other_end, other_mode in accesses[buffer]:
-            overlap = first < other_end and other_first < end
-            writes = (mode | other_mode) & Mode.WRITE
-            if overlap and writes and lane[i] != lane[j] and known[i][lane[j]] < j:
+        before = [*writes[buffer], *reads[buffer]] if mode & Mode.WRITE else writes[buffer]
+        for j, other_first, other_end in before:
+            if first < other_end and other_first < end and lane[i] != lane[j] and known[i][lane[j]] < j:
                 faults.append(f"instructions {j} and {i} touch buffer {buffer}, and no edge orders them")
-        accesses[buffer].append((i, first, end, mode))
+        if mode & Mode.WRITE:
+            # Order is transitive: what comes after this write comes after every earlier access to its rows.
+            for earlier in (reads, writes):
+                earlier[buffer] = list(_outside(earlier[buffer], first, end))
+        (writes if mode & Mode.WRITE else reads)[buffer].append((i, first, end))
     return faults + _check_reuse(columns, known)
+
+
+def _outside(accesses: list[tuple[int, int, int]], first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of (instruction, first, end) that lie outside of rows [first, end)."""
+    for i, low, high in accesses:
+        if low < first:
+            yield i, low, min(high, first)
+        if high > end:
+            yield i, max(low, end), high
 
 
 def _check_reuse(columns: Columns, known: list[list[int]]) -> list[str]:
@@ -205,7 +221,7 @@ def _check_defined(program: Program, columns: Columns) -> list[str]:
     for i, buffer, first, end, mode in rows:
         if i != current:
             for b, low, high in pending:
-                written[b].append((low, high))
+                written[b] = _joined(written[b], low, high)
             pending, current = [], i
         if given[columns.buffer_family[buffer]]:
             continue
@@ -216,14 +232,15 @@ def _check_defined(program: Program, columns: Columns) -> list[str]:
     return faults
 
 
+def _joined(ranges: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, int]]:
+    """Return the ranges with one more; those that touch become one."""
+    apart = [each for each in ranges if each[1] < first or each[0] > end]
+    met = [each for each in ranges if each not in apart]
+    return [*apart, (min([first, *(low for low, _ in met)]), max([end, *(high for _, high in met)]))]
+
+
 def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
-    for low, high in sorted(ranges):
-        if low > first:
-            return False
-        first = max(first, high)
-        if first >= end:
-            return True
-    return first >= end
+    return any(low <= first and end <= high for low, high in ranges)
 
 
 def _check_gathered(program: Program, columns: Columns) -> list[str]:
