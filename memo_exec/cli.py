@@ -227,7 +227,10 @@ def verify_command(plan: Path, *, as_json: bool, **options: Any) -> None:
     verdict = verify_plan(plan, VerifyOptions(**given))
     if verdict is None:  # rank 0 prints
         return
-    click.echo(encode(verdict).decode() if as_json else verdict_table(verdict), nl=not as_json)
+    if as_json:
+        show_document(encode(verdict))
+    else:
+        show(verdict_table(verdict))
     if code := exit_code(verdict):
         sys.exit(code)
 

@@ -18,7 +18,7 @@ from memo_exec.machine.preflight import DTYPES, checked_program
 from memo_exec.machine.program_checks import Check, program_checks
 from memo_exec.machine.rowwise_kernels import tried_rowwise_kernels
 from memo_sim.contract import codec
-from memo_sim.contract.errors import MemoError
+from memo_sim.contract.errors import CannotRun, MemoError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import counted, format_bytes
 
@@ -67,6 +67,8 @@ def plan_report(plan_path: Path) -> tuple[str, int]:
         except MemoError as error:
             lines.append((name, f"refused: {_one_line(error)}"))
             code = code or error.exit_code
+            if isinstance(error, CannotRun):
+                break  # a step that is too long to be lowered
             continue
         lines += [(each.name, each.text) for each in found]
         code = code or (FAULTY if any(each.faults for each in found) else 0)

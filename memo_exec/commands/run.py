@@ -173,6 +173,9 @@ def run(
             _save_weights(training, options.save, note)
         if interpreter.below is not None:
             note(interpreter.below.report().line())
+        if options.debug:
+            steps = counted(len(training.records), "step")
+            note(f"debug: {steps} without a fault; the times include the checks, so do not compare them")
         return _outcome(training, machine, plan_path, predicted)
 
 

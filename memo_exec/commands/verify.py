@@ -19,8 +19,9 @@ from memo_exec.distributed.connections import connect
 from memo_exec.distributed.groups import make_groups
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.world import PATIENCE_S, Launch, World, device_of, joined, launched, side_by_side
+from memo_exec.distributed.world import PATIENCE_S, Launch, World, answered, device_of, joined, launched, side_by_side
 from memo_exec.machine import preflight
+from memo_exec.machine.first_calls import play_first_calls
 from memo_exec.machine.machine import this_machine
 from memo_exec.machine.program_checks import program_checks
 from memo_exec.verification.play import Play, Played
@@ -31,6 +32,7 @@ from memo_sim.contract.errors import CannotRun, Infeasible
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.units import counted
 from memo_sim.contract.verdict import CheckResult, Verdict
+from memo_sim.program.layout.heads import have_unequal_shares
 from memo_sim.program.lower import lower
 
 MOST_INSTRUCTIONS = 500_000
@@ -63,17 +65,19 @@ def verify_plan(path: Path, options: VerifyOptions) -> Verdict | None:
     """
     began = time.perf_counter()
     launch, plan = launched(), codec.read(path, Plan)
-    preflight.pinned_programs(plan, where=str(path))
+    preflight.checked_program(plan, where=str(path))
     kind = _device(plan.decisions, options, launch)
+    if launch.world > 1:
+        side_by_side()  # before CUDA starts
+    device = device_of(launch, kind)
     here = _reduced(plan.decisions, options, kind, launch)
     plays = plays_of(here, seed=options.seed, steps=options.steps)
     machine = machine_text(this_machine(sharing=launch.local_world)) if kind == "cuda" else _cpu_text()
     if launch.world == 1:
         played = play_here(plays) if kind == "cpu" else _play_on_gpu(plays)
     else:
-        side_by_side()
-        with joined(launch, device_of(launch, kind)) as world:
-            found = _play_as_rank(plays, world, device_of(launch, kind), launch)
+        with joined(launch, device) as world:
+            found = _play_as_rank(plays, world, device, launch)
         if found is None:
             return None
         played = found
@@ -130,7 +134,8 @@ def _instructions(decisions: Decisions) -> int:
     """Return the number of instructions of all ranks whose programs differ."""
     layout = decisions.layout
     others = layout.tp if layout.tp_overlap == "chunked" else 1
-    return sum(program.instruction_count for program in lower(decisions)) * layout.ring * others
+    uneven = 2 if have_unequal_shares(decisions.model, layout) else 1
+    return sum(program.instruction_count for program in lower(decisions)) * layout.ring * others * uneven
 
 
 def _device(decisions: Decisions, options: VerifyOptions, launch: Launch) -> str:
@@ -185,8 +190,11 @@ def _play_as_rank(
     for play in plays:
         programs = lower(play.decisions)
         mesh = MeshCoordinates(play.decisions.layout, world.rank)
-        groups = make_groups(programs, mesh, patience_s=PATIENCE_S)
-        connect(programs, mesh, groups, device)
+        if device.type == "cuda":
+            play_first_calls(play.decisions, rank_program(play.decisions, mesh), mesh, device)
+        with answered(world.rank, world.size):
+            groups = make_groups(programs, mesh, patience_s=PATIENCE_S, device=device)
+            connect(programs, mesh, groups, device)
         own.append(play.on(world.rank, groups, device, sharing=launch.local_world))
     by_rank = world.gathered(own)
     return [list(each) for each in zip(*by_rank, strict=True)] if world.first else None

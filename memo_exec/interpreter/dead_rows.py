@@ -1,4 +1,4 @@
-"""Rows whose value nobody needs any more, and the instructions that have to end before debug mode may poison them.
+"""Rows that no later instruction reads, and the instructions that have to end before debug mode may poison them.
 
 A value dies with the last use before the next instruction that writes the rows whole:
 

@@ -25,6 +25,9 @@ from memo_exec.memory.binding import Bound, Schedule, Touch
 from memo_exec.memory.store import BufferStore
 from memo_sim.program.ir.instruction import BufferClass, Lane, Mode
 
+BLOCK = 2**22
+"""Numbers of a checksum that are weighted at once."""
+
 SCRATCH_ROLES = frozenset({"exponentials"})
 """Operands in which a kernel may keep intermediate results, and which it may leave unwritten."""
 
@@ -52,7 +55,9 @@ class Poisoning:
         self._names = schedule.program.ids()
         self._dead = dead_rows(schedule)
         self._lane = [Lane(lane) for lane in schedule.columns.lane.tolist()]
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._filling = -1
+        """The next writer of the rows that are being poisoned; it waits until they are."""
         self._begin()
 
     def _begin(self) -> None:
@@ -76,9 +81,10 @@ class Poisoning:
             RaceFound: when an operand to be read holds NaN, or rows changed after their offload.
         """
         compute = bound.instruction.lane is Lane.COMPUTE
-        with self._lock:
-            if compute:
-                self._poison_dead()
+        if compute:
+            self._poison_dead()
+        with self._changed:
+            self._changed.wait_for(lambda: self._filling != bound.number)
             self._begun[bound.number] = True
         if not compute:
             return
@@ -114,13 +120,16 @@ class Poisoning:
                 raise RaceFound(
                     f"{name} has changed nothing in {added[0].role}: {self.rows_of(added[0])} are as before"
                 )
-        with self._lock:
-            for dying in self._used_by.get(bound.number, ()):
+        dying_here, compute = self._used_by.get(bound.number, ()), bound.instruction.lane is Lane.COMPUTE
+        if dying_here and not compute:
+            synchronize(call.context.device)  # the compute lane poisons the rows, and its stream does not wait for this
+        with self._changed:
+            for dying in dying_here:
                 dying.users_left -= 1
                 if not dying.users_left:
                     self._ready.append(dying)
-            if bound.instruction.lane is Lane.COMPUTE:
-                self._poison_dead()
+        if compute:
+            self._poison_dead()
 
     def offloaded(self, bound: Bound, first: int, copy: Tensor) -> None:
         """Remember the checksums of an offload's copy, whose rows begin at ``first``. Call it before ``after``."""
@@ -129,22 +138,31 @@ class Poisoning:
                 dying.checksum = checksum(copy[dying.rows.first - first : dying.rows.end - first])
 
     def _poison_dead(self) -> None:
-        while self._ready:
-            self._poison(self._ready.popleft())
+        """Poison the rows that are dead, one after another. No other lane but their next writer's waits for it."""
+        while True:
+            with self._changed:
+                if not self._ready:
+                    return
+                dying = self._ready.popleft()
+                if dying.rows.next >= 0 and self._begun[dying.rows.next]:
+                    continue
+                self._filling = dying.rows.next
+            try:
+                self._poison(dying)
+            finally:
+                with self._changed:
+                    self._filling = -1
+                    self._changed.notify_all()
 
     def _poison(self, dying: _Dying) -> None:
         rows = dying.rows
-        if rows.next >= 0 and self._begun[rows.next]:
-            return
         tensor = self._store.view(rows.buffer, rows.first, rows.end - rows.first)
-        if any(self._lane[user] is not Lane.COMPUTE for user in rows.users):
-            synchronize(tensor)
         if dying.checksum is not None and checksum(tensor) != dying.checksum:
             name = self._names[rows.offload]
             raise RaceFound(f"{name} copied rows that another instruction changed during or after the copy")
         poison.fill(tensor)
         if rows.next >= 0 and self._lane[rows.next] is not Lane.COMPUTE:
-            synchronize(tensor)  # the next writer's stream waits for the last user, not for this
+            synchronize(tensor.device)  # the next writer's stream waits for the last user, not for this
 
     def _added(self, bound: Bound, call: Call) -> list[Touch]:
         """Return the operands that a kernel of the compute lane changes in place, if one of them has to change.
@@ -175,12 +193,20 @@ def checksum(tensor: Tensor) -> int:
     """Return a checksum of the tensor's bytes: 8-byte words weighted by their position, so that order matters."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    places = torch.arange(1, len(words) + 1, device=words.device)
     rest = flat[len(words) * 8 :]
-    return int((words * places).sum()) ^ int((rest * torch.arange(1, len(rest) + 1, device=rest.device)).sum())
+    return _weighted(words) ^ _weighted(rest)
 
 
-def synchronize(tensor: Tensor) -> None:
-    """Wait for everything that was issued to the tensor's device."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+def _weighted(numbers: Tensor) -> int:
+    """Return the sum of numbers times their places, modulo 2^64; in blocks, which take little memory on the device."""
+    total = torch.zeros((), dtype=torch.int64, device=numbers.device)
+    for first in range(0, len(numbers), BLOCK):
+        block = numbers[first : first + BLOCK]
+        total += (block * torch.arange(first + 1, first + 1 + len(block), device=block.device)).sum()
+    return int(total)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was issued to the calling lane's stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

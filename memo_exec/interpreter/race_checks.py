@@ -122,7 +122,7 @@ class Probe:
         if self._schedule.family(device.buffer).buffer_class is not BufferClass.SKELETAL:
             return
         name, key = self._names[bound.number], (host.buffer, host.first, host.tokens)
-        synchronize(call[source.role if lane is Lane.D2H else target.role])
+        synchronize(call[source.role if lane is Lane.D2H else target.role].device)
         found = checksum(call["target"])
         if lane is Lane.D2H:
             self._sums[key] = found

@@ -90,7 +90,8 @@ class HostMemory:
         if self._pinned and size_bytes:
             pin(self._slab)
             # The finalizer holds the memory, so it cannot be freed while the driver still has it pinned.
-            self._unpin = weakref.finalize(self, unpin, self._slab)
+            self._unpin = finalizer = weakref.finalize(self, unpin, self._slab)
+            finalizer.atexit = False  # the process's end unpins; waiting for the device then may never end
 
 
 def _refuse_too_much(size_bytes: int) -> None:

@@ -128,7 +128,14 @@ def shortage(error: Exception) -> CannotRun | None:
         return CannotRun(
             "the system refused a thread", got=text, hint="raise the limit of memory (ulimit -v) or of processes (-u)"
         )
-    if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
+    loaded = isinstance(error, OSError | ImportError | RuntimeError)
+    if loaded and "out of memory" in text:  # torch.OutOfMemoryError is a RuntimeError
+        return CannotRun(
+            "the device has no memory left",
+            got=text.splitlines()[0],
+            hint="end other processes on the device, or ask for a shorter sequence",
+        )
+    if isinstance(error, MemoryError) or (loaded and any(sign in text for sign in _NO_MEMORY)):
         return CannotRun(
             "the system refused memory",
             got=(text or "MemoryError").splitlines()[0],

@@ -64,7 +64,8 @@ def read_regular(path: str | Path, most: int = MOST_BYTES) -> bytes:
         # O_NONBLOCK: the file may have become a FIFO since it was looked at.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             raw = file.read(size + 1)  # read() takes as much memory as it is asked for, before it reads
-            while size < len(raw) <= most and (more := file.read(PIECE)):  # it has grown, or lies in /proc
+            # It has grown, or lies in /proc.
+            while size < len(raw) <= most and (more := file.read(max(PIECE, len(raw)))):
                 raw += more
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None

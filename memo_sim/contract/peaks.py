@@ -1,7 +1,7 @@
 """What a chip can do at most, and which numbers of a profile are above it.
 
 A measurement above its chip's peak is a mistake: in the timing, in what was counted, or in the chip's name. Every
-prediction from it is too fast, so whoever asks is told first.
+prediction from it is too fast, so commands print a warning before the figures.
 
 The peaks are the profile's own (``peak_flops``, ``memory_bytes_per_s``), and those of the fastest chip of its
 generation, from NVIDIA's data sheets (A100, H100, H200, GH200, B200, B300; dense, without sparsity).

@@ -17,7 +17,7 @@ import re
 _SPECIAL = re.compile(r"[\\`|<>&\[\]*~$]|(?<!\w)_|_(?!\w)")
 """What has a meaning in a cell of a Markdown table or in a heading; an underscore inside a word has none."""
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """Beginnings of a cell that a spreadsheet computes (OWASP, CSV Injection)."""
 
 MOST_SHOWN = 1_000
@@ -32,7 +32,7 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return ``text``, of which a message shows at most ``MOST_SHOWN`` characters."""
+    """Return ``text``, cut after ``MOST_SHOWN`` characters."""
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
 
 

@@ -19,6 +19,7 @@ from memo_sim.contract.knobs import DEGREES, KNOBS, PINNED, Knob
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.question import CHOOSES_ADAMW, Question
 from memo_sim.program.layout.compatibility import (
+    AUTOCAST_OF_FP32_STATES,
     FSDP_OF_A_FRAMEWORK,
     GRAPHS_OF_EAGER,
     LIMITED_ALLOCATOR,
@@ -28,6 +29,7 @@ from memo_sim.program.layout.compatibility import (
     SELECTIVE_SWAPS_NOTHING,
     SOME_LAYERS,
     STREAMS_OF_A_FRAMEWORK,
+    SUMS_OF_A_FRAMEWORK,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule,
 )
@@ -44,6 +46,8 @@ OF_OPTIONS = (
     FSDP_OF_A_FRAMEWORK,
     REDUCED_BY_FSDP,
     MODULES_OF_A_FRAMEWORK,
+    SUMS_OF_A_FRAMEWORK,
+    AUTOCAST_OF_FP32_STATES,
 )
 """Rules that options break whatever the layout is."""
 _UNLESS_PINNED = {f.name: f.default for f in (*msgspec.structs.fields(Layout), *msgspec.structs.fields(Decisions))}

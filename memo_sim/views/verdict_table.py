@@ -26,7 +26,9 @@ def _sentence(verdict: Verdict) -> str:
     found = [(against, each) for against in verdict.against for each in against.compared if not each.fine]
     if verdict.verified:
         names = " and of ".join(_name(against) for against in verdict.against if not against.skipped)
-        return f"VERIFIED: the plan's gradients and losses are those of {names}."
+        partly = [check for check in verdict.checks if check.name in ("checked with", "not checked")]
+        but = f"\nAt full size: {partly[0].name} {partly[0].text}." if partly else ""
+        return f"VERIFIED: the plan's gradients and losses are those of {names}.{but}"
     if not found:
         faulty = next(check for check in verdict.checks if not check.fine)
         return f"DIFFERS: the gradients are right, but a program of the plan at full size is {faulty.text}."

@@ -1,4 +1,4 @@
-"""Checks the program of one stage independently of the lowering, in plain loops over every possible fault.
+"""Checks the program of one stage independently of the lowering, in plain loops.
 
 Only data is shared with the lowering, ``edges.py`` and ``liveness.py``, no code.
 """
@@ -235,7 +235,7 @@ def _check_defined(program: Program, columns: Columns) -> list[str]:
 def _joined(ranges: list[tuple[int, int]], first: int, end: int) -> list[tuple[int, int]]:
     """Return the ranges with one more; those that touch become one."""
     apart = [each for each in ranges if each[1] < first or each[0] > end]
-    met = [each for each in ranges if each not in apart]
+    met = [each for each in ranges if each[1] >= first and each[0] <= end]
     return [*apart, (min([first, *(low for low, _ in met)]), max([end, *(high for _, high in met)]))]
 
 

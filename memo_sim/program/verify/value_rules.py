@@ -210,7 +210,7 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
 
 
 def dgrad(call: Call) -> None:
-    """Check the gradient of the input of a product: of which one follows from the gradient that it reads."""
+    """Check the gradient of the input of a product; the gradient that it reads says of which."""
     v = call.values
     for first, tokens, [(given, row)] in call.pieces("grad"):
         value = None if given is None else whole(call, "grad", given, row, tokens)
