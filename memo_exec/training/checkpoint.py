@@ -21,6 +21,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
@@ -83,8 +84,8 @@ class RunState(
     losses: list[float]
     grad_norms: list[float]
     program_sha256: str
-    run: str = ""
-    """The identifier of the run, which resumed runs keep. Empty in checkpoints of version 1."""
+    run: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})?$")] = ""
+    """The identifier of the run, which resumed runs keep; part of file names. Empty in checkpoints of version 1."""
     files: dict[str, str] = {}
     """The SHA-256 of every file of the state, by its name. Empty in checkpoints of version 1."""
     identity: str = ""

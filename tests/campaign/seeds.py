@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from memo_sim.contract import codec
+from memo_sim.contract.files import read_regular
 from memo_sim.contract.hardware import AttentionTable, Hardware
 from memo_sim.contract.model import Model
 from memo_sim.contract.schemas import DOCUMENTS
@@ -372,7 +373,7 @@ def seal_run(path: Path) -> None:
     from memo_exec.training.checkpoint import RunState
 
     try:
-        tree = json.loads(path.read_bytes())
+        tree = json.loads(read_regular(path))
         tree["identity"] = ""
         path.write_text(json.dumps(tree))
         state = codec.read(path, RunState)

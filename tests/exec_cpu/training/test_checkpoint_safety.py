@@ -142,6 +142,15 @@ def test_an_edited_step_is_refused(saved: Path) -> None:
         play(saved)
 
 
+def test_an_identifier_that_is_a_path_is_refused(saved: Path) -> None:
+    path = saved / "run" / STEP / checkpoint.RUN_FILE
+    fields = json.loads(path.read_bytes())
+    path.write_text(json.dumps(fields | {"run": "../../elsewhere"}))
+    with refused(BadInput, where="run.json: $.run"):
+        play(saved)
+    assert not [each for each in saved.rglob("*") if "elsewhere" in each.name]
+
+
 def test_a_checkpoint_without_sums_stays_readable(saved: Path) -> None:
     """Version 1 had neither sums nor the run's identifier."""
     as_version_1(saved / "run" / STEP)
