@@ -5,7 +5,7 @@ A value dies with the last use before the next instruction that writes the rows 
     compute   [fwd l0 writes A]...[bwd l0 reads A]..dead..[fwd l2 writes A]
     d2h                 [offload reads A].............
 
-An offload also ends the life of the rows that it copies: whoever needs them later waits for a prefetch. So poison
+An offload also ends the life of the rows that it copies: later readers wait for a prefetch. So poison
 also shows a read for which the program has no prefetch.
 """
 

@@ -58,9 +58,9 @@ class Poisoning:
         self._changed = threading.Condition()
         self._filling = -1
         """The next writer of the rows that are being poisoned; it waits until they are."""
-        self._begin()
 
-    def _begin(self) -> None:
+    def begin_step(self) -> None:
+        """Forget the last step; call it before the first one too."""
         dying = [_Dying(rows, len(rows.users)) for rows in self._dead]
         self._used_by: dict[int, list[_Dying]] = defaultdict(list)
         for each in dying:
@@ -69,10 +69,6 @@ class Poisoning:
         self._ready: deque[_Dying] = deque()
         self._begun = [False] * len(self._names)
         self._sums: dict[str, int] = {}
-
-    def begin_step(self) -> None:
-        """Forget the last step."""
-        self._begin()
 
     def before(self, bound: Bound, call: Call) -> None:
         """Poison dead rows and outputs, if this is the compute lane; then look for poison among what is read.

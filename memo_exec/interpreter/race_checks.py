@@ -58,10 +58,9 @@ class Probe:
         self._left: set[tuple[int, int, int]] = set()
         """Host rows, by buffer, first row and rows, that wait for their prefetch."""
         self._poisoning = Poisoning(schedule, store)
-        self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the last step."""
+        """Forget the last step; call it before the first one too."""
         self._values = Values(*self._checked)
         self._playing: dict[int, tuple[Bound, CheckedCall]] = {}
         self._sums.clear()

@@ -26,11 +26,9 @@ from torch import Tensor
 
 from memo_sim.contract.errors import CannotRun
 
-PIECE_BYTES = 2**38
-"""The most bytes that are pinned by one call.
-
-CUDA refuses a copy that crosses two registrations, so a slab has one up to this size. A driver may refuse one of 512
-GiB."""
+PIECE_BYTES = 64 * 2**30
+"""The most bytes that are pinned by one call. CUDA may refuse a copy that crosses two pieces, so no buffer of a slab
+does (``FirstFit``)."""
 
 TOUCHING_THREADS = 16
 """The most threads that touch memory; the bandwidth of one NUMA node needs no more."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.memory.dtypes import TORCH_DTYPES
-from memo_exec.memory.pinned import mapping, pin, unpin
+from memo_exec.memory.pinned import PIECE_BYTES, mapping, pin, unpin
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.arena.first_fit import FirstFit
@@ -41,7 +41,7 @@ def lay_out(program: Program, columns: Columns, lives: Liveness) -> SlabLayout:
     offsets = np.full(len(lives.bytes), -1, dtype=np.int64)
     births = sorted(chosen.tolist(), key=lambda b: (int(lives.birth[b]), b))
     deaths = sorted(chosen.tolist(), key=lambda b: (int(lives.death[b]), b))
-    holes = FirstFit()
+    holes = FirstFit(PIECE_BYTES)
     dead = 0
     for buffer in births:
         while dead < len(deaths) and lives.death[deaths[dead]] < lives.birth[buffer]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.machine.machine import host_available_bytes
-from memo_exec.memory.pinned import mapping, pin, unpin
+from memo_exec.memory.pinned import PIECE_BYTES, mapping, pin, unpin
 from memo_sim.contract.errors import CannotRun
 from memo_sim.program.arena.first_fit import FirstFit
 
@@ -44,7 +44,7 @@ class HostMemory:
     def __init__(self, limit_bytes: int | None, *, pinned: bool) -> None:
         self._limit_bytes = limit_bytes
         self._pinned = pinned
-        self._holes = FirstFit()
+        self._holes = FirstFit(PIECE_BYTES)
         self._live = 0
         self._unpin: Callable[[], object] = _nothing
         self._slab: Tensor

@@ -29,12 +29,12 @@ from tests.cli.commands import Done, memo_exec, memo_sim
 SECONDS = 5.0
 """What one question about tiny files may take of a processor. A busy machine is no failure."""
 WAITS_S = 30.0
-"""What it may take in all: whoever needs longer waits for something that does not come."""
+"""Limit of a whole command; one that takes longer probably waits for ever."""
 MORE_BYTES = 3 * 2**30
 """What one question may add to the memory of the process."""
 LONGEST_MESSAGE = 4000
 DOCUMENTED = frozenset({0, 2, 3, 4, 5, 6})
-"""Exit codes of ``docs/files.md`` that a command may end with when nobody interrupts it and somebody reads on."""
+"""Exit codes of ``docs/files.md`` that are allowed where no signal came and standard output stayed open."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _LABEL = re.compile(r"  (where|got|wanted|next): ")
@@ -193,7 +193,7 @@ def judge(
 
 def _judge_text(command: tuple[str, ...], done: Done, places: tuple[str, ...]) -> Iterator[str]:
     for name, text in (("output", done.stdout), ("message", done.stderr)):
-        if (command[0], name) == ("read", "output"):  # a document, which nobody prints
+        if (command[0], name) == ("read", "output"):  # a document that no command prints
             continue
         if found := _CONTROL.search(text):
             yield f"a control character {found[0]!r} in the {name}"

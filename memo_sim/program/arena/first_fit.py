@@ -14,9 +14,13 @@ ALIGNMENT_BYTES = 64
 
 
 class FirstFit:
-    """The free ranges below ``top``, sorted by offset; all numbers are bytes."""
+    """The free ranges below ``top``, sorted by offset; all numbers are bytes.
 
-    def __init__(self) -> None:
+    With ``piece``, no range crosses a multiple of it, unless the range is larger than a piece.
+    """
+
+    def __init__(self, piece: int | None = None) -> None:
+        self._piece = piece
         self.top = 0
         """End of the range in use: the most that was ever needed, including holes."""
         self.free: list[tuple[int, int]] = []
@@ -27,18 +31,30 @@ class FirstFit:
         None when ``top`` would exceed ``limit``.
         """
         size = _aligned(size)
-        for i, (offset, length) in enumerate(self.free):
-            if length >= size:
-                self.free[i : i + 1] = [(offset + size, length - size)] if length > size else []
+        for i, (first, length) in enumerate(self.free):
+            offset = self._fitting(first, size)
+            if offset + size <= first + length:
+                rests = [(first, offset - first), (offset + size, first + length - offset - size)]
+                self.free[i : i + 1] = [rest for rest in rests if rest[1]]
                 return offset
         grows = bool(self.free) and sum(self.free[-1]) == self.top
-        offset = self.free[-1][0] if grows else self.top
+        first = self.free[-1][0] if grows else self.top
+        offset = self._fitting(first, size)
         if limit is not None and offset + size > limit:
             return None
         if grows:
             self.free.pop()
+        if offset > first:
+            self.free.append((first, offset - first))
         self.top = offset + size
         return offset
+
+    def _fitting(self, first: int, size: int) -> int:
+        """Return the lowest offset from ``first`` on at which ``size`` bytes cross no multiple of the piece."""
+        piece = self._piece
+        if piece is None or first % piece + size <= piece:
+            return first
+        return first if size > piece else -(-first // piece) * piece
 
     def give(self, offset: int, size: int) -> None:
         """Free a range, and merge it with its free neighbours."""

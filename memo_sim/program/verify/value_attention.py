@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memo_sim.program.ir.work import Attention, Exchange
@@ -153,7 +153,7 @@ def _add(call: Call, part: str, into: str) -> None:
 
 
 def _sum(call: Call, role: str, old: Held, new: Value | None, row: int) -> Value | None:
-    """Return the sum of what a row holds and a new term."""
+    """Return the value of a row with one more term in its sum."""
     if old.value is None or new is None:
         return None
     if old.value.name == "zero":
@@ -207,24 +207,32 @@ def _agreed(call: Call, role: str, first: int, tokens: int) -> Iterator[tuple[in
         low, high = max(begun, first), min(begun + rows, first + tokens)
         if low >= high:
             continue
-        found: Value | None = None
-        sound, at = True, 0
-        for (part, name), (given, row) in zip(wanted.items(), values, strict=True):
-            if given is None:
-                sound = False
-                continue
-            value = whole(call, part, given, row, rows)
-            if value is None:
-                sound = False
-            elif value.name != name:
-                call.wrong(part, value, row, name)
-                sound = False
-            elif found is None:
-                found, at = value, row
-            elif value._replace(name="") != found._replace(name="") or row != at:
-                call.wrong(part, value, row, f"that of {found} (row {at})")
-                sound = False
-        yield low, high - low, found if sound else None, at + low - begun
+        found, at = _alike(call, wanted, values, rows)
+        yield low, high - low, found, at + low - begun
+
+
+def _alike(
+    call: Call, wanted: Mapping[str, str], values: Sequence[tuple[Value | None, int]], tokens: int
+) -> tuple[Value | None, int]:
+    """Check that operands hold the values with the names ``wanted``, alike in all but the name, from one row on.
+
+    Returns the first operand's value and row; no value after a fault, and where one is not known.
+    """
+    found: Value | None = None
+    sound, at = True, 0
+    for (role, name), (given, row) in zip(wanted.items(), values, strict=True):
+        value = None if given is None else whole(call, role, given, row, tokens)
+        if value is None:
+            sound = False
+        elif value.name != name:
+            call.wrong(role, value, row, name)
+            sound = False
+        elif found is None:
+            found, at = value, row
+        elif value._replace(name="") != found._replace(name="") or row != at:
+            call.wrong(role, value, row, f"that of {found} (row {at})")
+            sound = False
+    return found if sound else None, at
 
 
 def _gradient_of_keys(
@@ -407,21 +415,8 @@ def split(call: Call) -> None:
 def join(call: Call) -> None:
     """Copy whole gradients of queries, keys and values into that of the packed Q, K, V."""
     for first, tokens, values in call.pieces("grad_q", "grad_kv"):
-        found: Value | None = None
-        sound, at = True, 0
-        for (role, name), (given, row) in zip((("grad_q", "d_q"), ("grad_kv", "d_kv")), values, strict=True):
-            value = None if given is None else whole(call, role, given, row, tokens)
-            if value is None:
-                sound = False
-            elif value.name != name:
-                call.wrong(role, value, row, name)
-                sound = False
-            elif found is None:
-                found, at = value, row
-            elif value._replace(name="") != found._replace(name="") or row != at:
-                call.wrong(role, value, row, f"that of {found} (row {at})")
-                sound = False
-        made = found._replace(name=inside(call.values, "d_qkv")) if sound and found is not None else None
+        found, at = _alike(call, {"grad_q": "d_q", "grad_kv": "d_kv"}, values, tokens)
+        made = None if found is None else found._replace(name=inside(call.values, "d_qkv"))
         call.put("grad_qkv", first, tokens, made, at)
 
 

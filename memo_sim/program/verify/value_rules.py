@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memo_sim.program.ir.kinds import BlockKind, FamilyKind, TemplateKind
+from memo_sim.program.ir.kinds import STATE_KINDS, BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.verify import value_attention as attention
 from memo_sim.program.verify.value_call import Call
@@ -34,17 +34,6 @@ if TYPE_CHECKING:
 
 Rule = Callable[[Call], None]
 LAYER, EMBED, HEAD = BlockKind.LAYER, BlockKind.EMBED, BlockKind.HEAD
-STATES = frozenset(
-    {
-        FamilyKind.PARAMS,
-        FamilyKind.GRADS,
-        FamilyKind.MASTER,
-        FamilyKind.MOMENT1,
-        FamilyKind.MOMENT2,
-        FamilyKind.HOST_GRADS,
-        FamilyKind.HOST_PARAMS,
-    }
-)
 
 
 # Forward
@@ -392,7 +381,7 @@ def cross_entropy(call: Call) -> None:
 def copy(call: Call) -> None:
     """Carry values and sums along; a row of the host is offloaded once and comes back once."""
     source, target = call.family("source"), call.family("target")
-    if source.kind in STATES and target.kind in STATES:
+    if source.kind in STATE_KINDS and target.kind in STATE_KINDS:
         same = call.values.layer_of(call.buffers["source"]) == call.values.layer_of(call.buffers["target"])
         if not same or source.block is not target.block:
             call.fault(f"copies {source.name} to {target.name} of another layer")

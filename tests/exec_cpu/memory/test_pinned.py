@@ -103,7 +103,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, fails: int = -1) -> Runtime:
 
 
 def test_a_large_block_is_pinned_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pinned.PIECE_BYTES == 256 * 2**30
+    assert pinned.PIECE_BYTES == 64 * 2**30
     fake, page = runtime(monkeypatch), mmap.PAGESIZE
     memory = pinned.mapping(9 * page + 5)
     first = memory.data_ptr()

@@ -116,7 +116,34 @@ def test_a_slab_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=60))
 def test_holes_never_overlap(actions: list[tuple[bool, int]]) -> None:
-    holes = FirstFit()
+    _take_and_give(FirstFit(), actions)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=60), st.sampled_from([128, 256, 512]))
+def test_no_range_crosses_two_pieces(actions: list[tuple[bool, int]], piece: int) -> None:
+    for offset, size in _take_and_give(FirstFit(piece), actions).items():
+        assert size > piece or offset // piece == (offset + size - 1) // piece
+
+
+def test_no_buffer_of_a_slab_crosses_two_pinned_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA may refuse a copy from host memory that was pinned by two calls."""
+    decisions = decide(llama(layers=4), recompute="tokenwise", swapped_tokens=256)
+    (program,) = lower(decisions)
+    columns = expand(program)
+    lives = liveness(program, columns)
+    piece = -(-3 * int(lives.bytes[~lives.on_device].max()) // 128) * 64
+    whole = lay_out(program, columns, lives)
+    monkeypatch.setattr("memo_exec.memory.slab.PIECE_BYTES", piece)
+    found = lay_out(program, columns, lives)
+    placed = np.flatnonzero(found.offsets >= 0)
+    firsts, lasts = found.offsets[placed] // piece, (found.offsets[placed] + lives.bytes[placed] - 1) // piece
+    assert (firsts == lasts).all()
+    assert (whole.offsets // piece != (whole.offsets + lives.bytes - 1) // piece)[placed].any()
+
+
+def _take_and_give(holes: FirstFit, actions: list[tuple[bool, int]]) -> dict[int, int]:
+    """Return every range that was taken, by its offset, the last of those at one offset."""
+    every: dict[int, int] = {}
     taken: dict[int, int] = {}
     for take, size in actions:
         if take or not taken:
@@ -125,10 +152,11 @@ def test_holes_never_overlap(actions: list[tuple[bool, int]]) -> None:
             end = offset + size
             assert all(end <= o or o + s <= offset for o, s in taken.items())
             assert end <= holes.top
-            taken[offset] = size
+            taken[offset] = every[offset] = size
         else:
             offset = sorted(taken)[size % len(taken)]
             holes.give(offset, taken.pop(offset))
     for offset, size in list(taken.items()):
         holes.give(offset, size)
     assert sum(length for _, length in holes.free) == holes.top
+    return every
