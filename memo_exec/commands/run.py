@@ -44,7 +44,7 @@ from memo_exec.training.loop import StepFigure, Training
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.errors import CannotRun, UsageError
-from memo_sim.contract.plan import Plan
+from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import counted
 from memo_sim.program.ir.program import Program
@@ -231,14 +231,26 @@ def _groups(plan: Plan, program: Program, world: World, device: torch.device, ne
     """
     if world.size == 1:
         return {}
-    programs, mesh = lower(plan.decisions), MeshCoordinates(plan.decisions.layout, world.rank)
-    if device.type == "cuda":
-        play_first_calls(plan.decisions, program, mesh, device)
-    with answered(world.rank, world.size):
-        groups = make_groups(programs, mesh, patience_s=_patience_s(plan), device=device)
-        connect(programs, mesh, groups, device)
+    groups = connected_groups(plan.decisions, program, world, device, patience_s=_patience_s(plan))
     if device.type == "cuda":
         check_memory(dataclasses.replace(needs, host_bytes=0), this_machine())
+    return groups
+
+
+def connected_groups(
+    decisions: Decisions, program: Program, world: World, device: torch.device, *, patience_s: float
+) -> Groups:
+    """Return the process groups of a rank with ``program``, already connected; on a GPU after its first calls.
+
+    Raises:
+        CannotRun: when another rank has stopped.
+    """
+    programs, mesh = lower(decisions), MeshCoordinates(decisions.layout, world.rank)
+    if device.type == "cuda":
+        play_first_calls(decisions, program, mesh, device)
+    with answered(world.rank, world.size):
+        groups = make_groups(programs, mesh, patience_s=patience_s, device=device)
+        connect(programs, mesh, groups, device)
     return groups
 
 

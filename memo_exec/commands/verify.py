@@ -14,14 +14,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from memo_exec.commands.run import machine_text
-from memo_exec.distributed.connections import connect
-from memo_exec.distributed.groups import make_groups
+from memo_exec.commands.run import connected_groups, machine_text
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.world import PATIENCE_S, Launch, World, answered, device_of, joined, launched, side_by_side
+from memo_exec.distributed.world import PATIENCE_S, Launch, World, device_of, joined, launched, side_by_side
 from memo_exec.machine import preflight
-from memo_exec.machine.first_calls import play_first_calls
 from memo_exec.machine.machine import this_machine
 from memo_exec.machine.program_checks import program_checks
 from memo_exec.verification.play import Play, Played
@@ -188,13 +185,8 @@ def _play_as_rank(
     """Play this rank's part of every play; return the results of all ranks on the first one, None on the others."""
     own = []
     for play in plays:
-        programs = lower(play.decisions)
-        mesh = MeshCoordinates(play.decisions.layout, world.rank)
-        if device.type == "cuda":
-            play_first_calls(play.decisions, rank_program(play.decisions, mesh), mesh, device)
-        with answered(world.rank, world.size):
-            groups = make_groups(programs, mesh, patience_s=PATIENCE_S, device=device)
-            connect(programs, mesh, groups, device)
+        program = rank_program(play.decisions, MeshCoordinates(play.decisions.layout, world.rank))
+        groups = connected_groups(play.decisions, program, world, device, patience_s=PATIENCE_S)
         own.append(play.on(world.rank, groups, device, sharing=launch.local_world))
     by_rank = world.gathered(own)
     return [list(each) for each in zip(*by_rank, strict=True)] if world.first else None

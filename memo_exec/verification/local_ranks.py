@@ -93,6 +93,7 @@ def _rank(connection: Connection, rank: int, world: int, store: str, plays: list
 
     from memo_exec.distributed.groups import make_groups
     from memo_exec.distributed.mesh import MeshCoordinates
+    from memo_exec.distributed.world import answered
     from memo_sim.program.lower import lower
 
     torch.set_num_threads(1)
@@ -104,7 +105,8 @@ def _rank(connection: Connection, rank: int, world: int, store: str, plays: list
             answer: Any = []
             for play in plays:
                 mesh = MeshCoordinates(play.decisions.layout, rank)
-                groups = make_groups(lower(play.decisions), mesh, patience_s=PATIENCE_S)
+                with answered(rank, world):
+                    groups = make_groups(lower(play.decisions), mesh, patience_s=PATIENCE_S)
                 answer.append(play.on(rank, groups, "cpu", sharing=world))
         finally:
             dist.destroy_process_group()
