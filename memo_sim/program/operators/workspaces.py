@@ -70,6 +70,8 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
       queries it also needs dk and dv expanded to all heads. With ``deterministic`` it splits the sum of dq and needs
       one dq for each split: multiprocessors / (batch x heads), rounded up (csrc/flash_attn/flash_api.cpp).
     - flash-attn 3 and 4 backward: see ``_wide_accumulators``.
+    - flash-attn 2 to 4 copy no operand whose last dimension is contiguous, such as views of some of the heads
+      (flash_attn/flash_attn_interface.py, hopper/flash_api.cpp, flash_attn/cute/cute_dsl_utils.py: maybe_contiguous).
     - Operators that return their result in new tensors need those too.
     - torch's flash attention copies the output and its gradient in backward unless they are contiguous, and views of
       some of the heads are not (aten/src/ATen/native/transformers/cuda/attention_backward.cu of torch 2.11 and 2.13).
