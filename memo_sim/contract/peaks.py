@@ -1,7 +1,7 @@
 """What a chip can do at most, and which numbers of a profile are above it.
 
 A measurement above its chip's peak is a mistake: in the timing, in what was counted, or in the chip's name. Every
-prediction from it is too fast, so commands print a warning before the figures.
+prediction that uses it is too fast, so commands print a warning before the figures.
 
 The peaks are the profile's own (``peak_flops``, ``memory_bytes_per_s``), and those of the fastest chip of its
 generation, from NVIDIA's data sheets (A100, H100, H200, GH200, B200, B300; dense, without sparsity).
@@ -84,9 +84,10 @@ def exceeds(rate: float, peak: float | None) -> bool:
 
 
 def above_peak(hardware: Hardware) -> list[str]:
-    """Return one text for each part of a profile that says more than the chip can do."""
+    """Return one text for each part of a profile with a higher rate than the chip can have."""
+    chip = f"a {hardware.generation or 'GPU'} chip"
     return [
-        f"{name} has {_rate(rate, unit)}, and the chip has {_rate(peak, unit)} at most"
+        f"{name} has {_rate(rate, unit)}, and {_rate(peak, unit)} is the most that {chip} with these peaks can have"
         for name, rate, peak, unit in _rates(hardware)
         if peak is not None and exceeds(rate, peak)
     ]
@@ -102,7 +103,7 @@ def warnings_about(hardware: Hardware, shares: dict[str, float]) -> list[str]:
     if len(found) > MOST_TOLD:
         told.append(f"So do {len(found) - MOST_TOLD} more parts of the profile.")
     if told:
-        told.append("Predictions from such a profile are too fast. Measure it again, or correct its peaks.")
+        told.append("Predictions that use these rates are too fast. Measure it again, or correct its peaks.")
     return told + [
         f"The predicted step has {share:.0%} of the {name} that the chip can do: it cannot be that fast."
         for name, share in shares.items()
@@ -167,4 +168,5 @@ def _fastest(copies: CopyRates) -> float:
 
 
 def _rate(value: float, unit: str) -> str:
-    return f"{value / 1e12:.4g} TFLOP/s" if unit == "FLOP/s" else f"{value / 1e9:.4g} GB/s"
+    scaled, shown = (value / 1e12, "TFLOP/s") if unit == "FLOP/s" else (value / 1e9, "GB/s")
+    return f"{scaled:,.0f} {shown}" if scaled >= 1000 else f"{scaled:.4g} {shown}"

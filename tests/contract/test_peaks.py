@@ -53,7 +53,7 @@ def test_a_rate_above_the_peak_is_named(path: str, factor: float, named: str) ->
     path = path.replace("-1", str(len(load_hardware(H100).rowwise_bytes_per_s["adamw"].x) - 1))
     (text,) = above_peak(changed({path: factor}))
     assert text.startswith(named)
-    assert "at most" in text
+    assert "is the most that a Hopper chip with these peaks can have" in text
 
 
 def test_collectives_are_held_to_the_links_unless_switches_reduce() -> None:
