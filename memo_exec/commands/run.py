@@ -33,7 +33,7 @@ from memo_exec.machine import preflight
 from memo_exec.machine.first_calls import play_first_calls
 from memo_exec.machine.machine import Machine, this_machine
 from memo_exec.machine.memory_budget import Needs, check_memory
-from memo_exec.machine.placement_file import checked_placement
+from memo_exec.machine.placement_file import checked_placement, refuse_eager
 from memo_exec.machine.program_checks import check_programs
 from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observe.observed import Observed
@@ -113,6 +113,7 @@ def run(
     if launch.world > 1:
         side_by_side()
     program = preflight.checked_program(plan, where=str(plan_path), rank=launch.rank)
+    refuse_eager(plan, plan_path)  # before the user starts ranks for it
     preflight.check_ranks(plan.decisions, launch)
     if options.debug:
         check_programs(plan.decisions, where=str(plan_path))

@@ -27,6 +27,22 @@ def placement_path(plan_path: Path) -> Path:
     return plan_path.with_name(f"{plan_path.stem}.placement.json")
 
 
+def refuse_eager(plan: Plan, plan_path: Path) -> None:
+    """Refuse a plan of an eager framework.
+
+    Raises:
+        CannotRun: with the option that makes a plan for memo-exec.
+    """
+    if plan.decisions.memory_policy == "eager":
+        raise CannotRun(
+            "the plan is for another framework (an eager one), whose memory requests memo-exec does not reproduce",
+            where=f"{plan_path}: $.decisions.memory_policy",
+            got="eager",
+            wanted="planned or caching",
+            hint=f"memo-sim what-if ... --memory-policy caching --rowwise torch -o {plan_path}",
+        )
+
+
 def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placement | None:
     """Return the placement of one rank of a plan; None when the plan uses the caching allocator.
 
@@ -37,14 +53,7 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
         CannotRun: when the plan pins no placement, or is of an eager framework.
         BadInput: when the file is missing, has another hash than the plan pins, or is wrong for the program.
     """
-    if plan.decisions.memory_policy == "eager":
-        raise CannotRun(
-            "the plan is for another framework (an eager one), whose memory requests memo-exec does not reproduce",
-            where=f"{plan_path}: $.decisions.memory_policy",
-            got="eager",
-            wanted="planned or caching",
-            hint=f"memo-sim what-if ... --memory-policy caching -o {plan_path}",
-        )
+    refuse_eager(plan, plan_path)
     if plan.decisions.memory_policy == "caching":
         return None
     path = placement_path(plan_path)

@@ -150,6 +150,10 @@ def judge(
     same = all(each.fine for reference in against for each in reference.compared)
     return Verdict(
         verified=same and all(check.fine for check in checks),
+        model=decisions.model.name,
+        layout=decisions.layout,
+        recompute=decisions.recompute,
+        alpha=decisions.alpha,
         program_sha256=program_sha256(lower(decisions)),
         machine=machine,
         dtype=here.dtype,

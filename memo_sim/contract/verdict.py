@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 
 from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import Recompute
+from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import Positive, Seconds
 
 Difference = Annotated[float, msgspec.Meta(ge=0)] | None
@@ -63,6 +65,11 @@ class Verdict(
     """
 
     verified: bool
+    model: str = ""
+    layout: Layout | None = None
+    recompute: Recompute | None = None
+    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Model, layout and activation policy of the plan."""
     program_sha256: str
     machine: str
     dtype: DtypeName

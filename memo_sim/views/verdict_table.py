@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_seconds
 from memo_sim.contract.verdict import Against, Compared, Verdict
+from memo_sim.views.plan_table import layout_label
 from memo_sim.views.text_table import text_table
 
 
 def verdict_table(verdict: Verdict) -> str:
     """Return the verdict as text, without a final newline."""
-    blocks = [f"{_sentence(verdict)}\n{_setting(verdict)}"]
+    blocks = ["\n".join([_sentence(verdict), *_plan(verdict), _setting(verdict)])]
     rows = [[each.what, each.plan, each.here] for each in verdict.reductions]
     if rows:
         blocks.append(text_table(["reduced", "in the plan", "here"], rows, "lrr"))
@@ -46,6 +48,14 @@ def _sentence(verdict: Verdict) -> str:
 
 def _name(against: Against) -> str:
     return "plain autograd" if against.reference == "autograd" else against.reference
+
+
+def _plan(verdict: Verdict) -> list[str]:
+    """Return which plan it is, in one line; nothing for a verdict of an older version."""
+    if verdict.layout is None:
+        return []
+    policy = f"recompute {verdict.recompute}, alpha {verdict.alpha:.3f}"
+    return [f"The plan: {one_line(verdict.model)}, {layout_label(verdict.layout)}, {policy}."]
 
 
 def _setting(verdict: Verdict) -> str:

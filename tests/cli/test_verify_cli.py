@@ -40,8 +40,9 @@ def test_the_answer_begins_with_the_verdict(plan: Path) -> None:
     assert done.returncode == 0
     answer = done.stdout.splitlines()
     assert answer[0] == "VERIFIED: the plan's gradients and losses are those of keep-everything and of plain autograd."
-    assert "fp32" in answer[1]
-    assert "1 process, 1 step, seed 0" in answer[1]
+    assert answer[1] == "The plan: gpt-small, tp1 cp1 dp1, recompute tokenwise, alpha 0.500."
+    assert "fp32" in answer[2]
+    assert "1 process, 1 step, seed 0" in answer[2]
     shown = {line.split("  ")[0] for line in answer}
     assert {"layers", "dtype", "loss", "gradient norm", "gradient of layer/qkv.weight", "tolerance"} <= shown
     assert "program rank  ok: " in done.stdout

@@ -328,6 +328,10 @@ def verdict() -> Verdict:
     compared = [Compared(what="loss", difference=1e-7, where="step 1"), Compared(what="gradient norm", difference=None)]
     return Verdict(
         verified=False,
+        model="gpt-7b",
+        layout=Layout(tp=2),
+        recompute="tokenwise",
+        alpha=0.5,
         program_sha256=SHA,
         machine="a CPU",
         dtype="fp32",
