@@ -295,6 +295,43 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
         show(chart_table(found))
 
 
+@cli.command("doctor")
+@click.option("--trace", type=click.Path(), help="A PyTorch profiler trace (.json, .json.gz) with shapes.")
+@click.option("--memory", type=click.Path(), help="A memory snapshot of the same job (_dump_snapshot).")
+@click.option("--cluster", help="Predict with this cluster or profile; otherwise the GPU that the trace names.")
+@click.option("--nccl-tests", type=click.Path(), multiple=True, help="Text output of one nccl-tests program (repeat).")
+@click.option("--nvbandwidth", type=click.Path(), help="JSON of `nvbandwidth -j`.")
+@click.option("-o", "--output", type=click.Path(), help="Write the profile, corrected by what was measured.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.job/1 document.")
+def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
+    """Hold a recorded step of your own job against a profile: what takes how long, and what was expected.
+
+    Record with torch.profiler.profile(record_shapes=True), a schedule and profiler.step(). Collective and copy rates
+    may also come from nccl-tests and nvbandwidth. With -o the profile takes over what was measured; a plan for it:
+    memo-sim what-if MODEL --cluster PROFILE.
+    """
+    from memo_sim.answers.doctor import diagnose
+    from memo_sim.contract.codec import check_not_read, check_writable, encode, write
+    from memo_sim.views.job_table import job_table
+
+    if output:
+        check_writable(Path(output))
+        read = [*files["nccl_tests"], *(files[name] for name in ("trace", "memory", "nvbandwidth", "cluster"))]
+        check_not_read([Path(output)], [Path(path) for path in read if path])
+    if as_json and not files["trace"]:
+        raise UsageError("--json prints what a trace shows", wanted="--trace FILE")
+    found = diagnose(**files)
+    if output:
+        write(output, found.hardware)
+    if as_json and found.job is not None:
+        show_document(encode(found.job))
+        return
+    if found.job is not None:
+        show(job_table(found.job))
+    if output:
+        show("\n".join(["", f"{output} is {found.hardware.name} with:", *map(one_line, found.changes)]).lstrip("\n"))
+
+
 @cli.command("list")
 @click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware"]))
 def list_command(what: str) -> None:
