@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from memo_sim import __version__
+from memo_sim.cluster_commands import datasheet_command
 from memo_sim.contract.errors import Infeasible, MemoError, UsageError
 from memo_sim.contract.plain_text import one_line
-from memo_sim.question_options import MEMORY_GIB, Options, asked, gib, question_options
+from memo_sim.question_options import MEMORY_GIB, Options, asked, cluster_options, gib, question_options
 from memo_sim.views.command_line import (
     SETTINGS,
     Commands,
@@ -51,7 +52,7 @@ def cli() -> None:
 
 @cli.command("what-if")
 @click.argument("model", required=False)
-@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@cluster_options
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
 @question_options
@@ -105,7 +106,7 @@ def what_if_command(**options: Any) -> None:
 
 @cli.command("longest")
 @click.argument("model")
-@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@cluster_options
 @click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
@@ -351,6 +352,10 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
         show_document(encode(plan.report))
     else:
         show(placement_report(plan.report))
+
+
+for command in (datasheet_command,):
+    cli.add_command(command)
 
 
 def _fail(text: str, code: int, error: BaseException) -> NoReturn:

@@ -34,10 +34,14 @@ from memo_sim.views.command_line import Finite, typed
 
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Outputs
+    from memo_sim.contract.cluster import Cluster
+    from memo_sim.contract.hardware import Hardware
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
 
 GIB = 2**30
+EXAMPLE = "tflops=165,memory=24,pcie=4x16"
+"""A data sheet, as in ``contract/datasheet.py``, which is too heavy to import for help."""
 MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that an option may name; anything else is a typo."""
 POWER_W = (1, 10_000)
@@ -50,6 +54,14 @@ Options = dict[str, Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+CLUSTER = click.option(
+    "--cluster", help="a800-1x8, a cluster file, or a hardware profile file (memo-sim list clusters)."
+)
+FROM_DATASHEET = click.option(
+    "--from-datasheet",
+    metavar="KEY=VALUE,...",
+    help=f"In place of --cluster: rough figures of a GPU, {EXAMPLE} (memo-sim datasheet --help has every key).",
+)
 SYSTEM = click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
 MEMORY = (
     click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
@@ -59,6 +71,28 @@ POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
 )
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
+
+
+def cluster_options(command: Command) -> Command:
+    """Give ``command`` the options that name a cluster."""
+    return CLUSTER(FROM_DATASHEET(command))
+
+
+def named_cluster(options: Options) -> tuple[Cluster, Hardware]:
+    """Return the cluster and the profile that ``--cluster`` or ``--from-datasheet`` names.
+
+    Raises:
+        UsageError: when neither or both are given, or what is given is none.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.contract.catalog import cluster_from_datasheet, load_cluster
+
+    name, sheet = options["cluster"], options["from_datasheet"]
+    if (name is None) == (sheet is None):
+        got = "neither" if name is None else "both"
+        hint = f"--cluster a800-1x8, or --from-datasheet {EXAMPLE}"
+        raise UsageError("a question needs one of --cluster and --from-datasheet", got=got, hint=hint)
+    return load_cluster(name) if sheet is None else cluster_from_datasheet(sheet)
 
 
 def question_options(command: Command) -> Command:
@@ -108,7 +142,8 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
     outputs.check()
     given, question = question_of(options)
-    replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
+    if options["cluster"] is not None:
+        replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
     return outputs, given, question
 
 
@@ -120,7 +155,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         BadInput: when a file cannot be read.
     """
     from memo_sim.contract.boards import with_power
-    from memo_sim.contract.catalog import load_cluster, load_model
+    from memo_sim.contract.catalog import load_model
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
     from memo_sim.contract.units import parse_tokens
@@ -136,7 +171,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
         raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     cluster, hardware = with_memory(
-        *load_cluster(options["cluster"]),
+        *named_cluster(options),
         device_bytes=gib(options["device_memory_gib"]),
         host_bytes=gib(options["host_memory_gib"]),
     )

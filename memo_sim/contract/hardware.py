@@ -56,6 +56,8 @@ AccessPattern = Literal[
 
 DISTURBED = "disturbed"
 """Key in a profile's ``provenance``: what else the machine did during the measurement."""
+ROUGH, ASSUMED = "rough", "assumed"
+"""Keys in the ``provenance`` of a profile that was made from a data sheet alone, and what it assumes besides."""
 POWER, BOARD = "power", "board"
 """Keys in a profile's ``provenance``: the power limit and the board that it was changed to (``contract/boards.py``)."""
 
@@ -300,6 +302,11 @@ class Hardware(
         for name, factor in self.compute_slowdown.items():
             if factor.value < 1:
                 raise ValueError(f"compute_slowdown.{name} must be at least 1")
+
+    @property
+    def rough(self) -> bool:
+        """Whether the profile was made from a data sheet alone, so that nothing of it was measured."""
+        return ROUGH in self.provenance
 
 
 def require_sources(document: msgspec.Struct, sources: dict[str, Source]) -> None:

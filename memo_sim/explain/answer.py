@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
 from memo_sim.contract.knobs import FrameworkLibrary, MlpRebuild
 from memo_sim.contract.plan import Decisions, Prediction
@@ -155,7 +156,13 @@ def _rowwise(simulation: Simulation) -> list[str]:
 def _profile(question: Question) -> list[str]:
     """Say which board and power limit the profile was changed to, and whether other work ran during measurement."""
     hardware = question.hardware
-    lines = [f"The board is {text}." for text in [hardware.provenance.get(BOARD)] if text]
+    lines = [
+        "The cluster names no efficiency of its network by size (size_efficiency), so that of clusters given by name is"
+        f" used. {source.text}."
+        for source in [question.cluster.sources.get(DEFAULT_EFFICIENCY)]
+        if source and question.cluster.nodes > 1
+    ]
+    lines += [f"The board is {text}." for text in [hardware.provenance.get(BOARD)] if text]
     lines += [f"The power limit is {text}." for text in [hardware.provenance.get(POWER)] if text]
     if disturbed := hardware.provenance.get(DISTURBED):
         lines.append(f"The profile {hardware.name} was measured on a busy machine ({disturbed}). Calibrate again.")
