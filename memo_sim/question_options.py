@@ -66,6 +66,9 @@ SYSTEM = click.option("--system", default="any", show_default=True, help="A pres
 MEMORY = (
     click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
     click.option("--host-memory-gib", type=Finite(*MEMORY_GIB), help="Of one node, instead of its own."),
+    click.option(
+        "--safety-gib", type=Finite(0, MEMORY_GIB[1]), help="Device memory to keep free, beside the reserve [0]."
+    ),
 )
 POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
@@ -174,6 +177,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         *named_cluster(options),
         device_bytes=gib(options["device_memory_gib"]),
         host_bytes=gib(options["host_memory_gib"]),
+        safety_bytes=gib(options["safety_gib"]),
     )
     if options["power_w"] is not None:
         hardware = with_power(hardware, options["power_w"])

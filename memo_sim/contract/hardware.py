@@ -54,6 +54,8 @@ AccessPattern = Literal[
 - shard_copy, shard_widen: FSDP's copies of a unit's tensors to or from one flat tensor, shard by shard, and with a cast
   to fp32."""
 
+SAFETY = "safety margin"
+"""Key in ``reserve_bytes`` of the bytes that a question keeps free on each device."""
 DISTURBED = "disturbed"
 """Key in a profile's ``provenance``: what else the machine did during the measurement."""
 ROUGH, ASSUMED = "rough", "assumed"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
-from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
+from memo_sim.contract.hardware import BOARD, DISTURBED, POWER, SAFETY
 from memo_sim.contract.knobs import FrameworkLibrary, MlpRebuild
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
@@ -240,7 +240,10 @@ def _peak(simulation: Simulation) -> str:
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_class)
     memory = simulation.memory
     beside = memory.reserve.get(RESULTS, 0)
-    libraries = f" (including {format_bytes(beside)} for {RESULTS})" if beside else ""
+    parts = [f"{format_bytes(beside)} for {RESULTS}"] if beside else []
+    if margin := memory.reserve.get(SAFETY, 0):
+        parts.append(f"{format_bytes(margin)} to keep free, --safety-gib")
+    libraries = f" (including {' and '.join(parts)})" if parts else ""
     room = (
         f"plus {format_bytes(memory.reserve_bytes)} reserve{libraries}, of {format_bytes(memory.device_capacity_bytes)}"
     )
