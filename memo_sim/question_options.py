@@ -35,6 +35,7 @@ from memo_sim.views.command_line import Finite, typed
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Outputs
     from memo_sim.contract.cluster import Cluster
+    from memo_sim.contract.gpu_kind import GpuKind
     from memo_sim.contract.hardware import Hardware
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
@@ -157,12 +158,8 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         UsageError: when the options contradict each other, or name what there is not.
         BadInput: when a file cannot be read.
     """
-    from memo_sim.contract.boards import with_power
-    from memo_sim.contract.catalog import load_model
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
-    from memo_sim.contract.units import parse_tokens
-    from memo_sim.planning.question import Question, with_memory
 
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is None and not (options["model"] and options["seq_len"]):
@@ -173,8 +170,24 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     if plan is not None and (given := typed(*OF_A_SEARCH)):
         hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
         raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
+    return plan, question_on(options, *named_cluster(options), plan=plan)
+
+
+def question_on(options: Options, cluster: Cluster, hardware: Hardware, *, plan: Plan | None = None) -> Question:
+    """Return the question that the options ask about a cluster; a ``plan`` brings its own model and length.
+
+    Raises:
+        UsageError: when the options contradict each other, or name what there is not.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.contract.boards import with_power
+    from memo_sim.contract.catalog import load_model
+    from memo_sim.contract.units import parse_tokens
+    from memo_sim.planning.question import Question, with_memory
+
     cluster, hardware = with_memory(
-        *named_cluster(options),
+        cluster,
+        hardware,
         device_bytes=gib(options["device_memory_gib"]),
         host_bytes=gib(options["host_memory_gib"]),
         safety_bytes=gib(options["safety_gib"]),
@@ -184,7 +197,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
     if plan is not None:
         values |= {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
-    return plan, Question(
+    return Question(
         model=plan.decisions.model if plan else load_model(options["model"]),
         cluster=cluster,
         hardware=hardware,
@@ -193,6 +206,41 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         pins=Pins(**{knob.name: values[knob.name] for knob in PINNED if knob.on_command_line}),
         **{knob.name: values[knob.name] for knob in CHOSEN},
     )
+
+
+def gpu_kinds(options: Options) -> list[GpuKind]:
+    """Return the kinds of GPU that ``--cluster`` lists or ``--from-datasheet`` describes; the shipped ones by default.
+
+    Raises:
+        UsageError: when what is given names no kind, or one twice.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.contract.catalog import cluster_from_datasheet
+    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, GpuKind, load_gpu_kind
+
+    named, sheet = options["cluster"], options["from_datasheet"]
+    names = names_in(named) if named is not None else ([] if sheet is not None else list(DEFAULT_KINDS))
+    kinds = [load_gpu_kind(name) for name in names]
+    if sheet is not None:
+        cluster, hardware = cluster_from_datasheet(sheet)
+        kinds.append(GpuKind(hardware.name, cluster, hardware))
+    if len({kind.name for kind in kinds}) < len(kinds):
+        raise UsageError("a kind of GPU is named twice", got=", ".join(kind.name for kind in kinds))
+    return kinds
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names that a list joined by commas has; a file whose name has commas is one name.
+
+    Raises:
+        UsageError: when a name is empty.
+    """
+    if Path(text).is_file():
+        return [text]
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise UsageError("an empty name in a list", where="--cluster", got=repr(text), hint="--cluster h100,h200")
+    return names
 
 
 def _value(knob: Knob, given: Any) -> Any:

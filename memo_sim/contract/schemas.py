@@ -11,6 +11,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.figure import Figure
+from memo_sim.contract.gpus import Gpus
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.memory_report import MemoryReport
@@ -36,6 +37,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "trace": Trace,
     "result": Result,
     "longest": Longest,
+    "gpus": Gpus,
     "validation": Validation,
     "comparison": Comparison,
     "verdict": Verdict,
