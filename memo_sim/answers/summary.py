@@ -107,7 +107,7 @@ def _device_memory(simulation: Simulation, prediction: Prediction, *, planned_ar
         stages=len(simulation.stages),
         peak=kind,
         peak_bytes=peak_bytes,
-        live_bytes=max(stage.memory.device.bytes for stage in simulation.stages),
+        live_bytes=simulation.most_live.memory.device.bytes,
         reserve_bytes=memory.reserve_bytes,
         needed_bytes=needed,
         capacity_bytes=capacity,

@@ -238,7 +238,7 @@ def _peak(simulation: Simulation) -> str:
     prediction = simulation.prediction
     by_class = sorted(prediction.peak_by_class.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_class)
-    memory = simulation.memory
+    memory = simulation.most_live.memory
     beside = memory.reserve.get(RESULTS, 0)
     parts = [f"{format_bytes(beside)} for {RESULTS}"] if beside else []
     if margin := memory.reserve.get(SAFETY, 0):
@@ -247,7 +247,7 @@ def _peak(simulation: Simulation) -> str:
     room = (
         f"plus {format_bytes(memory.reserve_bytes)} reserve{libraries}, of {format_bytes(memory.device_capacity_bytes)}"
     )
-    peak = f"{format_bytes(prediction.peak_device_bytes)} ({listed})"
+    peak = f"{format_bytes(prediction.peak_device_bytes)} alive ({listed})"
     return f"Device memory peaks at {simulation.peak_id}: {peak}, {room}."
 
 

@@ -62,11 +62,16 @@ def test_what_does_not_fit_has_a_shortfall_ways_out_and_no_speed(asked) -> None:
     assert not any("Step" in line for line in others)
 
 
-def test_a_plan_on_pytorchs_allocator_counts_what_is_reserved() -> None:
+def test_the_peak_on_pytorchs_allocator_is_that_of_all_stages() -> None:
+    """The last stage has most live bytes; the allocator reserves most on the first."""
     asked = question(16 * 1024, system="megatron-lm")
-    asked = replace(asked, pins=Pins(tp=4, cp=1, pp=2, recompute="full"))
-    result = what_if(asked).result
-    device = result.summary.device_memory
+    answer = what_if(replace(asked, pins=Pins(tp=4, cp=1, pp=2, recompute="full")))
+    result, device = answer.result, answer.result.summary.device_memory
+    peaks = [max(map(sum, zip(*t.device_memory.bytes_by_class.values(), strict=True))) for t in answer.best.traces()]
+    assert peaks[1] > peaks[0]
+    assert device.stage == 0
+    assert device.live_bytes == result.best.peak_device_bytes == max(peaks)
+    assert any(line.startswith("Device memory peaks at stage1: ") for line in result.why)
     assert (device.peak, device.peak_bytes) == ("reserved", result.best.reserved_bytes)
     assert device.live_bytes <= device.peak_bytes
     assert device.stages == 2
