@@ -31,7 +31,6 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 """Quick legal values of arguments by their names."""
 REQUIRED = {
-    "cluster": "machine.json",
     "seq_len": "1k",
     "chosen": "one",
     "low": "1",
@@ -41,8 +40,8 @@ REQUIRED = {
 }
 """Quick legal values of options without which a command does nothing."""
 ALWAYS = {
-    ("memo-sim", "what-if"): ("--seq-len", "1k", "--system", "full-recompute"),
-    ("memo-sim", "longest"): ("--step", "1024m", "--system", "full-recompute"),
+    ("memo-sim", "what-if"): ("--cluster", "machine.json", "--seq-len", "1k", "--system", "full-recompute"),
+    ("memo-sim", "longest"): ("--cluster", "machine.json", "--step", "1024m", "--system", "full-recompute"),
     ("memo-sim", "gpus"): ("--cluster", "a800", "--most-gpus", "2", "--system", "full-recompute"),
     ("memo-exec", "run"): ("--steps", "1"),
     ("memo-exec", "profile"): ("--steps", "1", "--trace", "out/t.json", "-o", "out/m.json"),
@@ -71,7 +70,7 @@ KNOB_VALUES: dict[type, tuple[str, ...]] = {
 """Quick legal values of knobs that click takes as text."""
 NEVER = {"every", "jobs", "help", "version"}
 """Options left out: --all takes minutes, --jobs starts processes. --accept alone is refused, so it stays."""
-RARE = {"fit": 0.1, "longest": 0.3, "compare": 0.4}
+RARE = {"fit": 0.1, "longest": 0.3, "gpus": 0.3, "compare": 0.4}
 """Commands that take their time, and how often they are drawn beside one that is quick."""
 FILES = (
     *("snapshot", "buffers in CSV", "requests", "allocator log", "model", "hardware profile", "cases", "trace"),
