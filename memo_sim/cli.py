@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from memo_sim import __version__
-from memo_sim.contract.errors import Infeasible, MemoError, UsageError
+from memo_sim.cluster_commands import datasheet_command, gpus_command
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plain_text import one_line
-from memo_sim.question_options import MEMORY_GIB, Options, asked, gib, question_options
+from memo_sim.question_options import MEMORY_GIB, Options, asked, cluster_options, gib, question_options
 from memo_sim.views.command_line import (
     SETTINGS,
     Commands,
     Finite,
+    Silent,
+    command_line,
+    now,
     run_commands,
     say,
     say_usage,
@@ -51,7 +55,7 @@ def cli() -> None:
 
 @cli.command("what-if")
 @click.argument("model", required=False)
-@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@cluster_options
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
 @question_options
@@ -91,8 +95,8 @@ def what_if_command(**options: Any) -> None:
         if not options["as_json"]:
             raise
         show_document(encode(without_answer(question, error)))
-        raise _Silent(error.exit_code) from None
-    write_files(answer, question, outputs, created=_now(), command=_command_line())
+        raise Silent(error.exit_code) from None
+    write_files(answer, question, outputs, created=now(), command=command_line("memo-sim"))
     if options["as_json"]:
         show_document(encode(answer.result))
     else:
@@ -100,12 +104,12 @@ def what_if_command(**options: Any) -> None:
         for line in answer.result.why:
             show(one_line(line))
     if answer.result.best is None:
-        raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
+        raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
 
 @cli.command("longest")
 @click.argument("model")
-@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@cluster_options
 @click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
@@ -134,21 +138,13 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     if one_more_gib:
         found = with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
     if found.answer is not None:
-        write_files(found.answer, found.question, outputs, created=_now(), command=_command_line())
+        write_files(found.answer, found.question, outputs, created=now(), command=command_line("memo-sim"))
     if options["as_json"]:
         show_document(encode(found.document))
     else:
         show(longest_table(found.document) + "\n\n" + "\n".join(map(one_line, found.document.why)))
     if found.answer is None:
-        raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
-
-
-class _Silent(MemoError):
-    """Ends the process with a code when the document already says everything."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__("")
-        self.exit_code = exit_code
+        raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
 
 def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
@@ -162,16 +158,6 @@ def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
     wanted = {"top": options["top"], "pareto": options["pareto"]}
     answer = with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))
     return with_what_more_buys(question, answer) if options["one_more_gib"] else answer
-
-
-def _now() -> str:
-    from datetime import UTC, datetime
-
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _command_line() -> str:
-    return one_line(" ".join(["memo-sim", *sys.argv[1:]]))
 
 
 @cli.command("validate")
@@ -218,7 +204,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     else:
         show(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows], held_out=tested))
     if report:
-        told = {"command": _command_line(), "created": _now(), "version": __version__}
+        told = {"command": command_line("memo-sim"), "created": now(), "version": __version__}
         page = validation_report(found, accuracy_of(found).groups, tested, load_notes(), **told)
         write_bytes(report, page.encode())
     check_evaluated(found)
@@ -388,6 +374,10 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
         show_document(encode(plan.report))
     else:
         show(placement_report(plan.report))
+
+
+for command in (datasheet_command, gpus_command):
+    cli.add_command(command)
 
 
 def _fail(text: str, code: int, error: BaseException) -> NoReturn:

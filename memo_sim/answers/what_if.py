@@ -202,7 +202,7 @@ def interval_of(question: Question, decisions: Decisions, prediction: Prediction
 def _close(question: Question, found: SearchResult) -> Closeness | None:
     """Return which plans predictions cannot tell from the best; None where no plan fits or too little is known."""
     best = found.best
-    if best is None or best.prediction.step_s is None:
+    if best is None or best.prediction.step_s is None or question.hardware.rough:
         return None
     spread = shipped_spread()
 

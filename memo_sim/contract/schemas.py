@@ -11,6 +11,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.figure import Figure
+from memo_sim.contract.gpus import Gpus
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.job import Job
 from memo_sim.contract.longest import Longest
@@ -37,6 +38,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "trace": Trace,
     "result": Result,
     "longest": Longest,
+    "gpus": Gpus,
     "validation": Validation,
     "comparison": Comparison,
     "verdict": Verdict,

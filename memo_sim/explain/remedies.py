@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import floor
+
 import msgspec
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.hardware import SAFETY
 from memo_sim.contract.knobs import KNOBS, MOST_ZERO
 from memo_sim.contract.plan import Decisions
-from memo_sim.contract.units import format_bytes
+from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.layouts import WITHIN_A_STAGE
 from memo_sim.planning.outcome import Evaluated
@@ -28,6 +31,11 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     if nearest.prediction.status == "host_oom":
         return [*ways, "more host memory per node", "more nodes"]
     ways.append("more devices")
+    margin = question.hardware.reserve_bytes.get(SAFETY)
+    if margin is not None and nearest.prediction.shortfall_bytes <= margin.value:
+        ways.append(
+            f"--safety-gib {floor(10 * (margin.value - nearest.prediction.shortfall_bytes) / GIB) / 10:g} or less"
+        )
     for option, changed in _knobs(question, nearest.decisions):
         ways += _tried(question, nearest, option, changed)
     capacity = question.hardware.device_memory_bytes.value

@@ -9,6 +9,7 @@ from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, Pu
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.figure import Figure, Line, Point
+from memo_sim.contract.gpus import Gpus, Sized, TriedCount
 from memo_sim.contract.hardware import (
     AttentionTable,
     CollectiveTable,
@@ -36,6 +37,7 @@ from memo_sim.contract.plan import (
 )
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
+from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Summary
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Reduction, Verdict
@@ -293,6 +295,38 @@ def longest() -> Longest:
     )
 
 
+def gpus() -> Gpus:
+    memory = DeviceMemory(
+        peak="arena", peak_bytes=10, live_bytes=9, reserve_bytes=1, needed_bytes=11, capacity_bytes=20
+    )
+    verdict = Summary(
+        fits=True,
+        status="ok",
+        devices=16,
+        tokens_per_step=4096,
+        step_s=1.0,
+        device_memory=memory,
+        host_memory=HostMemory(needed_bytes=0, capacity_bytes=10),
+        plan="tp2",
+        assumptions=[Assumption(name="dtype", value="bf16", option="--dtype")],
+    )
+    size = Sized(
+        kind="a800", cluster="a800-2x8", nodes=2, roles=["fits", "cheapest"], best=result().plans[0], summary=verdict
+    )
+    return Gpus(
+        model="sample",
+        seq_tokens=4096,
+        global_batch=1,
+        within_s=2.0,
+        kinds=["a800"],
+        most_devices=16,
+        chosen=size,
+        sizes=[size],
+        tried=[TriedCount(kind="a800", cluster="a800-1x8", devices=8, fits=False, reason="device memory")],
+        why=["one"],
+    )
+
+
 def validation() -> Validation:
     case = CaseReport(
         case="one",
@@ -393,6 +427,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "trace": trace,
     "result": result,
     "longest": longest,
+    "gpus": gpus,
     "validation": validation,
     "comparison": comparison,
     "verdict": verdict,
