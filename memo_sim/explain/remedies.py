@@ -18,7 +18,7 @@ import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import KNOBS, MOST_ZERO, Overlap, Recompute, States
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import format_bytes, format_tokens
 from memo_sim.planning import blocks
 from memo_sim.planning.alpha_search import Grid
@@ -78,10 +78,11 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     return ways
 
 
-def changes(question: Question, decisions: Decisions) -> list[Change]:
+def changes(question: Question, decisions: Decisions, *, near: bool = False) -> list[Change]:
     """Return every plan that differs from ``decisions``, an outcome of ``question``, in one decision.
 
-    Some of them are refused when they are evaluated, because they do not go with the other decisions.
+    A layout differs in two degrees, by the same factor; ``near``: by a factor of 2. Some changes are refused when they
+    are evaluated, because they do not go with the other decisions.
     """
     fixed = pinned_to(question, decisions)
     if question.pins.alpha is None:
@@ -89,7 +90,7 @@ def changes(question: Question, decisions: Decisions) -> list[Change]:
     return [
         *_recomputes(fixed, decisions),
         *_alphas(fixed, decisions),
-        *_layouts(fixed, decisions),
+        *_layouts(question, fixed, decisions, twice=near),
         *_zeros(fixed, decisions),
         *_not_searched(question, decisions),
         *_chunks(fixed, decisions),
@@ -181,24 +182,34 @@ def _alphas(fixed: Question, decisions: Decisions) -> Iterator[Change]:
             yield Change("alpha", "--alpha {alpha}", repinned(fixed, alpha=other / grid.steps))
 
 
-def _layouts(fixed: Question, decisions: Decisions) -> Iterator[Change]:
-    """Yield every layout that has one degree doubled and another one halved."""
+def _layouts(question: Question, fixed: Question, decisions: Decisions, *, twice: bool) -> Iterator[Change]:
+    """Yield every layout that has one degree doubled (or quadrupled, ...) and another one divided likewise.
+
+    ``twice``: only doubled. A cp exchange that the plan had no use for is the system's own again.
+    """
     layout = decisions.layout
     for up in DIVIDED:
         for down in DIVIDED:
-            halved, rest = divmod(getattr(layout, down), 2)
-            if up == down or rest:
-                continue
-            degrees = {up: 2 * getattr(layout, up), down: halved}
-            changed = msgspec.structs.replace(layout, **degrees)
-            alone = 1 in (layout.replicas, changed.replicas)
-            pins: dict[str, Any] = {**degrees, "zero_ranks": None, "zero": None if alone else layout.zero}
-            if "tp" in degrees:
-                pins["sequence_parallel"] = None
-            if "pp" in degrees:
-                pins |= {"pp_layers": None, "schedule": None, "virtual_stages": None, "overlap_p2p": None}
-            options = " ".join(f"--{name} {degree}" for name, degree in degrees.items())
-            yield Change(up, options, repinned(fixed, **pins))
+            factor, divisible = 2, getattr(layout, down)
+            while up != down and divisible % factor == 0 and (factor == 2 or not twice):
+                degrees = {up: factor * getattr(layout, up), down: divisible // factor}
+                options = " ".join(f"--{name} {degree}" for name, degree in degrees.items())
+                yield Change(up, options, _with_degrees(question, fixed, layout, degrees))
+                factor *= 2
+
+
+def _with_degrees(question: Question, fixed: Question, layout: Layout, degrees: dict[str, int]) -> Question:
+    """Return the pinned question with other degrees, and without the pins that only the old degrees had."""
+    changed = msgspec.structs.replace(layout, **degrees)
+    alone = 1 in (layout.replicas, changed.replicas)
+    pins: dict[str, Any] = {**degrees, "zero_ranks": None, "zero": None if alone else layout.zero}
+    if layout.cp == 1:
+        pins["cp_exchange"] = question.pins.cp_exchange
+    if "tp" in degrees:
+        pins["sequence_parallel"] = None
+    if "pp" in degrees:
+        pins |= {"pp_layers": None, "schedule": None, "virtual_stages": None, "overlap_p2p": None}
+    return repinned(fixed, **pins)
 
 
 def _zeros(fixed: Question, decisions: Decisions) -> Iterator[Change]:

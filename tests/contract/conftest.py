@@ -36,6 +36,7 @@ from memo_sim.contract.plan import (
 )
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
+from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Reduction, Verdict
@@ -367,6 +368,44 @@ def comparison() -> Comparison:
     )
 
 
+def shortage() -> Shortage:
+    way = WayOut(
+        knob="recompute",
+        options="--recompute full",
+        leave_out=["--alpha"],
+        plan="full recompute on tp1 cp1 dp1",
+        fits=True,
+        status="ok",
+        step_s=2.5,
+        needed_bytes=512,
+        note="a note",
+    )
+    return Shortage(
+        model="sample",
+        cluster="sample-1x1",
+        seq_tokens=1024,
+        fits=False,
+        status="gpu_oom",
+        plan="keep on tp1 cp1 dp1",
+        decisions=plan().decisions,
+        candidates=1,
+        memory="device",
+        at="m0/s0/l3/bwd/attn",
+        needed_bytes=2048,
+        capacity_bytes=1024,
+        shortfall_bytes=1024,
+        by_class={"state": 1024},
+        allocator={"allocated": 1},
+        reserve={"cuda_context": 1024},
+        tensors=[LiveTensor(name="params.layer", buffer_class="state", count=4, bytes=1024)],
+        reason="no room",
+        ways=[way],
+        open=way,
+        too_little=[msgspec.structs.replace(way, fits=False, status="gpu_oom", step_s=None, shortfall_bytes=1)],
+        tried=2,
+    )
+
+
 def figure() -> Figure:
     points = [Point(x=8, y=1048576, note="tp 4"), Point(x=16, y=None, note="nothing fits")]
     return Figure(
@@ -393,6 +432,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "trace": trace,
     "result": result,
     "longest": longest,
+    "shortage": shortage,
     "validation": validation,
     "comparison": comparison,
     "verdict": verdict,
