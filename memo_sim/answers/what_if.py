@@ -138,6 +138,8 @@ def what_if(
             *explain(question, found, simulation, arena, close=_close(question, found)),
             *beyond,
         ],
+        decisions=simulation.decisions if simulation else None,
+        system=question.system,
         front=[_row(e, question) for e in found.front],
         front_is_whole=pareto,
     )
@@ -233,6 +235,7 @@ def price(plan: Plan, question: Question) -> Answer:
             *explain(question, found, simulation, arena),
             *_idle(plan.decisions, question),
         ],
+        decisions=plan.decisions if simulation else None,
     )
     return Answer(result, simulation, arena)
 
@@ -284,6 +287,7 @@ def plan_of(
             command=command,
             cluster=question.cluster.name,
             hardware_sha256=sha256_of(question.hardware),
+            system=question.system,
         ),
     )
     return plan, placement

@@ -5,6 +5,7 @@ Everything heavier than click is imported inside the command that needs it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -44,3 +45,35 @@ def oom_command(*, top: int, as_json: bool, **options: Any) -> None:
         show_document(encode(found))
     else:
         show(shortage_text(found, top=top))
+
+
+@click.command("compare")
+@click.argument("compared", nargs=-1, required=True, type=click.Path(), metavar="A B ...")
+@click.option("--cluster", help="Simulate plans and results on this cluster, in place of their own predictions.")
+@click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Operators to list.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw step and memory side by side (.png, .svg, .pdf).")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.difference/1 document.")
+def compare_command(
+    compared: tuple[str, ...], cluster: str | None, plot: Path | None, *, top: int, as_json: bool
+) -> None:
+    """Say what differs between plans, results and measured runs: decisions, step time, memory.
+
+    Each argument is a plan, the result of what-if --json (its best plan), the comparison of memo-exec run --json, or a
+    trace. A plan without its trace beside it, and a result, are simulated again on their cluster, or on --cluster.
+    """
+    from memo_sim.answers.difference import compare
+    from memo_sim.contract.codec import check_not_read, encode
+    from memo_sim.views.chart import check_chart
+    from memo_sim.views.difference_chart import draw_difference
+    from memo_sim.views.difference_table import difference_table
+
+    if plot is not None:
+        check_chart(plot)
+        check_not_read([plot], map(Path, compared))
+    found = with_progress("sides", lambda tell: compare(compared, cluster=cluster, progress=tell))
+    if plot is not None:
+        draw_difference(found, plot)
+    if as_json:
+        show_document(encode(found))
+    else:
+        show(difference_table(found, top=top))

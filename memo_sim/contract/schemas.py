@@ -9,6 +9,7 @@ import msgspec
 from memo_sim.contract.accuracy import Accuracies, PublishedErrors
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
+from memo_sim.contract.difference import Difference
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.figure import Figure
 from memo_sim.contract.hardware import Hardware
@@ -40,6 +41,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "shortage": Shortage,
     "validation": Validation,
     "comparison": Comparison,
+    "difference": Difference,
     "verdict": Verdict,
     "figure": Figure,
 }

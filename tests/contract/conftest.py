@@ -8,6 +8,7 @@ import pytest
 from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, PublishedErrors
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
+from memo_sim.contract.difference import Choice, Difference, Share, Side
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.hardware import (
     AttentionTable,
@@ -406,6 +407,38 @@ def shortage() -> Shortage:
     )
 
 
+def difference() -> Difference:
+    side = Side(
+        name="plan.json",
+        kind="plan",
+        origin="predicted",
+        source="its own prediction",
+        cluster="sample-1x1",
+        decisions=plan().decisions,
+        program_sha256=SHA,
+        step_s=1.0,
+        mfu=0.5,
+        tgs=10.0,
+        lanes={"compute": 0.5},
+        peak_device_bytes=1024,
+        peak_by_class={"state": 1024},
+        peak_host_bytes_per_node=1,
+        moved_bytes=MovedBytes(d2h=1, h2d=1),
+    )
+    share = Share(
+        group="forward", name="attention", seconds=[1.0, 2.0], difference_s=[0.0, 1.0], of_difference=[None, 1.0]
+    )
+    return Difference(
+        verdict=["B is slower."],
+        sides=[side, msgspec.structs.replace(side, step_s=2.0)],
+        decisions=[Choice(option="--tp", values=["1", None])],
+        detail="kinds",
+        groups=[share],
+        shares=[share],
+        notes=["a note"],
+    )
+
+
 def figure() -> Figure:
     points = [Point(x=8, y=1048576, note="tp 4"), Point(x=16, y=None, note="nothing fits")]
     return Figure(
@@ -435,6 +468,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "shortage": shortage,
     "validation": validation,
     "comparison": comparison,
+    "difference": difference,
     "verdict": verdict,
     "accuracy": accuracy,
     "errors": errors,
