@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from memo_sim import __version__
-from memo_sim.cluster_commands import datasheet_command, gpus_command
+from memo_sim.commands.clusters import datasheet_command, gpus_command
+from memo_sim.commands.understand import compare_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plain_text import one_line
 from memo_sim.question_options import MEMORY_GIB, Options, asked, cluster_options, gib, question_options
@@ -376,7 +377,7 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
         show(placement_report(plan.report))
 
 
-for command in (datasheet_command, gpus_command):
+for command in (compare_command, datasheet_command, gpus_command, oom_command):
     cli.add_command(command)
 
 

@@ -143,6 +143,8 @@ def what_if(
             *explain(question, found, simulation, arena, close=_close(question, found), ways=ways),
             *beyond,
         ],
+        decisions=simulation.decisions if simulation else None,
+        system=question.system,
         front=[_row(e, question) for e in found.front],
         front_is_whole=pareto,
         summary=_summary(
@@ -286,6 +288,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
             price_per_device_hour=price_per_device_hour,
             ways=ways,
         ),
+        decisions=plan.decisions if simulation else None,
     )
     return Answer(result, simulation, arena)
 
@@ -337,6 +340,7 @@ def plan_of(
             command=command,
             cluster=question.cluster.name,
             hardware_sha256=sha256_of(question.hardware),
+            system=question.system,
         ),
     )
     return plan, placement
