@@ -1,4 +1,6 @@
-"""Options that ``memo-sim`` questions share, made from the knobs' declarations, and the question they make.
+"""Options that ``memo-sim`` questions share, made from the knobs' declarations.
+
+``answers/named_values.py`` turns their values into a question, as it does the arguments of the Python functions.
 
 Everything heavier than click is imported inside the functions that need it.
 """
@@ -8,25 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import (
-    CHOSEN,
     KNOBS,
-    PINNED,
+    MEMORY_GIB,
+    OF_A_MACHINE,
+    OF_A_QUESTION,
+    POWER_W,
     CountOrAuto,
     Degree,
     Flag,
     Fraction,
     Knob,
     LayerChoice,
-    Length,
     Numbers,
     OneOf,
-    Pins,
     Switch,
     Whole,
 )
@@ -37,11 +39,6 @@ if TYPE_CHECKING:
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
 
-GIB = 2**30
-MEMORY_GIB = (0.001, 100_000)
-"""Least and most GiB that an option may name; anything else is a typo."""
-POWER_W = (1, 10_000)
-"""Least and most watts that the option may name; a profile knows fewer."""
 IN_A_PLAN = ("model", "seq_len", "system")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
@@ -94,7 +91,7 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
 
 
 def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
-    """Return the files that the answer is written to, and what ``question_of`` returns.
+    """Return the files that the answer is written to, the plan that is to be priced (None: searched), and the question.
 
     Raises:
         UsageError: when a file cannot be written, or would replace what the question is read from; as ``question_of``.
@@ -107,85 +104,27 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
     outputs.check()
-    given, question = question_of(options)
+    given, question = _question_of(options)
     replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
     return outputs, given, question
 
 
-def question_of(options: Options) -> tuple[Plan | None, Question]:
-    """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``).
-
-    Raises:
-        UsageError: when the options contradict each other, or name what there is not.
-        BadInput: when a file cannot be read.
-    """
-    from memo_sim.contract.boards import with_power
-    from memo_sim.contract.catalog import load_cluster, load_model
+def _question_of(options: Options) -> tuple[Plan | None, Question]:
+    """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``)."""
+    from memo_sim.answers.named_values import question_of, question_of_plan
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
-    from memo_sim.contract.units import parse_tokens
-    from memo_sim.planning.question import Question, with_memory
 
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is None and not (options["model"] and options["seq_len"]):
         raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
+    if plan is None:
+        knobs = {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE}
+        return None, question_of({name: options[name] for name in OF_A_QUESTION} | knobs)
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
-    if plan is not None and (given := typed(*decided)):
+    if given := typed(*decided):
         raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
-    if plan is not None and (given := typed(*OF_A_SEARCH)):
+    if given := typed(*OF_A_SEARCH):
         hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
         raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    cluster, hardware = with_memory(
-        *load_cluster(options["cluster"]),
-        device_bytes=gib(options["device_memory_gib"]),
-        host_bytes=gib(options["host_memory_gib"]),
-    )
-    if options["power_w"] is not None:
-        hardware = with_power(hardware, options["power_w"])
-    values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
-    if plan is not None:
-        values |= {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
-    return plan, Question(
-        model=plan.decisions.model if plan else load_model(options["model"]),
-        cluster=cluster,
-        hardware=hardware,
-        seq_tokens=plan.decisions.seq_tokens if plan else parse_tokens(options["seq_len"]),
-        system=options["system"],
-        pins=Pins(**{knob.name: values[knob.name] for knob in PINNED if knob.on_command_line}),
-        **{knob.name: values[knob.name] for knob in CHOSEN},
-    )
-
-
-def _value(knob: Knob, given: Any) -> Any:
-    """Return the knob's value of what click read: lengths and counts arrive as text."""
-    from memo_sim.contract.units import parse_layer_choice, parse_numbers, parse_tokens
-
-    match knob.kind:
-        case Length() if given is not None:
-            return parse_tokens(given, option=knob.option, least=0)
-        case CountOrAuto(most) if given is not None:
-            return _count_or_auto(knob, given, most)
-        case Numbers() if given is not None:
-            return parse_numbers(given, option=knob.option)
-        case LayerChoice() if given is not None:
-            return parse_layer_choice(given, option=knob.option)
-        case _:
-            return given
-
-
-def _count_or_auto(knob: Knob, text: str, most: int) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    if text.isascii() and text.isdigit() and 0 < int(text) <= most:
-        return int(text)
-    raise UsageError(
-        f"not a number of {knob.name}",
-        got=repr(text),
-        wanted=f"a whole number from 1 to {most}, or auto",
-        hint=f"{knob.option} 32",
-    )
-
-
-def gib(value: float | None) -> int | None:
-    """Return bytes."""
-    return None if value is None else int(value * GIB)
+    return plan, question_of_plan(plan, {name: options[name] for name in OF_A_MACHINE})
