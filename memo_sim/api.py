@@ -11,36 +11,37 @@ plan that fits is a result whose ``best`` is None. ``docs/python.md`` says what 
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Literal, ParamSpec, TypeVar, Unpack
+from typing import Literal, Unpack
 
 from memo_sim.answers import longest as longest_answer
 from memo_sim.answers import more_memory, named_values
 from memo_sim.answers import plan_memory as memory_answer
 from memo_sim.answers import what_if as what_if_answer
 from memo_sim.contract import codec
-from memo_sim.contract.errors import Infeasible, UsageError, did_you_mean
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import ARGUMENTS
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.model import Model
+from memo_sim.contract.named_arguments import with_names_checked
 from memo_sim.contract.named_knobs import Knobs
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plain_text import one_line, printable
 from memo_sim.contract.plan import Plan, PlanRow
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
+from memo_sim.contract.summary import Summary
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import GIB, format_bytes, format_seconds, format_tokens, parse_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.views.html_table import html_table
+from memo_sim.views.pictures import Picture, picture_in
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.rows import Row, buffer_rows, kind_rows, length_rows, plan_rows
 from memo_sim.views.tables import longest_table, placement_report, result_table
@@ -60,65 +61,6 @@ __all__ = [
 
 PathLike = str | os.PathLike[str]
 Solver = Literal["portfolio", "bilevel-mip", "mip", "greedy", "cp-sat"]
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _with_names_checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function with ``UsageError`` in place of ``TypeError`` for a name that it does not know, or lacks."""
-    signature = inspect.signature(function)
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    known = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD]
-    known += ARGUMENTS if len(known) < len(kinds) else []
-
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        if unknown := [name for name in kwargs if name not in known]:
-            hint = did_you_mean(unknown[0], known) or f"help(memo_sim.{function.__name__}) lists the names"
-            raise UsageError(f"{function.__name__} has no argument of this name", got=repr(unknown[0]), hint=hint)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            wanted = ", ".join(n for n, p in signature.parameters.items() if p.default is p.empty and n in known)
-            raise UsageError(f"{function.__name__}: {error}", wanted=wanted) from None
-        return function(*args, **kwargs)
-
-    return checked
-
-
-class Picture:
-    """A drawing that a notebook shows by itself."""
-
-    def __init__(self, draw: Callable[[Path], None]) -> None:
-        self._draw = draw
-
-    @cached_property
-    def svg(self) -> str:
-        """The drawing as text of an SVG file."""
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "picture.svg"
-            self._draw(path)
-            return path.read_text(encoding="utf-8")
-
-    def save(self, path: PathLike) -> None:
-        """Write the drawing; the suffix decides the format (.png, .svg, .pdf).
-
-        Raises:
-            UsageError: when the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
-        """
-        self._draw(Path(path))
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-
-def _picture(draw: Callable[[Path], None], path: PathLike | None) -> Picture:
-    """Return a drawing, already written to ``path`` where there is one."""
-    picture = Picture(draw)
-    if path is not None:
-        picture.save(path)
-    return picture
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,6 +80,11 @@ class WhatIfResult:
     def best(self) -> PlanRow | None:
         """The fastest plan that fits, or None."""
         return self.document.best
+
+    @property
+    def summary(self) -> Summary | None:
+        """The verdict in numbers, with what it assumes; None where no plan could be evaluated."""
+        return self.document.summary
 
     @property
     def plans(self) -> list[PlanRow]:
@@ -228,7 +175,7 @@ class WhatIfResult:
             ModuleNotFoundError: when matplotlib is not installed.
         """
         self._fitting()
-        return _picture(lambda file: self.write(what_if_answer.Outputs(picture=file)), path)
+        return picture_in(lambda file: self.write(what_if_answer.Outputs(picture=file)), path)
 
     def save(self, path: PathLike) -> None:
         """Write the best plan as ``memo-sim what-if -o`` does: its trace and placement beside it.
@@ -300,6 +247,11 @@ class LongestResult:
     def best(self) -> PlanRow | None:
         """The fastest plan at that length, or None."""
         return self.document.best
+
+    @property
+    def summary(self) -> Summary | None:
+        """The verdict about that plan in numbers, with what it assumes."""
+        return self.document.summary
 
     @property
     def why(self) -> list[str]:
@@ -382,7 +334,7 @@ class MemoryResult:
             UsageError: when the file cannot be written.
             ModuleNotFoundError: when matplotlib is not installed.
         """
-        return _picture(lambda file: memory_answer.write_files(self.made, None, file), path)
+        return picture_in(lambda file: memory_answer.write_files(self.made, None, file), path)
 
     def save(self, path: PathLike) -> None:
         """Write the placement: .json, .csv, or .pickle for PyTorch's memory viewer.
@@ -415,7 +367,7 @@ class MemoryResult:
         return html_table(f"{document.input}: {document.buffers} buffers", ["memory", "size"], rows)
 
 
-@_with_names_checked
+@with_names_checked(others=ARGUMENTS)
 def what_if(
     model: PathLike | Model,
     *,
@@ -428,13 +380,15 @@ def what_if(
     top: int = 10,
     pareto: bool = False,
     one_more_gib: bool = False,
+    price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
     **knobs: Unpack[Knobs],
 ) -> WhatIfResult:
     """Search every knob that is not pinned, and rank the plans, as ``memo-sim what-if`` does.
 
     ``model`` is a preset's name, a file or a ``Model``; ``seq_len`` a number of tokens or text such as ``"64k"``.
-    ``progress`` receives (plans done, plans in all).
+    ``price_per_gpu_hour`` is in any currency, and adds prices to ``summary``. ``progress`` receives (plans done, plans
+    in all).
 
     Raises:
         UsageError: when a name or a value is wrong, or knobs contradict each other or the cluster.
@@ -448,12 +402,13 @@ def what_if(
         top=top,
         pareto=pareto,
         one_more_gib=one_more_gib,
+        price_per_gpu_hour=price_per_gpu_hour,
         progress=progress,
         command=_call("what_if", values),
     )
 
 
-@_with_names_checked
+@with_names_checked(others=ARGUMENTS)
 def longest(
     model: PathLike | Model,
     *,
@@ -488,7 +443,7 @@ def longest(
     )
 
 
-@_with_names_checked
+@with_names_checked()
 def simulate(
     plan: Plan | PathLike,
     *,
@@ -496,6 +451,7 @@ def simulate(
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     power_w: float | None = None,
+    price_per_gpu_hour: float | None = None,
 ) -> WhatIfResult:
     """Play a plan that you already have, as ``memo-sim what-if --plan`` does.
 
@@ -511,7 +467,8 @@ def simulate(
     values = {"cluster": cluster or document.provenance.cluster, "power_w": power_w}
     values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib}
     question = named_values.question_of_plan(document, values)
-    return priced(document, question, where=plan, command=_call("simulate", {"plan": plan, **values}))
+    call = _call("simulate", {"plan": plan, **values})
+    return priced(document, question, where=plan, price_per_gpu_hour=price_per_gpu_hour, command=call)
 
 
 def load_plan(path: PathLike) -> Plan:
@@ -523,7 +480,7 @@ def load_plan(path: PathLike) -> Plan:
     return codec.read(path if isinstance(path, str) else Path(path), Plan)
 
 
-@_with_names_checked
+@with_names_checked()
 def plan_memory(
     path: PathLike,
     *,
@@ -554,6 +511,7 @@ def answered(
     top: int = 10,
     pareto: bool = False,
     one_more_gib: bool = False,
+    price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
     command: str = "",
 ) -> WhatIfResult:
@@ -565,7 +523,9 @@ def answered(
     if top < 1:
         raise UsageError("not a number of plans", got=top, wanted="from 1")
     try:
-        answer = what_if_answer.what_if(question, top=top, pareto=pareto, progress=progress)
+        answer = what_if_answer.what_if(
+            question, top=top, pareto=pareto, price_per_device_hour=price_per_gpu_hour, progress=progress
+        )
     except Infeasible as error:
         return WhatIfResult(question, what_if_answer.without_answer(question, error), None, command, error)
     if one_more_gib:
@@ -573,7 +533,14 @@ def answered(
     return WhatIfResult(question, answer.result, answer, command)
 
 
-def priced(plan: Plan, question: Question, *, where: Plan | PathLike, command: str = "") -> WhatIfResult:
+def priced(
+    plan: Plan,
+    question: Question,
+    *,
+    where: Plan | PathLike,
+    price_per_gpu_hour: float | None = None,
+    command: str = "",
+) -> WhatIfResult:
     """Return the answer for a plan as the only candidate; ``where`` names its file.
 
     Raises:
@@ -581,7 +548,7 @@ def priced(plan: Plan, question: Question, *, where: Plan | PathLike, command: s
     """
     try:
         with codec.of_file("the plan" if isinstance(where, Plan) else Path(where)):
-            answer = what_if_answer.price(plan, question)
+            answer = what_if_answer.price(plan, question, price_per_device_hour=price_per_gpu_hour)
     except Infeasible as error:
         return WhatIfResult(question, what_if_answer.without_answer(question, error), None, command, error)
     return WhatIfResult(question, answer.result, answer, command)
@@ -653,7 +620,14 @@ def _in_short(best: PlanRow | None) -> str:
 
 def _call(function: str, values: Mapping[str, object]) -> str:
     """Return the call as a plan's file names what made it, without the values that were not given."""
-    shown = {name: value.name if isinstance(value, Model) else value for name, value in values.items()}
+    shown = {name: _named(value) for name, value in values.items()}
     plain = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in shown.items() if v is not None}
     given = {n: v for n, v in plain.items() if v is not False and (n, v) != ("system", "any")}
     return one_line(f"memo_sim.{function}({', '.join(f'{name}={value!r}' for name, value in given.items())})")
+
+
+def _named(value: object) -> object:
+    """Return a name for a document."""
+    if isinstance(value, Plan):
+        return f"plan {value.program_sha256[:12]}"
+    return value.name if isinstance(value, Model) else value

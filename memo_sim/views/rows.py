@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import PlanRow
@@ -115,3 +116,21 @@ def buffer_rows(placement: Placement) -> list[Row]:
     columns = (placement.ids, classes, placement.lower, placement.upper, placement.size_bytes, placement.offset_bytes)
     names = ("id", "class", "lower", "upper", "size_bytes", "offset_bytes")
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def comparison_rows(document: Comparison) -> list[Row]:
+    """Return one row a figure of the step, then a lane, then a kind of instruction: predicted, measured, ratio."""
+    before, after, ratio = document.predicted, document.measured, document.ratio
+
+    def row(name: str, predicted: float | None, measured: float | None, share: float | None) -> Row:
+        return {"figure": name, "predicted": predicted, "measured": measured, "ratio": share}
+
+    rows = [
+        row(name, getattr(before, name, None), getattr(after, name), getattr(ratio, name, None))
+        for name in ("step_s", "peak_device_bytes")
+    ]
+    for of, unit in (("lanes", "busy_{}_s"), ("ops", "kind_{}_s")):
+        parts: list[dict[str, float]] = [getattr(each, of, {}) for each in (before, after, ratio)]
+        names = dict.fromkeys([*parts[0], *parts[1]])
+        rows += [row(unit.format(_name(name)), *(part.get(name) for part in parts)) for name in names]
+    return rows

@@ -77,6 +77,8 @@ def test_rows_have_memory_by_class_and_seconds_that_add_up(answer: memo.WhatIfRe
         return sum(float(value or 0) for name, value in best.items() if re.fullmatch(pattern, name))
 
     assert answer.best is not None
+    assert answer.summary is not None
+    assert answer.summary.fits
     assert (best["model"], best["tp"], best["seq_tokens"]) == ("gpt-tiny", 2, 1024)
     assert summed("memory_.*_bytes") == sum(answer.best.peak_by_class.values()) <= answer.best.peak_device_bytes
     assert summed("busy_compute_s") + summed("wait_.*_s") == pytest.approx(answer.best.step_s)
@@ -228,6 +230,16 @@ def test_a_plan_without_a_cluster_needs_one(answer: memo.WhatIfResult) -> None:
     larger = memo.simulate(nameless, cluster="a800-1x1")
     assert (larger.best, larger.refused and larger.refused.what) == (None, "the layout is larger than the cluster")
     assert question_of_plan(plan, {"cluster": "a800-1x2"}).seq_tokens == 1024
+
+
+def test_a_price_is_in_the_summary(answer: memo.WhatIfResult) -> None:
+    for found in (
+        memo.what_if("gpt-tiny", **TINY, price_per_gpu_hour=2),
+        memo.simulate(answer.plan, price_per_gpu_hour=2),
+    ):
+        assert found.summary is not None
+        assert found.summary.price_per_device_hour == 2
+        assert found.summary.price_per_step == pytest.approx(2 * 2 * (found.summary.step_s or 0) / 3600)
 
 
 def test_names_from_files_are_escaped(answer: memo.WhatIfResult) -> None:
