@@ -16,13 +16,17 @@ __all__ = [
     "MemoError",
     "MemoryResult",
     "Picture",
+    "SweepResult",
     "UsageError",
     "WhatIfResult",
     "__version__",
+    "grid",
     "load_plan",
+    "load_sweep",
     "longest",
     "plan_memory",
     "simulate",
+    "sweep",
     "what_if",
 ]
 
@@ -34,11 +38,15 @@ if TYPE_CHECKING:
         LongestResult,
         MemoryResult,
         Picture,
+        SweepResult,
         WhatIfResult,
+        grid,
         load_plan,
+        load_sweep,
         longest,
         plan_memory,
         simulate,
+        sweep,
         what_if,
     )
     from memo_sim.contract.errors import BadInput, CannotRun, Infeasible, MemoError, UsageError

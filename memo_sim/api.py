@@ -12,15 +12,17 @@ plan that fits is a result whose ``best`` is None. ``docs/python.md`` says what 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from memo_sim.answers import longest as longest_answer
-from memo_sim.answers import more_memory, named_values
+from memo_sim.answers import more_memory, named_values, sweep_file
 from memo_sim.answers import plan_memory as memory_answer
+from memo_sim.answers import sweep as sweep_answer
 from memo_sim.answers import what_if as what_if_answer
 from memo_sim.contract import codec
 from memo_sim.contract.errors import Infeasible, UsageError
@@ -36,6 +38,7 @@ from memo_sim.contract.plan import Plan, PlanRow
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
+from memo_sim.contract.sweep import SweepLine
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import GIB, format_bytes, format_seconds, format_tokens, parse_tokens
 from memo_sim.engine.simulate import Simulation
@@ -44,6 +47,8 @@ from memo_sim.views.html_table import html_table
 from memo_sim.views.pictures import Picture, picture_in
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.rows import Row, buffer_rows, kind_rows, length_rows, plan_rows
+from memo_sim.views.sweep_chart import draw_sweep, front
+from memo_sim.views.sweep_table import HEADS, sweep_cells, sweep_csv, sweep_rows, sweep_table
 from memo_sim.views.tables import longest_table, placement_report, result_table
 
 __all__ = [
@@ -51,11 +56,15 @@ __all__ = [
     "LongestResult",
     "MemoryResult",
     "Picture",
+    "SweepResult",
     "WhatIfResult",
+    "grid",
     "load_plan",
+    "load_sweep",
     "longest",
     "plan_memory",
     "simulate",
+    "sweep",
     "what_if",
 ]
 
@@ -367,6 +376,58 @@ class MemoryResult:
         return html_table(f"{document.input}: {document.buffers} buffers", ["memory", "size"], rows)
 
 
+@dataclass(frozen=True, repr=False)
+class SweepResult:
+    """The answers of ``sweep``, in the order of the questions."""
+
+    lines: list[SweepLine]
+
+    @property
+    def failed(self) -> list[SweepLine]:
+        """The questions without an answer; that no plan fits is an answer."""
+        return [line for line in self.lines if line.failure is not None]
+
+    @property
+    def front(self) -> list[SweepLine]:
+        """The answers that no other beats in tokens per GPU and second and in device memory."""
+        return front(self.lines)
+
+    def table(self) -> list[Row]:
+        """Return rows for ``pandas.DataFrame``: what was asked, and the best plan's figures as in ``WhatIfResult``."""
+        return sweep_rows(self.lines)
+
+    def plot(self, path: PathLike | None = None) -> Picture:
+        """Draw length against MFU, speed and memory, into ``path`` (.png, .svg, .pdf) where one is given.
+
+        Raises:
+            UsageError: when the file cannot be written.
+            ModuleNotFoundError: when matplotlib is not installed.
+        """
+        return picture_in(lambda file: draw_sweep(self.lines, file), path)
+
+    def save(self, path: PathLike) -> None:
+        """Write the rows (.csv), or the answers as they are (.jsonl).
+
+        Raises:
+            UsageError: when the file's kind is unknown or it cannot be written.
+        """
+        path = Path(path)
+        if path.suffix not in (".csv", ".jsonl"):
+            raise UsageError("not a kind of file", got=str(path), wanted=".csv, .jsonl")
+        lines = b"".join(map(sweep_file.encoded, self.lines))
+        codec.write_bytes(path, sweep_csv(self.lines).encode() if path.suffix == ".csv" else lines)
+
+    def __str__(self) -> str:
+        """Return the table that ``memo-sim sweep`` prints."""
+        return printable(sweep_table(self.lines))
+
+    def __repr__(self) -> str:
+        return f"<SweepResult: {len(self.lines)} questions, {len(self.failed)} failed>"
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self)[1:-1], HEADS, list(map(sweep_cells, self.lines)))
+
+
 @with_names_checked(others=ARGUMENTS)
 def what_if(
     model: PathLike | Model,
@@ -503,6 +564,55 @@ def plan_memory(
         os.fspath(path), solver=solver, time_limit_s=time_limit, device=device, capacity_bytes=capacity_bytes
     )
     return MemoryResult(made)
+
+
+@with_names_checked()
+def sweep(
+    questions: Iterable[Mapping[str, Any]],
+    path: PathLike | None = None,
+    *,
+    executor: Executor | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> SweepResult:
+    """Answer many questions, each a mapping of the arguments of ``what_if``; ``grid`` makes them.
+
+    Answers go to ``path`` (JSON lines) as they come; a question that the file has an answer to is not asked again.
+    ``jobs`` processes share the questions, by default one for each CPU; ``executor`` takes them instead: any
+    ``concurrent.futures.Executor``, such as dask's. ``progress`` receives (questions done, all).
+
+    A script that calls this needs ``if __name__ == "__main__":``, because processes load it again.
+
+    Raises:
+        UsageError: when a value of a question is wrong, before anything is asked; or another sweep writes the file.
+        BadInput: when a file cannot be read, or ``path`` holds something else than answers.
+        CannotRun: when the executor takes no more questions.
+    """
+    file = None if path is None else Path(path)
+    return SweepResult(sweep_answer.sweep(questions, file, executor=executor, jobs=jobs, progress=progress))
+
+
+def grid(**values: Any) -> list[dict[str, Any]]:
+    """Return a question for every combination of the values that are lists.
+
+    The names are those of ``what_if``, for example ``grid(model="llama3-8b", cluster=["h100-1x8", "a800-1x8"],
+    seq_len=["64k", "128k"], tp=[4, 8])``.
+
+    Raises:
+        UsageError: when a name is wrong.
+    """
+    named_values.check_names(values)
+    return sweep_answer.grid(**values)
+
+
+def load_sweep(*paths: PathLike) -> SweepResult:
+    """Return the answers in files of sweeps; of several answers to one question the last one counts.
+
+    Raises:
+        BadInput: when a file cannot be read or holds something else.
+    """
+    lines = [line for path in paths for line in sweep_file.read_lines(Path(path))]
+    return SweepResult(list({line.key: line for line in lines}.values()))
 
 
 def answered(

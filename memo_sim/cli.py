@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from memo_sim import __version__
+from memo_sim.commands.sweep import sweep_command
 from memo_sim.contract.errors import Infeasible, MemoError, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.contract.plain_text import one_line
@@ -333,6 +334,9 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
         show_document(found.to_json().encode())
     else:
         show(placement_report(found.document))
+
+
+cli.add_command(sweep_command)
 
 
 def _fail(text: str, code: int, error: BaseException) -> NoReturn:

@@ -104,14 +104,19 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
     outputs.check()
-    given, question = _question_of(options)
+    given, question = question_of(options)
     replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
     return outputs, given, question
 
 
-def _question_of(options: Options) -> tuple[Plan | None, Question]:
-    """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``)."""
-    from memo_sim.answers.named_values import question_of, question_of_plan
+def question_of(options: Options) -> tuple[Plan | None, Question]:
+    """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``).
+
+    Raises:
+        UsageError: when the options contradict each other, or name what there is not.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.answers import named_values
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
 
@@ -120,11 +125,11 @@ def _question_of(options: Options) -> tuple[Plan | None, Question]:
         raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
     if plan is None:
         knobs = {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE}
-        return None, question_of({name: options[name] for name in OF_A_QUESTION} | knobs)
+        return None, named_values.question_of({name: options[name] for name in OF_A_QUESTION} | knobs)
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
     if given := typed(*decided):
         raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
     if given := typed(*OF_A_SEARCH):
         hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
         raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    return plan, question_of_plan(plan, {name: options[name] for name in OF_A_MACHINE})
+    return plan, named_values.question_of_plan(plan, {name: options[name] for name in OF_A_MACHINE})

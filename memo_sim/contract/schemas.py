@@ -19,6 +19,7 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.result import Result
+from memo_sim.contract.sweep import SweepLine
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.validation import Validation
 from memo_sim.contract.verdict import Verdict
@@ -36,6 +37,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "trace": Trace,
     "result": Result,
     "longest": Longest,
+    "sweep": SweepLine,
     "validation": Validation,
     "comparison": Comparison,
     "verdict": Verdict,
