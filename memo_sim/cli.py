@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,17 +16,18 @@ import click
 
 from memo_sim import __version__
 from memo_sim.commands.clusters import datasheet_command, gpus_command
+from memo_sim.commands.sweep import sweep_command
 from memo_sim.commands.understand import compare_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.contract.plain_text import one_line
-from memo_sim.question_options import MEMORY_GIB, Options, asked, cluster_options, gib, question_options
+from memo_sim.question_options import Options, asked, cluster_options, question_options
 from memo_sim.views.command_line import (
     SETTINGS,
     Commands,
     Finite,
     Silent,
     command_line,
-    now,
     run_commands,
     say,
     say_usage,
@@ -35,7 +37,7 @@ from memo_sim.views.command_line import (
 )
 
 if TYPE_CHECKING:
-    from memo_sim.answers.what_if import Answer
+    from memo_sim.api import WhatIfResult
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
 
@@ -85,26 +87,20 @@ def what_if_command(**options: Any) -> None:
 
     MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
     """
-    from memo_sim.answers.what_if import without_answer, write_files
-    from memo_sim.contract.codec import encode
     from memo_sim.views.tables import result_table
 
     outputs, plan, question = asked(options)
-    try:
-        answer = _ask(plan, question, options)
-    except Infeasible as error:
-        if not options["as_json"]:
-            raise
-        show_document(encode(without_answer(question, error)))
-        raise Silent(error.exit_code) from None
-    write_files(answer, question, outputs, created=now(), command=command_line("memo-sim"))
+    result = _ask(plan, question, options)
+    if result.refused and not options["as_json"]:
+        raise result.refused
+    result.write(outputs)
     if options["as_json"]:
-        show_document(encode(answer.result))
+        show_document(result.to_json().encode())
     else:
-        show(result_table(answer.result) + "\n")
-        for line in answer.result.why:
+        show(result_table(result.document) + "\n")
+        for line in result.why:
             show(one_line(line))
-    if answer.result.best is None:
+    if result.best is None:
         raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
 
@@ -124,41 +120,33 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
 
     MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
     """
-    from memo_sim.answers.longest import longest
-    from memo_sim.answers.more_memory import with_what_more_holds
-    from memo_sim.answers.what_if import write_files
-    from memo_sim.contract.codec import encode
+    from memo_sim.api import longest_of
     from memo_sim.contract.units import parse_tokens
     from memo_sim.views.tables import longest_table
 
-    tokens = parse_tokens(step, option="--step")
+    parse_tokens(step, option="--step")
     outputs, _, question = asked({**options, "plan_path": None, "seq_len": step})
-    found = with_progress(
-        "lengths", lambda tell: longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=tell)
-    )
-    if one_more_gib:
-        found = with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
-    if found.answer is not None:
-        write_files(found.answer, found.question, outputs, created=now(), command=command_line("memo-sim"))
+    wanted: Options = {"step": step, "max_step_s": max_step_s, "one_more_gib": one_more_gib}
+    ask = partial(longest_of, question, **wanted, command=command_line("memo-sim"))
+    found = with_progress("lengths", lambda tell: ask(progress=tell))
+    if found.at_longest is not None:
+        found.at_longest.write(outputs)
     if options["as_json"]:
-        show_document(encode(found.document))
+        show_document(found.to_json().encode())
     else:
-        show(longest_table(found.document) + "\n\n" + "\n".join(map(one_line, found.document.why)))
-    if found.answer is None:
+        show(longest_table(found.document) + "\n\n" + "\n".join(map(one_line, found.why)))
+    if found.at_longest is None:
         raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
 
-def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
-    from memo_sim.answers.more_memory import with_what_more_buys
-    from memo_sim.answers.what_if import price, what_if
-    from memo_sim.contract.codec import of_file
+def _ask(plan: Plan | None, question: Question, options: Options) -> WhatIfResult:
+    from memo_sim.api import answered, priced
 
+    command = command_line("memo-sim")
     if plan is not None:
-        with of_file(options["plan_path"]):
-            return price(plan, question)
-    wanted = {"top": options["top"], "pareto": options["pareto"]}
-    answer = with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))
-    return with_what_more_buys(question, answer) if options["one_more_gib"] else answer
+        return priced(plan, question, where=options["plan_path"], command=command)
+    wanted = {name: options[name] for name in ("top", "pareto", "one_more_gib")}
+    return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell, command=command))
 
 
 @cli.command("validate")
@@ -178,6 +166,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
 
     `memo-sim schema cases` describes the columns of a case file. Where no row can be evaluated the exit code is 4.
     """
+    from memo_sim.answers.what_if import now
     from memo_sim.contract.codec import check_not_read, check_writable, encode, write_bytes
     from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, load_accepted
     from memo_sim.validation.cases import list_case_files, load_cases, load_notes, path_of
@@ -363,21 +352,20 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
     INPUT is a plan, memo.requests/1, a CSV id,lower,upper,size, a log of malloc and free lines, or a PyTorch memory
     snapshot. A placement in a .pickle opens in PyTorch's memory viewer.
     """
-    from memo_sim.answers.plan_memory import check_outputs, plan_memory, write_files
-    from memo_sim.contract.codec import encode
+    from memo_sim.answers.plan_memory import check_outputs, write_files
+    from memo_sim.api import plan_memory
     from memo_sim.views.tables import placement_report
 
     check_outputs(output, plot, read=Path(path))
-    limits = {"time_limit_s": options["time_limit"], "capacity_bytes": gib(options["device_memory_gib"])}
-    plan = plan_memory(path, solver=options["solver"], device=options["device"], **limits)
-    write_files(plan, output, plot)
+    found = plan_memory(path, **options)
+    write_files(found.made, output, plot)
     if as_json:
-        show_document(encode(plan.report))
+        show_document(found.to_json().encode())
     else:
-        show(placement_report(plan.report))
+        show(placement_report(found.document))
 
 
-for command in (compare_command, datasheet_command, gpus_command, oom_command):
+for command in (compare_command, datasheet_command, gpus_command, oom_command, sweep_command):
     cli.add_command(command)
 
 

@@ -23,6 +23,7 @@ from memo_sim.contract.plan import Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.result import Result
 from memo_sim.contract.shortage import Shortage
+from memo_sim.contract.sweep import SweepLine
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.validation import Validation
 from memo_sim.contract.verdict import Verdict
@@ -42,6 +43,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "longest": Longest,
     "gpus": Gpus,
     "shortage": Shortage,
+    "sweep": SweepLine,
     "validation": Validation,
     "comparison": Comparison,
     "difference": Difference,
