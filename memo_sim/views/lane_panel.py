@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_seconds
 from memo_sim.views.bars import Bar, Stall, bars_of, played_s, stalls_of
-from memo_sim.views.palette import QUIET_TEXT, TEXT, WAITS, lighter, phase_colour
+from memo_sim.views.palette import TEXT, lighter, phase_colour, wait_colour
 from memo_sim.views.pictures import drawn
 
 if TYPE_CHECKING:
@@ -205,11 +205,6 @@ def number_colour(background: str) -> str:
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 145 else TEXT
 
 
-def wait_colour(lane: str) -> str:
-    """Return the colour of waits for ``lane``."""
-    return WAITS.get(lane, QUIET_TEXT)
-
-
 def joined(stalls: list[Stall], bridge_s: float) -> list[Stall]:
     """Return the stalls with near neighbours joined: the lane ran less than ``bridge_s`` and half the time between."""
     found: list[Stall] = []
@@ -219,7 +214,7 @@ def joined(stalls: list[Stall], bridge_s: float) -> list[Stall]:
         last = found[-1] if found else None
         near = last is not None and stall.start_s - last.end_s <= bridge_s
         if last is not None and near and stood_s + length >= (stall.end_s - last.start_s) / 2:
-            found[-1] = Stall(last.lane, last.waits_for, last.start_s, stall.end_s)
+            found[-1] = Stall(last.lane, last.waits_for, last.start_s, stall.end_s, stall.instruction)
             stood_s += length
         else:
             found.append(stall)

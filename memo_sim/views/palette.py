@@ -41,6 +41,10 @@ WAITS = {
 }
 """Colour by the lane that is waited for."""
 
+BUBBLE = "pipeline bubble"
+"""A wait for other pipeline stages, and its colour."""
+BUBBLE_COLOUR = "#7d8590"
+
 CLASSES = {
     "state": "#9aa5b1",
     "input": "#c7ccd1",
@@ -63,6 +67,11 @@ QUIET_TEXT = "#606060"
 def phase_colour(phase: str) -> str:
     """Return the colour of a phase."""
     return PHASES.get(phase, (phase, OTHER))[1]
+
+
+def wait_colour(lane: str) -> str:
+    """Return the colour of waits for ``lane``, or for other pipeline stages (``BUBBLE``)."""
+    return BUBBLE_COLOUR if lane == BUBBLE else WAITS.get(lane, QUIET_TEXT)
 
 
 def phase_label(phase: str) -> str:

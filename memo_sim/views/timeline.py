@@ -15,9 +15,9 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_seconds
 from memo_sim.views.bars import first_micro_batch, lanes_of, played_s
-from memo_sim.views.lane_panel import LanePanel, panel_height, wait_colour, wait_labels
+from memo_sim.views.lane_panel import LanePanel, panel_height, wait_labels
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
-from memo_sim.views.palette import CLASSES, OTHER, PHASES, QUIET_TEXT, phase_colour, phase_label
+from memo_sim.views.palette import CLASSES, OTHER, PHASES, QUIET_TEXT, phase_colour, phase_label, wait_colour
 from memo_sim.views.pictures import DPI, drawn, write_picture
 
 if TYPE_CHECKING:

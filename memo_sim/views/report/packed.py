@@ -3,8 +3,8 @@
     length of the JSON (4 bytes) | JSON | zeros up to a multiple of 8 | column | column | ...
 
 The JSON names every column's type, first byte and length. Times are whole nanoseconds, and a span's start is stored as
-its distance from the end of the lane's previous span: mostly zero, so 100,000 spans need less than a megabyte. Nothing of
-it can be read as HTML, because base64 has no ``<``.
+its distance from the end of the lane's previous span: mostly zero, so 100,000 spans need less than a megabyte. Nothing
+of it can be read as HTML, because base64 has no ``<``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import msgspec
 from memo_sim.contract.plain_text import one_line, shortened
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.trace import MemoryCurve, Trace
-from memo_sim.views.bars import lanes_of, place_of, played_s
-from memo_sim.views.palette import CLASSES, OTHER, PHASES, QUIET_TEXT, WAITS, ordered_classes
+from memo_sim.views.bars import lanes_of, place_of, played_s, stalls_of
+from memo_sim.views.palette import BUBBLE, BUBBLE_COLOUR, CLASSES, OTHER, PHASES, QUIET_TEXT, WAITS, ordered_classes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +81,7 @@ def packed(steps: Sequence[Step]) -> str:
     header = {
         "steps": [_step(step, columns) for step in steps],
         "phases": PHASES,
-        "waits": WAITS,
+        "waits": {**WAITS, BUBBLE: BUBBLE_COLOUR},
         "classes": CLASSES,
         "other": OTHER,
         "quiet": QUIET_TEXT,
@@ -135,6 +135,9 @@ def _spans(trace: Trace, columns: _Columns) -> dict[str, Any]:
         work.append(works((_text(parts.name), _text(op))))
         row_of[name] = row
     waits = [w for w in trace.waits if w.instruction in row_of and w.seconds > 0]
+    began_s = {w.instruction: w.start_s for w in waits}
+    stalls, causes = [s for s in stalls_of(trace) if s.end_s > s.start_s], _Numbers()
+    cause = [causes(_text(stall.waits_for)) for stall in stalls]
     return {
         "lanes": [_text(lane) for lane in lanes],
         "places": list(places.of),
@@ -147,6 +150,11 @@ def _spans(trace: Trace, columns: _Columns) -> dict[str, Any]:
         "wait_row": columns.add([row_of[w.instruction] for w in waits], "u4"),
         "wait_for": columns.add([row_of.get(w.waits_for, NONE) for w in waits], "u4"),
         "wait_s": columns.add([w.seconds for w in waits], "f4"),
+        "causes": list(causes.of),
+        "stall_row": columns.add([row_of[s.instruction] for s in stalls], "u4"),
+        "stall_cause": columns.add(cause, "u1"),
+        "stall_after": columns.add([s.start_s - began_s[s.instruction] for s in stalls], "f4"),
+        "stall_s": columns.add([s.end_s - s.start_s for s in stalls], "f4"),
     }
 
 

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 from memo_sim.contract.trace import Trace
 from memo_sim.views.bars import place_of, played_s, stalls_of
-from memo_sim.views.lane_panel import wait_colour
-from memo_sim.views.palette import OTHER, PHASES, phase_colour, phase_label
+from memo_sim.views.palette import BUBBLE, OTHER, PHASES, phase_colour, phase_label, wait_colour
 from memo_sim.views.report.page import Share, Shares
 
 MOST_KINDS = 12
 """Kinds of instructions with a bar of their own."""
 LEAST_SHARE = 0.0005
 """A bar below this fraction of the step would read as 0.0 %."""
-WAIT = "waits for "
-IDLE = "idle at the step's end or between stages"
+BACKWARD = ("bwd", "dgrad", "wgrad")
+"""Last parts of operators' names in backward; the colour of a bar says so too."""
+IDLE = "idle after the last kernel"
 
 
 def shares_of(trace: Trace) -> Shares:
-    """Return how the compute lane's time divides until the end of what was played; the bars add up to all of it."""
-    total_s = played_s(trace)
+    """Return how the compute lane's time divides over the step, or over what was played of it."""
+    total_s = trace.step_s if trace.micro_batches_played == trace.micro_batches else played_s(trace)
     kinds: dict[str, dict[str, float]] = {}
     spans = trace.spans
     for name, op, lane, start, end in zip(spans.ids, spans.ops, spans.lanes, spans.start_s, spans.end_s, strict=True):
@@ -52,13 +52,13 @@ def shares_of(trace: Trace) -> Shares:
     return Shares("compute lane", kept, total_s, list(legend.items()))
 
 
-def shares_note(trace: Trace, shares: Shares) -> str:
-    """Return what the bars are of: the whole step, or the part of it that was played."""
+def shares_note(trace: Trace, shares: Shares, of: str = "") -> str:
+    """Return what the bars are of: the whole step, or the part of it that was played; ``of`` names the stage."""
     part = f"{trace.micro_batches_played} of {trace.micro_batches} micro-batches, which the others repeat"
-    of = "the step" if trace.micro_batches_played == trace.micro_batches else part
+    played = "The whole step" if trace.micro_batches_played == trace.micro_batches else part
     left = 1 - sum(share.seconds for share in shares.shares) / shares.total_s if shares.total_s else 0.0
-    small = f" Kinds of less than {LEAST_SHARE:.2%} are left out, {left:.2%} together." if left > 1e-4 else ""
-    return f"Of {of}.{small}"
+    small = f" Kinds below {100 * LEAST_SHARE:g} % are left out, {100 * left:.2f} % together." if left > 1e-4 else ""
+    return f"{played}{f' of {of}' if of else ''}.{small}"
 
 
 def _share(name: str, phases: dict[str, float]) -> Share:
@@ -69,8 +69,9 @@ def _share(name: str, phases: dict[str, float]) -> Share:
 
 def _kind(op: str) -> str:
     """Return the kind that an operator belongs to: ``attention.bwd`` is attention, ``linear.dgrad`` linear."""
-    return op.partition(".")[0].replace("_", " ")
+    kind, _, part = op.rpartition(".")
+    return (kind if part in BACKWARD else op).replace(".", " ").replace("_", " ")
 
 
 def _wait_name(lane: str) -> str:
-    return f"{WAIT}{lane}"
+    return lane if lane == BUBBLE else f"waits for {lane}"

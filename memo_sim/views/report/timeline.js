@@ -11,6 +11,7 @@ const ZOOM = 1.6;
 const BUFFERS_SHOWN = 5;
 const TYPES = { f4: Float32Array, f8: Float64Array, i4: Int32Array, u1: Uint8Array, u4: Uint32Array };
 const UNKNOWN = 0xffffffff;
+const BUBBLE = "pipeline bubble"; // as views/palette.py names it
 const PHASE_WORDS = { fwd: "forward", bwd: "backward", rec: "recompute", off: "offload", pre: "prefetch" };
 
 async function unpacked(text) {
@@ -54,7 +55,13 @@ class Step {
     this.waitOf = new Map();
     const waitRow = column(this.wait_row), waitFor = column(this.wait_for), waitS = column(this.wait_s);
     waitRow.forEach((row, i) => this.waitOf.set(row, { seconds: waitS[i], source: waitFor[i] }));
-    this.waits = this.lanes.map((_, lane) => waitRow.filter((row) => this.lane[row] === lane).sort());
+    const stallRow = column(this.stall_row), cause = column(this.stall_cause);
+    const after = column(this.stall_after), stallS = column(this.stall_s);
+    this.stalls = this.lanes.map(() => []);
+    stallRow.forEach((row, i) => {
+      const start = this.start[row] - this.waitOf.get(row).seconds + after[i];
+      this.stalls[this.lane[row]].push({ row, start, end: start + stallS[i], cause: this.causes[cause[i]] });
+    });
     this.memory = { device: curve(this.device, column), host: curve(this.host, column) };
     if (this.buffers) {
       for (const name of ["class_of", "lower", "upper", "bytes", "instant"]) {
@@ -140,6 +147,7 @@ function plainNumber(value, digits) {
 }
 
 function seconds(value, digits = 3) {
+  if (value === 0) return "0 s";
   for (const [unit, scale] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]) {
     if (Math.abs(value) >= scale || unit === "µs") return `${plainNumber(value / scale, digits)} ${unit}`;
   }
@@ -256,14 +264,11 @@ class Timeline {
     for (const step of this.steps) {
       step.lanes.forEach((lane, number) => {
         if (lane !== "compute") return;
-        for (const row of step.waits[number]) {
-          const source = step.waitLane(row);
-          waits.set(source, (waits.get(source) || 0) + step.waitOf.get(row).seconds);
-        }
+        for (const { cause, start, end } of step.stalls[number]) waits.set(cause, (waits.get(cause) || 0) + end - start);
       });
     }
     const longest = [...waits].sort((a, b) => b[1] - a[1]).slice(0, 6);
-    group("compute waits for", longest.map(([lane, s]) => [`${lane} ${seconds(s)}`, this.waitColour(lane), true]));
+    group(this.steps.length > 1 ? "waits, all stages" : "compute waits for", longest.map(([lane, s]) => [`${lane} ${seconds(s)}`, this.waitColour(lane), true]));
     const { device, host } = this.steps[this.shown].memory;
     const classes = [...new Set([...device.classes, ...host.classes])];
     group("memory", classes.map((name) => [name, this.header.classes[name] || this.header.other]));
@@ -384,7 +389,10 @@ class Timeline {
     for (let n = Math.ceil(this.from / pace); n * pace <= this.to; n++) {
       const x = this.x(n * pace), label = `${((n * pace - base) / scale).toFixed(digits)} ${unit}`;
       g.fillStyle = this.rule;
-      g.fillRect(Math.round(x), ROWS.axis - 4, 1, this.height - ROWS.axis);
+      for (const { kind, y, height } of this.rows) {
+        if (kind === "axis") g.fillRect(Math.round(x), height - 5, 1, 5);
+        if (kind === "memory") g.fillRect(Math.round(x), y, 1, height);
+      }
       const half = g.measureText(label).width / 2, right = this.gutter + this.width + 8;
       g.fillStyle = this.quiet;
       if (x + half <= right) g.fillText(label, Math.max(x, this.gutter + half), ROWS.axis / 2 - 2);
@@ -419,9 +427,9 @@ class Timeline {
     const pixel = (this.to - this.from) / this.width, wide = [];
     let column = -1, filled = new Map();
     const flush = () => {
-      if (column < 0) return;
       let busy = 0;
       for (const part of filled.values()) busy += part;
+      if (!busy) return;
       const up = height * Math.min(1, Math.max(busy, LEAST_SHARE));
       let base = y + height;
       for (const [colour, part] of filled) {
@@ -430,27 +438,32 @@ class Timeline {
         g.fillRect(this.gutter + column, base - high, 1, high);
         base -= high;
       }
-      filled = new Map();
+      filled.clear();
+    };
+    const fill = (at, share, colour) => {
+      if (at !== column) { flush(); column = at; }
+      if (share > 0) filled.set(colour, (filled.get(colour) || 0) + share);
     };
     for (let i = step.first(rows, this.from); i < rows.length; i++) {
       const number = rows[i], start = step.start[number], end = step.end[number];
       if (start >= this.to) break;
       if (end <= start) continue;
       const colour = step.colours[step.place[number]];
-      if (end - start >= 1.5 * pixel) {
+      const left = Math.max((start - this.from) / pixel, 0), right = Math.min((end - this.from) / pixel, this.width);
+      const first = Math.floor(left), last = Math.floor(right);
+      if (first === last) { fill(first, right - left, colour); continue; }
+      fill(first, first + 1 - left, colour);
+      if (last > first + 1) {
         flush();
-        column = -1;
-        const x = this.x(Math.max(start, this.from)), length = this.x(Math.min(end, this.to)) - x;
         g.fillStyle = colour;
-        g.fillRect(x, y, length > 5 ? length - 0.6 : length, height);
-        if (length > 12) wide.push(number);
-      } else {
-        const at = Math.floor((start - this.from) / pixel);
-        if (at !== column) { flush(); column = at; }
-        filled.set(colour, (filled.get(colour) || 0) + (end - start) / pixel);
+        g.fillRect(this.gutter + first + 1, y, last - first - 1, height);
       }
+      fill(last, right - last, colour);
+      if (right - left > 12) wide.push(number);
     }
     flush();
+    g.fillStyle = this.ground;
+    for (const number of wide) g.fillRect(this.x(step.end[number]) - 0.5, y + height - 5, 1, 5);
     this.labels(row, wide);
     g.restore();
   }
@@ -468,20 +481,24 @@ class Timeline {
       g.fillText(text, (left + right) / 2, middle);
     };
     const named = wide.some((number) => step.end[number] - step.start[number] > (this.to - this.from) * 0.05);
+    const gap = (0.7 * (this.to - this.from)) / this.width;
     let begin = step.first(rows, this.from);
     while (begin < rows.length && step.start[rows[begin]] < this.to) {
+      // The longest run of one place without a gap that a reader sees: a text must not lie across a gap.
       const place = step.place[rows[begin]];
-      let last = begin;
-      while (last + 1 < rows.length && step.place[rows[last + 1]] === place && step.start[rows[last + 1]] < this.to) last++;
-      const [where, phase, , layer] = step.places[place], leaf = where.slice(where.lastIndexOf("/") + 1);
-      const from = step.start[rows[begin]], to = step.end[rows[last]];
-      const number = layer >= 0 ? String(layer) : "", colour = step.colours[place];
-      const busy = step.end[rows[begin]] - from >= (to - from) / 2 || lane === 0;
-      if (busy && this.x(to) - this.x(from) > 9) {
-        const word = PHASE_WORDS[phase] || (leaf === phase ? "" : phase);
-        write([`${where} ${word}`, `${leaf} ${word}`, leaf, number], from, to, y + (named && tall ? height * 0.28 : height / 2 + 0.5), colour);
+      let from = step.start[rows[begin]], to = from, best = [from, from], i = begin;
+      for (; i < rows.length && step.place[rows[i]] === place && step.start[rows[i]] < this.to; i++) {
+        if (step.start[rows[i]] - to > gap) from = step.start[rows[i]];
+        to = step.end[rows[i]];
+        const shown = Math.min(to, this.to) - Math.max(from, this.from);
+        if (shown > Math.min(best[1], this.to) - Math.max(best[0], this.from)) best = [from, to];
       }
-      begin = last + 1;
+      begin = i;
+      if (this.x(best[1]) - this.x(best[0]) <= 9) continue;
+      const [where, phase, , layer] = step.places[place], leaf = where.slice(where.lastIndexOf("/") + 1);
+      const number = layer >= 0 ? String(layer) : "", word = PHASE_WORDS[phase] || (leaf === phase ? "" : phase);
+      const middle = y + (named && tall ? height * 0.28 : height / 2 + 0.5);
+      write([`${where} ${word}`, `${leaf} ${word}`, leaf, number], ...best, middle, step.colours[place]);
     }
     if (named && tall) {
       for (const number of wide) {
@@ -494,15 +511,14 @@ class Timeline {
 
   drawWaits({ step, lane, y, height }) {
     const g = this.g, pixel = (this.to - this.from) / this.width;
-    for (const row of step.waits[lane]) {
-      const end = step.start[row], start = end - step.waitOf.get(row).seconds;
+    for (const { start, end, cause } of step.stalls[lane]) {
       if (end <= this.from || start >= this.to || end - start < 1.5 * pixel) continue;
       const left = this.x(Math.max(start, this.from)), right = this.x(Math.min(end, this.to));
       g.save();
       g.beginPath();
       g.rect(left, y, right - left, height);
       g.clip();
-      g.strokeStyle = this.waitColour(step.waitLane(row));
+      g.strokeStyle = this.waitColour(cause);
       g.lineWidth = 1;
       g.beginPath();
       for (let x = left - height - ((left - height) % 6); x < right; x += 6) {
@@ -672,7 +688,10 @@ class Timeline {
     const [name, op] = step.works[step.work[number]], lines = [];
     const waited = wait && `${wait.source === UNKNOWN ? "another rank" : step.id(wait.source)} (${step.waitLane(number)})`;
     if (found.waiting !== undefined) {
-      lines.push(element("strong", "", `waits ${seconds(wait.seconds)}`), element("div", "", `for ${waited}`));
+      const stall = step.stalls[row.lane].find(({ start, end }) => start <= time && time < end);
+      const whole = stall && stall.end - stall.start < 0.999 * wait.seconds ? ` of a wait of ${seconds(wait.seconds)}` : "";
+      const name = stall ? `${stall.cause === BUBBLE ? BUBBLE : `waits for ${stall.cause}`} ${seconds(stall.end - stall.start)}${whole}` : "";
+      lines.push(element("strong", "", name), element("div", "", `ended by ${waited}`));
       lines.push(element("div", "quiet", `then plays ${step.id(number)}`));
       return lines;
     }
