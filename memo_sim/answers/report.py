@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 from memo_sim.contract.requests import Requests
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.requests import requests_of
-from memo_sim.views.report.packed import Step
 from memo_sim.views.report.page import write_page
 from memo_sim.views.report.what_if import Best, what_if_page
+from memo_sim.views.step import Step
 
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Answer
     from memo_sim.contract.plan import Plan
     from memo_sim.engine.simulate import Simulation
     from memo_sim.engine.stage_run import StageRun
+    from memo_sim.planning.arena import Arena
 
 
 def write_report(
@@ -33,7 +34,7 @@ def write_report(
         best = Best(
             plan=plan,
             file=None if file is None else str(file),
-            steps=steps_of(answer.best),
+            steps=steps_of(answer.best, answer.arena),
             pace=answer.best.stages.index(answer.best.pace),
         )
     page = what_if_page(
@@ -47,18 +48,28 @@ def write_report(
     write_page(page, path)
 
 
-def steps_of(simulation: Simulation) -> list[Step]:
-    """Return the step of each pipeline stage for a page's timeline."""
-    return [
-        Step(
-            name=f"stage {number} · rank {trace.rank}" if len(simulation.stages) > 1 else f"rank {trace.rank}",
-            trace=trace,
-            buffers=_buffers(stage, simulation),
-            capacity_bytes=stage.memory.device_capacity_bytes,
-            reserve_bytes=stage.memory.reserve_bytes,
+def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:
+    """Return the step of each pipeline stage for pictures and pages; ``arena`` is None when memory is not planned."""
+    several = len(simulation.stages) > 1
+    stages = zip(simulation.stages, simulation.traced_stages(), simulation.traces(), strict=True)
+    steps = []
+    for number, (stage, traced, trace) in enumerate(stages):
+        held_bytes, held_as = stage.reserved_bytes, "reserved by PyTorch's allocator"
+        if arena is not None:
+            held_bytes = arena.prediction.peak_device_bytes if stage is simulation.fullest else None
+            held_as = "planned arena"
+        steps.append(
+            Step(
+                name=f"stage {number} · rank {trace.rank}" if several else f"rank {trace.rank}",
+                trace=trace,
+                buffers=_buffers(traced, simulation),
+                capacity_bytes=stage.memory.device_capacity_bytes,
+                reserve_bytes=stage.memory.reserve_bytes,
+                held_bytes=held_bytes,
+                held_as=held_as,
+            )
         )
-        for number, (stage, trace) in enumerate(zip(simulation.traced_stages(), simulation.traces(), strict=True))
-    ]
+    return steps
 
 
 def _buffers(stage: StageRun, simulation: Simulation) -> Requests | None:

@@ -356,12 +356,11 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
         return
     traces = answer.best.traces()
     if outputs.picture:  # first, so that a drawing that fails leaves no other file
+        from memo_sim.answers.report import steps_of
         from memo_sim.views.timeline import draw_timeline
 
-        title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
-        title += f", stage 0 of {len(traces)}" if len(traces) > 1 else ""
-        capacity = int(question.hardware.device_memory_bytes.value)
-        draw_timeline(traces[0], outputs.picture, title=title, capacity_bytes=capacity)
+        title = plan_title(answer.best.decisions, answer.best.prediction.step_s, question.cluster.name)
+        draw_timeline(steps_of(answer.best, answer.arena), outputs.picture, title=title)
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 

@@ -86,6 +86,20 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """A micro-batch's forward, backward with its recompute, or deferred weight gradients on one stage's compute lane.
+
+    Other work has the micro-batch -1 and its own phase. ``busy_s`` leaves out the gaps.
+    """
+
+    micro_batch: int
+    phase: str
+    start_s: float
+    end_s: float
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stall:
     """A time in which ``lane`` was idle because of lane ``waits_for``, or of other pipeline stages (``BUBBLE``)."""
 
@@ -179,6 +193,32 @@ def _without(part: tuple[float, float], start_s: float, end_s: float) -> list[tu
     """Return what is left of ``part`` without [start_s, end_s)."""
     left = [(part[0], min(part[1], start_s)), (max(part[0], end_s), part[1])]
     return [(a, b) for a, b in left if b - a > 0]
+
+
+def passes_of(trace: Trace, *, bridge_s: float) -> list[Pass]:
+    """Return the compute lane's passes in order; a gap longer than ``bridge_s`` divides one."""
+    spans = trace.spans
+    found: list[Pass] = []
+    for name, lane, start, end in zip(spans.ids, spans.lanes, spans.start_s, spans.end_s, strict=True):
+        if lane != "compute" or end <= start:
+            continue
+        micro_batch = _MICRO_BATCH.match(name)
+        phase = name.rsplit("/", 2)[-2] if name.count("/") > 1 else "other"
+        key = (int(micro_batch[1]), "bwd" if phase == "rec" else phase) if micro_batch else (-1, phase)
+        last = found[-1] if found else None
+        if last is not None and (last.micro_batch, last.phase) == key and start - last.end_s <= bridge_s:
+            found[-1] = Pass(*key, last.start_s, end, last.busy_s + end - start)
+        else:
+            found.append(Pass(*key, start, end, end - start))
+    return found
+
+
+def busy_share(trace: Trace) -> float:
+    """Return the fraction of the step that compute is busy, or of the part of it that was played."""
+    whole_s = trace.step_s if trace.micro_batches_played == trace.micro_batches else played_s(trace)
+    spans = trace.spans
+    busy_s = sum(e - s for lane, s, e in zip(spans.lanes, spans.start_s, spans.end_s, strict=True) if lane == "compute")
+    return busy_s / whole_s if whole_s else 0.0
 
 
 def played_s(trace: Trace) -> float:

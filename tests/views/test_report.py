@@ -21,10 +21,11 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.trace import Trace
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
-from memo_sim.views.report.packed import Step, packed
+from memo_sim.views.report.packed import packed
 from memo_sim.views.report.page import Page, Paragraph, Section, Table, check_page, html
 from memo_sim.views.report.shares import shares_of
 from memo_sim.views.report.what_if import Best, run_commands, what_if_page
+from memo_sim.views.step import Step
 from tests.refusals import refused
 from tests.views.conftest import decide
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import gzip
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +21,7 @@ from memo_sim.contract.requests import Requests
 from memo_sim.contract.trace import MemoryCurve, Trace
 from memo_sim.views.bars import lanes_of, place_of, played_s, stalls_of
 from memo_sim.views.palette import BUBBLE, BUBBLE_COLOUR, CLASSES, OTHER, PHASES, QUIET_TEXT, WAITS, ordered_classes
+from memo_sim.views.step import Step
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,21 +31,6 @@ ALIGNMENT = 8
 NS_PER_S = 1e9
 NONE = 2**32 - 1
 """Stands for an instruction that the trace does not hold, as of another rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One rank's step as a page shows it.
-
-    ``buffers`` has the device buffers, whose instants are the trace's rows; None where they are not known.
-    ``reserve_bytes`` is the part of the capacity that is outside the memory curve.
-    """
-
-    name: str
-    trace: Trace
-    buffers: Requests | None = None
-    capacity_bytes: int | None = None
-    reserve_bytes: int = 0
 
 
 class _Columns:
@@ -103,6 +88,8 @@ def _step(step: Step, columns: _Columns) -> dict[str, Any]:
         "played": trace.micro_batches_played,
         "capacity_bytes": step.capacity_bytes,
         "reserve_bytes": step.reserve_bytes,
+        "held_bytes": step.held_bytes,
+        "held_as": step.held_as,
         **_spans(trace, columns),
         "device": _curve(trace.device_memory, columns),
         "host": _curve(trace.host_memory, columns),

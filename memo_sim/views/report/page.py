@@ -19,7 +19,8 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plain_text import printable
 from memo_sim.contract.units import format_seconds
-from memo_sim.views.report.packed import Step, packed
+from memo_sim.views.report.packed import packed
+from memo_sim.views.step import Step
 
 if TYPE_CHECKING:
     from jinja2 import Environment

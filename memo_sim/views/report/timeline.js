@@ -546,8 +546,10 @@ class Timeline {
     const after = 4 + g.measureText(heading).width + 12;
     this.font(11);
     g.fillStyle = this.quiet;
-    const room = capacity ? `, ${((100 * memory.peak) / capacity).toFixed(0)} % of ${size(capacity)}` : "";
-    const note = `peak ${size(memory.peak)}${room}`;
+    const held = side === "device" && step.held_bytes && Math.abs(step.held_bytes - memory.peak) > 0.005 * memory.peak;
+    const most = held ? step.held_bytes : memory.peak;
+    const room = capacity ? `, ${((100 * most) / capacity).toFixed(0)} % of ${size(capacity)}` : "";
+    const note = `peak ${size(memory.peak)}${held ? ` live, ${step.held_as} ${size(step.held_bytes)}` : ""}${room}`;
     if (after + g.measureText(note).width < this.gutter + this.width) g.fillText(note, after, y - 11);
     g.textAlign = "right";
     const unit = memory.peak >= 2 ** 29 ? ["GiB", 2 ** 30] : memory.peak >= 2 ** 19 ? ["MiB", 2 ** 20] : ["KiB", 1024];

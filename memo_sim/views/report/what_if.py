@@ -12,7 +12,6 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import interval_label, layout_label
-from memo_sim.views.report.packed import Step
 from memo_sim.views.report.page import (
     Block,
     Bullets,
@@ -30,6 +29,7 @@ from memo_sim.views.report.page import (
     Timeline,
 )
 from memo_sim.views.report.shares import shares_note, shares_of
+from memo_sim.views.step import Step
 from memo_sim.views.summary_text import verdict_lines
 
 PLAN_FILE = "plan.json"
