@@ -34,10 +34,15 @@ from memo_sim.views.command_line import Finite, typed
 
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Outputs
+    from memo_sim.contract.cluster import Cluster
+    from memo_sim.contract.gpu_kind import GpuKind
+    from memo_sim.contract.hardware import Hardware
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
 
 GIB = 2**30
+EXAMPLE = "tflops=165,memory=24,pcie=4x16"
+"""A data sheet, as in ``contract/datasheet.py``, which is too heavy to import for help."""
 MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that an option may name; anything else is a typo."""
 POWER_W = (1, 10_000)
@@ -50,15 +55,48 @@ Options = dict[str, Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+CLUSTER = click.option(
+    "--cluster", help="a800-1x8, a cluster file, or a hardware profile file (memo-sim list clusters)."
+)
+FROM_DATASHEET = click.option(
+    "--from-datasheet",
+    metavar="KEY=VALUE,...",
+    help=f"In place of --cluster: rough figures of a GPU, {EXAMPLE} (memo-sim datasheet --help has every key).",
+)
 SYSTEM = click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
 MEMORY = (
     click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
     click.option("--host-memory-gib", type=Finite(*MEMORY_GIB), help="Of one node, instead of its own."),
+    click.option(
+        "--safety-gib", type=Finite(0, MEMORY_GIB[1]), help="Device memory to keep free, beside the reserve [0]."
+    ),
 )
 POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
 )
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
+
+
+def cluster_options(command: Command) -> Command:
+    """Give ``command`` the options that name a cluster."""
+    return CLUSTER(FROM_DATASHEET(command))
+
+
+def named_cluster(options: Options) -> tuple[Cluster, Hardware]:
+    """Return the cluster and the profile that ``--cluster`` or ``--from-datasheet`` names.
+
+    Raises:
+        UsageError: when neither or both are given, or what is given is none.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.contract.catalog import cluster_from_datasheet, load_cluster
+
+    name, sheet = options["cluster"], options["from_datasheet"]
+    if (name is None) == (sheet is None):
+        got = "neither" if name is None else "both"
+        hint = f"--cluster a800-1x8, or --from-datasheet {EXAMPLE}"
+        raise UsageError("a question needs one of --cluster and --from-datasheet", got=got, hint=hint)
+    return load_cluster(name) if sheet is None else cluster_from_datasheet(sheet)
 
 
 def question_options(command: Command) -> Command:
@@ -110,7 +148,8 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, read=read)
     outputs.check()
     given, question = question_of(options)
-    replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
+    if options["cluster"] is not None:
+        replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
     return outputs, given, question
 
 
@@ -121,12 +160,8 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         UsageError: when the options contradict each other, or name what there is not.
         BadInput: when a file cannot be read.
     """
-    from memo_sim.contract.boards import with_power
-    from memo_sim.contract.catalog import load_cluster, load_model
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
-    from memo_sim.contract.units import parse_tokens
-    from memo_sim.planning.question import Question, with_memory
 
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is None and not (options["model"] and options["seq_len"]):
@@ -137,17 +172,34 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     if plan is not None and (given := typed(*OF_A_SEARCH)):
         hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
         raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
+    return plan, question_on(options, *named_cluster(options), plan=plan)
+
+
+def question_on(options: Options, cluster: Cluster, hardware: Hardware, *, plan: Plan | None = None) -> Question:
+    """Return the question that the options ask about a cluster; a ``plan`` brings its own model and length.
+
+    Raises:
+        UsageError: when the options contradict each other, or name what there is not.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.contract.boards import with_power
+    from memo_sim.contract.catalog import load_model
+    from memo_sim.contract.units import parse_tokens
+    from memo_sim.planning.question import Question, with_memory
+
     cluster, hardware = with_memory(
-        *load_cluster(options["cluster"]),
+        cluster,
+        hardware,
         device_bytes=gib(options["device_memory_gib"]),
         host_bytes=gib(options["host_memory_gib"]),
+        safety_bytes=gib(options["safety_gib"]),
     )
     if options["power_w"] is not None:
         hardware = with_power(hardware, options["power_w"])
     values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
     if plan is not None:
         values |= {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
-    return plan, Question(
+    return Question(
         model=plan.decisions.model if plan else load_model(options["model"]),
         cluster=cluster,
         hardware=hardware,
@@ -156,6 +208,41 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         pins=Pins(**{knob.name: values[knob.name] for knob in PINNED if knob.on_command_line}),
         **{knob.name: values[knob.name] for knob in CHOSEN},
     )
+
+
+def gpu_kinds(options: Options) -> list[GpuKind]:
+    """Return the kinds of GPU that ``--cluster`` lists or ``--from-datasheet`` describes; the shipped ones by default.
+
+    Raises:
+        UsageError: when what is given names no kind, or one twice.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.contract.catalog import cluster_from_datasheet
+    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, GpuKind, load_gpu_kind
+
+    named, sheet = options["cluster"], options["from_datasheet"]
+    names = names_in(named) if named is not None else ([] if sheet is not None else list(DEFAULT_KINDS))
+    kinds = [load_gpu_kind(name) for name in names]
+    if sheet is not None:
+        cluster, hardware = cluster_from_datasheet(sheet)
+        kinds.append(GpuKind(hardware.name, cluster, hardware))
+    if len({kind.name for kind in kinds}) < len(kinds):
+        raise UsageError("a kind of GPU is named twice", got=", ".join(kind.name for kind in kinds))
+    return kinds
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names that a list joined by commas has; a file whose name has commas is one name.
+
+    Raises:
+        UsageError: when a name is empty.
+    """
+    if Path(text).is_file():
+        return [text]
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise UsageError("an empty name in a list", where="--cluster", got=repr(text), hint="--cluster h100,h200")
+    return names
 
 
 def _value(knob: Knob, given: Any) -> Any:

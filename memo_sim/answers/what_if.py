@@ -147,6 +147,8 @@ def what_if(
             *explain(question, found, simulation, arena, close=_close(question, found), ways=ways),
             *beyond,
         ],
+        decisions=simulation.decisions if simulation else None,
+        system=question.system,
         front=[_row(e, question) for e in found.front],
         front_is_whole=pareto,
         summary=_summary(
@@ -206,7 +208,7 @@ def interval_of(question: Question, decisions: Decisions, prediction: Prediction
 def _close(question: Question, found: SearchResult) -> Closeness | None:
     """Return which plans predictions cannot tell from the best; None where no plan fits or too little is known."""
     best = found.best
-    if best is None or best.prediction.step_s is None:
+    if best is None or best.prediction.step_s is None or question.hardware.rough:
         return None
     spread = shipped_spread()
 
@@ -290,6 +292,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
             price_per_device_hour=price_per_device_hour,
             ways=ways,
         ),
+        decisions=plan.decisions if simulation else None,
     )
     return Answer(result, simulation, arena)
 
@@ -341,6 +344,7 @@ def plan_of(
             command=command,
             cluster=question.cluster.name,
             hardware_sha256=sha256_of(question.hardware),
+            system=question.system,
         ),
     )
     return plan, placement
