@@ -121,9 +121,11 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     from memo_sim.answers.what_if import Outputs
     from memo_sim.contract.catalog import profile_path
 
-    plan, picture, timeline = (Path(options[n]) if options[n] else None for n in ("output", "plot", "trace_path"))
+    plan, picture, timeline, report = (
+        Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
+    )
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
-    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
+    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, read=read)
     outputs.check()
     given, question = question_of(options)
     if options["cluster"] is not None:
