@@ -16,6 +16,7 @@ import click
 from memo_sim import __version__
 from memo_sim.contract.errors import Infeasible, MemoError, UsageError
 from memo_sim.contract.plain_text import one_line
+from memo_sim.interchange_commands import COMMANDS
 from memo_sim.question_options import MEMORY_GIB, Options, asked, gib, question_options
 from memo_sim.views.command_line import (
     SETTINGS,
@@ -351,6 +352,10 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
         show_document(encode(plan.report))
     else:
         show(placement_report(plan.report))
+
+
+for command in COMMANDS:
+    cli.add_command(command)
 
 
 def _fail(text: str, code: int, error: BaseException) -> NoReturn:

@@ -19,6 +19,7 @@ from memo_sim.contract.hardware import (
     Quantity,
     Source,
 )
+from memo_sim.contract.interchange import Export, IgnoredOption, Import, LostDecision, OwnDecision, ReadOption
 from memo_sim.contract.longest import Longest, Tried
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.model import Model, RopeScaling
@@ -382,6 +383,39 @@ def figure() -> Figure:
     )
 
 
+def export() -> Export:
+    row = result().plans[0]
+    return Export(
+        framework="Megatron-LM",
+        version="a commit",
+        system="megatron-core",
+        cluster="a800-1x8",
+        files=["train.sh", "lost.md", "plan.json"],
+        lost=[LostDecision(path="decisions.memory_policy", wanted="planned", instead="eager", why="no addresses")],
+        own=[OwnDecision(path="decisions.kernels.attention", value="flash2", why="what is installed")],
+        plan=row,
+        there=row,
+    )
+
+
+def imported() -> Import:
+    return Import(
+        framework="Megatron-LM",
+        version="a commit",
+        files=["train.sh"],
+        model=model(),
+        seq_tokens=4096,
+        micro_batch=1,
+        global_batch=8,
+        devices=8,
+        read=[ReadOption(key="--seq-length", value="4096", says="seq_len 4096")],
+        ignored=[IgnoredOption(key="--lr", value="1e-4", why="no part of a plan")],
+        assumed=["one replica"],
+        job=result().plans[0],
+        better=result(),
+    )
+
+
 _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "model": model,
     "hardware": hardware,
@@ -399,6 +433,8 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "accuracy": accuracy,
     "errors": errors,
     "figure": figure,
+    "export": export,
+    "import": imported,
 }
 
 
