@@ -9,7 +9,7 @@ import click
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.views.command_line import show, show_document
 
-TO = ("megatron-lm",)
+TO = ("megatron-lm", "torchtitan")
 """Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.interchange import megatron_lm
+from memo_sim.interchange import megatron_lm, torchtitan
 from memo_sim.interchange.framework import Framework, Source
 
-FRAMEWORKS: dict[str, Framework] = {f.name: f for f in (megatron_lm.FRAMEWORK,)}
+FRAMEWORKS: dict[str, Framework] = {f.name: f for f in (megatron_lm.FRAMEWORK, torchtitan.FRAMEWORK)}
 
 
 def find_framework(name: str) -> Framework:
