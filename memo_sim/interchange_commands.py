@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.views.command_line import show, show_document
+from memo_sim.views.command_line import show, show_document, with_progress
 
 TO = ("megatron-lm", "torchtitan")
 """Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
@@ -68,4 +69,40 @@ def export_command(
         )
 
 
-COMMANDS = (export_command,)
+@click.command("import")
+@click.argument("files", nargs=-1, required=True, type=click.Path())
+@click.option("--cluster", help="Where the job runs: says what it costs there, and what would be better.")
+@click.option("--framework", type=click.Choice(TO), help="Whose files they are, where they do not show it.")
+@click.option(
+    "--set",
+    "given",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A variable that a script leaves open, or an option of the job (repeat).",
+)
+@click.option("--no-search", is_flag=True, help="Do not search for something better.")
+@click.option("--all", "everything", is_flag=True, help="Show every option that was ignored with its value.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.import/1 document.")
+def import_command(files: tuple[str, ...], cluster: str | None, **options: Any) -> None:
+    """Read a job of another framework: what it says, what it costs, and what would be better.
+
+    FILES are a shell script or arguments in YAML; a later file wins. Nothing in them is run: a value that only running
+    would tell is named, and --set gives it. Every option is listed as read or as ignored, with the reason. `what-if
+    --from` prices a job as a plan, and writes it.
+    """
+    from memo_sim.answers.import_job import import_job, parse_given
+    from memo_sim.contract.catalog import load_cluster
+    from memo_sim.contract.codec import encode
+    from memo_sim.views.import_page import import_summary
+
+    given = parse_given(options["given"])
+    machine = load_cluster(cluster) if cluster else None
+    asked = {"framework": options["framework"], "machine": machine, "search": not options["no_search"]}
+    document = with_progress("plans", lambda tell: import_job(files, given, **asked, progress=tell))
+    if options["as_json"]:
+        show_document(encode(document))
+    else:
+        show(import_summary(document, everything=options["everything"]))
+
+
+COMMANDS = (export_command, import_command)

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 import memo_sim
+from memo_sim.answers.summary import summary_of
 from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.attention_kernels import PRICED_ONLY
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
@@ -18,8 +19,10 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance, StepInterval
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
+from memo_sim.contract.summary import Summary
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain.answer import explain, plan_title
+from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import Closeness
 from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.layouts import cuts_sequences
@@ -97,9 +100,10 @@ def what_if(
     *,
     top: int = 10,
     pareto: bool = False,
+    price_per_device_hour: float | None = None,
     progress: Progress | None = None,
 ) -> Answer:
-    """Return the answer to ``question`` with its ``top`` plans.
+    """Return the answer to ``question`` with its ``top`` plans; with a price, what tokens cost.
 
     They are the plans that an exhaustive evaluation would rank first. Where layouts have subsequences, this holds for
     the first ``LEAST_EXACT`` plans only. With ``pareto`` the front covers the whole space, not only the plans that the
@@ -124,6 +128,7 @@ def what_if(
         )
     rows = [_row(e, question) for e in found.ranked[:top]]
     interval = interval_of(question, simulation.decisions, simulation.prediction) if simulation else None
+    ways = _ways_out(question, found)
     result = Result(
         model=question.model.name,
         cluster=question.cluster.name,
@@ -135,13 +140,52 @@ def what_if(
         warnings=warnings_of(question, simulation),
         why=[
             *_certainty(question, simulation, interval),
-            *explain(question, found, simulation, arena, close=_close(question, found)),
+            *explain(question, found, simulation, arena, close=_close(question, found), ways=ways),
             *beyond,
         ],
         front=[_row(e, question) for e in found.front],
         front_is_whole=pareto,
+        summary=_summary(
+            question,
+            found,
+            simulation,
+            interval=interval,
+            price_per_device_hour=price_per_device_hour,
+            ways=ways,
+        ),
     )
     return Answer(result, simulation, arena, found)
+
+
+def _ways_out(question: Question, found: SearchResult) -> list[str]:
+    """Return what would make the plan nearest to fitting fit; nothing where a plan fits or none can be evaluated."""
+    if found.best is not None or found.ranked[0].prediction.status == "invalid":
+        return []
+    return ways_out(question, found.ranked[0])
+
+
+def _summary(
+    question: Question,
+    found: SearchResult,
+    simulation: Simulation | None,
+    *,
+    interval: StepInterval | None,
+    price_per_device_hour: float | None,
+    ways: list[str],
+) -> Summary | None:
+    """Return the verdict about the best plan, or about the nearest; None where no plan can be evaluated."""
+    shown = found.best or found.ranked[0]
+    if shown.prediction.status == "invalid":
+        return None
+    simulation = simulation or play(question, shown.decisions)
+    return summary_of(
+        question,
+        simulation,
+        msgspec.structs.replace(shown.prediction, interval=interval),
+        planned_arena=simulation.prediction.status == "ok" and shown.decisions.memory_policy == "planned",
+        price_per_device_hour=price_per_device_hour,
+        ways_out=ways,
+    )
 
 
 def warnings_of(question: Question, best: Simulation | None) -> list[str]:
@@ -207,7 +251,7 @@ def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation
     return None, None
 
 
-def price(plan: Plan, question: Question) -> Answer:
+def price(plan: Plan, question: Question, *, price_per_device_hour: float | None = None) -> Answer:
     """Return the answer for an existing plan, played on the question's cluster as the only candidate."""
     prediction = play(question, plan.decisions).prediction
     policy = Policy.of(plan.decisions)
@@ -219,6 +263,7 @@ def price(plan: Plan, question: Question) -> Answer:
     interval = interval_of(question, plan.decisions, found.ranked[0].prediction) if simulation and named else None
     line = msgspec.structs.replace(line, interval=interval)
     sure = _certainty(question, simulation, interval) if named else [UNNAMED_FRAMEWORK]
+    ways = _ways_out(question, found)
     result = Result(
         model=plan.decisions.model.name,
         cluster=question.cluster.name,
@@ -230,9 +275,17 @@ def price(plan: Plan, question: Question) -> Answer:
         warnings=warnings_of(question, simulation),
         why=[
             *(sure if simulation else []),
-            *explain(question, found, simulation, arena),
+            *explain(question, found, simulation, arena, ways=ways),
             *_idle(plan.decisions, question),
         ],
+        summary=_summary(
+            question,
+            found,
+            simulation,
+            interval=interval,
+            price_per_device_hour=price_per_device_hour,
+            ways=ways,
+        ),
     )
     return Answer(result, simulation, arena)
 

@@ -84,5 +84,6 @@ class Import(
     assumed: list[str] = []
     job: PlanRow | None = None
     """The job, predicted; null without a cluster."""
-    better: Result | None = None
-    """The answer to the same question with everything but model, sequence and batch left open."""
+    better: list[Result] = []
+    """Answers to the same question with everything but model, sequence and batch left open: in the same framework, then
+    in memo. Empty without a cluster."""

@@ -172,7 +172,10 @@ class Simulation:
 
     @cached_property
     def fullest(self) -> StageRun:
-        """The stage with the highest device memory, or the one with the largest shortage if memory runs out."""
+        """The stage that needs most device memory, or the one with the largest shortage if memory runs out.
+
+        With PyTorch's allocator that is the stage where it reserves most.
+        """
         return max(
             self.stages,
             key=lambda stage: (
@@ -180,6 +183,16 @@ class Simulation:
                 stage.reserved_bytes or stage.memory.device.bytes,
             ),
         )
+
+    @cached_property
+    def most_live(self) -> StageRun:
+        """The stage with most live bytes on the device at one instant; if memory runs out, the ``fullest``.
+
+        Where an allocator reserves more than is alive, another stage may be the fullest.
+        """
+        if self.memory.fault is not None:
+            return self.fullest
+        return max(self.stages, key=lambda stage: stage.memory.device.bytes)
 
     @cached_property
     def pace(self) -> StageRun:
@@ -230,8 +243,8 @@ class Simulation:
 
     @property
     def peak_id(self) -> str:
-        """The instruction at which device memory peaks."""
-        return self._of(self.fullest, self.fullest.peak_id)
+        """The instruction at which most bytes of a device are alive."""
+        return self._of(self.most_live, self.most_live.peak_id)
 
     @property
     def compute_s_without_recompute(self) -> float:
@@ -357,8 +370,8 @@ class Simulation:
             step_s=step_s,
             mfu=flops / (step_s * layout.devices * peak.value),
             tgs=decisions.global_batch * decisions.seq_tokens / (step_s * layout.devices),
-            peak_device_bytes=self.memory.device.bytes,
-            peak_by_class=self.memory.device.by_class,
+            peak_device_bytes=self.most_live.memory.device.bytes,
+            peak_by_class=self.most_live.memory.device.by_class,
             reserved_bytes=self.fullest.reserved_bytes,
             allocation_retries=max(stage.allocation_retries for stage in self.stages),
             peak_host_bytes_per_node=max(stage.memory.host_per_node_bytes for stage in self.stages),

@@ -5,6 +5,8 @@ Each private function returns the sentences about one topic; it returns none whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
@@ -14,7 +16,6 @@ from memo_sim.contract.units import counted, format_bytes, format_seconds, forma
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.explain.attention import attention
 from memo_sim.explain.metp import metp
-from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.memory.huggingface import absent_states
@@ -86,13 +87,14 @@ def explain(
     arena: Arena | None = None,
     *,
     close: Closeness | None = None,
+    ways: Sequence[str] = (),
 ) -> list[str]:
     """Return the reasons, most important first. When no plan fits, return what is missing and what would help.
 
-    ``close`` are the plans that cannot be told from the best.
+    ``close`` are the plans that cannot be told from the best, ``ways`` the ways out where nothing fits.
     """
     if simulation is None:
-        return _nothing_fits(question, found)
+        return _nothing_fits(question, found, ways)
     lines = [*_rounded(question, simulation), _binding(simulation), *attention(question, simulation.decisions)]
     lines += _own_loss(question, simulation.decisions)
     lines += [*_recompute(found, simulation), _peak(simulation)]
@@ -160,7 +162,7 @@ def _profile(question: Question) -> list[str]:
     return lines
 
 
-def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
+def _nothing_fits(question: Question, found: SearchResult, ways: Sequence[str]) -> list[str]:
     nearest = found.ranked[0]
     if nearest.prediction.status == "invalid":
         return [f"No plan can be evaluated. The first is {label(nearest)}: {nearest.prediction.reason}."]
@@ -168,7 +170,7 @@ def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
     return [
         f"No plan fits. The nearest is {label(nearest)}, short by {need}: {nearest.prediction.reason}.",
         *attention(question, nearest.decisions),
-        f"What would help: {'; '.join(ways_out(question, nearest))}.",
+        f"What would help: {'; '.join(ways)}.",
     ]
 
 
@@ -229,13 +231,13 @@ def _peak(simulation: Simulation) -> str:
     prediction = simulation.prediction
     by_class = sorted(prediction.peak_by_class.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_class)
-    memory = simulation.memory
+    memory = simulation.most_live.memory
     beside = memory.reserve.get(RESULTS, 0)
     libraries = f" (including {format_bytes(beside)} for {RESULTS})" if beside else ""
     room = (
         f"plus {format_bytes(memory.reserve_bytes)} reserve{libraries}, of {format_bytes(memory.device_capacity_bytes)}"
     )
-    peak = f"{format_bytes(prediction.peak_device_bytes)} ({listed})"
+    peak = f"{format_bytes(prediction.peak_device_bytes)} alive ({listed})"
     return f"Device memory peaks at {simulation.peak_id}: {peak}, {room}."
 
 

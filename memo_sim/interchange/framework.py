@@ -20,6 +20,12 @@ How = Literal["exact", "near", "none", "own"]
 - own: the framework decides it itself, or what is installed does."""
 
 
+FALLBACK = " devices"
+"""Key of the values given to ``Framework.read`` under which the cluster's devices stand, for files that name none.
+
+It begins with a blank, so that no user can give it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Saying:
     """How a framework says one decision of a plan.

@@ -6,18 +6,21 @@ name below was parsed by that parser (839 options at the commit that ``VERSION``
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
-from memo_sim.contract.errors import UsageError
-from memo_sim.contract.plan import Decisions
 from memo_sim.interchange import megatron_words
-from memo_sim.interchange.framework import Framework, Read, Saying, Source
+from memo_sim.interchange.framework import FALLBACK, Framework, Read, Saying, Source
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
+from memo_sim.interchange.megatron_command import find
+from memo_sim.interchange.megatron_reading import Configuration, read_job
 from memo_sim.interchange.megatron_words import nearest_jobs, settings_of
 
+TITLE = "Megatron-LM"
 VERSION = "Megatron-LM (NVIDIA/Megatron-LM@d98e8a6, 2026-08-22)"
 
 OPTIONS: dict[str, str] = {
@@ -171,15 +174,23 @@ def _quoted(word: str) -> str:
 
 
 def _reads(source: Source) -> bool:
-    return "pretrain_gpt" in source.text or "--tensor-model-parallel-size" in source.text
+    return _PROGRAM.search(source.text) is not None
+
+
+_PROGRAM = re.compile(
+    r"pretrain_(gpt|hybrid|mamba)\b|--(tensor|pipeline)-model-parallel-size|--num-attention-heads|language_model:"
+)
 
 
 def _read(sources: tuple[Source, ...], given: Mapping[str, str]) -> Read:
-    raise UsageError("not read yet", got=", ".join(source.name for source in sources))
-
-
-def _jobs(decisions: Decisions) -> tuple[Job, ...]:
-    return nearest_jobs(decisions)
+    """Return the job of scripts and argument files."""
+    found = find(sources, given)
+    where = ", ".join(source.name for source in sources)
+    config = Configuration(found.values, found.spelled, where)
+    config.assumed += found.notes
+    fallback = int(given[FALLBACK]) if given.get(FALLBACK, "").isdigit() else 0
+    name = PurePath(sources[0].name).stem
+    return read_job(config, framework=TITLE, name=name, devices=found.devices, fallback_devices=fallback)
 
 
 def _sayings() -> dict[str, Saying]:
@@ -197,7 +208,7 @@ def _sayings() -> dict[str, Saying]:
 
 FRAMEWORK = Framework(
     name="megatron-lm",
-    title="Megatron-LM",
+    title=TITLE,
     version=VERSION,
     system="megatron-core",
     sayings=_sayings(),

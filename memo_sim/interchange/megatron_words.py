@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, AttentionName
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import Recompute, States
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.framework import Saying
 from memo_sim.interchange.job import Job, job_of
@@ -93,7 +94,11 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
         "loss": "fused" if decisions.loss == "fused" else "auto",
         "attention": _generation(decisions.kernels.attention),
     }
-    return tuple(job_of(decisions, _KEPT, **{**changes, **recompute}) for recompute in _recomputes(decisions))
+    model = replace(decisions.model, vocab=-(-decisions.model.vocab // tp) * tp)
+    if model.linear_bias and not model.qkv_bias:
+        model = replace(model, qkv_bias=True)
+    same = replace(decisions, model=model)
+    return tuple(job_of(same, _KEPT, **{**changes, **recompute}) for recompute in _recomputes(decisions))
 
 
 def _states(states: States) -> States:
@@ -113,7 +118,7 @@ def _recomputes(decisions: Decisions) -> list[dict[str, Any]]:
     if own in ("none", *MODULES.values()) and not decisions.swapped_tokens:
         return [_KEEP if own == "none" else {"recompute": own}]
     parts = [{"recompute": part} for part in MODULES.values()]
-    return [_FULL, _KEEP, *parts]
+    return [_FULL, _KEEP, *parts, {**_FULL, "recompute_layers": "groups-2"}]
 
 
 def settings_of(job: Job) -> Settings:
@@ -153,13 +158,12 @@ def _model(job: Job) -> Settings:
         said["qk_layernorm"] = True
     if not model.tied_embeddings:
         said["share_embeddings_and_output_weights"] = False
-    if not model.learned_positions:
-        said["rotary_base"] = int(model.rope_theta)
-        scaling = model.rope_scaling
-        if scaling and scaling.kind == "llama3":
-            said |= {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
-        elif scaling:
-            said["seq_len_interpolation_factor"] = int(scaling.factor)
+    said["rotary_base"] = int(model.rope_theta)
+    scaling = model.rope_scaling
+    if scaling and scaling.kind == "llama3":
+        said |= {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
+    elif scaling:
+        said["seq_len_interpolation_factor"] = int(scaling.factor)
     return said
 
 
@@ -190,7 +194,7 @@ def _parallel(job: Job) -> Settings:
         said["cp_comm_type"] = "all_gather" if pins.cp_exchange == "all_gather" else "p2p"
     if pp > 1:
         chunks = pins.virtual_stages or 1
-        runs = pins.pp_layers or _equal_runs(job, pp, chunks)
+        runs = pins.pp_layers or equal_runs(job.model, pp, chunks)
         if len(set(runs)) > 1:
             said["pipeline_model_parallel_layout"] = stages_text(runs)
         elif chunks > 1:
@@ -198,9 +202,9 @@ def _parallel(job: Job) -> Settings:
     return {**said, **_data_parallel(job)}
 
 
-def _equal_runs(job: Job, pp: int, chunks: int) -> tuple[int, ...]:
+def equal_runs(model: Model, pp: int, chunks: int) -> tuple[int, ...]:
     """Return the layers of each run where none are given."""
-    plain = Decisions(model=job.model, seq_tokens=job.seq_tokens)
+    plain = Decisions(model=model, seq_tokens=1)
     return layers_of_runs(replace(plain, layout=replace(plain.layout, pp=pp, virtual_stages=chunks)))
 
 
@@ -284,7 +288,7 @@ SAYINGS: dict[str, Saying] = {
     "model.kv_heads": Saying("exact", ("num_query_groups",)),
     "model.head_dim": Saying("exact", ("kv_channels",)),
     "model.ffn_hidden": Saying("exact", ("ffn_hidden_size",)),
-    "model.vocab": Saying("exact", ("vocab_size",)),
+    "model.vocab": Saying("exact", ("vocab_size",), "every rank of tp holds as many rows."),
     "model.tied_embeddings": Saying("exact", ("share_embeddings_and_output_weights",)),
     "model.max_positions": Saying("exact", ("position_embedding_type", "max_position_embeddings")),
     "model.norm_eps": Saying("exact", ("layernorm_epsilon",)),

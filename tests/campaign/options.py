@@ -22,6 +22,7 @@ from tests.campaign.seeds import OUT, Target
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "model": ("model.json", "llama-tiny", "gpt-tiny"),
     "plan": ("plan.json",),
+    "files": ("train.sh",),
     "cases": ("cases.csv",),
     "path": ("b.csv", "plan.json", "r.json", "s.pickle", "a.log"),
     "predicted": ("plan.json", "plan.trace.json"),

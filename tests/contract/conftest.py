@@ -412,7 +412,7 @@ def imported() -> Import:
         ignored=[IgnoredOption(key="--lr", value="1e-4", why="no part of a plan")],
         assumed=["one replica"],
         job=result().plans[0],
-        better=result(),
+        better=[result()],
     )
 
 
