@@ -12,10 +12,9 @@ from memo_sim.contract.errors import BadInput
 from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 from memo_sim.interchange.framework import Source
+from memo_sim.interchange.settings import MODEL
 
 CONFIG = "config.json"
-GIVEN_MODEL = "model"
-"""The name under which a command passes on its ``--model``."""
 
 HUB = {
     "llama-7b": ("meta-llama/Llama-2-7b-hf", "huggyllama/llama-7b"),
@@ -63,7 +62,7 @@ def model_of(sources: Sequence[Source], given: Mapping[str, str], named: str | N
     Raises:
         BadInput: when there is none.
     """
-    if asked := given.get(GIVEN_MODEL):
+    if asked := given.get(MODEL):
         return load_model(asked)
     config = next((source for source in sources if source.name.rpartition("/")[2] == CONFIG), None)
     if config is not None:
@@ -75,7 +74,7 @@ def model_of(sources: Sequence[Source], given: Mapping[str, str], named: str | N
         "the files do not say the model's shape",
         got=f"the name {named!r}" if named else "no name of a model",
         wanted="a name that memo knows, or the model's config.json among the files",
-        hint="--model NAME or config.json",
+        hint="--set model=llama3-8b, or a config.json",
     )
 
 

@@ -7,7 +7,11 @@ from typing import Any
 
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
+from memo_sim.interchange.framework import FALLBACK
 
+DEVICES, LENGTH, MODEL, RECIPE = "devices", "seq_len", "model", "config"
+"""Names under which ``--set`` gives what files leave open."""
+_GIVEN = (DEVICES, LENGTH, MODEL, RECIPE, FALLBACK)
 NOT_ABOUT_COST = "says nothing about time or memory"
 _YES, _NO = ("true", "yes", "y", "t", "1", "on"), ("false", "no", "n", "f", "0", "off")
 _NONE = ("none", "null", "")
@@ -109,6 +113,16 @@ class Settings:
             for key, value in self.values.items()
             if key not in self._taken
         )
+
+
+def devices_of(given: Mapping[str, str], said: int | None) -> int | None:
+    """Return the devices of a job: those that ``--set`` gives, those that the files say, or all of the cluster's."""
+    return Settings(given, "--set").whole(DEVICES) or said or Settings(given, "--cluster").whole(FALLBACK)
+
+
+def overrides(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the options of a job that ``--set`` gives; names in capitals, and numbers, are a script's variables."""
+    return {key: value for key, value in given.items() if key not in _GIVEN and any(c.islower() for c in key)}
 
 
 def _is_none(value: Any) -> bool:

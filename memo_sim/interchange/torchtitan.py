@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -21,9 +21,9 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.interchange.framework import Framework, Read, Source
 from memo_sim.interchange.job import Job
-from memo_sim.interchange.model_names import GIVEN_MODEL, model_of
+from memo_sim.interchange.model_names import model_of
 from memo_sim.interchange.python_recipe import MADE_BY, functions_of, settings_of
-from memo_sim.interchange.settings import Settings, flat
+from memo_sim.interchange.settings import DEVICES, MODEL, Settings, devices_of, flat, overrides
 from memo_sim.interchange.torchtitan_recipe import FLAVORS, NAME, RECIPE, model_of_flavor, recipe
 from memo_sim.interchange.torchtitan_words import (
     RECOMPUTES,
@@ -34,8 +34,6 @@ from memo_sim.interchange.torchtitan_words import (
 )
 from memo_sim.program.layout.stage import layers_of_runs
 
-GIVEN_DEVICES = "devices"
-"""The name under which a command passes on how many devices a job runs on."""
 LAUNCH = "launch.sh"
 
 _TWO_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS")
@@ -213,7 +211,7 @@ def read(sources: tuple[Source, ...], given: Mapping[str, str]) -> Read:
     """
     scripts = [source for source in sources if not source.name.endswith((".py", ".toml", ".json"))]
     started = {key: value for script in scripts for key, value in _NAMED.findall(script.text)}
-    overrides = {key: value or "true" for script in scripts for key, value in _FLAG.findall(script.text)}
+    changed = {key: value or "true" for script in scripts for key, value in _FLAG.findall(script.text)}
     main = next((source for source in sources if source.name.endswith((".py", ".toml"))), None)
     if main is None:
         raise BadInput(
@@ -228,7 +226,7 @@ def read(sources: tuple[Source, ...], given: Mapping[str, str]) -> Read:
     else:
         values, flavor = _of_recipe(main, started, given)
         graphs = True
-    values |= overrides
+    values |= changed | overrides(given)
     settings = Settings(values, main.name)
     return _read(settings, sources, given, flavor, graphs=graphs)
 
@@ -257,14 +255,18 @@ def _of_recipe(
             hint=(did_you_mean(asked, functions) if asked else None) or "--set config=NAME",
         )
     values = settings_of(asked, functions)
-    module = _module(source.text) or started.get("module") or asked.partition("_")[0]
+    module = _module(source, [started.get("module", ""), asked, *functions])
     named = next((str(values[key]) for key in ("model_spec.0", "model_spec.flavor") if key in values), None)
-    return values, (module.rpartition(".")[2], named) if named else None
+    return values, (module, named) if named else None
 
 
-def _module(text: str) -> str | None:
-    found = re.search(r"from torchtitan\.models\.(\w+) import", text)
-    return found[1] if found else None
+def _module(source: Source, names: Sequence[str]) -> str:
+    """Return the module of torchtitan's models that a recipe takes its own from: as imported, else as it is called."""
+    imported = re.findall(r"from torchtitan\.models\.(\w+) import", source.text)
+    folder = source.name.replace("\\", "/").rpartition("/")[0].rpartition("/")[2]
+    known = {module for module, _ in FLAVORS}
+    called = [word for name in (folder, *names) for word in (name.rpartition(".")[2], name.partition("_")[0])]
+    return next((word for word in (*imported, *called) if word in known), names[1].partition("_")[0])
 
 
 def _read(
@@ -372,14 +374,14 @@ def _model(
     name, size = settings.text("model.name"), settings.text("model.flavor")
     if flavor is None and name and size:
         flavor = (name, size)
-    if flavor is not None and GIVEN_MODEL not in given:
+    if flavor is not None and MODEL not in given:
         found = model_of_flavor(*flavor)
         if found is not None:
             settings.says("model_spec.0", f"the model {found.name}")
             settings.says("model.flavor", f"the model {found.name}")
             return found
     listed = {key.removeprefix("model_spec."): settings.raw(key) for key in settings.values if _is_shape(key)}
-    if listed and GIVEN_MODEL not in given:
+    if listed and MODEL not in given:
         return _shape(listed, settings.where)
     return model_of(sources, given, f"{flavor[0]} {flavor[1]}" if flavor else None)
 
@@ -413,7 +415,7 @@ def _shard(settings: Settings, degree: Mapping[str, int], given: Mapping[str, st
         value = settings.whole(key) or 1
         settings.says(key, f"dp {value * degree['replicate']}")
         return value
-    known = Settings(dict(given), "--set").whole(GIVEN_DEVICES)
+    known = devices_of(given, None)
     others = degree["tp"] * degree["cp"] * degree["pp"] * degree["replicate"]
     if known is None or known % others:
         raise BadInput(
@@ -423,7 +425,7 @@ def _shard(settings: Settings, degree: Mapping[str, int], given: Mapping[str, st
             where=f"{settings.where}: {key}",
             got=text or "nothing" if known is None else f"{known} devices, degrees of {others}",
             wanted=f"a number of devices that is a multiple of {others}",
-            hint=f"--set {GIVEN_DEVICES}=8",
+            hint=f"--set {DEVICES}=8",
         )
     settings.says(key, f"dp {known // others * degree['replicate']} of {known} devices")
     return known // others
