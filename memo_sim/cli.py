@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from memo_sim import __version__
-from memo_sim.cluster_commands import datasheet_command, gpus_command
+from memo_sim.cluster_commands import compare_clusters, datasheet_command, gpus_command
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plain_text import one_line
-from memo_sim.question_options import MEMORY_GIB, Options, asked, cluster_options, gib, question_options
+from memo_sim.question_options import (
+    MEMORY_GIB,
+    Options,
+    asked,
+    cluster_options,
+    gib,
+    names_in,
+    prices_of,
+    question_options,
+)
 from memo_sim.views.command_line import (
     SETTINGS,
     Commands,
@@ -78,7 +87,7 @@ def cli() -> None:
 )
 @click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2 document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2; of several clusters memo.results/1.")
 def what_if_command(**options: Any) -> None:
     """Search every knob that is not pinned, and rank the plans.
 
@@ -88,9 +97,12 @@ def what_if_command(**options: Any) -> None:
     from memo_sim.contract.codec import encode
     from memo_sim.views.tables import result_table
 
+    if options["cluster"] and len(names_in(options["cluster"])) > 1 and options["from_datasheet"] is None:
+        compare_clusters(options, _ask)
+        return
     outputs, plan, question = asked(options)
     try:
-        answer = _ask(plan, question, options)
+        answer = _ask(plan, question, options, *prices_of(options, [question.cluster.name]))
     except Infeasible as error:
         if not options["as_json"]:
             raise
@@ -147,15 +159,15 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
         raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
 
-def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
+def _ask(plan: Plan | None, question: Question, options: Options, price_per_device_hour: float | None) -> Answer:
     from memo_sim.answers.more_memory import with_what_more_buys
     from memo_sim.answers.what_if import price, what_if
     from memo_sim.contract.codec import of_file
 
     if plan is not None:
         with of_file(options["plan_path"]):
-            return price(plan, question)
-    wanted = {"top": options["top"], "pareto": options["pareto"]}
+            return price(plan, question, price_per_device_hour=price_per_device_hour)
+    wanted = {"top": options["top"], "pareto": options["pareto"], "price_per_device_hour": price_per_device_hour}
     answer = with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))
     return with_what_more_buys(question, answer) if options["one_more_gib"] else answer
 

@@ -5,7 +5,7 @@ Everything heavier than click is imported inside the functions that need it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 EXAMPLE = "tflops=165,memory=24,pcie=4x16"
 """A data sheet, as in ``contract/datasheet.py``, which is too heavy to import for help."""
+PRICED_BY = "--price-per-gpu-hour"
 MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that an option may name; anything else is a typo."""
 POWER_W = (1, 10_000)
@@ -56,7 +57,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 CLUSTER = click.option(
-    "--cluster", help="a800-1x8, a cluster file, or a hardware profile file (memo-sim list clusters)."
+    "--cluster", help="a800-1x8, a cluster file, or a profile file (memo-sim list clusters); what-if compares A,B."
 )
 FROM_DATASHEET = click.option(
     "--from-datasheet",
@@ -73,6 +74,12 @@ MEMORY = (
 )
 POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
+)
+PRICE = click.option(
+    PRICED_BY,
+    metavar="PRICE",
+    help="Price of a GPU for an hour, in any currency, or one for each kind or cluster: h100=2.5,h200=3.5. The answer"
+    " then has prices of a step and of a billion tokens.",
 )
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
 
@@ -101,7 +108,7 @@ def named_cluster(options: Options) -> tuple[Cluster, Hardware]:
 
 def question_options(command: Command) -> Command:
     """Give ``command`` the options of a question beside the model and the sequence: one for each knob."""
-    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), *MEMORY, POWER)):
+    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), *MEMORY, POWER, PRICE)):
         command = option(command)
     return command
 
@@ -206,6 +213,26 @@ def question_on(options: Options, cluster: Cluster, hardware: Hardware, *, plan:
         pins=Pins(**{knob.name: values[knob.name] for knob in PINNED if knob.on_command_line}),
         **{knob.name: values[knob.name] for knob in CHOSEN},
     )
+
+
+def prices_of(options: Options, names: Sequence[str]) -> list[float | None]:
+    """Return the price of a device for an hour for each cluster or kind of GPU in ``names``; None where none is given.
+
+    A price is given for all, for a kind (``h100``) or for a cluster or kind by its whole name.
+
+    Raises:
+        UsageError: when the text is no price, or a price is of none of them.
+    """
+    from memo_sim.contract.units import parse_prices
+
+    text = options["price_per_gpu_hour"]
+    if text is None:
+        return [None for _ in names]
+    given = parse_prices(text, option=PRICED_BY)
+    keys = [next((key for key in (name, name.partition("-")[0], "") if key in given), None) for name in names]
+    if unused := [key for key in given if key and key not in keys]:
+        raise UsageError("a price of what is not asked about", got=", ".join(unused), wanted=", ".join(names))
+    return [None if key is None else given[key] for key in keys]
 
 
 def gpu_kinds(options: Options) -> list[GpuKind]:

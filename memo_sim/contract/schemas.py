@@ -20,6 +20,7 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.result import Result
+from memo_sim.contract.results import Results
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.validation import Validation
 from memo_sim.contract.verdict import Verdict
@@ -36,6 +37,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "memory": MemoryReport,
     "trace": Trace,
     "result": Result,
+    "results": Results,
     "longest": Longest,
     "gpus": Gpus,
     "validation": Validation,

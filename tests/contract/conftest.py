@@ -37,6 +37,7 @@ from memo_sim.contract.plan import (
 )
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
+from memo_sim.contract.results import Results
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Summary
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
@@ -277,6 +278,10 @@ def result() -> Result:
     )
 
 
+def results() -> Results:
+    return Results(model="sample", seq_tokens=4096, ranked_by="tokens per second", results=[result()])
+
+
 def longest() -> Longest:
     return Longest(
         model="sample",
@@ -426,6 +431,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "memory": memory,
     "trace": trace,
     "result": result,
+    "results": results,
     "longest": longest,
     "gpus": gpus,
     "validation": validation,
