@@ -1,62 +1,31 @@
-"""Asks one what-if question about several clusters, and ranks the clusters by price or by tokens per second."""
+"""Ranks the answers to one what-if question about several clusters by price or by tokens per second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import inf
 
-from memo_sim.answers.what_if import Answer, without_answer
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.result import Result
 from memo_sim.contract.results import Results
-from memo_sim.planning.question import Question
 
 
-@dataclass(frozen=True)
-class SeveralAnswers:
-    """The document, and question and answer of its first cluster (None when no plan fits on any)."""
+def several_clusters(results: Sequence[Result], *, priced: bool) -> Results:
+    """Return the results of one question in one document, the best cluster first; where nothing fits comes last.
 
-    document: Results
-    question: Question | None
-    answer: Answer | None
-
-
-def several_clusters(
-    questions: Sequence[Question],
-    ask: Callable[[Question, float | None], Answer],
-    prices: Sequence[float | None],
-) -> SeveralAnswers:
-    """Return the answers of ``ask`` to each question, ranked.
-
-    ``prices``: of a device of each cluster for an hour, in one currency. When every cluster has one, the lowest price
-    of a billion tokens comes first; otherwise the most tokens per second of the whole cluster.
-
-    Raises:
-        UsageError: as ``ask``, when pinned knobs contradict each other or a cluster.
+    With ``priced``, every summary has a price, in one currency: the lowest price of a billion tokens comes first.
+    Otherwise the most tokens per second of the whole cluster do.
     """
-    priced = all(price is not None for price in prices)
-    found = []
-    for question, price in zip(questions, prices, strict=True):
-        try:
-            answer = ask(question, price)
-        except Infeasible as error:
-            answer = Answer(without_answer(question, error), None, None)
-        found.append((question, answer))
-    found.sort(key=lambda pair: _key(pair[1], priced=priced))
-    document = Results(
-        model=questions[0].model.name,
-        seq_tokens=questions[0].seq_tokens,
+    return Results(
+        model=results[0].model,
+        seq_tokens=results[0].seq_tokens,
         ranked_by="price" if priced else "tokens per second",
-        results=[answer.result for _, answer in found],
+        results=sorted(results, key=lambda result: _key(result, priced=priced)),
     )
-    question, answer = found[0]
-    fits = answer.result.best is not None
-    return SeveralAnswers(document, question if fits else None, answer if fits else None)
 
 
-def _key(answer: Answer, *, priced: bool) -> tuple[bool, float]:
+def _key(result: Result, *, priced: bool) -> tuple[bool, float]:
     """Return what clusters are ranked by, the lowest first."""
-    summary = answer.result.summary
+    summary = result.summary
     if summary is None or summary.step_s is None:
         return True, float(summary.shortfall_bytes) if summary else inf
     if priced:

@@ -539,8 +539,8 @@ def _fallback(question: Question, found: SearchResult) -> list[str]:
     return []
 
 
-def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
-    """Return the one-line heading of a picture."""
+def plan_title(decisions: Decisions, prediction_step_s: float | None, cluster: str = "") -> str:
+    """Return the one-line heading of a picture, with the cluster that the plan is for."""
     names = {"none": "keep", "full": "full recompute", "tokenwise": "token-wise"}
     policy = names.get(decisions.recompute) or Policy.of(decisions).label
     if decisions.recompute == "full":
@@ -549,4 +549,5 @@ def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
         swap = "full swap" if decisions.swapped_tokens == decisions.local_tokens else "partial swap"
         policy = f"{swap if decisions.recompute == 'none' else policy} alpha {decisions.alpha:.3g}"
     step = f", step {format_seconds(prediction_step_s)}" if prediction_step_s is not None else ""
-    return f"{decisions.model.name}, {decisions.seq_tokens} tokens, {layout_label(decisions.layout)}, {policy}{step}"
+    tokens = f"{format_tokens(decisions.seq_tokens)} tokens{f' on {cluster}' if cluster else ''}"
+    return f"{decisions.model.name}, {tokens}, {layout_label(decisions.layout)}, {policy}{step}"

@@ -14,6 +14,7 @@ from memo_sim.contract.plain_text import one_line
 from memo_sim.question_options import (
     FROM_DATASHEET,
     OF_A_SEARCH,
+    PRICE,
     Options,
     asked,
     gpu_kinds,
@@ -25,7 +26,7 @@ from memo_sim.question_options import (
 from memo_sim.views.command_line import Silent, command_line, now, show, show_document, typed, with_progress
 
 if TYPE_CHECKING:
-    from memo_sim.answers.what_if import Answer
+    from memo_sim.api import WhatIfResult
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
 
@@ -90,7 +91,9 @@ def datasheet_command(figures: str, output: Path | None) -> None:
         show(f"wrote {beside}: --cluster {beside} is {cluster.nodes} x {cluster.devices_per_node} with its network")
 
 
-def compare_clusters(options: Options, ask: Callable[[Plan | None, Question, Options, float | None], Answer]) -> None:
+def compare_clusters(
+    options: Options, ask: Callable[[Plan | None, Question, Options, float | None], WhatIfResult]
+) -> None:
     """Answer ``what-if`` about the several clusters that ``--cluster`` lists; ``ask`` answers about one of them.
 
     Raises:
@@ -98,7 +101,6 @@ def compare_clusters(options: Options, ask: Callable[[Plan | None, Question, Opt
         Infeasible: when no plan fits on any of them.
     """
     from memo_sim.answers.several_clusters import several_clusters
-    from memo_sim.answers.what_if import write_files
     from memo_sim.contract.codec import encode
     from memo_sim.contract.errors import UsageError
     from memo_sim.views.tables import results_table
@@ -114,14 +116,15 @@ def compare_clusters(options: Options, ask: Callable[[Plan | None, Question, Opt
     replace(outputs, read=tuple(file for each, *_ in all_asked for file in each.read)).check()
     plan, questions = all_asked[0][1], [question for *_, question in all_asked]
     prices = prices_of(options, [question.cluster.name for question in questions])
-    found = several_clusters(questions, lambda question, price: ask(plan, question, options, price), prices)
-    if found.answer is not None and found.question is not None:
-        write_files(found.answer, found.question, outputs, created=now(), command=command_line("memo-sim"))
+    found = [ask(plan, question, options, price) for question, price in zip(questions, prices, strict=True)]
+    document = several_clusters([each.document for each in found], priced=None not in prices)
+    best = next(each for each in found if each.document is document.results[0])
+    best.write(outputs)
     if options["as_json"]:
-        show_document(encode(found.document))
+        show_document(encode(document))
     else:
-        show(results_table(found.document))
-    if found.answer is None:
+        show(results_table(document))
+    if best.best is None:
         raise Infeasible("no plan fits on any cluster", hint="see above") if not options["as_json"] else Silent(4)
 
 
@@ -139,6 +142,7 @@ def compare_clusters(options: Options, ask: Callable[[Plan | None, Question, Opt
     "--most-gpus", type=click.IntRange(1), default=1024, show_default=True, help="More of one kind are not tried."
 )
 @question_options
+@PRICE
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the chosen plan, its trace and placement.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.gpus/1 document.")
 def gpus_command(**options: Any) -> None:
