@@ -23,6 +23,7 @@ from memo_sim.contract.plan import Plan
 from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.result import Result
+from memo_sim.contract.results import Results
 from memo_sim.contract.shortage import Shortage
 from memo_sim.contract.sweep import SweepLine
 from memo_sim.contract.trace import Trace
@@ -41,6 +42,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "memory": MemoryReport,
     "trace": Trace,
     "result": Result,
+    "results": Results,
     "longest": Longest,
     "gpus": Gpus,
     "shortage": Shortage,

@@ -40,6 +40,7 @@ from memo_sim.contract.plan import (
 from memo_sim.contract.recorded_step import KindTime, LiveBytes, RecordedMemory, RecordedStep, ShapeTime
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
+from memo_sim.contract.results import Results
 from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Summary
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
@@ -279,6 +280,10 @@ def result() -> Result:
         front=[row],
         more_memory=[more],
     )
+
+
+def results() -> Results:
+    return Results(model="sample", seq_tokens=4096, ranked_by="tokens per second", results=[result()])
 
 
 def longest() -> Longest:
@@ -557,6 +562,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "memory": memory,
     "trace": trace,
     "result": result,
+    "results": results,
     "longest": longest,
     "gpus": gpus,
     "shortage": shortage,
