@@ -49,20 +49,28 @@ def cli() -> None:
     """
 
 
+WHY = click.option("--why", is_flag=True, help="Add the reasons: what limits the plan, and why others lose.")
+IN_JSON, IN_TEXT = 10, 3
+"""Exact ranks of an answer without --top: those that a document has, and those that its reasons need."""
+
+
 @cli.command("what-if")
 @click.argument("model", required=False)
 @click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
 @question_options
+@WHY
 @click.option(
     "--top",
     type=click.IntRange(1),
-    default=10,
-    show_default=True,
-    help="Plans to list; with subsequences the first three are exact.",
+    help="Add a table of so many ranked plans (--json: 10 unless given); with subsequences the first three are exact.",
 )
-@click.option("--pareto", is_flag=True, help="The Pareto front of time, device and host memory; alpha in eighths.")
+@click.option(
+    "--pareto",
+    is_flag=True,
+    help="Add the Pareto front of time, device and host memory, alpha in eighths; near-duplicates are left out.",
+)
 @click.option(
     "--one-more-gib", is_flag=True, help="Say what a GiB more of device and of host memory buys (asks again)."
 )
@@ -82,7 +90,7 @@ def what_if_command(**options: Any) -> None:
     """
     from memo_sim.answers.what_if import without_answer, write_files
     from memo_sim.contract.codec import encode
-    from memo_sim.views.tables import result_table
+    from memo_sim.views.tables import answer_text
 
     outputs, plan, question = asked(options)
     try:
@@ -96,11 +104,9 @@ def what_if_command(**options: Any) -> None:
     if options["as_json"]:
         show_document(encode(answer.result))
     else:
-        show(result_table(answer.result) + "\n")
-        for line in answer.result.why:
-            show(one_line(line))
+        show(answer_text(answer.result, why=options["why"], top=options["top"], searched=plan is None))
     if answer.result.best is None:
-        raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
+        raise Infeasible("no plan fits", hint="see the ways out above") if not options["as_json"] else _Silent(4)
 
 
 @cli.command("longest")
@@ -109,6 +115,7 @@ def what_if_command(**options: Any) -> None:
 @click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
+@WHY
 @question_options
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
 @click.option("--plot", type=click.Path(), help="Draw its timeline (.png, .svg, .pdf).")
@@ -124,13 +131,12 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     from memo_sim.answers.what_if import write_files
     from memo_sim.contract.codec import encode
     from memo_sim.contract.units import parse_tokens
-    from memo_sim.views.tables import longest_table
+    from memo_sim.views.tables import longest_text
 
     tokens = parse_tokens(step, option="--step")
-    outputs, _, question = asked({**options, "plan_path": None, "seq_len": step})
-    found = with_progress(
-        "lengths", lambda tell: longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=tell)
-    )
+    outputs, _, question = asked({**options, "plan_path": None, "seq_len": step}, fill=False)
+    limits = {"step_tokens": tokens, "most_step_s": max_step_s, "price_per_device_hour": options["price_per_gpu_hour"]}
+    found = with_progress("lengths", lambda tell: longest(question, **limits, progress=tell))
     if one_more_gib:
         found = with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
     if found.answer is not None:
@@ -138,7 +144,7 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     if options["as_json"]:
         show_document(encode(found.document))
     else:
-        show(longest_table(found.document) + "\n\n" + "\n".join(map(one_line, found.document.why)))
+        show(longest_text(found.document, why=options["why"]))
     if found.answer is None:
         raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
 
@@ -156,10 +162,12 @@ def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
     from memo_sim.answers.what_if import price, what_if
     from memo_sim.contract.codec import of_file
 
+    cost = {"price_per_device_hour": options["price_per_gpu_hour"]}
     if plan is not None:
         with of_file(options["plan_path"]):
-            return price(plan, question)
-    wanted = {"top": options["top"], "pareto": options["pareto"]}
+            return price(plan, question, **cost)
+    top = options["top"] or (IN_JSON if options["as_json"] else IN_TEXT)
+    wanted = {"top": top, "pareto": options["pareto"], **cost}
     answer = with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))
     return with_what_more_buys(question, answer) if options["one_more_gib"] else answer
 

@@ -27,6 +27,7 @@ from memo_sim.contract.knobs import (
     Numbers,
     OneOf,
     Pins,
+    RowwiseKernel,
     Switch,
     Whole,
 )
@@ -42,7 +43,7 @@ MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that an option may name; anything else is a typo."""
 POWER_W = (1, 10_000)
 """Least and most watts that the option may name; a profile knows fewer."""
-IN_A_PLAN = ("model", "seq_len", "system")
+IN_A_PLAN = ("model", "seq_len", "system", "compiled")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
 """Options that only a search can answer, so that ``--plan`` excludes them."""
@@ -58,12 +59,24 @@ MEMORY = (
 POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
 )
+COMPILED = click.option(
+    "--compile/--eager",
+    "compiled",
+    default=None,
+    help="Norms, activations, rotary, residuals, loss and optimizer under torch.compile or as eager torch modules:"
+    " --rowwise compiled, --rowwise eager. memo-exec's own kernels, or the system's, unless given.",
+)
+PRICE = click.option(
+    "--price-per-gpu-hour",
+    type=Finite(0, min_open=True),
+    help="Price of a GPU for an hour, in any currency: the answer then has prices of a step and of a billion tokens.",
+)
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
 
 
 def question_options(command: Command) -> Command:
     """Give ``command`` the options of a question beside the model and the sequence: one for each knob."""
-    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), *MEMORY, POWER)):
+    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), COMPILED, *MEMORY, POWER, PRICE)):
         command = option(command)
     return command
 
@@ -71,6 +84,8 @@ def question_options(command: Command) -> Command:
 def _option(knob: Knob) -> Callable[[Command], Command]:
     """Return the option of a knob; its value is stored under the knob's name."""
     names, attributes = knob.option, Options(help=knob.help, default=knob.default, show_default=True)
+    if knob.unless_given:
+        attributes |= {"default": None, "show_default": knob.unless_given}
     match knob.kind:
         case Degree():
             attributes["type"] = click.IntRange(1)
@@ -93,8 +108,8 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
     return click.option(names, knob.name, **attributes)
 
 
-def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
-    """Return the files that the answer is written to, and what ``question_of`` returns.
+def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None, Question]:
+    """Return the files that the answer is written to, and what ``question_of`` returns; ``fill`` as there.
 
     Raises:
         UsageError: when a file cannot be written, or would replace what the question is read from; as ``question_of``.
@@ -107,23 +122,27 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
     outputs.check()
-    given, question = question_of(options)
+    given, question = question_of(options, fill=fill)
     replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
     return outputs, given, question
 
 
-def question_of(options: Options) -> tuple[Plan | None, Question]:
+def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Question]:
     """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``).
+
+    Without ``--global-batch`` the batch is the smallest that keeps every device busy; without ``fill``, one micro-batch
+    (``planning/default_batch.py``).
 
     Raises:
         UsageError: when the options contradict each other, or name what there is not.
         BadInput: when a file cannot be read.
     """
     from memo_sim.contract.boards import with_power
-    from memo_sim.contract.catalog import load_cluster, load_model
+    from memo_sim.contract.catalog import fields_not_read, load_cluster, load_model
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
     from memo_sim.contract.units import parse_tokens
+    from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
     from memo_sim.planning.question import Question, with_memory
 
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
@@ -143,17 +162,24 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     if options["power_w"] is not None:
         hardware = with_power(hardware, options["power_w"])
     values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
+    values["rowwise"] = _rowwise(options)
     if plan is not None:
         values |= {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
-    return plan, Question(
+    if (batch := values.pop("global_batch")) is not None:
+        values["global_batch"] = batch
+    question = Question(
         model=plan.decisions.model if plan else load_model(options["model"]),
         cluster=cluster,
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens if plan else parse_tokens(options["seq_len"]),
         system=options["system"],
         pins=Pins(**{knob.name: values[knob.name] for knob in PINNED if knob.on_command_line}),
-        **{knob.name: values[knob.name] for knob in CHOSEN},
+        not_read=() if plan else fields_not_read(options["model"]),
+        **{knob.name: values[knob.name] for knob in CHOSEN if knob.name in values},
     )
+    if plan is not None or batch is not None:
+        return plan, question
+    return None, with_filling_batch(question) if fill else with_one_sequence(question)
 
 
 def _value(knob: Knob, given: Any) -> Any:
@@ -171,6 +197,18 @@ def _value(knob: Knob, given: Any) -> Any:
             return parse_layer_choice(given, option=knob.option)
         case _:
             return given
+
+
+def _rowwise(options: Options) -> RowwiseKernel | None:
+    """Return the row-wise kernels that are given by their name or by ``--compile`` and ``--eager``."""
+    compiled: bool | None = options["compiled"]
+    if compiled is None:
+        named: RowwiseKernel | None = options["rowwise"]
+        return named
+    if options["rowwise"] is not None:
+        got = f"{'--compile' if compiled else '--eager'}, --rowwise {options['rowwise']}"
+        raise UsageError("two names for the same knob", got=got, hint="leave one of them out")
+    return "compiled" if compiled else "eager"
 
 
 def _count_or_auto(knob: Knob, text: str, most: int) -> int | Literal["auto"]:

@@ -21,8 +21,7 @@ PEAKS = {
 def summary_lines(summary: Summary) -> list[str]:
     """Return the lines of the verdict, and an indented line for each assumption."""
     lines = [_memory(summary)]
-    if summary.fits:
-        lines += _speed(summary)
+    lines += _speed(summary) if summary.fits else [f"Why: {one_line(summary.reason)}."]
     lines.append(f"Plan: {one_line(summary.plan)}.")
     if summary.ways_out:
         lines += ["Ways out:", *(f"  {one_line(way)}" for way in summary.ways_out)]
@@ -32,7 +31,8 @@ def summary_lines(summary: Summary) -> list[str]:
         for each in summary.assumptions:
             option = f" ({each.option})" if each.option else ""
             lines.append(f"  {each.name.ljust(width)}  {one_line(each.value)}{option}")
-    lines += [f"Not tried: {one_line(each.what)} ({each.option})." for each in summary.left_out]
+    if summary.left_out:
+        lines.append(f"Not tried: {'; '.join(f'{one_line(each.what)} ({each.option})' for each in summary.left_out)}.")
     return lines
 
 
