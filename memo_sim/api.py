@@ -49,7 +49,7 @@ from memo_sim.views.plan_table import layout_label
 from memo_sim.views.rows import Row, buffer_rows, kind_rows, length_rows, plan_rows
 from memo_sim.views.sweep_chart import draw_sweep, front
 from memo_sim.views.sweep_table import HEADS, sweep_cells, sweep_csv, sweep_rows, sweep_table
-from memo_sim.views.tables import longest_table, placement_report, result_table
+from memo_sim.views.tables import answer_text, longest_text, placement_report
 
 __all__ = [
     "Knobs",
@@ -228,7 +228,7 @@ class WhatIfResult:
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim what-if`` prints it."""
-        return printable(f"{result_table(self.document)}\n\n" + "\n".join(map(one_line, self.why)))
+        return printable(answer_text(self.document, why=True))
 
     def __repr__(self) -> str:
         return f"<WhatIfResult {_title(self.document)}: {_in_short(self.best)}>"
@@ -295,7 +295,7 @@ class LongestResult:
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim longest`` prints it."""
-        return printable(f"{longest_table(self.document)}\n\n" + "\n".join(map(one_line, self.why)))
+        return printable(longest_text(self.document, why=True))
 
     def __repr__(self) -> str:
         document = self.document
@@ -481,6 +481,7 @@ def longest(
     host_memory_gib: float | None = None,
     power_w: float | None = None,
     one_more_gib: bool = False,
+    price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
     **knobs: Unpack[Knobs],
 ) -> LongestResult:
@@ -492,13 +493,14 @@ def longest(
     """
     values = {"model": model, "cluster": cluster, "seq_len": step, "system": system, **knobs}
     values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "power_w": power_w}
-    question = named_values.question_of(values)
+    question = named_values.question_of(values, fill=False)
     named = {("step" if name == "seq_len" else name): value for name, value in values.items()}
     return longest_of(
         question,
         step=step,
         max_step_s=max_step_s,
         one_more_gib=one_more_gib,
+        price_per_gpu_hour=price_per_gpu_hour,
         progress=progress,
         command=_call("longest", named | {"max_step_s": max_step_s}),
     )
@@ -670,6 +672,7 @@ def longest_of(
     step: int | str,
     max_step_s: float | None = None,
     one_more_gib: bool = False,
+    price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
     command: str = "",
 ) -> LongestResult:
@@ -679,7 +682,8 @@ def longest_of(
         UsageError: when the step is wrong, or pinned knobs contradict each other or the cluster.
     """
     tokens = parse_tokens(str(step), option="--step")
-    found = longest_answer.longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=progress)
+    limits = {"most_step_s": max_step_s, "price_per_device_hour": price_per_gpu_hour}
+    found = longest_answer.longest(question, step_tokens=tokens, **limits, progress=progress)
     if one_more_gib:
         found = more_memory.with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
     if found.answer is None:
