@@ -16,6 +16,7 @@ import click
 
 from memo_sim import __version__
 from memo_sim.commands.clusters import compare_clusters, datasheet_command, gpus_command
+from memo_sim.commands.interchange import export_command, import_command
 from memo_sim.commands.sweep import sweep_command
 from memo_sim.commands.understand import compare_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
@@ -283,7 +284,7 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
 @click.option("--nccl-tests", type=click.Path(), multiple=True, help="Text output of one nccl-tests program (repeat).")
 @click.option("--nvbandwidth", type=click.Path(), help="JSON of `nvbandwidth -j`.")
 @click.option("-o", "--output", type=click.Path(), help="Write the profile, corrected by what was measured.")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.job/1 document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.recorded/1 document.")
 def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
     """Hold a recorded step of your own job against a profile: what takes how long, and what was expected.
 
@@ -293,7 +294,7 @@ def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
     """
     from memo_sim.answers.doctor import diagnose
     from memo_sim.contract.codec import check_not_read, check_writable, encode, write
-    from memo_sim.views.job_table import job_table
+    from memo_sim.views.recorded_table import recorded_table
 
     if output:
         check_writable(Path(output))
@@ -308,7 +309,7 @@ def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
         show_document(encode(found.job))
         return
     if found.job is not None:
-        show(job_table(found.job))
+        show(recorded_table(found.job))
     if output:
         show("\n".join(["", f"{output} is {found.hardware.name} with:", *map(one_line, found.changes)]).lstrip("\n"))
 
@@ -370,7 +371,15 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
         show(placement_report(found.document))
 
 
-for command in (compare_command, datasheet_command, gpus_command, oom_command, sweep_command):
+for command in (
+    compare_command,
+    datasheet_command,
+    export_command,
+    gpus_command,
+    import_command,
+    oom_command,
+    sweep_command,
+):
     cli.add_command(command)
 
 
