@@ -409,7 +409,7 @@ def without_interval(setting: Setting, spread: ErrorSpread) -> str:
     """Say why a prediction has no interval."""
     if not setting.generation:
         return (
-            "No interval: the hardware profile is rough or names no GPU generation, so no published row is known to be"
+            "No interval: the hardware profile names no GPU generation or is rough, so no published row is known to be"
             " alike."
         )
     known = len(spread.alike(setting))
