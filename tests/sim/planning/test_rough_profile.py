@@ -22,7 +22,7 @@ def test_an_h200_from_its_data_sheet_is_near_its_profile() -> None:
     """
     cluster, measured = load_cluster("h200-1x8")
     _, rough = cluster_from_datasheet(H200)
-    model = msgspec.structs.replace(load_model("llama3-8b"), layers=2)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=8)
     pins = Pins(tp=8, cp=1, recompute="none", alpha=0.0)
     asked = Question(model=model, cluster=cluster, hardware=measured, seq_tokens=64 * KIB, pins=pins)
     best = search(asked).best
@@ -30,4 +30,4 @@ def test_an_h200_from_its_data_sheet_is_near_its_profile() -> None:
     there, here = (play(each, best.decisions).prediction.step_s for each in (asked, replace(asked, hardware=rough)))
     assert there is not None
     assert here is not None
-    assert abs(here / there - 1) < 0.15
+    assert abs(here / there - 1) < 0.2
