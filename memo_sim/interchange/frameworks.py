@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.interchange import megatron_lm
+from memo_sim.interchange import accelerate, deepspeed, megatron_lm, torchtitan, trl
 from memo_sim.interchange.framework import Framework, Source
 
-FRAMEWORKS: dict[str, Framework] = {f.name: f for f in (megatron_lm.FRAMEWORK,)}
+FRAMEWORKS: dict[str, Framework] = {
+    f.name: f
+    for f in (
+        megatron_lm.FRAMEWORK,
+        torchtitan.FRAMEWORK,
+        deepspeed.FRAMEWORK,
+        accelerate.FRAMEWORK,
+        trl.FRAMEWORK,
+    )
+}
 
 
 def find_framework(name: str) -> Framework:
@@ -29,17 +38,19 @@ def framework_of(sources: Sequence[Source]) -> Framework:
     Raises:
         BadInput: when no framework knows one of them, or they are of several.
     """
-    found = dict[str, Framework]()
+    left = dict(FRAMEWORKS)
     for source in sources:
-        of = next((f for f in FRAMEWORKS.values() if f.reads(source)), None)
-        if of is None:
+        know = [name for name, framework in FRAMEWORKS.items() if framework.reads(source)]
+        if not know:
             raise BadInput(
                 "no framework's file that memo knows",
                 where=source.name,
                 wanted="a script, configuration or recipe of " + ", ".join(f.title for f in FRAMEWORKS.values()),
                 hint="say which with --framework",
             )
-        found[of.name] = of
-    if len(found) > 1:
-        raise BadInput("the files are of several frameworks", got=", ".join(found), hint="import them one by one")
-    return next(iter(found.values()))
+        both = {name: framework for name, framework in left.items() if name in know}
+        if not both:
+            got = f"{' or '.join(left)}, then {' or '.join(know)}"
+            raise BadInput("the files are of several frameworks", got=got, hint="import them one by one")
+        left = both
+    return next(iter(left.values()))
