@@ -243,6 +243,8 @@ class Hardware(
     h2d: CopyRates
     devices_per_uplink: Quantity
     collectives: list[CollectiveTable]
+    peers_over_host_link: bool = False
+    """Whether devices of a node reach each other over their links to the host (PCIe), which copies use, too."""
     eager_libraries: Libraries = "2024"
     """Year of the libraries that a question on this device gets unless it names another.
 

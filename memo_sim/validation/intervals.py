@@ -408,7 +408,7 @@ def step_interval(step_s: float | None, setting: Setting, spread: ErrorSpread) -
 def without_interval(setting: Setting, spread: ErrorSpread) -> str:
     """Say why a prediction has no interval."""
     if not setting.generation:
-        why = "the hardware profile is rough or names no GPU generation, so no published row is known to be alike"
+        why = "the hardware profile names no GPU generation or is rough, so no published row is known to be alike"
         return f"The step has no interval: {why}."
     known = len(spread.alike(setting))
     if known >= LEAST_CASES:
