@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from memo_sim import __version__
-from memo_sim.commands.understand import compare_command, oom_command
+from memo_sim.commands.understand import compare_command, explain_command, oom_command
 from memo_sim.contract.errors import Infeasible, MemoError, UsageError
 from memo_sim.contract.plain_text import one_line
 from memo_sim.question_options import MEMORY_GIB, Options, asked, gib, question_options
@@ -354,6 +354,7 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
         show(placement_report(plan.report))
 
 
+cli.add_command(explain_command)
 cli.add_command(compare_command)
 cli.add_command(oom_command)
 

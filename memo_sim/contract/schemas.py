@@ -11,6 +11,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.difference import Difference
 from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.explanation import Explanation
 from memo_sim.contract.figure import Figure
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.longest import Longest
@@ -42,6 +43,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "validation": Validation,
     "comparison": Comparison,
     "difference": Difference,
+    "explanation": Explanation,
     "verdict": Verdict,
     "figure": Figure,
 }
