@@ -246,13 +246,10 @@ def uses(simulation: Simulation) -> list[Use]:
 def rooms(simulation: Simulation) -> list[Room]:
     """Return how full a device of the fullest stage is, and the fullest node's host memory."""
     prediction, memory = simulation.prediction, simulation.memory
-    held = prediction.reserved_bytes
+    held, capacity = prediction.reserved_bytes, memory.device_capacity_bytes
     device = (prediction.peak_device_bytes if held is None else held) + memory.reserve_bytes
+    host, there = prediction.peak_host_bytes_per_node, memory.host_capacity_bytes
     return [
-        Room(memory="device", needed_bytes=device, capacity_bytes=memory.device_capacity_bytes),
-        Room(
-            memory="host",
-            needed_bytes=prediction.peak_host_bytes_per_node,
-            capacity_bytes=memory.host_capacity_bytes,
-        ),
+        Room(memory="device", needed_bytes=device, live_bytes=memory.device_total_bytes, capacity_bytes=capacity),
+        Room(memory="host", needed_bytes=host, live_bytes=host, capacity_bytes=there),
     ]

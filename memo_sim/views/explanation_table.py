@@ -41,9 +41,14 @@ def binding(found: Explanation) -> list[str]:
         lines = [f"{text}, most of it {cause} ({format_seconds(longest_s)})."]
     for room in found.rooms:
         share = room.needed_bytes / room.capacity_bytes if room.capacity_bytes else 0.0
-        if share >= FULL:
+        sizes = f"{format_bytes(room.needed_bytes)} of {format_bytes(room.capacity_bytes)}"
+        if share < FULL:
+            continue
+        if room.memory == "device" and found.decisions.memory_policy != "planned":
+            live = f"{format_bytes(room.live_bytes)} are live at the peak"
+            lines.append(f"PyTorch's allocator holds {percent(share)} of a device ({sizes}); {live}.")
+        else:
             whose = "A device" if room.memory == "device" else "A node's host memory"
-            sizes = f"{format_bytes(room.needed_bytes)} of {format_bytes(room.capacity_bytes)}"
             lines.append(f"{whose} is full to {percent(share)} ({sizes}).")
     return lines
 
