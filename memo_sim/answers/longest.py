@@ -87,6 +87,7 @@ def longest(
             *_coarser(asked_tokens, step_tokens),
             *(answer.result.why if answer else []),
         ],
+        summary=answer.result.summary if answer else None,
     )
     return LongestAnswer(document, scan.asked(max(low, 1)), answer)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from math import exp, expm1
 from pathlib import Path
 
 import msgspec
 
 import memo_sim
+from memo_sim.answers.summary import summary_of
 from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.attention_kernels import PRICED_ONLY
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
@@ -18,8 +20,10 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance, StepInterval
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
+from memo_sim.contract.summary import Summary
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain.answer import explain, plan_title
+from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import Closeness
 from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.layouts import cuts_sequences
@@ -31,6 +35,7 @@ from memo_sim.program.lower import program_sha256
 from memo_sim.validation.intervals import LEVEL, setting_of, shipped_spread, step_interval, without_interval
 from memo_sim.views.pictures import FORMATS
 from memo_sim.views.plan_table import step_line
+from memo_sim.views.report.page import check_page
 
 LEAST_EXACT = 3
 """How many ranks are exact at least: the best plan, the runner-up, and one more in case the best one's arena does not
@@ -42,7 +47,7 @@ UNNAMED_FRAMEWORK = "No interval: a plan on PyTorch's allocator does not say whi
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that an answer is written to: the plan (with trace and placement next to it), a picture, a timeline.
+    """The files that an answer is written to: the plan (trace and placement next to it), a picture, a timeline, a page.
 
     ``read`` are the input files of the question, which must not be overwritten.
     """
@@ -50,6 +55,7 @@ class Outputs:
     plan: Path | None = None
     picture: Path | None = None
     timeline: Path | None = None
+    report: Path | None = None
     read: tuple[Path, ...] = ()
 
     def check(self) -> None:
@@ -58,7 +64,7 @@ class Outputs:
         Raises:
             UsageError: when a file cannot be written, is an input, has an unknown format, or is named twice.
         """
-        named = [path for path in (self.plan, self.picture, self.timeline) if path is not None]
+        named = [path for path in (self.plan, self.picture, self.timeline, self.report) if path is not None]
         for path in named:
             check_writable(path)
         if self.plan is not None:
@@ -69,6 +75,8 @@ class Outputs:
         check_distinct(named)
         if self.picture is not None and self.picture.suffix not in FORMATS:
             raise UsageError("unknown picture format", got=str(self.picture), wanted=", ".join(FORMATS))
+        if self.report is not None:
+            check_page(self.report)
         if self.plan is not None and self.plan.suffix != ".json":
             raise UsageError("a plan is a JSON file", got=str(self.plan), wanted="a name that ends in .json")
 
@@ -91,15 +99,22 @@ class Answer:
     arena: Arena | None
     found: SearchResult | None = None
 
+    @property
+    def best_simulation(self) -> Simulation:
+        """The simulation of the best plan, where there is one."""
+        assert self.best is not None
+        return self.best
+
 
 def what_if(
     question: Question,
     *,
     top: int = 10,
     pareto: bool = False,
+    price_per_device_hour: float | None = None,
     progress: Progress | None = None,
 ) -> Answer:
-    """Return the answer to ``question`` with its ``top`` plans.
+    """Return the answer to ``question`` with its ``top`` plans; with a price, what tokens cost.
 
     They are the plans that an exhaustive evaluation would rank first. Where layouts have subsequences, this holds for
     the first ``LEAST_EXACT`` plans only. With ``pareto`` the front covers the whole space, not only the plans that the
@@ -124,6 +139,7 @@ def what_if(
         )
     rows = [_row(e, question) for e in found.ranked[:top]]
     interval = interval_of(question, simulation.decisions, simulation.prediction) if simulation else None
+    ways = _ways_out(question, found)
     result = Result(
         model=question.model.name,
         cluster=question.cluster.name,
@@ -135,15 +151,54 @@ def what_if(
         warnings=warnings_of(question, simulation),
         why=[
             *_certainty(question, simulation, interval),
-            *explain(question, found, simulation, arena, close=_close(question, found)),
+            *explain(question, found, simulation, arena, close=_close(question, found), ways=ways),
             *beyond,
         ],
         decisions=simulation.decisions if simulation else None,
         system=question.system,
         front=[_row(e, question) for e in found.front],
         front_is_whole=pareto,
+        summary=_summary(
+            question,
+            found,
+            simulation,
+            interval=interval,
+            price_per_device_hour=price_per_device_hour,
+            ways=ways,
+        ),
     )
     return Answer(result, simulation, arena, found)
+
+
+def _ways_out(question: Question, found: SearchResult) -> list[str]:
+    """Return what would make the plan nearest to fitting fit; nothing where a plan fits or none can be evaluated."""
+    if found.best is not None or found.ranked[0].prediction.status == "invalid":
+        return []
+    return ways_out(question, found.ranked[0])
+
+
+def _summary(
+    question: Question,
+    found: SearchResult,
+    simulation: Simulation | None,
+    *,
+    interval: StepInterval | None,
+    price_per_device_hour: float | None,
+    ways: list[str],
+) -> Summary | None:
+    """Return the verdict about the best plan, or about the nearest; None where no plan can be evaluated."""
+    shown = found.best or found.ranked[0]
+    if shown.prediction.status == "invalid":
+        return None
+    simulation = simulation or play(question, shown.decisions)
+    return summary_of(
+        question,
+        simulation,
+        msgspec.structs.replace(shown.prediction, interval=interval),
+        planned_arena=simulation.prediction.status == "ok" and shown.decisions.memory_policy == "planned",
+        price_per_device_hour=price_per_device_hour,
+        ways_out=ways,
+    )
 
 
 def warnings_of(question: Question, best: Simulation | None) -> list[str]:
@@ -160,7 +215,7 @@ def interval_of(question: Question, decisions: Decisions, prediction: Prediction
 def _close(question: Question, found: SearchResult) -> Closeness | None:
     """Return which plans predictions cannot tell from the best; None where no plan fits or too little is known."""
     best = found.best
-    if best is None or best.prediction.step_s is None:
+    if best is None or best.prediction.step_s is None or question.hardware.rough:
         return None
     spread = shipped_spread()
 
@@ -209,7 +264,7 @@ def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation
     return None, None
 
 
-def price(plan: Plan, question: Question) -> Answer:
+def price(plan: Plan, question: Question, *, price_per_device_hour: float | None = None) -> Answer:
     """Return the answer for an existing plan, played on the question's cluster as the only candidate."""
     prediction = play(question, plan.decisions).prediction
     policy = Policy.of(plan.decisions)
@@ -221,6 +276,7 @@ def price(plan: Plan, question: Question) -> Answer:
     interval = interval_of(question, plan.decisions, found.ranked[0].prediction) if simulation and named else None
     line = msgspec.structs.replace(line, interval=interval)
     sure = _certainty(question, simulation, interval) if named else [UNNAMED_FRAMEWORK]
+    ways = _ways_out(question, found)
     result = Result(
         model=plan.decisions.model.name,
         cluster=question.cluster.name,
@@ -232,9 +288,17 @@ def price(plan: Plan, question: Question) -> Answer:
         warnings=warnings_of(question, simulation),
         why=[
             *(sure if simulation else []),
-            *explain(question, found, simulation, arena),
+            *explain(question, found, simulation, arena, ways=ways),
             *_idle(plan.decisions, question),
         ],
+        summary=_summary(
+            question,
+            found,
+            simulation,
+            interval=interval,
+            price_per_device_hour=price_per_device_hour,
+            ways=ways,
+        ),
         decisions=plan.decisions if simulation else None,
     )
     return Answer(result, simulation, arena)
@@ -293,24 +357,38 @@ def plan_of(
     return plan, placement
 
 
+def now() -> str:
+    """Return the time of day as a plan's file has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def write_files(answer: Answer, question: Question, outputs: Outputs, *, created: str, command: str) -> None:
-    """Write the best plan of ``answer`` to ``outputs``; write nothing when no plan fits."""
-    if answer.best is None or outputs == Outputs():
+    """Write the best plan of ``answer`` to ``outputs``; when no plan fits, only the report, which says why."""
+    if outputs.report is not None and answer.best is None:
+        from memo_sim.answers.report import write_report
+
+        write_report(answer, question, outputs.report, plan=None, file=None, created=created, command=command)
+    if answer.best is None or not any((outputs.plan, outputs.picture, outputs.timeline, outputs.report)):
         return
     traces = answer.best.traces()
     if outputs.picture:  # first, so that a drawing that fails leaves no other file
+        from memo_sim.answers.report import steps_of
         from memo_sim.views.timeline import draw_timeline
 
-        title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
-        title += f", stage 0 of {len(traces)}" if len(traces) > 1 else ""
-        capacity = int(question.hardware.device_memory_bytes.value)
-        draw_timeline(traces[0], outputs.picture, title=title, capacity_bytes=capacity)
+        title = plan_title(answer.best.decisions, answer.best.prediction.step_s, question.cluster.name)
+        draw_timeline(steps_of(answer.best, answer.arena), outputs.picture, title=title)
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
         write_chrome_trace(traces, outputs.timeline)
+    if not (outputs.plan or outputs.report):
+        return
+    plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
+    if outputs.report:
+        from memo_sim.answers.report import write_report
+
+        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, created=created, command=command)
     if outputs.plan:
-        plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
         for number, trace in enumerate(traces):
             write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)
         if placement is not None:
@@ -350,9 +428,11 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         loss=decisions.loss,
         micro_batch=decisions.micro_batch,
         peak_device_bytes=prediction.peak_device_bytes,
+        peak_by_class=prediction.peak_by_class,
         reserved_bytes=prediction.reserved_bytes,
         allocation_retries=prediction.allocation_retries,
         peak_host_bytes_per_node=prediction.peak_host_bytes_per_node,
+        lanes=prediction.lanes,
         stalls=prediction.stalls,
         shortfall_bytes=prediction.shortfall_bytes,
         reason=prediction.reason,

@@ -10,15 +10,13 @@ from typing import Any
 
 import click
 
-from memo_sim.question_options import question_of, question_options
+from memo_sim.question_options import cluster_options, question_of, question_options
 from memo_sim.views.command_line import show, show_document, with_progress
-
-CLUSTER = "a800-1x8, a cluster file, or a hardware profile file."
 
 
 @click.command("oom")
 @click.argument("model", required=False)
-@click.option("--cluster", required=True, help=CLUSTER)
+@cluster_options
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option(
     "--plan", "plan_path", type=click.Path(), help="The run of this plan.json, in place of MODEL and options."

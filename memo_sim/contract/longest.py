@@ -8,6 +8,7 @@ import msgspec
 
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.result import MoreMemory
+from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import Positive, Seconds, Tokens
 
 Bound = Literal[
@@ -50,3 +51,5 @@ class Longest(
     """What limits the length, which assumptions the search made and how they were checked, and why the plan is best."""
     more_memory: list[MoreMemory] = []
     """The longest sequence with one more GiB of memory; empty unless it was asked for."""
+    summary: Summary | None = None
+    """The verdict about the best plan at ``seq_tokens``; null where no length fits, and in files of older versions."""

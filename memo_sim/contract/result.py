@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from memo_sim.contract.plan import Decisions, PlanRow
+from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import Bytes, Seconds, Tokens
 
 
@@ -51,3 +52,7 @@ class Result(
     front_is_whole: bool = False
     more_memory: list[MoreMemory] = []
     """What one more GiB of memory gains; empty unless it was asked for."""
+    summary: Summary | None = None
+    """The verdict about the best plan, or about the plan nearest to fitting.
+
+    Null where no plan can be evaluated, and in files of older versions."""

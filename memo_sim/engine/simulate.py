@@ -172,7 +172,10 @@ class Simulation:
 
     @cached_property
     def fullest(self) -> StageRun:
-        """The stage with the highest device memory, or the one with the largest shortage if memory runs out."""
+        """The stage that needs most device memory, or the one with the largest shortage if memory runs out.
+
+        With PyTorch's allocator that is the stage where it reserves most.
+        """
         return max(
             self.stages,
             key=lambda stage: (
@@ -180,6 +183,16 @@ class Simulation:
                 stage.reserved_bytes or stage.memory.device.bytes,
             ),
         )
+
+    @cached_property
+    def most_live(self) -> StageRun:
+        """The stage with most live bytes on the device at one instant; if memory runs out, the ``fullest``.
+
+        Where an allocator reserves more than is alive, another stage may be the fullest.
+        """
+        if self.memory.fault is not None:
+            return self.fullest
+        return max(self.stages, key=lambda stage: stage.memory.device.bytes)
 
     @cached_property
     def pace(self) -> StageRun:
@@ -230,8 +243,8 @@ class Simulation:
 
     @property
     def peak_id(self) -> str:
-        """The instruction at which device memory peaks."""
-        return self._of(self.fullest, self.fullest.peak_id)
+        """The instruction at which most bytes of a device are alive."""
+        return self._of(self.most_live, self.most_live.peak_id)
 
     @property
     def compute_s_without_recompute(self) -> float:
@@ -303,23 +316,31 @@ class Simulation:
         Raises:
             Infeasible: when the plan does not fit.
         """
-        if self.memory.fault is not None:
-            raise Infeasible(f"no trace: {self.memory.fault.reason}")
         number = self.stages.index(stage) if stage else 0
-        repeated = self.stages[0].program is not self.full_programs[0]
-        if repeated and sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS:
-            whole = self._whole
-            return whole.trace(whole.stages[number])
-        step_s = max(each.playback.span_s for each in self.stages)
-        return self.stages[number].trace(
+        traced = self.traced_stages()
+        played = traced[number].program.micro_batches
+        whole_s = max(each.playback.span_s for each in traced)
+        return traced[number].trace(
             program_sha256=program_sha256(self.full_programs),
             rank=number * (self.decisions.layout.devices // len(self.stages)),
-            step_s=(self.prediction.step_s or 0.0) if repeated else step_s,
+            step_s=whole_s if played == self.decisions.micro_batches else self.prediction.step_s or 0.0,
         )
 
     def traces(self) -> list[Trace]:
         """Return the trace of every stage in order (see ``trace``)."""
         return [self.trace(stage) for stage in self.stages]
+
+    def traced_stages(self) -> tuple[StageRun, ...]:
+        """Return the stages whose spans the traces hold: of the whole step, or of what was played (see ``trace``).
+
+        Raises:
+            Infeasible: when the plan does not fit.
+        """
+        if self.memory.fault is not None:
+            raise Infeasible(f"no trace: {self.memory.fault.reason}")
+        repeated = self.stages[0].program is not self.full_programs[0]
+        small = sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS
+        return self._whole.stages if repeated and small else self.stages
 
     @cached_property
     def _whole(self) -> Simulation:
@@ -357,8 +378,8 @@ class Simulation:
             step_s=step_s,
             mfu=flops / (step_s * layout.devices * peak.value),
             tgs=decisions.global_batch * decisions.seq_tokens / (step_s * layout.devices),
-            peak_device_bytes=self.memory.device.bytes,
-            peak_by_class=self.memory.device.by_class,
+            peak_device_bytes=self.most_live.memory.device.bytes,
+            peak_by_class=self.most_live.memory.device.by_class,
             reserved_bytes=self.fullest.reserved_bytes,
             allocation_retries=max(stage.allocation_retries for stage in self.stages),
             peak_host_bytes_per_node=max(stage.memory.host_per_node_bytes for stage in self.stages),

@@ -5,16 +5,18 @@ Each private function returns the sentences about one topic; it returns none whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
+from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
+from memo_sim.contract.hardware import BOARD, DISTURBED, POWER, SAFETY
 from memo_sim.contract.knobs import FrameworkLibrary, MlpRebuild
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.explain.attention import attention
 from memo_sim.explain.metp import metp
-from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.memory.huggingface import absent_states
@@ -86,13 +88,14 @@ def explain(
     arena: Arena | None = None,
     *,
     close: Closeness | None = None,
+    ways: Sequence[str] = (),
 ) -> list[str]:
     """Return the reasons, most important first. When no plan fits, return what is missing and what would help.
 
-    ``close`` are the plans that cannot be told from the best.
+    ``close`` are the plans that cannot be told from the best, ``ways`` the ways out where nothing fits.
     """
     if simulation is None:
-        return _nothing_fits(question, found)
+        return _nothing_fits(question, found, ways)
     lines = [*_rounded(question, simulation), _binding(simulation), *attention(question, simulation.decisions)]
     lines += _own_loss(question, simulation.decisions)
     lines += [*_recompute(found, simulation), _peak(simulation)]
@@ -153,14 +156,20 @@ def _rowwise(simulation: Simulation) -> list[str]:
 def _profile(question: Question) -> list[str]:
     """Say which board and power limit the profile was changed to, and whether other work ran during measurement."""
     hardware = question.hardware
-    lines = [f"The board is {text}." for text in [hardware.provenance.get(BOARD)] if text]
+    lines = [
+        "The cluster names no efficiency of its network by size (size_efficiency), so that of clusters given by name is"
+        f" used. {source.text}."
+        for source in [question.cluster.sources.get(DEFAULT_EFFICIENCY)]
+        if source and question.cluster.nodes > 1
+    ]
+    lines += [f"The board is {text}." for text in [hardware.provenance.get(BOARD)] if text]
     lines += [f"The power limit is {text}." for text in [hardware.provenance.get(POWER)] if text]
     if disturbed := hardware.provenance.get(DISTURBED):
         lines.append(f"The profile {hardware.name} was measured on a busy machine ({disturbed}). Calibrate again.")
     return lines
 
 
-def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
+def _nothing_fits(question: Question, found: SearchResult, ways: Sequence[str]) -> list[str]:
     nearest = found.ranked[0]
     if nearest.prediction.status == "invalid":
         return [f"No plan can be evaluated. The first is {label(nearest)}: {nearest.prediction.reason}."]
@@ -168,7 +177,7 @@ def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
     return [
         f"No plan fits. The nearest is {label(nearest)}, short by {need}: {nearest.prediction.reason}.",
         *attention(question, nearest.decisions),
-        f"What would help: {'; '.join(ways_out(question, nearest))}.",
+        f"What would help: {'; '.join(ways)}.",
     ]
 
 
@@ -229,13 +238,16 @@ def _peak(simulation: Simulation) -> str:
     prediction = simulation.prediction
     by_class = sorted(prediction.peak_by_class.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_class)
-    memory = simulation.memory
+    memory = simulation.most_live.memory
     beside = memory.reserve.get(RESULTS, 0)
-    libraries = f" (including {format_bytes(beside)} for {RESULTS})" if beside else ""
+    parts = [f"{format_bytes(beside)} for {RESULTS}"] if beside else []
+    if margin := memory.reserve.get(SAFETY, 0):
+        parts.append(f"{format_bytes(margin)} to keep free, --safety-gib")
+    libraries = f" (including {' and '.join(parts)})" if parts else ""
     room = (
         f"plus {format_bytes(memory.reserve_bytes)} reserve{libraries}, of {format_bytes(memory.device_capacity_bytes)}"
     )
-    peak = f"{format_bytes(prediction.peak_device_bytes)} ({listed})"
+    peak = f"{format_bytes(prediction.peak_device_bytes)} alive ({listed})"
     return f"Device memory peaks at {simulation.peak_id}: {peak}, {room}."
 
 
@@ -527,8 +539,8 @@ def _fallback(question: Question, found: SearchResult) -> list[str]:
     return []
 
 
-def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
-    """Return the one-line heading of a picture."""
+def plan_title(decisions: Decisions, prediction_step_s: float | None, cluster: str = "") -> str:
+    """Return the one-line heading of a picture, with the cluster that the plan is for."""
     names = {"none": "keep", "full": "full recompute", "tokenwise": "token-wise"}
     policy = names.get(decisions.recompute) or Policy.of(decisions).label
     if decisions.recompute == "full":
@@ -537,4 +549,5 @@ def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
         swap = "full swap" if decisions.swapped_tokens == decisions.local_tokens else "partial swap"
         policy = f"{swap if decisions.recompute == 'none' else policy} alpha {decisions.alpha:.3g}"
     step = f", step {format_seconds(prediction_step_s)}" if prediction_step_s is not None else ""
-    return f"{decisions.model.name}, {decisions.seq_tokens} tokens, {layout_label(decisions.layout)}, {policy}{step}"
+    tokens = f"{format_tokens(decisions.seq_tokens)} tokens{f' on {cluster}' if cluster else ''}"
+    return f"{decisions.model.name}, {tokens}, {layout_label(decisions.layout)}, {policy}{step}"

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import floor
 from typing import Any, get_args
 
 import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.hardware import SAFETY
 from memo_sim.contract.knobs import KNOBS, MOST_ZERO, Overlap, Recompute, States
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.contract.units import format_bytes, format_tokens
+from memo_sim.contract.units import GIB, format_bytes, format_tokens
 from memo_sim.planning import blocks
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.contradictions import repinned
@@ -69,6 +71,11 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     if nearest.prediction.status == "host_oom":
         return [*ways, "more host memory per node", "more nodes"]
     ways.append("more devices")
+    margin = question.hardware.reserve_bytes.get(SAFETY)
+    if margin is not None and nearest.prediction.shortfall_bytes <= margin.value:
+        ways.append(
+            f"--safety-gib {floor(10 * (margin.value - nearest.prediction.shortfall_bytes) / GIB) / 10:g} or less"
+        )
     for change in _not_searched(question, nearest.decisions):
         ways += _helps(change, nearest)
     capacity = question.hardware.device_memory_bytes.value

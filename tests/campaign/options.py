@@ -22,6 +22,7 @@ from tests.campaign.seeds import OUT, Target
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "model": ("model.json", "llama-tiny", "gpt-tiny"),
     "plan": ("plan.json",),
+    "files": ("train.sh",),
     "cases": ("cases.csv",),
     "path": ("b.csv", "plan.json", "r.json", "s.pickle", "a.log"),
     "predicted": ("plan.json", "plan.trace.json"),
@@ -29,10 +30,10 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "compared": ("plan.json", "plan.trace.json"),
     "explained": ("plan.json",),
     "name": ("model", "plan", "cases", "6"),
+    "figures": ("tflops=165,memory=24,pcie=4x16", "tflops=165 memory=24 pcie=4x16 nvlink=600 devices=2"),
 }
 """Quick legal values of arguments by their names."""
 REQUIRED = {
-    "cluster": "machine.json",
     "seq_len": "1k",
     "chosen": "one",
     "low": "1",
@@ -42,8 +43,9 @@ REQUIRED = {
 }
 """Quick legal values of options without which a command does nothing."""
 ALWAYS = {
-    ("memo-sim", "what-if"): ("--seq-len", "1k", "--system", "full-recompute"),
-    ("memo-sim", "longest"): ("--step", "1024m", "--system", "full-recompute"),
+    ("memo-sim", "what-if"): ("--cluster", "machine.json", "--seq-len", "1k", "--system", "full-recompute"),
+    ("memo-sim", "longest"): ("--cluster", "machine.json", "--step", "1024m", "--system", "full-recompute"),
+    ("memo-sim", "gpus"): ("--cluster", "a800", "--most-gpus", "2", "--system", "full-recompute"),
     ("memo-sim", "oom"): ("--seq-len", "1k", "--system", "full-recompute"),
     ("memo-sim", "explain"): ("--cluster", "machine.json"),
     ("memo-sim", "compare"): ("plan.json", "--cluster", "machine.json"),
@@ -53,6 +55,9 @@ ALWAYS = {
 """Options that make a command quick, or keep its files in one folder. One that is drawn comes later and wins."""
 TEXT_VALUES: dict[str, tuple[str, ...]] = {
     "cluster": ("machine.json", "h100-1x8", "a800-2x8", "b200-1x8"),
+    "from_datasheet": ("tflops=165,memory=24,pcie=4x16",),
+    "within": ("10m", "1s", "0.5h"),
+    "price_per_gpu_hour": ("2.5", "a800=1"),
     "seq_len": ("1k", "2048", "1.5k", "1m"),
     "step": ("1024m", "512m"),
     "system": ("full-recompute", "megatron-lm", "memo"),
@@ -71,11 +76,11 @@ KNOB_VALUES: dict[type, tuple[str, ...]] = {
 """Quick legal values of knobs that click takes as text."""
 NEVER = {"every", "jobs", "help", "version"}
 """Options left out: --all takes minutes, --jobs starts processes. --accept alone is refused, so it stays."""
-RARE = {"fit": 0.1, "longest": 0.3, "compare": 0.4, "oom": 0.3, "explain": 0.3}
+RARE = {"fit": 0.1, "longest": 0.3, "gpus": 0.3, "compare": 0.4, "oom": 0.3, "explain": 0.3}
 """Commands that take their time, and how often they are drawn beside one that is quick."""
 FILES = (
     *("snapshot", "buffers in CSV", "requests", "allocator log", "model", "hardware profile", "cases", "trace"),
-    *("plan", "tokens"),
+    *("plan", "tokens", "job"),
 )
 """Kinds of target whose files the commands read."""
 NEEDS_MINUTES = {("memo-exec", "calibrate")}

@@ -121,6 +121,7 @@ class _Fits:
         best = None
         why = ()
         warnings = ()
+        summary = None
 
 
 def test_a_step_out_of_range_is_refused() -> None:

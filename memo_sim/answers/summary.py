@@ -1,0 +1,190 @@
+"""Computes the verdict of an answer: memory against capacity, speed, hours and prices, and what is assumed.
+
+GPU-hours and prices count the devices that the plan occupies, and nothing besides the steps: no start, no checkpoints,
+no failures.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
+from memo_sim.contract.knobs import RowwiseKernel, States
+from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, PeakKind, Summary
+from memo_sim.contract.units import counted, format_bytes, format_tokens
+from memo_sim.engine.simulate import Simulation
+from memo_sim.planning.presets import Policy
+from memo_sim.planning.question import Question
+from memo_sim.views.plan_table import layout_label
+
+BILLION = 1e9
+HOUR_S = 3600.0
+
+STATES: dict[States, str] = {
+    "fp32": "gradients, master weights and AdamW's moments in fp32, on the device",
+    "bf16": "gradients and master weights in fp32, AdamW's moments in bf16, on the device",
+    "host": "gradients in fp32 on the device; master weights and AdamW's moments in fp32 in host memory",
+    "pure-bf16": "gradients and AdamW's moments in bf16, no master weights, on the device",
+}
+"""Where and in which dtype a bf16 model's states are kept."""
+
+KERNELS: dict[RowwiseKernel, str] = {
+    "torch": "memo-exec's own, one torch operator each",
+    "triton": "memo-exec's own fused Triton kernels",
+    "eager": "eager torch: a kernel for each operator and cast",
+    "compiled": "torch.compile",
+    "fused": "fused kernels of Megatron-LM and Transformer Engine",
+    "jit": "kernels of Megatron-LM before Transformer Engine (TorchScript, apex)",
+    "flash-attn": "kernels of flash-attention's training code",
+    "internevo": "kernels of InternEvo",
+}
+"""Whose norms, activations, rotary embeddings, residuals, loss and optimizer."""
+
+POLICIES = {
+    "planned": "one arena with planned addresses",
+    "caching": "PyTorch's caching allocator",
+    "eager": "PyTorch's caching allocator under an eager framework",
+}
+
+
+def summary_of(
+    question: Question,
+    simulation: Simulation,
+    prediction: Prediction,
+    *,
+    planned_arena: bool = False,
+    price_per_device_hour: float | None = None,
+    ways_out: list[str] | None = None,
+) -> Summary:
+    """Return the verdict about one plan.
+
+    ``prediction`` is the plan's, with the size of its arena where ``planned_arena``.
+    """
+    decisions = simulation.decisions
+    layout, step_s = decisions.layout, prediction.step_s
+    tokens = decisions.global_batch * decisions.seq_tokens
+    hours = None if step_s is None else step_s * layout.devices / HOUR_S
+    steps_of_a_billion = BILLION / tokens
+    price = None if hours is None or price_per_device_hour is None else hours * price_per_device_hour
+    return Summary(
+        fits=prediction.status == "ok",
+        status=prediction.status,
+        devices=layout.devices,
+        tokens_per_step=tokens,
+        step_s=step_s,
+        interval=prediction.interval,
+        mfu=prediction.mfu,
+        tokens_per_device_s=prediction.tgs,
+        device_hours_per_billion_tokens=None if hours is None else hours * steps_of_a_billion,
+        price_per_device_hour=price_per_device_hour,
+        price_per_step=price,
+        price_per_billion_tokens=None if price is None else price * steps_of_a_billion,
+        device_memory=_device_memory(simulation, prediction, planned_arena=planned_arena),
+        host_memory=HostMemory(
+            needed_bytes=prediction.peak_host_bytes_per_node,
+            capacity_bytes=simulation.memory.host_capacity_bytes,
+        ),
+        shortfall_bytes=prediction.shortfall_bytes,
+        reason=prediction.reason,
+        ways_out=ways_out or [],
+        plan=in_words(decisions),
+        assumptions=assumptions(question, simulation),
+    )
+
+
+def _device_memory(simulation: Simulation, prediction: Prediction, *, planned_arena: bool) -> DeviceMemory:
+    """Return what a device of the fullest stage needs: the arena or what is reserved, and the reserve."""
+    fullest = simulation.fullest
+    kind: PeakKind = "arena" if planned_arena else "live"
+    peak_bytes = prediction.peak_device_bytes
+    if prediction.reserved_bytes is not None:
+        kind, peak_bytes = "reserved", prediction.reserved_bytes
+    memory = fullest.memory
+    needed, capacity = peak_bytes + memory.reserve_bytes, memory.device_capacity_bytes
+    if prediction.status == "gpu_oom":
+        needed = capacity + prediction.shortfall_bytes
+    return DeviceMemory(
+        stage=simulation.stages.index(fullest),
+        stages=len(simulation.stages),
+        peak=kind,
+        peak_bytes=peak_bytes,
+        live_bytes=simulation.most_live.memory.device.bytes,
+        reserve_bytes=memory.reserve_bytes,
+        needed_bytes=needed,
+        capacity_bytes=capacity,
+        free_bytes=max(0, capacity - needed),
+    )
+
+
+def in_words(decisions: Decisions) -> str:
+    """Return a plan in words: its degrees, what happens to activations, its pipeline schedule and subsequences."""
+    layout = decisions.layout
+    parts = [f"{layout_label(layout)} on {counted(layout.devices, 'GPU')}", _activations(decisions)]
+    if layout.pp > 1:
+        parts.append(f"{layout.schedule} schedule of {counted(decisions.micro_batches, 'micro-batch', 'es')}")
+    if layout.subsequences > 1:
+        parts.append(f"{layout.subsequences} subsequences")
+    if decisions.loss_chunk_tokens:
+        parts.append(f"loss in chunks of {format_tokens(decisions.loss_chunk_tokens)} tokens")
+    return "; ".join(parts)
+
+
+def _activations(decisions: Decisions) -> str:
+    """Return what happens to activations."""
+    percent = f"{100 * decisions.alpha:.3g} %"
+    match decisions.recompute:
+        case "none":
+            if not decisions.swapped_tokens:
+                return "all activations are kept on the device"
+            if decisions.alpha == 1:
+                return "all activations are swapped to host memory"
+            return f"{percent} of the tokens' activations are swapped to host memory, the rest is kept"
+        case "tokenwise":
+            if not decisions.swapped_tokens:
+                return "activations of all tokens are recomputed, attention's outputs are swapped to host memory"
+            return f"activations of {percent} of the tokens are swapped to host memory, the rest is recomputed"
+    return Policy.of(decisions).label
+
+
+def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
+    """Return what the figures of a plan rest on, each with the option that changes it."""
+    decisions = simulation.decisions
+    kernel = decisions.kernels.attention
+    return [
+        Assumption(name="attention kernel", value=f"{kernel}: {ATTENTION_KERNELS[kernel].title}", option="--attention"),
+        Assumption(name="other kernels", value=KERNELS[decisions.kernels.rowwise], option="--compile, --eager"),
+        Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
+        Assumption(name="states", value=_states(decisions), option="--states, --zero"),
+        Assumption(name="batch", value=_batch(decisions), option="--global-batch, --micro-batch"),
+        Assumption(name="device memory", value=POLICIES[decisions.memory_policy], option="--memory-policy"),
+        Assumption(name="reserve", value=_reserve(simulation)),
+        Assumption(
+            name="libraries",
+            value=f"PyTorch, flash-attn and Transformer Engine of {question.hardware.eager_libraries}",
+            option="--libraries",
+        ),
+    ]
+
+
+def _states(decisions: Decisions) -> str:
+    layout, pure = decisions.layout, decisions.dtype == "fp32" and decisions.states != "host"
+    what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else STATES[decisions.states]
+    divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
+    if layout.zero and layout.shards > 1:
+        what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
+    return what
+
+
+def _batch(decisions: Decisions) -> str:
+    tokens = decisions.global_batch * decisions.seq_tokens
+    each = f"dp {decisions.layout.dp} x {counted(decisions.micro_batches, 'micro-batch', 'es')} of"
+    return (
+        f"{counted(decisions.global_batch, 'sequence')} a step ({each} {decisions.micro_batch}),"
+        f" {format_tokens(tokens)} tokens"
+    )
+
+
+def _reserve(simulation: Simulation) -> str:
+    """Return the reserve of the fullest stage, by item."""
+    items = sorted(simulation.memory.reserve.items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in items if size)
+    return f"{format_bytes(simulation.memory.reserve_bytes)} beside the plan's buffers ({listed or 'nothing'})"

@@ -1,0 +1,82 @@
+"""Shows the verdict of an answer as lines of text: whether it fits, how fast it is, the plan, and what is assumed.
+
+Every memory figure says what it includes.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.plain_text import one_line
+from memo_sim.contract.summary import DeviceMemory, Summary
+from memo_sim.contract.units import format_bytes, format_seconds
+from memo_sim.views.plan_table import interval_label
+
+PEAKS = {
+    "arena": "planned arena",
+    "reserved": "reserved by PyTorch's allocator",
+    "live": "live bytes",
+}
+"""What the peak's bytes are."""
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """Return the lines of the verdict, and an indented line for each assumption."""
+    lines = verdict_lines(summary)
+    if summary.ways_out:
+        lines += ["Ways out:", *(f"  {one_line(way)}" for way in summary.ways_out)]
+    if summary.assumptions:
+        width = max(len(each.name) for each in summary.assumptions)
+        lines.append("Assumed:")
+        for each in summary.assumptions:
+            option = f" ({each.option})" if each.option else ""
+            lines.append(f"  {each.name.ljust(width)}  {one_line(each.value)}{option}")
+    lines += [f"Not tried: {one_line(each.what)} ({each.option})." for each in summary.left_out]
+    return lines
+
+
+def verdict_lines(summary: Summary) -> list[str]:
+    """Return whether the plan fits and by how much, how fast it is (of a plan that fits), and the plan in words."""
+    speed = _speed(summary) if summary.fits else []
+    return [_memory(summary), *speed, f"Plan: {one_line(summary.plan)}."]
+
+
+def _memory(summary: Summary) -> str:
+    device, host = summary.device_memory, summary.host_memory
+    has = f"{_device(device)} = {format_bytes(device.needed_bytes)} of {format_bytes(device.capacity_bytes)}"
+    where = f" (stage {device.stage} of {device.stages}, the fullest)" if device.stages > 1 else ""
+    on_host = (
+        f"host: {format_bytes(host.needed_bytes)} of {format_bytes(host.capacity_bytes)} a node, for all its ranks"
+    )
+    if summary.fits:
+        return f"FITS with {format_bytes(device.free_bytes)} free on a device{where}: {has}; {on_host}."
+    if summary.status == "host_oom":
+        short = f"{format_bytes(summary.shortfall_bytes)} of host memory a node are missing"
+        return f"DOES NOT FIT: {short}; {on_host}; a device{where}: {has}."
+    return f"DOES NOT FIT: {format_bytes(summary.shortfall_bytes)} are missing on a device{where}: {has}; {on_host}."
+
+
+def _device(device: DeviceMemory) -> str:
+    """Return what is added up; of an allocator that ran out, only live bytes are known."""
+    return f"{PEAKS[device.peak]} {format_bytes(device.peak_bytes)} + reserve {format_bytes(device.reserve_bytes)}"
+
+
+def _speed(summary: Summary) -> list[str]:
+    if summary.step_s is None or summary.mfu is None or summary.tokens_per_device_s is None:
+        return []
+    sure = f" ({interval_label(summary.interval)}, {100 * summary.interval.level:.0f} %)" if summary.interval else ""
+    hours = summary.device_hours_per_billion_tokens or 0.0
+    parts = [
+        f"Step {format_seconds(summary.step_s)}{sure}",
+        f"MFU {100 * summary.mfu:.1f} %",
+        f"{summary.tokens_per_device_s:.0f} tokens per GPU and second",
+        f"{_three_digits(hours)} GPU-hours per billion tokens",
+    ]
+    if summary.price_per_billion_tokens is not None and summary.price_per_step is not None:
+        at = f"at {summary.price_per_device_hour:g} a GPU-hour"
+        billion, step = _three_digits(summary.price_per_billion_tokens), _three_digits(summary.price_per_step)
+        parts.append(f"price {billion} per billion tokens, {step} a step ({at})")
+    return [", ".join(parts) + "."]
+
+
+def _three_digits(value: float) -> str:
+    """Return a number with three significant digits at least, never with an exponent that hides its size."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

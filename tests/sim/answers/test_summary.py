@@ -1,0 +1,86 @@
+"""The verdict: memory that adds up, hours and prices, the plan in words, and assumptions with their options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memo_sim.answers.what_if import plan_of, price, what_if
+from memo_sim.contract import codec
+from memo_sim.contract.result import Result
+from memo_sim.planning.question import Pins
+from memo_sim.views.summary_text import summary_lines
+from tests.sim.planning.test_search import question
+
+
+@pytest.fixture(scope="module")
+def asked():
+    return question(32 * 1024, system="full-recompute", global_batch=1)
+
+
+def test_a_verdict_adds_memory_up_and_counts_hours(asked) -> None:
+    result = what_if(asked, price_per_device_hour=2.5).result
+    verdict, best = result.summary, result.best
+    device = verdict.device_memory
+    assert verdict.fits
+    assert (device.peak, device.peak_bytes) == ("arena", best.peak_device_bytes)
+    assert device.needed_bytes == device.peak_bytes + device.reserve_bytes
+    assert device.free_bytes == device.capacity_bytes - device.needed_bytes
+    hours = best.step_s * 8 / 3600
+    assert verdict.price_per_step == pytest.approx(2.5 * hours)
+    assert verdict.device_hours_per_billion_tokens == pytest.approx(hours * 1e9 / (32 * 1024))
+    assert verdict.price_per_billion_tokens == pytest.approx(2.5 * verdict.device_hours_per_billion_tokens)
+    assert (verdict.step_s, verdict.mfu, verdict.interval) == (best.step_s, best.mfu, best.interval)
+    assert codec.decode(codec.encode(result), Result, where="here") == result
+
+
+def test_without_a_price_there_is_none(asked) -> None:
+    verdict = what_if(asked).result.summary
+    assert verdict.price_per_step is verdict.price_per_billion_tokens is None
+    assert "price" not in "\n".join(summary_lines(verdict))
+
+
+def test_assumptions_name_their_options(asked) -> None:
+    options = {each.name: each.option for each in what_if(asked).result.summary.assumptions}
+    assert options["attention kernel"] == "--attention"
+    assert options["batch"].startswith("--global-batch")
+    assert {"dtype", "states", "other kernels", "device memory", "reserve"} <= options.keys()
+
+
+def test_what_does_not_fit_has_a_shortfall_ways_out_and_no_speed(asked) -> None:
+    small = replace(asked, pins=replace(asked.pins, recompute="none"), seq_tokens=1 << 20)
+    verdict = what_if(small, price_per_device_hour=1).result.summary
+    device = verdict.device_memory
+    assert not verdict.fits
+    assert device.needed_bytes - device.capacity_bytes == verdict.shortfall_bytes > 0
+    assert (device.free_bytes, device.peak) == (0, "live")
+    assert verdict.step_s is verdict.mfu is verdict.price_per_step is None
+    first, *others = summary_lines(verdict)
+    assert first.startswith("DOES NOT FIT: ")
+    assert "  leave --recompute, --tp, --cp to the search" in others
+    assert not any("Step" in line for line in others)
+
+
+def test_the_peak_on_pytorchs_allocator_is_that_of_all_stages() -> None:
+    """The last stage has most live bytes; the allocator reserves most on the first."""
+    asked = question(16 * 1024, system="megatron-lm")
+    answer = what_if(replace(asked, pins=Pins(tp=4, cp=1, pp=2, recompute="full")))
+    result, device = answer.result, answer.result.summary.device_memory
+    peaks = [max(map(sum, zip(*t.device_memory.bytes_by_class.values(), strict=True))) for t in answer.best.traces()]
+    assert peaks[1] > peaks[0]
+    assert device.stage == 0
+    assert device.live_bytes == result.best.peak_device_bytes == max(peaks)
+    assert any(line.startswith("Device memory peaks at stage1: ") for line in result.why)
+    assert (device.peak, device.peak_bytes) == ("reserved", result.best.reserved_bytes)
+    assert device.live_bytes <= device.peak_bytes
+    assert device.stages == 2
+    assert "reserved by PyTorch's allocator" in summary_lines(result.summary)[0]
+
+
+def test_a_plan_that_is_only_priced_has_a_verdict(asked) -> None:
+    answer = what_if(asked)
+    plan, _ = plan_of(answer.best, answer.arena, asked, created="", command="")
+    again = price(plan, replace(asked, pins=Pins()), price_per_device_hour=4)
+    assert again.result.summary.step_s == answer.result.summary.step_s
+    assert again.result.summary.price_per_step == pytest.approx(4 * again.result.summary.step_s * 8 / 3600)
