@@ -18,7 +18,7 @@ from memo_sim import __version__
 from memo_sim.commands.clusters import compare_clusters, datasheet_command, gpus_command
 from memo_sim.commands.interchange import export_command, import_command
 from memo_sim.commands.sweep import sweep_command
-from memo_sim.commands.understand import compare_command, oom_command
+from memo_sim.commands.understand import compare_command, explain_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.contract.plain_text import one_line
@@ -384,6 +384,7 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
 for command in (
     compare_command,
     datasheet_command,
+    explain_command,
     export_command,
     gpus_command,
     import_command,
