@@ -231,12 +231,13 @@ class WhatIfResult:
         return printable(f"{result_table(self.document)}\n\n" + "\n".join(map(one_line, self.why)))
 
     def __repr__(self) -> str:
-        return f"<WhatIfResult {_title(self.document)}: {_in_short(self.best)}>"
+        short = one_line(self.refused.what) if self.refused else _in_short(self.best)
+        return f"<WhatIfResult {_title(self.document)}: {short}>"
 
     def _repr_html_(self) -> str:
         caption = "\n".join([_title(self.document), *(f"WARNING: {text}" for text in self.warnings)])
         if self.best is None:
-            caption += "\n" + "\n".join(["no plan fits", *self.why])
+            caption += "\n" + "\n".join([*([] if self.refused else ["no plan fits"]), *self.why])
         return html_table(caption, _HEADS, [_cells(rank, plan) for rank, plan in enumerate(self.plans, start=1)])
 
 

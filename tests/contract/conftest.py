@@ -36,6 +36,7 @@ from memo_sim.contract.plan import (
 )
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
+from memo_sim.contract.sweep import Failure, SweepLine
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Reduction, Verdict
@@ -293,6 +294,24 @@ def longest() -> Longest:
     )
 
 
+def sweep_line() -> SweepLine:
+    return SweepLine(
+        key="ab" * 32,
+        question={"model": "sample", "seq_len": "64k", "tp": 8, "alpha": 0.5, "pp_layers": [1, 2], "keep_norms": True},
+        memo_version="0.1.0",
+        model="sample",
+        cluster="a800-1x8",
+        system="memo",
+        seq_tokens=65536,
+        status="failed",
+        best=result().plans[0],
+        warnings=["one"],
+        why=["one"],
+        failure=Failure(exit_code=6, message="the worker died"),
+        elapsed_s=1.5,
+    )
+
+
 def validation() -> Validation:
     case = CaseReport(
         case="one",
@@ -393,6 +412,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "trace": trace,
     "result": result,
     "longest": longest,
+    "sweep": sweep_line,
     "validation": validation,
     "comparison": comparison,
     "verdict": verdict,

@@ -148,7 +148,7 @@ def test_that_nothing_fits_is_a_result() -> None:
     for found in (memo.what_if("gpt-tiny", **NOTHING_FITS), memo.what_if("gpt-tiny", **{**TINY, "seq_len": "64k"})):
         assert found.best is None
         assert found.why
-        assert "no plan fits" in repr(found)
+        assert (found.refused.what if found.refused else "no plan fits") in repr(found)
         assert escape(found.why[0]) in found._repr_html_()
         for act in (found.save, found.plot, found.save_timeline):
             with pytest.raises(memo.Infeasible):
