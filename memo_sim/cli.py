@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from memo_sim import __version__
+from memo_sim.commands.clusters import datasheet_command, gpus_command
 from memo_sim.commands.sweep import sweep_command
-from memo_sim.contract.errors import Infeasible, MemoError, UsageError
+from memo_sim.commands.understand import compare_command, oom_command
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.contract.plain_text import one_line
-from memo_sim.question_options import Options, asked, question_options
+from memo_sim.question_options import Options, asked, cluster_options, question_options
 from memo_sim.views.command_line import (
     SETTINGS,
     Commands,
     Finite,
+    Silent,
+    command_line,
     run_commands,
     say,
     say_usage,
@@ -54,7 +58,7 @@ def cli() -> None:
 
 @cli.command("what-if")
 @click.argument("model", required=False)
-@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@cluster_options
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
 @question_options
@@ -77,6 +81,7 @@ def cli() -> None:
 )
 @click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
+@click.option("--report", type=click.Path(), help="Write the answer as one HTML page that opens offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2 document.")
 def what_if_command(**options: Any) -> None:
     """Search every knob that is not pinned, and rank the plans.
@@ -97,12 +102,12 @@ def what_if_command(**options: Any) -> None:
         for line in result.why:
             show(one_line(line))
     if result.best is None:
-        raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
+        raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
 
 @cli.command("longest")
 @click.argument("model")
-@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@cluster_options
 @click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
@@ -123,7 +128,7 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     parse_tokens(step, option="--step")
     outputs, _, question = asked({**options, "plan_path": None, "seq_len": step})
     wanted: Options = {"step": step, "max_step_s": max_step_s, "one_more_gib": one_more_gib}
-    ask = partial(longest_of, question, **wanted, command=_command_line())
+    ask = partial(longest_of, question, **wanted, command=command_line("memo-sim"))
     found = with_progress("lengths", lambda tell: ask(progress=tell))
     if found.at_longest is not None:
         found.at_longest.write(outputs)
@@ -132,29 +137,17 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     else:
         show(longest_table(found.document) + "\n\n" + "\n".join(map(one_line, found.why)))
     if found.at_longest is None:
-        raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
-
-
-class _Silent(MemoError):
-    """Ends the process with a code when the document already says everything."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__("")
-        self.exit_code = exit_code
+        raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
 
 def _ask(plan: Plan | None, question: Question, options: Options) -> WhatIfResult:
     from memo_sim.api import answered, priced
 
-    command = _command_line()
+    command = command_line("memo-sim")
     if plan is not None:
         return priced(plan, question, where=options["plan_path"], command=command)
     wanted = {name: options[name] for name in ("top", "pareto", "one_more_gib")}
     return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell, command=command))
-
-
-def _command_line() -> str:
-    return one_line(" ".join(["memo-sim", *sys.argv[1:]]))
 
 
 @cli.command("validate")
@@ -202,7 +195,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     else:
         show(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows], held_out=tested))
     if report:
-        told = {"command": _command_line(), "created": now(), "version": __version__}
+        told = {"command": command_line("memo-sim"), "created": now(), "version": __version__}
         page = validation_report(found, accuracy_of(found).groups, tested, load_notes(), **told)
         write_bytes(report, page.encode())
     check_evaluated(found)
@@ -279,6 +272,43 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
         show(chart_table(found))
 
 
+@cli.command("doctor")
+@click.option("--trace", type=click.Path(), help="A PyTorch profiler trace (.json, .json.gz) with shapes.")
+@click.option("--memory", type=click.Path(), help="A memory snapshot of the same job (_dump_snapshot).")
+@click.option("--cluster", help="Predict with this cluster or profile; otherwise the GPU that the trace names.")
+@click.option("--nccl-tests", type=click.Path(), multiple=True, help="Text output of one nccl-tests program (repeat).")
+@click.option("--nvbandwidth", type=click.Path(), help="JSON of `nvbandwidth -j`.")
+@click.option("-o", "--output", type=click.Path(), help="Write the profile, corrected by what was measured.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.job/1 document.")
+def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
+    """Hold a recorded step of your own job against a profile: what takes how long, and what was expected.
+
+    Record with torch.profiler.profile(record_shapes=True), a schedule and profiler.step(). Collective and copy rates
+    may also come from nccl-tests and nvbandwidth. With -o the profile takes over what was measured; a plan for it:
+    memo-sim what-if MODEL --cluster PROFILE.
+    """
+    from memo_sim.answers.doctor import diagnose
+    from memo_sim.contract.codec import check_not_read, check_writable, encode, write
+    from memo_sim.views.job_table import job_table
+
+    if output:
+        check_writable(Path(output))
+        read = [*files["nccl_tests"], *(files[name] for name in ("trace", "memory", "nvbandwidth", "cluster"))]
+        check_not_read([Path(output)], [Path(path) for path in read if path])
+    if as_json and not files["trace"]:
+        raise UsageError("--json prints what a trace shows", wanted="--trace FILE")
+    found = diagnose(**files)
+    if output:
+        write(output, found.hardware)
+    if as_json and found.job is not None:
+        show_document(encode(found.job))
+        return
+    if found.job is not None:
+        show(job_table(found.job))
+    if output:
+        show("\n".join(["", f"{output} is {found.hardware.name} with:", *map(one_line, found.changes)]).lstrip("\n"))
+
+
 @cli.command("list")
 @click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware"]))
 def list_command(what: str) -> None:
@@ -336,7 +366,8 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
         show(placement_report(found.document))
 
 
-cli.add_command(sweep_command)
+for command in (compare_command, datasheet_command, gpus_command, oom_command, sweep_command):
+    cli.add_command(command)
 
 
 def _fail(text: str, code: int, error: BaseException) -> NoReturn:

@@ -36,9 +36,14 @@ from memo_sim.views.command_line import Finite, typed
 
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Outputs
+    from memo_sim.contract.cluster import Cluster
+    from memo_sim.contract.gpu_kind import GpuKind
+    from memo_sim.contract.hardware import Hardware
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
 
+EXAMPLE = "tflops=165,memory=24,pcie=4x16"
+"""A data sheet, as in ``contract/datasheet.py``, which is too heavy to import for help."""
 IN_A_PLAN = ("model", "seq_len", "system")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
@@ -47,15 +52,31 @@ Options = dict[str, Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+CLUSTER = click.option(
+    "--cluster", help="a800-1x8, a cluster file, or a hardware profile file (memo-sim list clusters)."
+)
+FROM_DATASHEET = click.option(
+    "--from-datasheet",
+    metavar="KEY=VALUE,...",
+    help=f"In place of --cluster: rough figures of a GPU, {EXAMPLE} (memo-sim datasheet --help has every key).",
+)
 SYSTEM = click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
 MEMORY = (
     click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
     click.option("--host-memory-gib", type=Finite(*MEMORY_GIB), help="Of one node, instead of its own."),
+    click.option(
+        "--safety-gib", type=Finite(0, MEMORY_GIB[1]), help="Device memory to keep free, beside the reserve [0]."
+    ),
 )
 POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
 )
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
+
+
+def cluster_options(command: Command) -> Command:
+    """Give ``command`` the options that name a cluster."""
+    return CLUSTER(FROM_DATASHEET(command))
 
 
 def question_options(command: Command) -> Command:
@@ -100,12 +121,15 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     from memo_sim.answers.what_if import Outputs
     from memo_sim.contract.catalog import profile_path
 
-    plan, picture, timeline = (Path(options[n]) if options[n] else None for n in ("output", "plot", "trace_path"))
+    plan, picture, timeline, report = (
+        Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
+    )
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
-    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
+    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, read=read)
     outputs.check()
     given, question = question_of(options)
-    replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
+    if options["cluster"] is not None:
+        replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
     return outputs, given, question
 
 
@@ -124,8 +148,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     if plan is None and not (options["model"] and options["seq_len"]):
         raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
     if plan is None:
-        knobs = {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE}
-        return None, named_values.question_of({name: options[name] for name in OF_A_QUESTION} | knobs)
+        return None, named_values.question_of(_values(options))
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
     if given := typed(*decided):
         raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
@@ -133,3 +156,57 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
         raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     return plan, named_values.question_of_plan(plan, {name: options[name] for name in OF_A_MACHINE})
+
+
+def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Question:
+    """Return the question that the options ask about a cluster.
+
+    Raises:
+        UsageError: when the options contradict each other, or name what there is not.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.answers import named_values
+
+    return named_values.question_on(_values(options), cluster, hardware)
+
+
+def _values(options: Options) -> Options:
+    """Return the options' values by the names of Python's arguments."""
+    return {name: options[name] for name in OF_A_QUESTION if name in options} | {
+        knob.argument: options[knob.name] for knob in ON_COMMAND_LINE
+    }
+
+
+def gpu_kinds(options: Options) -> list[GpuKind]:
+    """Return the kinds of GPU that ``--cluster`` lists or ``--from-datasheet`` describes; the shipped ones by default.
+
+    Raises:
+        UsageError: when what is given names no kind, or one twice.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.contract.catalog import cluster_from_datasheet
+    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, GpuKind, load_gpu_kind
+
+    named, sheet = options["cluster"], options["from_datasheet"]
+    names = names_in(named) if named is not None else ([] if sheet is not None else list(DEFAULT_KINDS))
+    kinds = [load_gpu_kind(name) for name in names]
+    if sheet is not None:
+        cluster, hardware = cluster_from_datasheet(sheet)
+        kinds.append(GpuKind(hardware.name, cluster, hardware))
+    if len({kind.name for kind in kinds}) < len(kinds):
+        raise UsageError("a kind of GPU is named twice", got=", ".join(kind.name for kind in kinds))
+    return kinds
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names that a list joined by commas has; a file whose name has commas is one name.
+
+    Raises:
+        UsageError: when a name is empty.
+    """
+    if Path(text).is_file():
+        return [text]
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise UsageError("an empty name in a list", where="--cluster", got=repr(text), hint="--cluster h100,h200")
+    return names

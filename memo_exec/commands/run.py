@@ -49,6 +49,7 @@ from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import counted
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
+from memo_sim.views.busy import busy_by
 
 WARM_UPS = 2
 """How many first steps are not measured: they touch memory for the first time, and libraries choose algorithms."""
@@ -448,7 +449,7 @@ def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: T
             peak_device_bytes=record.peak_device_bytes,
             moved_bytes=record.moved,
             lanes=lane_busy_s(program, record),
-            ops=compare.busy_by(measured)[1],
+            ops=busy_by(measured)[1],
         )
     )
     slowest = times_s.index(max(times_s))

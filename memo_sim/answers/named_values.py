@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from memo_sim.contract.boards import with_power
-from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.catalog import cluster_from_datasheet, load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.hardware import Hardware
@@ -47,8 +47,8 @@ Values = Mapping[str, Any]
 
 MOST_DIGITS = 18
 """Digits of a number that are read; one with more is out of every range."""
-NEEDED = ("model", "cluster", "seq_len")
-"""What a question cannot do without."""
+NEEDED = ("model", "seq_len")
+"""What a question cannot do without, beside a cluster."""
 
 
 def check_names(values: Values, known: Sequence[str] = (*OF_A_QUESTION, *ARGUMENTS)) -> None:
@@ -75,17 +75,7 @@ def question_of(values: Values) -> Question:
     check_names(values)
     if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
         raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
-    cluster, hardware = machine_of(values)
-    knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
-    model, system = values["model"], values.get("system")
-    return Question(
-        model=model if isinstance(model, Model) else load_model(_text(model, "model")),
-        cluster=cluster,
-        hardware=hardware,
-        seq_tokens=parse_tokens(str(values["seq_len"])),
-        system="any" if system is None else _text(system, "system"),
-        **_held(knobs),
-    )
+    return question_on(values, *named_cluster(values))
 
 
 def question_of_plan(plan: Plan, values: Values) -> Question:
@@ -95,7 +85,28 @@ def question_of_plan(plan: Plan, values: Values) -> Question:
         UsageError: when a value is wrong.
         BadInput: when a file cannot be read.
     """
-    cluster, hardware = machine_of(values)
+    return question_on(values, *named_cluster(values), plan=plan)
+
+
+def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, plan: Plan | None = None) -> Question:
+    """Return the question that the values ask about a cluster; a ``plan`` brings its own model, length and knobs.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    cluster, hardware = _limited(values, cluster, hardware)
+    if plan is None:
+        knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
+        model, system = values["model"], values.get("system")
+        return Question(
+            model=model if isinstance(model, Model) else load_model(_text(model, "model")),
+            cluster=cluster,
+            hardware=hardware,
+            seq_tokens=parse_tokens(str(values["seq_len"])),
+            system="any" if system is None else _text(system, "system"),
+            **_held(knobs),
+        )
     knobs = {knob.name: knob.default for knob in ARGUMENTS.values()}
     decided = {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
     return Question(
@@ -113,17 +124,32 @@ def _held(knobs: dict[str, Any]) -> dict[str, Any]:
     return {"pins": pins, **{knob.name: knobs[knob.name] for knob in CHOSEN if knob.name in knobs}}
 
 
-def machine_of(values: Values) -> tuple[Cluster, Hardware]:
-    """Return the cluster that the values name, with their memory and power limit.
+def named_cluster(values: Values) -> tuple[Cluster, Hardware]:
+    """Return the cluster and the profile that ``cluster`` or ``from_datasheet`` names.
 
     Raises:
-        UsageError: when a value is wrong.
+        UsageError: when neither or both are given, or what is given is none.
         BadInput: when a file cannot be read.
     """
+    name, sheet = values.get("cluster"), values.get("from_datasheet")
+    if (name is None) == (sheet is None):
+        got = "neither" if name is None else "both"
+        hint = "--cluster a800-1x8, or --from-datasheet tflops=165,memory=24,pcie=4x16"
+        raise UsageError("a question needs one of --cluster and --from-datasheet", got=got, hint=hint)
+    if sheet is not None:
+        return cluster_from_datasheet(_text(sheet, "from_datasheet"))
+    return load_cluster(_text(name, "cluster"))
+
+
+def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Cluster, Hardware]:
+    """Return a machine with the memory and the power limit that the values name."""
+    safety_gib = _number("safety_gib", values.get("safety_gib"), 0, MEMORY_GIB[1])
     cluster, hardware = with_memory(
-        *load_cluster(_text(values["cluster"], "cluster")),
+        cluster,
+        hardware,
         device_bytes=bytes_of("device_memory_gib", values.get("device_memory_gib")),
         host_bytes=bytes_of("host_memory_gib", values.get("host_memory_gib")),
+        safety_bytes=None if safety_gib is None else int(safety_gib * GIB),
     )
     power_w = _number("power_w", values.get("power_w"), *POWER_W)
     return cluster, hardware if power_w is None else with_power(hardware, power_w)

@@ -721,7 +721,7 @@ ARGUMENTS = {knob.argument: knob for knob in KNOBS.values() if knob.on_command_l
 """The knobs that a question may name, by the names of the keyword arguments."""
 DEGREES = tuple(knob.name for knob in PINNED if isinstance(knob.kind, Degree))
 
-OF_A_MACHINE = ("cluster", "device_memory_gib", "host_memory_gib", "power_w")
+OF_A_MACHINE = ("cluster", "from_datasheet", "device_memory_gib", "host_memory_gib", "safety_gib", "power_w")
 """What a question says of the machine, as options and arguments name it."""
 OF_A_QUESTION = ("model", "seq_len", "system", *OF_A_MACHINE)
 """What a question says beside its knobs."""

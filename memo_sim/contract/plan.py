@@ -403,6 +403,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     command: str = ""
     cluster: str = ""
     hardware_sha256: str = ""
+    system: str = ""
+    """The system of the question; some of them slow attention."""
 
 
 class Plan(

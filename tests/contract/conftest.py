@@ -8,7 +8,9 @@ import pytest
 from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, PublishedErrors
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
+from memo_sim.contract.difference import Choice, Difference, Share, Side
 from memo_sim.contract.figure import Figure, Line, Point
+from memo_sim.contract.gpus import Gpus, Sized, TriedCount
 from memo_sim.contract.hardware import (
     AttentionTable,
     CollectiveTable,
@@ -36,6 +38,8 @@ from memo_sim.contract.plan import (
 )
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
+from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
+from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Summary
 from memo_sim.contract.sweep import Failure, SweepLine
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
@@ -312,6 +316,38 @@ def sweep_line() -> SweepLine:
     )
 
 
+def gpus() -> Gpus:
+    memory = DeviceMemory(
+        peak="arena", peak_bytes=10, live_bytes=9, reserve_bytes=1, needed_bytes=11, capacity_bytes=20
+    )
+    verdict = Summary(
+        fits=True,
+        status="ok",
+        devices=16,
+        tokens_per_step=4096,
+        step_s=1.0,
+        device_memory=memory,
+        host_memory=HostMemory(needed_bytes=0, capacity_bytes=10),
+        plan="tp2",
+        assumptions=[Assumption(name="dtype", value="bf16", option="--dtype")],
+    )
+    size = Sized(
+        kind="a800", cluster="a800-2x8", nodes=2, roles=["fits", "cheapest"], best=result().plans[0], summary=verdict
+    )
+    return Gpus(
+        model="sample",
+        seq_tokens=4096,
+        global_batch=1,
+        within_s=2.0,
+        kinds=["a800"],
+        most_devices=16,
+        chosen=size,
+        sizes=[size],
+        tried=[TriedCount(kind="a800", cluster="a800-1x8", devices=8, fits=False, reason="device memory")],
+        why=["one"],
+    )
+
+
 def validation() -> Validation:
     case = CaseReport(
         case="one",
@@ -386,6 +422,76 @@ def comparison() -> Comparison:
     )
 
 
+def shortage() -> Shortage:
+    way = WayOut(
+        knob="recompute",
+        options="--recompute full",
+        leave_out=["--alpha"],
+        plan="full recompute on tp1 cp1 dp1",
+        fits=True,
+        status="ok",
+        step_s=2.5,
+        needed_bytes=512,
+        note="a note",
+    )
+    return Shortage(
+        model="sample",
+        cluster="sample-1x1",
+        seq_tokens=1024,
+        fits=False,
+        status="gpu_oom",
+        plan="keep on tp1 cp1 dp1",
+        decisions=plan().decisions,
+        candidates=1,
+        memory="device",
+        at="m0/s0/l3/bwd/attn",
+        needed_bytes=2048,
+        capacity_bytes=1024,
+        shortfall_bytes=1024,
+        by_class={"state": 1024},
+        allocator={"allocated": 1},
+        reserve={"cuda_context": 1024},
+        tensors=[LiveTensor(name="params.layer", buffer_class="state", count=4, bytes=1024)],
+        reason="no room",
+        ways=[way],
+        open=way,
+        too_little=[msgspec.structs.replace(way, fits=False, status="gpu_oom", step_s=None, shortfall_bytes=1)],
+        tried=2,
+    )
+
+
+def difference() -> Difference:
+    side = Side(
+        name="plan.json",
+        kind="plan",
+        origin="predicted",
+        source="its own prediction",
+        cluster="sample-1x1",
+        decisions=plan().decisions,
+        program_sha256=SHA,
+        step_s=1.0,
+        mfu=0.5,
+        tgs=10.0,
+        lanes={"compute": 0.5},
+        peak_device_bytes=1024,
+        peak_by_class={"state": 1024},
+        peak_host_bytes_per_node=1,
+        moved_bytes=MovedBytes(d2h=1, h2d=1),
+    )
+    share = Share(
+        group="forward", name="attention", seconds=[1.0, 2.0], difference_s=[0.0, 1.0], of_difference=[None, 1.0]
+    )
+    return Difference(
+        verdict=["B is slower."],
+        sides=[side, msgspec.structs.replace(side, step_s=2.0)],
+        decisions=[Choice(option="--tp", values=["1", None])],
+        detail="kinds",
+        groups=[share],
+        shares=[share],
+        notes=["a note"],
+    )
+
+
 def figure() -> Figure:
     points = [Point(x=8, y=1048576, note="tp 4"), Point(x=16, y=None, note="nothing fits")]
     return Figure(
@@ -413,8 +519,11 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "result": result,
     "longest": longest,
     "sweep": sweep_line,
+    "gpus": gpus,
+    "shortage": shortage,
     "validation": validation,
     "comparison": comparison,
+    "difference": difference,
     "verdict": verdict,
     "accuracy": accuracy,
     "errors": errors,
