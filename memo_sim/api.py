@@ -77,6 +77,9 @@ __all__ = [
 ]
 
 PathLike = str | os.PathLike[str]
+SECONDS = (1e-9, 1e9)
+"""Least and most seconds of a limit."""
+PRICES = (1e-9, 1e12)
 Solver = Literal["portfolio", "bilevel-mip", "mip", "greedy", "cp-sat"]
 
 
@@ -575,6 +578,7 @@ def longest(
         UsageError: as in ``what_if``.
         BadInput: when a file cannot be read.
     """
+    parse_tokens(str(step), option="--step")
     values = {"model": model, "cluster": cluster, "seq_len": step, "system": system, **knobs}
     values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
     values |= {"from_datasheet": from_datasheet, "power_w": power_w}
@@ -619,6 +623,7 @@ def simulate(
     return priced(document, question, where=plan, price_per_gpu_hour=price_per_gpu_hour, command=call)
 
 
+@with_names_checked()
 def load_plan(path: PathLike) -> Plan:
     """Return the plan in a file; plans of earlier versions are read too.
 
@@ -646,6 +651,7 @@ def plan_memory(
         UsageError: for an unknown solver, or a device that is not there.
         BadInput: when the file holds no requests that can be read.
     """
+    named_values.number("time_limit", time_limit, *SECONDS)
     capacity_bytes = named_values.bytes_of("device_memory_gib", device_memory_gib)
     made = memory_answer.plan_memory(
         os.fspath(path), solver=solver, time_limit_s=time_limit, device=device, capacity_bytes=capacity_bytes
@@ -721,6 +727,7 @@ def grid(**values: Any) -> list[dict[str, Any]]:
     return sweep_answer.grid(**values)
 
 
+@with_names_checked()
 def load_sweep(*paths: PathLike) -> SweepResult:
     """Return the answers in files of sweeps; of several answers to one question the last one counts.
 
@@ -748,6 +755,7 @@ def answered(
     """
     if top < 1:
         raise UsageError("not a number of plans", got=top, wanted="from 1")
+    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *PRICES)
     try:
         answer = what_if_answer.what_if(
             question, top=top, pareto=pareto, price_per_device_hour=price_per_gpu_hour, progress=progress
@@ -772,6 +780,7 @@ def priced(
     Raises:
         BadInput: when the plan cannot be played.
     """
+    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *PRICES)
     try:
         with codec.of_file("the plan" if isinstance(where, Plan) else Path(where)):
             answer = what_if_answer.price(plan, question, price_per_device_hour=price_per_gpu_hour)
@@ -795,6 +804,7 @@ def longest_of(
         UsageError: when the step is wrong, or pinned knobs contradict each other or the cluster.
     """
     tokens = parse_tokens(str(step), option="--step")
+    named_values.number("max_step_s", max_step_s, *SECONDS)
     found = longest_answer.longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=progress)
     if one_more_gib:
         found = more_memory.with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from memo_sim import __version__
-from memo_sim.commands.clusters import datasheet_command, gpus_command
+from memo_sim.commands.clusters import compare_clusters, datasheet_command, gpus_command
+from memo_sim.commands.interchange import export_command, import_command
 from memo_sim.commands.sweep import sweep_command
 from memo_sim.commands.understand import compare_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.contract.plain_text import one_line
-from memo_sim.question_options import Options, asked, cluster_options, question_options
+from memo_sim.question_options import PRICE, Options, asked, cluster_options, names_in, prices_of, question_options
 from memo_sim.views.command_line import (
     SETTINGS,
     Commands,
@@ -62,6 +63,7 @@ def cli() -> None:
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
 @question_options
+@PRICE
 @click.option(
     "--top",
     type=click.IntRange(1),
@@ -82,7 +84,7 @@ def cli() -> None:
 @click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
 @click.option("--report", type=click.Path(), help="Write the answer as one HTML page that opens offline.")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2 document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2; of several clusters memo.results/1.")
 def what_if_command(**options: Any) -> None:
     """Search every knob that is not pinned, and rank the plans.
 
@@ -90,8 +92,11 @@ def what_if_command(**options: Any) -> None:
     """
     from memo_sim.views.tables import result_table
 
+    if options["cluster"] and len(names_in(options["cluster"])) > 1 and options["from_datasheet"] is None:
+        compare_clusters(options, _ask)
+        return
     outputs, plan, question = asked(options)
-    result = _ask(plan, question, options)
+    result = _ask(plan, question, options, *prices_of(options, [question.cluster.name]))
     if result.refused and not options["as_json"]:
         raise result.refused
     result.write(outputs)
@@ -140,13 +145,13 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
         raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
 
-def _ask(plan: Plan | None, question: Question, options: Options) -> WhatIfResult:
+def _ask(plan: Plan | None, question: Question, options: Options, price: float | None) -> WhatIfResult:
     from memo_sim.api import answered, priced
 
     command = command_line("memo-sim")
     if plan is not None:
-        return priced(plan, question, where=options["plan_path"], command=command)
-    wanted = {name: options[name] for name in ("top", "pareto", "one_more_gib")}
+        return priced(plan, question, where=options["plan_path"], price_per_gpu_hour=price, command=command)
+    wanted = {name: options[name] for name in ("top", "pareto", "one_more_gib")} | {"price_per_gpu_hour": price}
     return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell, command=command))
 
 
@@ -279,7 +284,7 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
 @click.option("--nccl-tests", type=click.Path(), multiple=True, help="Text output of one nccl-tests program (repeat).")
 @click.option("--nvbandwidth", type=click.Path(), help="JSON of `nvbandwidth -j`.")
 @click.option("-o", "--output", type=click.Path(), help="Write the profile, corrected by what was measured.")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.job/1 document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.recorded/1 document.")
 def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
     """Hold a recorded step of your own job against a profile: what takes how long, and what was expected.
 
@@ -289,7 +294,7 @@ def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
     """
     from memo_sim.answers.doctor import diagnose
     from memo_sim.contract.codec import check_not_read, check_writable, encode, write
-    from memo_sim.views.job_table import job_table
+    from memo_sim.views.recorded_table import recorded_table
 
     if output:
         check_writable(Path(output))
@@ -304,7 +309,7 @@ def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
         show_document(encode(found.job))
         return
     if found.job is not None:
-        show(job_table(found.job))
+        show(recorded_table(found.job))
     if output:
         show("\n".join(["", f"{output} is {found.hardware.name} with:", *map(one_line, found.changes)]).lstrip("\n"))
 
@@ -366,7 +371,15 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
         show(placement_report(found.document))
 
 
-for command in (compare_command, datasheet_command, gpus_command, oom_command, sweep_command):
+for command in (
+    compare_command,
+    datasheet_command,
+    export_command,
+    gpus_command,
+    import_command,
+    oom_command,
+    sweep_command,
+):
     cli.add_command(command)
 
 

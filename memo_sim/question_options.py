@@ -7,7 +7,7 @@ Everything heavier than click is imported inside the functions that need it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "tflops=165,memory=24,pcie=4x16"
 """A data sheet, as in ``contract/datasheet.py``, which is too heavy to import for help."""
+PRICED_BY = "--price-per-gpu-hour"
 IN_A_PLAN = ("model", "seq_len", "system")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
@@ -53,7 +54,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 CLUSTER = click.option(
-    "--cluster", help="a800-1x8, a cluster file, or a hardware profile file (memo-sim list clusters)."
+    "--cluster", help="a800-1x8, a cluster file, or a profile file (memo-sim list clusters); what-if compares A,B."
 )
 FROM_DATASHEET = click.option(
     "--from-datasheet",
@@ -70,6 +71,12 @@ MEMORY = (
 )
 POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
+)
+PRICE = click.option(
+    PRICED_BY,
+    metavar="PRICE",
+    help="Price of a GPU for an hour, in any currency, or one for each kind or cluster: h100=2.5,h200=3.5. The answer"
+    " then has prices of a step and of a billion tokens.",
 )
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
 
@@ -175,6 +182,26 @@ def _values(options: Options) -> Options:
     return {name: options[name] for name in OF_A_QUESTION if name in options} | {
         knob.argument: options[knob.name] for knob in ON_COMMAND_LINE
     }
+
+
+def prices_of(options: Options, names: Sequence[str]) -> list[float | None]:
+    """Return the price of a device for an hour for each cluster or kind of GPU in ``names``; None where none is given.
+
+    A price is given for all, for a kind (``h100``) or for a cluster or kind by its whole name.
+
+    Raises:
+        UsageError: when the text is no price, or a price is of none of them.
+    """
+    from memo_sim.contract.units import parse_prices
+
+    text = options["price_per_gpu_hour"]
+    if text is None:
+        return [None for _ in names]
+    given = parse_prices(text, option=PRICED_BY)
+    keys = [next((key for key in (name, name.partition("-")[0], "") if key in given), None) for name in names]
+    if unused := [key for key in given if key and key not in keys]:
+        raise UsageError("a price of what is not asked about", got=", ".join(unused), wanted=", ".join(names))
+    return [None if key is None else given[key] for key in keys]
 
 
 def gpu_kinds(options: Options) -> list[GpuKind]:

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -217,6 +217,10 @@ def sweep(
 
 def _asked(questions: Iterable[Values]) -> Iterator[Asked]:
     for number, values in enumerate(questions, start=1):
+        if not isinstance(values, Mapping):
+            raise UsageError(
+                "not a question", where=f"question {number}", got=repr(values), wanted="a mapping: grid makes them"
+            )
         try:
             yield asked_by(values)
         except MemoError as error:

@@ -203,6 +203,29 @@ def test_a_wrong_value_is_refused(name: str, value: object) -> None:
         question_of({"model": "gpt-tiny", **TINY, name: value})
 
 
+WRONG_TYPES = [
+    (memo.simulate, {"plan": 3}, "Plan or text or a path"),
+    (memo.plan_memory, {"path": "plan.json", "solver": "gredy"}, "portfolio, bilevel-mip, mip, greedy, cp-sat"),
+    (memo.plan_memory, {"path": "plan.json", "time_limit": -1}, "a number from"),
+    (memo.longest, {"model": "gpt-tiny", "cluster": "a800-1x2", "max_step_s": "long"}, "a number or None"),
+    (memo.longest, {"model": "gpt-tiny", "cluster": "a800-1x2", "max_step_s": 0}, "a number from"),
+    (memo.longest, {"model": "gpt-tiny", "cluster": "a800-1x2", "step": "long"}, "a whole number"),
+    (memo.what_if, {"model": "gpt-tiny", **TINY, "top": "3"}, "a whole number"),
+    (memo.what_if, {"model": "gpt-tiny", **TINY, "top": 0}, "from 1"),
+    (memo.what_if, {"model": "gpt-tiny", **TINY, "pareto": "yes"}, "True or False"),
+    (memo.what_if, {"model": "gpt-tiny", **TINY, "price_per_gpu_hour": -1}, "a number from"),
+    (memo.sweep, {"questions": [3]}, "a mapping"),
+    (memo.sweep, {"questions": [], "executor": 3}, "Executor or None"),
+]
+
+
+@pytest.mark.parametrize(("function", "named", "wanted"), WRONG_TYPES)
+def test_a_value_of_another_type_is_refused(function: Any, named: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(memo.UsageError) as refused:
+        function(**named)
+    check_fields(refused.value, memo.UsageError, wanted=wanted)
+
+
 def test_values_are_those_of_the_command_line() -> None:
     same = [
         ("loss_chunk", "4k", 4096),
