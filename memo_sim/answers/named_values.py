@@ -153,7 +153,7 @@ def named_cluster(values: Values) -> tuple[Cluster, Hardware]:
 
 def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Cluster, Hardware]:
     """Return a machine with the memory and the power limit that the values name."""
-    safety_gib = _number("safety_gib", values.get("safety_gib"), 0, MEMORY_GIB[1])
+    safety_gib = number("safety_gib", values.get("safety_gib"), 0, MEMORY_GIB[1])
     cluster, hardware = with_memory(
         cluster,
         hardware,
@@ -161,7 +161,7 @@ def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Clus
         host_bytes=bytes_of("host_memory_gib", values.get("host_memory_gib")),
         safety_bytes=None if safety_gib is None else int(safety_gib * GIB),
     )
-    power_w = _number("power_w", values.get("power_w"), *POWER_W)
+    power_w = number("power_w", values.get("power_w"), *POWER_W)
     return cluster, hardware if power_w is None else with_power(hardware, power_w)
 
 
@@ -242,11 +242,16 @@ def bytes_of(name: str, size_gib: float | None) -> int | None:
     Raises:
         UsageError: with ``name``, when it is no size of a memory.
     """
-    given = _number(name, size_gib, *MEMORY_GIB)
+    given = number(name, size_gib, *MEMORY_GIB)
     return None if given is None else int(given * GIB)
 
 
-def _number(name: str, given: Any, least: float, most: float) -> float | None:
+def number(name: str, given: Any, least: float, most: float) -> float | None:
+    """Return a number in a range; None stays.
+
+    Raises:
+        UsageError: with ``name``, when it is something else.
+    """
     if given is None or _in_range(given, least, most):
         return None if given is None else float(given)
     raise UsageError(f"not a value of {name}", got=repr(given), wanted=f"a number from {least:g} to {most:g}")
