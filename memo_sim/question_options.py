@@ -145,7 +145,14 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
         Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
     )
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
-    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, read=read)
+    outputs = Outputs(
+        plan=plan,
+        picture=picture,
+        timeline=timeline,
+        report=report,
+        full_timeline=bool(options.get("full_trace")),
+        read=read,
+    )
     outputs.check()
     given, question = question_of(options)
     if options["cluster"] is not None:
