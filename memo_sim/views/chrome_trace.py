@@ -237,7 +237,7 @@ def _waits(pid: int, trace: Trace, tids: dict[str, int], passes: Passes, arrows:
 
 def _thinned(trace: Trace, curve: MemoryCurve, passes: Passes) -> list[int]:
     """Return the points of a curve that are written: of a phase without instructions the fullest one."""
-    if passes is None:
+    if passes is None or not any(map(any, curve.bytes_by_class.values())):
         return list(range(len(curve.time_s)))
     bars = [bar for bar in bars_of(trace) if bar.lane == "compute"]
     total = [sum(step) for step in zip(*curve.bytes_by_class.values(), strict=True)]
