@@ -1,32 +1,34 @@
-"""Options that ``memo-sim`` questions share, made from the knobs' declarations, and the question they make.
+"""Options that ``memo-sim`` questions share, made from the knobs' declarations.
+
+``answers/named_values.py`` turns their values into a question, as it does the arguments of the Python functions.
 
 Everything heavier than click is imported inside the functions that need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import (
-    CHOSEN,
     KNOBS,
-    PINNED,
+    MEMORY_GIB,
+    OF_A_MACHINE,
+    OF_A_QUESTION,
+    POWER_W,
     CountOrAuto,
     Degree,
     Flag,
     Fraction,
     Knob,
     LayerChoice,
-    Length,
     Numbers,
     OneOf,
-    Pins,
     Switch,
     Whole,
 )
@@ -40,13 +42,9 @@ if TYPE_CHECKING:
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
 
-GIB = 2**30
 EXAMPLE = "tflops=165,memory=24,pcie=4x16"
 """A data sheet, as in ``contract/datasheet.py``, which is too heavy to import for help."""
-MEMORY_GIB = (0.001, 100_000)
-"""Least and most GiB that an option may name; anything else is a typo."""
-POWER_W = (1, 10_000)
-"""Least and most watts that the option may name; a profile knows fewer."""
+PRICED_BY = "--price-per-gpu-hour"
 IN_A_PLAN = ("model", "seq_len", "system")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
@@ -56,7 +54,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 CLUSTER = click.option(
-    "--cluster", help="a800-1x8, a cluster file, or a hardware profile file (memo-sim list clusters)."
+    "--cluster", help="a800-1x8, a cluster file, or a profile file (memo-sim list clusters); what-if compares A,B."
 )
 FROM_DATASHEET = click.option(
     "--from-datasheet",
@@ -74,29 +72,18 @@ MEMORY = (
 POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
 )
+PRICE = click.option(
+    PRICED_BY,
+    metavar="PRICE",
+    help="Price of a GPU for an hour, in any currency, or one for each kind or cluster: h100=2.5,h200=3.5. The answer"
+    " then has prices of a step and of a billion tokens.",
+)
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
 
 
 def cluster_options(command: Command) -> Command:
     """Give ``command`` the options that name a cluster."""
     return CLUSTER(FROM_DATASHEET(command))
-
-
-def named_cluster(options: Options) -> tuple[Cluster, Hardware]:
-    """Return the cluster and the profile that ``--cluster`` or ``--from-datasheet`` names.
-
-    Raises:
-        UsageError: when neither or both are given, or what is given is none.
-        BadInput: when a file cannot be read.
-    """
-    from memo_sim.contract.catalog import cluster_from_datasheet, load_cluster
-
-    name, sheet = options["cluster"], options["from_datasheet"]
-    if (name is None) == (sheet is None):
-        got = "neither" if name is None else "both"
-        hint = f"--cluster a800-1x8, or --from-datasheet {EXAMPLE}"
-        raise UsageError("a question needs one of --cluster and --from-datasheet", got=got, hint=hint)
-    return load_cluster(name) if sheet is None else cluster_from_datasheet(sheet)
 
 
 def question_options(command: Command) -> Command:
@@ -132,7 +119,7 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
 
 
 def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
-    """Return the files that the answer is written to, and what ``question_of`` returns.
+    """Return the files that the answer is written to, the plan that is to be priced (None: searched), and the question.
 
     Raises:
         UsageError: when a file cannot be written, or would replace what the question is read from; as ``question_of``.
@@ -163,54 +150,61 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         UsageError: when the options contradict each other, or name what there is not.
         BadInput: when a file cannot be read.
     """
+    from memo_sim.answers import named_values
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
 
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is None and not (options["model"] and options["seq_len"]):
         raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
+    if plan is None:
+        return None, named_values.question_of(_values(options))
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
-    if plan is not None and (given := typed(*decided)):
+    if given := typed(*decided):
         raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
-    if plan is not None and (given := typed(*OF_A_SEARCH)):
+    if given := typed(*OF_A_SEARCH):
         hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
         raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    return plan, question_on(options, *named_cluster(options), plan=plan)
+    return plan, named_values.question_of_plan(plan, {name: options[name] for name in OF_A_MACHINE})
 
 
-def question_on(options: Options, cluster: Cluster, hardware: Hardware, *, plan: Plan | None = None) -> Question:
-    """Return the question that the options ask about a cluster; a ``plan`` brings its own model and length.
+def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Question:
+    """Return the question that the options ask about a cluster.
 
     Raises:
         UsageError: when the options contradict each other, or name what there is not.
         BadInput: when a file cannot be read.
     """
-    from memo_sim.contract.boards import with_power
-    from memo_sim.contract.catalog import load_model
-    from memo_sim.contract.units import parse_tokens
-    from memo_sim.planning.question import Question, with_memory
+    from memo_sim.answers import named_values
 
-    cluster, hardware = with_memory(
-        cluster,
-        hardware,
-        device_bytes=gib(options["device_memory_gib"]),
-        host_bytes=gib(options["host_memory_gib"]),
-        safety_bytes=gib(options["safety_gib"]),
-    )
-    if options["power_w"] is not None:
-        hardware = with_power(hardware, options["power_w"])
-    values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
-    if plan is not None:
-        values |= {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
-    return Question(
-        model=plan.decisions.model if plan else load_model(options["model"]),
-        cluster=cluster,
-        hardware=hardware,
-        seq_tokens=plan.decisions.seq_tokens if plan else parse_tokens(options["seq_len"]),
-        system=options["system"],
-        pins=Pins(**{knob.name: values[knob.name] for knob in PINNED if knob.on_command_line}),
-        **{knob.name: values[knob.name] for knob in CHOSEN},
-    )
+    return named_values.question_on(_values(options), cluster, hardware)
+
+
+def _values(options: Options) -> Options:
+    """Return the options' values by the names of Python's arguments."""
+    return {name: options[name] for name in OF_A_QUESTION if name in options} | {
+        knob.argument: options[knob.name] for knob in ON_COMMAND_LINE
+    }
+
+
+def prices_of(options: Options, names: Sequence[str]) -> list[float | None]:
+    """Return the price of a device for an hour for each cluster or kind of GPU in ``names``; None where none is given.
+
+    A price is given for all, for a kind (``h100``) or for a cluster or kind by its whole name.
+
+    Raises:
+        UsageError: when the text is no price, or a price is of none of them.
+    """
+    from memo_sim.contract.units import parse_prices
+
+    text = options["price_per_gpu_hour"]
+    if text is None:
+        return [None for _ in names]
+    given = parse_prices(text, option=PRICED_BY)
+    keys = [next((key for key in (name, name.partition("-")[0], "") if key in given), None) for name in names]
+    if unused := [key for key in given if key and key not in keys]:
+        raise UsageError("a price of what is not asked about", got=", ".join(unused), wanted=", ".join(names))
+    return [None if key is None else given[key] for key in keys]
 
 
 def gpu_kinds(options: Options) -> list[GpuKind]:
@@ -246,38 +240,3 @@ def names_in(text: str) -> list[str]:
     if not all(names):
         raise UsageError("an empty name in a list", where="--cluster", got=repr(text), hint="--cluster h100,h200")
     return names
-
-
-def _value(knob: Knob, given: Any) -> Any:
-    """Return the knob's value of what click read: lengths and counts arrive as text."""
-    from memo_sim.contract.units import parse_layer_choice, parse_numbers, parse_tokens
-
-    match knob.kind:
-        case Length() if given is not None:
-            return parse_tokens(given, option=knob.option, least=0)
-        case CountOrAuto(most) if given is not None:
-            return _count_or_auto(knob, given, most)
-        case Numbers() if given is not None:
-            return parse_numbers(given, option=knob.option)
-        case LayerChoice() if given is not None:
-            return parse_layer_choice(given, option=knob.option)
-        case _:
-            return given
-
-
-def _count_or_auto(knob: Knob, text: str, most: int) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    if text.isascii() and text.isdigit() and 0 < int(text) <= most:
-        return int(text)
-    raise UsageError(
-        f"not a number of {knob.name}",
-        got=repr(text),
-        wanted=f"a whole number from 1 to {most}, or auto",
-        hint=f"{knob.option} 32",
-    )
-
-
-def gib(value: float | None) -> int | None:
-    """Return bytes."""
-    return None if value is None else int(value * GIB)

@@ -13,8 +13,8 @@ from memo_sim.contract.catalog import list_hardware, load_cluster
 from memo_sim.contract.codec import read_raw
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import Hardware, Source
-from memo_sim.contract.job import Job
-from memo_sim.explain.job import Priced, job_of, memory_of, price_recording
+from memo_sim.contract.recorded_step import RecordedStep
+from memo_sim.explain.recorded_step import Priced, memory_of, price_recording, step_of
 from memo_sim.memory.read_requests import read_requests
 from memo_sim.observed.correction import PRODUCTS, corrected, with_collectives, with_copies
 from memo_sim.observed.kineto import read_recording
@@ -28,7 +28,7 @@ LEAST_CALLS, LEAST_SHARE = 8, 0.005
 class Diagnosis:
     """The recorded step beside the prediction (None without a trace), the corrected profile, and what changed in it."""
 
-    job: Job | None
+    job: RecordedStep | None
     hardware: Hardware
     changes: list[str]
 
@@ -60,7 +60,7 @@ def diagnose(
     job, changes = None, list[str]()
     if recording is not None and trace is not None:
         priced, outside = price_recording(recording, machine, hardware)
-        job = job_of(recording, priced, outside, trace=Path(trace).name, hardware=hardware)
+        job = step_of(recording, priced, outside, trace=Path(trace).name, hardware=hardware)
         if memory:
             found = read_requests(memory)
             job = msgspec.structs.replace(job, memory=memory_of(found.requests, found.notes))

@@ -14,7 +14,7 @@ All numbers and kinds are asked for the same batch, so their steps and prices co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -47,25 +47,23 @@ def gpus(
     *,
     within_s: float | None = None,
     most_devices: int = MOST_DEVICES,
-    prices: Mapping[str, float] | None = None,
+    prices: Sequence[float | None] = (),
     progress: Progress | None = None,
 ) -> GpusAnswer:
     """Return how many devices of each kind the question needs.
 
-    ``questions``: the same question for each kind, on any cluster of it; ``prices``: of a device for an hour, by the
-    kind's name, or one for all under an empty name. ``progress`` receives (numbers tried, most numbers to try).
+    ``questions``: the same question for each kind, on any cluster of it; ``prices``: of a device of each kind for an
+    hour, in one currency. ``progress`` receives (numbers tried, most numbers to try).
 
     Raises:
-        UsageError: when pinned knobs contradict each other on every number, or a price names no kind of the question.
+        UsageError: when pinned knobs contradict each other on every number.
     """
-    prices = dict(prices or {})
     names = [kind.name for kind, _ in questions]
-    if unknown := [name for name in prices if name and name not in names]:
-        raise UsageError("a price of a kind that is not asked about", got=", ".join(unknown), wanted=", ".join(names))
+    prices = prices or [None for _ in questions]
     counts = [len(kind.counts(most_devices)) for kind, _ in questions]
     found, begun = list[_Scan](), 0
-    for (kind, question), many in zip(questions, counts, strict=True):
-        scan = _Scan(kind, question, within_s, most_devices, prices.get(kind.name, prices.get("")))
+    for (kind, question), price, many in zip(questions, prices, counts, strict=True):
+        scan = _Scan(kind, question, within_s, most_devices, price)
         scan.told = _from(progress, begun, sum(counts))
         scan.run()
         found.append(scan)

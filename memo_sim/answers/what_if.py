@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from math import exp, expm1
 from pathlib import Path
 
@@ -99,6 +100,12 @@ class Answer:
     best: Simulation | None
     arena: Arena | None
     found: SearchResult | None = None
+
+    @property
+    def best_simulation(self) -> Simulation:
+        """The simulation of the best plan, where there is one."""
+        assert self.best is not None
+        return self.best
 
 
 def what_if(
@@ -352,6 +359,11 @@ def plan_of(
     return plan, placement
 
 
+def now() -> str:
+    """Return the time of day as a plan's file has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def write_files(answer: Answer, question: Question, outputs: Outputs, *, created: str, command: str) -> None:
     """Write the best plan of ``answer`` to ``outputs``; when no plan fits, only the report, which says why."""
     if outputs.report is not None and answer.best is None:
@@ -418,9 +430,11 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         loss=decisions.loss,
         micro_batch=decisions.micro_batch,
         peak_device_bytes=prediction.peak_device_bytes,
+        peak_by_class=prediction.peak_by_class,
         reserved_bytes=prediction.reserved_bytes,
         allocation_retries=prediction.allocation_retries,
         peak_host_bytes_per_node=prediction.peak_host_bytes_per_node,
+        lanes=prediction.lanes,
         stalls=prediction.stalls,
         shortfall_bytes=prediction.shortfall_bytes,
         reason=prediction.reason,

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plain_text import one_line
-from memo_sim.question_options import FROM_DATASHEET, Options, gpu_kinds, names_in, question_on, question_options
-from memo_sim.views.command_line import Silent, command_line, now, show, show_document, with_progress
+from memo_sim.question_options import (
+    FROM_DATASHEET,
+    OF_A_SEARCH,
+    PRICE,
+    Options,
+    asked,
+    gpu_kinds,
+    names_in,
+    prices_of,
+    question_on,
+    question_options,
+)
+from memo_sim.views.command_line import Silent, command_line, now, show, show_document, typed, with_progress
+
+if TYPE_CHECKING:
+    from memo_sim.api import WhatIfResult
+    from memo_sim.contract.plan import Plan
+    from memo_sim.planning.question import Question
 
 
 @click.command("datasheet")
@@ -73,6 +91,43 @@ def datasheet_command(figures: str, output: Path | None) -> None:
         show(f"wrote {beside}: --cluster {beside} is {cluster.nodes} x {cluster.devices_per_node} with its network")
 
 
+def compare_clusters(
+    options: Options, ask: Callable[[Plan | None, Question, Options, float | None], WhatIfResult]
+) -> None:
+    """Answer ``what-if`` about the several clusters that ``--cluster`` lists; ``ask`` answers about one of them.
+
+    Raises:
+        UsageError: when the options contradict each other, or name what there is not.
+        Infeasible: when no plan fits on any of them.
+    """
+    from memo_sim.answers.several_clusters import several_clusters
+    from memo_sim.contract.codec import encode
+    from memo_sim.contract.errors import UsageError
+    from memo_sim.views.tables import results_table
+
+    if given := typed("top", *OF_A_SEARCH):
+        hint = "name one cluster, or leave it out"
+        raise UsageError("not for several clusters at once", got=", ".join(given), hint=hint)
+    names = names_in(options["cluster"])
+    if len(set(names)) < len(names):
+        raise UsageError("a cluster is named twice", got=options["cluster"], hint="name each once")
+    all_asked = [asked({**options, "cluster": name}) for name in names]
+    outputs = all_asked[0][0]
+    replace(outputs, read=tuple(file for each, *_ in all_asked for file in each.read)).check()
+    plan, questions = all_asked[0][1], [question for *_, question in all_asked]
+    prices = prices_of(options, [question.cluster.name for question in questions])
+    found = [ask(plan, question, options, price) for question, price in zip(questions, prices, strict=True)]
+    document = several_clusters([each.document for each in found], priced=None not in prices)
+    best = next(each for each in found if each.document is document.results[0])
+    best.write(outputs)
+    if options["as_json"]:
+        show_document(encode(document))
+    else:
+        show(results_table(document))
+    if best.best is None:
+        raise Infeasible("no plan fits on any cluster", hint="see above") if not options["as_json"] else Silent(4)
+
+
 @click.command("gpus")
 @click.argument("model")
 @click.option("--seq-len", required=True, help="Tokens of one sequence: 65536, 64k, 1m.")
@@ -82,14 +137,12 @@ def datasheet_command(figures: str, output: Path | None) -> None:
     help="Kinds of GPU to compare: h100, h100-ndr4, a cluster name or file, a profile file [a800,h100,h200,b200].",
 )
 @FROM_DATASHEET
-@click.option("--within", metavar="DURATION", help="Longest step: 600s, 10m, 2h.")
+@click.option("--within", metavar="DURATION", help="Time that a step may take: 600s, 10m, 2h.")
 @click.option(
     "--most-gpus", type=click.IntRange(1), default=1024, show_default=True, help="More of one kind are not tried."
 )
-@click.option(
-    "--price-per-gpu-hour", metavar="PRICE", help="One price for all kinds, or h100=2.5,h200=3.5, in any currency."
-)
 @question_options
+@PRICE
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the chosen plan, its trace and placement.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.gpus/1 document.")
 def gpus_command(**options: Any) -> None:
@@ -104,14 +157,12 @@ def gpus_command(**options: Any) -> None:
     from memo_sim.answers.what_if import Outputs, write_files
     from memo_sim.contract.catalog import profile_path
     from memo_sim.contract.codec import encode
-    from memo_sim.contract.units import parse_duration, parse_prices
+    from memo_sim.contract.units import parse_duration
     from memo_sim.views.tables import gpus_table
 
-    within, price = options["within"], options["price_per_gpu_hour"]
-    limits = Options(most_devices=options["most_gpus"])
+    within, kinds = options["within"], gpu_kinds(options)
+    limits = Options(most_devices=options["most_gpus"], prices=prices_of(options, [kind.name for kind in kinds]))
     limits["within_s"] = None if within is None else parse_duration(within, option="--within")
-    limits["prices"] = None if price is None else parse_prices(price, option="--price-per-gpu-hour")
-    kinds = gpu_kinds(options)
     names = names_in(options["cluster"]) if options["cluster"] else []
     profiles = (profile_path(name, kind.cluster) for name, kind in zip(names, kinds, strict=False))
     outputs = Outputs(plan=options["output"], read=(Path(options["model"]), *map(Path, names), *profiles))

@@ -6,7 +6,7 @@ from memo_sim.contract.gpus import Gpus, Sized
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
-from memo_sim.views.text_table import number, text_table, warning_lines
+from memo_sim.views.text_table import number, text_table, three_digits, warning_lines
 
 ROLES = {"fits": "smallest that fits", "within": "smallest in time", "cheapest": "fewest GPU-hours"}
 """What the roles are called in the table."""
@@ -35,9 +35,9 @@ def gpus_verdict(document: Gpus) -> str:
     summary = chosen.summary
     nodes = counted(chosen.nodes, "node")
     parts = [f"{head}{limit}: {summary.devices} x {one_line(chosen.kind)} ({nodes})", f"step {_step(chosen)}"]
-    parts.append(f"{_three_digits(summary.device_hours_per_billion_tokens)} GPU-hours per billion tokens")
+    parts.append(f"{three_digits(summary.device_hours_per_billion_tokens)} GPU-hours per billion tokens")
     if summary.price_per_billion_tokens is not None:
-        parts.append(f"price {_three_digits(summary.price_per_billion_tokens)} per billion tokens")
+        parts.append(f"price {three_digits(summary.price_per_billion_tokens)} per billion tokens")
     return f"{', '.join(parts)}."
 
 
@@ -51,7 +51,7 @@ def _table(document: Gpus) -> str:
 
 def _row(size: Sized, *, priced: bool) -> list[str | None]:
     summary = size.summary
-    prices = [_three_digits(summary.price_per_billion_tokens), _three_digits(summary.price_per_step)] if priced else []
+    prices = [three_digits(summary.price_per_billion_tokens), three_digits(summary.price_per_step)] if priced else []
     return [
         size.kind,
         str(summary.devices),
@@ -60,7 +60,7 @@ def _row(size: Sized, *, priced: bool) -> list[str | None]:
         _step(size),
         None if summary.mfu is None else f"{100 * summary.mfu:.1f}",
         number(summary.tokens_per_device_s),
-        _three_digits(summary.device_hours_per_billion_tokens),
+        three_digits(summary.device_hours_per_billion_tokens),
         *prices,
         f"{layout_label(size.best.layout)}; {size.best.system}",
     ]
@@ -68,10 +68,3 @@ def _row(size: Sized, *, priced: bool) -> list[str | None]:
 
 def _step(size: Sized) -> str:
     return "-" if size.summary.step_s is None else format_seconds(size.summary.step_s)
-
-
-def _three_digits(value: float | None) -> str | None:
-    """Return a number with three significant digits at least, without an exponent; None where there is none."""
-    if value is None:
-        return None
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -10,6 +10,7 @@ from memo_sim.views.longest_table import longest_table
 from memo_sim.views.placement_table import placement_report
 from memo_sim.views.plan_table import infeasible_table, peak_table, ranked_table, result_table, stall_table
 from memo_sim.views.published_table import published_table
+from memo_sim.views.results_table import results_table
 from memo_sim.views.text_table import text_table
 from memo_sim.views.validation_report import validation_report
 from memo_sim.views.validation_table import summary_table, validation_table
@@ -26,6 +27,7 @@ __all__ = [
     "published_table",
     "ranked_table",
     "result_table",
+    "results_table",
     "stall_table",
     "summary_table",
     "text_table",

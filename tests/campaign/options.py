@@ -22,6 +22,7 @@ from tests.campaign.seeds import OUT, Target
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "model": ("model.json", "llama-tiny", "gpt-tiny"),
     "plan": ("plan.json",),
+    "files": ("train.sh",),
     "cases": ("cases.csv",),
     "path": ("b.csv", "plan.json", "r.json", "s.pickle", "a.log"),
     "predicted": ("plan.json", "plan.trace.json"),
@@ -74,7 +75,7 @@ RARE = {"fit": 0.1, "longest": 0.3, "gpus": 0.3, "compare": 0.4}
 """Commands that take their time, and how often they are drawn beside one that is quick."""
 FILES = (
     *("snapshot", "buffers in CSV", "requests", "allocator log", "model", "hardware profile", "cases", "trace"),
-    *("plan", "tokens"),
+    *("plan", "tokens", "job"),
 )
 """Kinds of target whose files the commands read."""
 NEEDS_MINUTES = {("memo-exec", "calibrate")}

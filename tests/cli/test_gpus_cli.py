@@ -1,4 +1,4 @@
-"""``memo-sim gpus``: the verdict, the table, the document, and the plan that it writes."""
+"""``memo-sim gpus``, and several clusters of ``what-if``: verdict, table, document, and the plan that is written."""
 
 from __future__ import annotations
 
@@ -55,3 +55,30 @@ def test_wrong_kinds_prices_and_durations_are_refused(tmp_path: Path) -> None:
     assert memo_sim("datasheet", "tflops=165,memory=24,pcie=4x16", "-o", profile).returncode == 0
     same = memo_sim(*TINY, "--cluster", profile, "-o", profile)
     assert same.returncode == 2
+
+
+SEVERAL = ("what-if", *TINY[1:], "--cluster", "a800-1x2,h100-1x2")
+
+
+def test_several_clusters_are_ranked(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    done = memo_sim(*SEVERAL, "--price-per-gpu-hour", "a800=1,h100=90", "-o", plan)
+    assert done.returncode == 0, done.stderr
+    first, _, headers, best, other = done.stdout.splitlines()
+    assert first.startswith("gpt-tiny, 4k tokens: a800-1x2 is the cheapest of 2 clusters; a token costs ")
+    assert "price/B tokens" in headers
+    assert (best.split()[:2], other.split()[:2]) == (["1", "a800-1x2"], ["2", "h100-1x2"])
+    assert json.loads(plan.read_text())["provenance"]["cluster"] == "a800-1x2"
+    document = json.loads(memo_sim(*SEVERAL, "--json").stdout)
+    assert (document["schema"], document["ranked_by"]) == ("memo.results/1", "tokens per second")
+    alone = json.loads(memo_sim(*SEVERAL[:-1], "h100-1x2", "--json").stdout)
+    assert alone in document["results"]
+
+
+def test_what_several_clusters_cannot_have_is_refused() -> None:
+    check_fields(memo_sim(*SEVERAL, "--pareto").error, UsageError, got="--pareto")
+    twice = (*SEVERAL[:-1], "a800-1x2,a800-1x2")
+    check_fields(memo_sim(*twice).error, UsageError, got="a800-1x2,a800-1x2")
+    priced = memo_sim(*SEVERAL, "--price-per-gpu-hour", "h200=2")
+    check_fields(priced.error, UsageError, got="h200", wanted="a800-1x2, h100-1x2")
+    assert memo_sim(*SEVERAL, "--device-memory-gib", "0.4").returncode == 4

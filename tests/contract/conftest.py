@@ -21,6 +21,7 @@ from memo_sim.contract.hardware import (
     Quantity,
     Source,
 )
+from memo_sim.contract.interchange import Export, IgnoredOption, ImportedJob, LostDecision, OwnDecision, ReadOption
 from memo_sim.contract.longest import Longest, Tried
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.model import Model, RopeScaling
@@ -36,8 +37,10 @@ from memo_sim.contract.plan import (
     Stall,
     StepInterval,
 )
+from memo_sim.contract.recorded_step import KindTime, LiveBytes, RecordedMemory, RecordedStep, ShapeTime
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
+from memo_sim.contract.results import Results
 from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Summary
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
@@ -279,6 +282,10 @@ def result() -> Result:
     )
 
 
+def results() -> Results:
+    return Results(model="sample", seq_tokens=4096, ranked_by="tokens per second", results=[result()])
+
+
 def longest() -> Longest:
     return Longest(
         model="sample",
@@ -488,6 +495,63 @@ def figure() -> Figure:
     )
 
 
+def export() -> Export:
+    row = result().plans[0]
+    return Export(
+        framework="Megatron-LM",
+        version="a commit",
+        system="megatron-core",
+        cluster="a800-1x8",
+        files=["train.sh", "lost.md", "plan.json"],
+        lost=[LostDecision(path="decisions.memory_policy", wanted="planned", instead="eager", why="no addresses")],
+        own=[OwnDecision(path="decisions.kernels.attention", value="flash2", why="what is installed")],
+        plan=row,
+        there=row,
+    )
+
+
+def job() -> ImportedJob:
+    return ImportedJob(
+        framework="Megatron-LM",
+        version="a commit",
+        files=["train.sh"],
+        model=model(),
+        seq_tokens=4096,
+        micro_batch=1,
+        global_batch=8,
+        devices=8,
+        read=[ReadOption(key="--seq-length", value="4096", says="seq_len 4096")],
+        ignored=[IgnoredOption(key="--lr", value="1e-4", why="no part of a plan")],
+        assumed=["one replica"],
+        job=result().plans[0],
+        better=[result()],
+    )
+
+
+def recorded() -> RecordedStep:
+    return RecordedStep(
+        trace="trace.json",
+        device="NVIDIA H100 80GB HBM3",
+        hardware="h100-sxm5-80gb",
+        steps=2,
+        steps_marked=True,
+        step_s=1.0,
+        compute_s=0.7,
+        collective_s=0.2,
+        exposed_collective_s=0.1,
+        copy_s=0.1,
+        exposed_copy_s=0.05,
+        idle_s=0.15,
+        kinds=[KindTime(kind="product.fprop", calls=10, measured_s=0.3, compared_s=0.3, predicted_s=0.28)],
+        shapes=[
+            ShapeTime(kind="product.fprop", shape="8 x 8 x 8 bf16 fprop", calls=10, measured_s=0.03, predicted_s=0.028)
+        ],
+        memory=RecordedMemory(
+            peak_bytes=1024, buffers=2, live=[LiveBytes(name="model.py:3:forward", count=2, bytes=1024)]
+        ),
+    )
+
+
 _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "model": model,
     "hardware": hardware,
@@ -498,6 +562,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "memory": memory,
     "trace": trace,
     "result": result,
+    "results": results,
     "longest": longest,
     "gpus": gpus,
     "shortage": shortage,
@@ -508,6 +573,9 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "accuracy": accuracy,
     "errors": errors,
     "figure": figure,
+    "recorded": recorded,
+    "export": export,
+    "job": job,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memo_sim.contract.job import Job, JobMemory
+from memo_sim.contract.recorded_step import RecordedMemory, RecordedStep
 from memo_sim.contract.units import counted, format_bytes, format_seconds
 from memo_sim.views.text_table import percent, text_table
 
@@ -10,7 +10,7 @@ LEAST_SHARE = 0.001
 """Kinds below this part of the step are not shown."""
 
 
-def job_table(job: Job) -> str:
+def recorded_table(job: RecordedStep) -> str:
     """Return the text of a diagnosis."""
     device = job.device or "a CPU"
     marked = "" if job.steps_marked else " (no steps are marked; the whole trace counts as one: call profiler.step())"
@@ -30,7 +30,7 @@ def job_table(job: Job) -> str:
     return "\n\n".join(parts)
 
 
-def _time(job: Job) -> str:
+def _time(job: RecordedStep) -> str:
     rows = [
         ("computing", job.compute_s),
         ("collectives", job.collective_s),
@@ -43,7 +43,7 @@ def _time(job: Job) -> str:
     return text_table(["per step", "time", "of the step"], cells, "lrr")
 
 
-def _kinds(job: Job) -> str:
+def _kinds(job: RecordedStep) -> str:
     rows = [
         [
             kind.kind,
@@ -62,7 +62,7 @@ def _kinds(job: Job) -> str:
     return text_table(heads, rows, "lrrrrrrl")
 
 
-def _shapes(job: Job) -> str:
+def _shapes(job: RecordedStep) -> str:
     rows = [
         [
             shape.kind,
@@ -77,7 +77,7 @@ def _shapes(job: Job) -> str:
     return text_table(["largest", "size", "calls", "measured", "predicted", "ratio"], rows, "llrrrr")
 
 
-def _memory(memory: JobMemory) -> str:
+def _memory(memory: RecordedMemory) -> str:
     rows = [[live.name, str(live.count), format_bytes(live.bytes)] for live in memory.live]
     rest = memory.peak_bytes - sum(live.bytes for live in memory.live)
     if rest > 0:

@@ -1,4 +1,4 @@
-"""What a recorded step of somebody's own job did, beside what a profile predicts for the same work (``memo.job/1``)."""
+"""What a recorded step of a job did, beside what a profile predicts for the same work (``memo.recorded/1``)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LiveBytes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bytes: Bytes
 
 
-class JobMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RecordedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fullest instant of a memory snapshot."""
 
     peak_bytes: Bytes
@@ -51,7 +51,9 @@ class JobMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     notes: list[str] = []
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.job/1"):
+class RecordedStep(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.recorded/1"
+):
     """Seconds are means over the recorded steps."""
 
     trace: str
@@ -77,6 +79,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     kinds: list[KindTime]
     shapes: list[ShapeTime]
     """What takes most of the step, the largest first."""
-    memory: JobMemory | None = None
+    memory: RecordedMemory | None = None
     outside_calibration: list[str] = []
     """Curves of the profile that were read outside the sizes they were measured at."""

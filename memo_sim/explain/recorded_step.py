@@ -15,8 +15,8 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.job import Job, JobMemory, KindTime, LiveBytes, ShapeTime
 from memo_sim.contract.plan import Layout
+from memo_sim.contract.recorded_step import KindTime, LiveBytes, RecordedMemory, RecordedStep, ShapeTime
 from memo_sim.contract.requests import Requests
 from memo_sim.costs.pricing import Pricer
 from memo_sim.observed.kineto import Recording
@@ -79,9 +79,9 @@ def _priced(operation: Operation, pricer: Pricer, cluster: Cluster) -> Priced:
         return Priced(operation, None, error.what)
 
 
-def job_of(
+def step_of(
     recording: Recording, priced: Sequence[Priced], outside: list[str], *, trace: str, hardware: Hardware
-) -> Job:
+) -> RecordedStep:
     """Return the document of a recording whose work was priced."""
     steps = len(recording.steps)
     spans: dict[str, Intervals] = {"compute": [], "collective": [], "copy": []}
@@ -96,7 +96,7 @@ def job_of(
     def per_step(intervals: Intervals) -> float:
         return length(intervals) * MICRO / steps
 
-    return Job(
+    return RecordedStep(
         trace=trace,
         device=recording.device,
         hardware=hardware.name,
@@ -115,7 +115,7 @@ def job_of(
     )
 
 
-def memory_of(requests: Requests, notes: list[str]) -> JobMemory:
+def memory_of(requests: Requests, notes: list[str]) -> RecordedMemory:
     """Return what is alive at the fullest instant of a snapshot, by where it was allocated."""
     changes: dict[int, int] = defaultdict(int)
     for lower, upper, size in zip(requests.lower, requests.upper, requests.size_bytes, strict=True):
@@ -136,7 +136,7 @@ def memory_of(requests: Requests, notes: list[str]) -> JobMemory:
             count[origin] += 1
             size_of[origin] += size
     largest = [LiveBytes(name=name, count=count[name], bytes=size) for name, size in size_of.most_common(MOST_LIVE)]
-    return JobMemory(peak_bytes=most, buffers=count.total(), live=largest, notes=notes)
+    return RecordedMemory(peak_bytes=most, buffers=count.total(), live=largest, notes=notes)
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:

@@ -8,10 +8,10 @@ from memo_sim.answers.doctor import diagnose
 from memo_sim.contract.codec import encode, read, write
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.job import Job
+from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.contract.requests import Requests
-from memo_sim.explain.job import length, memory_of, union
-from memo_sim.views.job_table import job_table
+from memo_sim.explain.recorded_step import length, memory_of, union
+from memo_sim.views.recorded_table import recorded_table
 from tests.sim.observed.recorded import Trace, one_step
 
 
@@ -21,7 +21,7 @@ def saved(trace: Trace, folder: Path) -> str:
     return str(path)
 
 
-def job_in(trace: Trace, folder: Path) -> Job:
+def job_in(trace: Trace, folder: Path) -> RecordedStep:
     job = diagnose(trace=saved(trace, folder)).job
     assert job is not None
     return job
@@ -52,14 +52,14 @@ def test_kinds_add_up_to_the_recorded_work(tmp_path: Path) -> None:
     }
     assert sum(kind.measured_s for kind in job.kinds) == pytest.approx(5.5e-3)
     assert all(kind.predicted_s > 0 and kind.compared_s == kind.measured_s for kind in job.kinds)
-    assert "product.wgrad" in job_table(job)
+    assert "product.wgrad" in recorded_table(job)
 
 
 def test_the_document_reads_back(tmp_path: Path) -> None:
     job = job_in(one_step(), tmp_path)
     path = tmp_path / "job.json"
     path.write_bytes(encode(job))
-    assert read(path, Job) == job
+    assert read(path, RecordedStep) == job
 
 
 def repeated(slower: float) -> Trace:
