@@ -91,6 +91,7 @@ IN_JSON, IN_TEXT = 10, 3
 )
 @click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
+@click.option("--full-trace", is_flag=True, help="With --trace: the instructions of every micro-batch.")
 @click.option("--report", type=click.Path(), help="Write the answer as one HTML page that opens offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2; of several clusters memo.results/1.")
 def what_if_command(**options: Any) -> None:

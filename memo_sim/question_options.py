@@ -144,7 +144,10 @@ def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None,
         Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
     )
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
-    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, read=read)
+    full = bool(options.get("full_trace"))
+    if full and timeline is None:
+        raise UsageError("--full-trace is about the file of --trace", hint="add --trace FILE")
+    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, full_timeline=full, read=read)
     outputs.check()
     given, question = question_of(options, fill=fill)
     if options["cluster"] is not None:

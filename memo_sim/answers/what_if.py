@@ -58,6 +58,8 @@ class Outputs:
     picture: Path | None = None
     timeline: Path | None = None
     report: Path | None = None
+    full_timeline: bool = False
+    """Whether the timeline has the instructions of every micro-batch."""
     read: tuple[Path, ...] = ()
 
     def check(self) -> None:
@@ -385,7 +387,7 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
-        write_chrome_trace(traces, outputs.timeline)
+        write_chrome_trace(traces, outputs.timeline, full=outputs.full_timeline)
     if not (outputs.plan or outputs.report):
         return
     plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
