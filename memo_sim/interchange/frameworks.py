@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.interchange import megatron_lm
+from memo_sim.interchange import megatron_bridge, megatron_lm
 from memo_sim.interchange.framework import Framework, Source
 
-FRAMEWORKS: dict[str, Framework] = {f.name: f for f in (megatron_lm.FRAMEWORK,)}
+FRAMEWORKS: dict[str, Framework] = {f.name: f for f in (megatron_lm.FRAMEWORK, megatron_bridge.FRAMEWORK)}
 
 
 def find_framework(name: str) -> Framework:
@@ -32,6 +32,8 @@ def framework_of(sources: Sequence[Source]) -> Framework:
     found = dict[str, Framework]()
     for source in sources:
         of = next((f for f in FRAMEWORKS.values() if f.reads(source)), None)
+        if of is None and len(sources) > 1:
+            continue  # a script that starts another one of the files
         if of is None:
             raise BadInput(
                 "no framework's file that memo knows",
@@ -40,6 +42,8 @@ def framework_of(sources: Sequence[Source]) -> Framework:
                 hint="say which with --framework",
             )
         found[of.name] = of
-    if len(found) > 1:
-        raise BadInput("the files are of several frameworks", got=", ".join(found), hint="import them one by one")
+    if len(found) != 1:
+        what = "the files are of several frameworks" if found else "no framework's files that memo knows"
+        got, names = ", ".join(found) or None, ", ".join(source.name for source in sources)
+        raise BadInput(what, where=names, got=got, hint="import them one by one, or say which with --framework")
     return next(iter(found.values()))
