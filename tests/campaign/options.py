@@ -38,6 +38,7 @@ REQUIRED = {
     "high": "3",
     "unfitted": "2",
     "output": "out/new.json",
+    "framework": "megatron-lm",
 }
 """Quick legal values of options without which a command does nothing."""
 ALWAYS = {
