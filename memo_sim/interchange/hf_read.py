@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.knobs import GradSums, Pins, Recompute, States
-from memo_sim.contract.units import parse_tokens
+from memo_sim.contract.units import counted, parse_tokens
 from memo_sim.interchange.framework import Read, Source
 from memo_sim.interchange.hf_words import ATTENTION, OPTIMIZERS, SDPA, TORCH_DTYPES
 from memo_sim.interchange.job import Job
@@ -227,12 +227,14 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
     if micro_batch is None:
         micro_batch = 8 if arguments.values else 1
         assumed.append(f"per_device_train_batch_size is {micro_batch}" + (", the default" if arguments.values else ""))
-    arguments.says("per_device_train_batch_size", f"micro-batches of {micro_batch} sequences")
+    arguments.says("per_device_train_batch_size", f"micro-batches of {counted(micro_batch, 'sequence')}")
     steps = _whole(arguments, "gradient_accumulation_steps") or parallel.accumulation
     whole = micro_batch * (steps or 1) * parallel.dp
     if steps is None and parallel.global_batch:
         whole = parallel.global_batch
-    arguments.says("gradient_accumulation_steps", f"{whole} sequences a step")
+    arguments.says("gradient_accumulation_steps", f"{counted(whole, 'sequence')} a step")
+    if arguments.values and steps is None and not parallel.global_batch:
+        assumed.append("gradient_accumulation_steps is 1, the default")
     recompute, layers, offloaded = _recompute(arguments, parallel, assumed, trl=trl)
     dtype, states, sums = _precision(arguments, parallel, assumed, trl=trl)
     adamw = _adamw(arguments, parallel)
@@ -257,7 +259,9 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
             whole_loss=not trl,
         ),
     )
-    arguments.says("full_determinism", "deterministic")
+    arguments.says("full_determinism", f"deterministic {'on' if job.deterministic else 'off'}")
+    for key in ("sequence_parallel_size", "tp_size"):  # the other files say so too
+        arguments.raw(key)
     _explain(arguments, accelerate, deepspeed)
     every = (arguments, deepspeed, accelerate)
     return Read(
@@ -410,7 +414,7 @@ def _fsdp(accelerate: Settings, arguments: Settings, devices: int, kind: str) ->
         zero, hybrid = _level(accelerate, words)
         shard = size["dp_shard"] if accelerate.has("parallelism_config_dp_shard_size") else dp
         accelerate.says("parallelism_config_dp_shard_size", f"shards over {shard * cp} ranks")
-        accelerate.says("parallelism_config_dp_replicate_size", f"{size['dp_replicate']} copies of the shards")
+        accelerate.says("parallelism_config_dp_replicate_size", f"each shard {size['dp_replicate']} times")
         if hybrid:
             shard = max(devices // (accelerate.whole("num_machines") or 1), 1)
         if shard * cp == 1:
@@ -530,9 +534,13 @@ def _deepspeed(deepspeed: Settings, accelerate: Settings, devices: int) -> Paral
 def _accumulation(deepspeed: Settings, accelerate: Settings) -> int | None:
     steps = _whole(deepspeed, "gradient_accumulation_steps") or _whole(accelerate, "gradient_accumulation_steps")
     micro, whole = _whole(deepspeed, "train_micro_batch_size_per_gpu"), _whole(deepspeed, "train_batch_size")
-    deepspeed.says("train_micro_batch_size_per_gpu", f"micro-batches of {micro} sequences")
-    deepspeed.says("gradient_accumulation_steps", f"{steps} micro-batches a step")
-    deepspeed.says("train_batch_size", f"{whole} sequences a step")
+    said = {
+        "train_micro_batch_size_per_gpu": micro and f"micro-batches of {counted(micro, 'sequence')}",
+        "gradient_accumulation_steps": steps and f"{counted(steps, 'micro-batch', 'es')} a step",
+        "train_batch_size": whole and f"{counted(whole, 'sequence')} a step",
+    }
+    for key, text in said.items():
+        deepspeed.says(key, text or "as the arguments say")
     return steps
 
 
