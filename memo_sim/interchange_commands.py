@@ -82,7 +82,7 @@ def export_command(
 )
 @click.option("--no-search", is_flag=True, help="Do not search for something better.")
 @click.option("--all", "everything", is_flag=True, help="Show every option that was ignored with its value.")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.import/1 document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.job/1 document.")
 def import_command(files: tuple[str, ...], cluster: str | None, **options: Any) -> None:
     """Read a job of another framework: what it says, what it costs, and what would be better.
 

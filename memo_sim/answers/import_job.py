@@ -14,7 +14,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
 from memo_sim.contract.files import read_regular
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.interchange import Import
+from memo_sim.contract.interchange import ImportedJob
 from memo_sim.contract.knobs import Pins
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.progress import Progress
@@ -100,7 +100,7 @@ def import_job(
     machine: tuple[Cluster, Hardware] | None = None,
     search: bool = True,
     progress: Progress | None = None,
-) -> Import:
+) -> ImportedJob:
     """Return what the files of a job say; with a cluster what it costs there, and with ``search`` what would be better.
 
     Raises:
@@ -110,7 +110,7 @@ def import_job(
     """
     of, read = read_files(paths, given, framework=framework, devices=machine[0].devices if machine else 0)
     job = read.job
-    document = Import(
+    document = ImportedJob(
         framework=read.framework,
         version=of.version,
         files=list(paths),

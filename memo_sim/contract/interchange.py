@@ -1,4 +1,4 @@
-"""A plan handed to another framework, and a framework's job read as a plan (``memo.export/1``, ``memo.import/1``)."""
+"""A plan handed to another framework, and a framework's job read as a plan (``memo.export/1``, ``memo.job/1``)."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class IgnoredOption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     why: str
 
 
-class Import(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.import/1"
+class ImportedJob(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.job/1"
 ):
     """A job as it was read from a framework's files, and, with a cluster, what it costs and what would be better."""
 

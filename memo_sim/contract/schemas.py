@@ -12,7 +12,7 @@ from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.figure import Figure
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.interchange import Export, Import
+from memo_sim.contract.interchange import Export, ImportedJob
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.model import Model
@@ -42,7 +42,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "verdict": Verdict,
     "figure": Figure,
     "export": Export,
-    "import": Import,
+    "job": ImportedJob,
 }
 
 

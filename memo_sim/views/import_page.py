@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memo_sim.contract.interchange import Import, ReadOption
+from memo_sim.contract.interchange import ImportedJob, ReadOption
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
@@ -14,7 +14,7 @@ MOST_KEYS = 12
 """Names of one reason that are listed without ``--all``."""
 
 
-def import_summary(document: Import, *, everything: bool = False) -> str:
+def import_summary(document: ImportedJob, *, everything: bool = False) -> str:
     """Return the lines; with ``everything`` each option on its own line."""
     model = document.model
     batch = f"batch {document.global_batch} ({document.micro_batch} at a time)"
@@ -52,7 +52,7 @@ def _read(options: Iterable[ReadOption], *, everything: bool) -> list[str]:
     return made
 
 
-def _ignored(document: Import, *, everything: bool) -> list[str]:
+def _ignored(document: ImportedJob, *, everything: bool) -> list[str]:
     by_reason = dict[str, list[str]]()
     for option in document.ignored:
         by_reason.setdefault(option.why, []).append(
@@ -65,7 +65,7 @@ def _some(words: list[str]) -> list[str]:
     return words if len(words) <= MOST_KEYS else [*words[:MOST_KEYS], f"and {len(words) - MOST_KEYS} more"]
 
 
-def _costs(document: Import, job: PlanRow) -> list[str]:
+def _costs(document: ImportedJob, job: PlanRow) -> list[str]:
     lines = [f"The job, as memo predicts it: {_figures(job)}"]
     if job.status != "ok" and job.reason:
         lines.append(f"  {job.reason}")

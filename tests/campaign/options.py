@@ -71,7 +71,7 @@ RARE = {"fit": 0.1, "longest": 0.3, "compare": 0.4}
 """Commands that take their time, and how often they are drawn beside one that is quick."""
 FILES = (
     *("snapshot", "buffers in CSV", "requests", "allocator log", "model", "hardware profile", "cases", "trace"),
-    *("plan", "tokens"),
+    *("plan", "tokens", "job"),
 )
 """Kinds of target whose files the commands read."""
 NEEDS_MINUTES = {("memo-exec", "calibrate")}

@@ -19,7 +19,7 @@ from memo_sim.contract.hardware import (
     Quantity,
     Source,
 )
-from memo_sim.contract.interchange import Export, IgnoredOption, Import, LostDecision, OwnDecision, ReadOption
+from memo_sim.contract.interchange import Export, IgnoredOption, ImportedJob, LostDecision, OwnDecision, ReadOption
 from memo_sim.contract.longest import Longest, Tried
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.model import Model, RopeScaling
@@ -398,8 +398,8 @@ def export() -> Export:
     )
 
 
-def imported() -> Import:
-    return Import(
+def job() -> ImportedJob:
+    return ImportedJob(
         framework="Megatron-LM",
         version="a commit",
         files=["train.sh"],
@@ -434,7 +434,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "errors": errors,
     "figure": figure,
     "export": export,
-    "import": imported,
+    "job": job,
 }
 
 
