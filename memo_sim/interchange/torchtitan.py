@@ -40,6 +40,10 @@ LAUNCH = "launch.sh"
 _TWO_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS")
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)(?:[= ]+|$)([^\s\\]*)")
 _NAMED = re.compile(r"--(module|config)[= ]+([\w.]+)")
+_CONVERTED = {
+    True: "memo has no adapters: the job is priced as training of all parameters",
+    False: "memo has no 8-bit products: the job is priced in bf16",
+}
 _DATA = ("checkpoint", "dataloader", "validator", "metrics", "profiler", "lr_scheduler", "comm", "tokenizer")
 
 
@@ -442,7 +446,9 @@ def _read_zero(settings: Settings, degree: Mapping[str, int], shard: int, *, sta
     zero = (1 if staged else 2 if stays else 3) if shards > 1 else 0
     settings.says(key, f"zero {zero}")
     replicate = "parallelism.data_parallel_replicate_degree"
-    settings.says(replicate, f"each shard {degree['replicate']} times" if shards > 1 else "dp without ZeRO")
+    settings.says(
+        replicate, f"each shard on {counted(degree['replicate'], 'rank')}" if shards > 1 else "dp without ZeRO"
+    )
     return zero, shards if degree["replicate"] > 1 and shards > 1 else None
 
 
@@ -634,6 +640,8 @@ def _explain_ignored(settings: Settings) -> None:
             settings.ignore(key, STEPPING if part in ("checkpoint", "validator") else "says nothing about a step")
         elif key.endswith(MADE_BY) and not settings.values[key].startswith("quantiz"):
             settings.raw(key)
+    converters = str(settings.values.get("model_spec.converters", ""))
+    settings.ignore("model_spec.converters", _CONVERTED.get("LoRA" in converters, ""))
     quantized = [key for key in settings.values if "float8" in key.lower() or "mx" in key.lower() or "quantize" in key]
     settings.ignore(quantized, "memo has no 8-bit products: the job is priced in bf16")
     settings.ignore(
