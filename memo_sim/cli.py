@@ -55,6 +55,7 @@ def cli() -> None:
 @click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
+@click.option("--from", "job_path", type=click.Path(), help="Price the job of this script or configuration.")
 @question_options
 @click.option(
     "--top",
@@ -158,7 +159,7 @@ def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
     from memo_sim.contract.codec import of_file
 
     if plan is not None:
-        with of_file(options["plan_path"]):
+        with of_file(options["plan_path"] or options["job_path"]):
             return price(plan, question)
     wanted = {"top": options["top"], "pareto": options["pareto"]}
     answer = with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))

@@ -104,7 +104,7 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     from memo_sim.contract.catalog import profile_path
 
     plan, picture, timeline = (Path(options[n]) if options[n] else None for n in ("output", "plot", "trace_path"))
-    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
+    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path", "job_path") if options.get(n))
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
     outputs.check()
     given, question = question_of(options)
@@ -113,7 +113,7 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
 
 
 def question_of(options: Options) -> tuple[Plan | None, Question]:
-    """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``).
+    """Return the question, and the plan that is to be priced in place of a search (None where it is searched).
 
     Raises:
         UsageError: when the options contradict each other, or name what there is not.
@@ -126,15 +126,19 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     from memo_sim.contract.units import parse_tokens
     from memo_sim.planning.question import Question, with_memory
 
+    job_path = options.get("job_path")
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
-    if plan is None and not (options["model"] and options["seq_len"]):
-        raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
+    if plan is not None and job_path:
+        raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
+    option = "--from" if job_path else "--plan"
+    if plan is None and not job_path and not (options["model"] and options["seq_len"]):
+        raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
-    if plan is not None and (given := typed(*decided)):
-        raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
-    if plan is not None and (given := typed(*OF_A_SEARCH)):
-        hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
-        raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
+    if (plan is not None or job_path) and (given := typed(*decided)):
+        raise UsageError(f"{option} brings its own knobs", got=", ".join(given), hint="leave those out")
+    if (plan is not None or job_path) and (given := typed(*OF_A_SEARCH)):
+        hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
+        raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     cluster, hardware = with_memory(
         *load_cluster(options["cluster"]),
         device_bytes=gib(options["device_memory_gib"]),
@@ -143,6 +147,11 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     if options["power_w"] is not None:
         hardware = with_power(hardware, options["power_w"])
     values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
+    system = options["system"]
+    if job_path:
+        from memo_sim.answers.import_job import plan_of_files
+
+        plan, system = plan_of_files([job_path], {}, None, (cluster, hardware))
     if plan is not None:
         values |= {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
     return plan, Question(
@@ -150,7 +159,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         cluster=cluster,
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens if plan else parse_tokens(options["seq_len"]),
-        system=options["system"],
+        system=system,
         pins=Pins(**{knob.name: values[knob.name] for knob in PINNED if knob.on_command_line}),
         **{knob.name: values[knob.name] for knob in CHOSEN},
     )

@@ -70,7 +70,7 @@ def find(sources: Sequence[Source], given: Mapping[str, str]) -> Found:
             _put(found, plain, value, f"--set {name}")
     if "devices" in given:
         found.values.pop("devices", None)
-        found.devices = _whole(given["devices"]) or found.devices
+        found.devices = whole_or_zero(given["devices"]) or found.devices
     if "num_query_groups" in found.values and not found.values.get("group_query_attention", False):
         found.notes.append("--num-query-groups has no effect without --group-query-attention")
         found.values.pop("num_query_groups")
@@ -89,7 +89,7 @@ def _put(found: Found, name: str, value: Any, spelled: str) -> None:
 
 def _from_script(source: Source, given: Mapping[str, str], found: Found) -> None:
     script = read_script(source.text, given, where=source.name)
-    commands = [_split(command) for command in script.commands]
+    commands = commands_of(script)
     scored = [
         (sum(word in ("--num-layers", "--hidden-size") or word.startswith("--") for word in c), c) for c in commands
     ]
@@ -113,6 +113,16 @@ def _from_script(source: Source, given: Mapping[str, str], found: Found) -> None
     found.devices = _devices(started, script, source.text) or found.devices
     found.notes += [f"left out: {text}" for text in script.left_out]
     found.unset |= script.unset
+
+
+def commands_of(script: Script) -> list[list[str]]:
+    """Return a script's commands, with the texts split that are commands themselves."""
+    return [_split(command) for command in script.commands]
+
+
+def devices_of(words: Sequence[str], script: Script, text: str) -> int:
+    """Return how many devices a command starts, or else the script; 0 where neither says."""
+    return _devices({name: value for name, _, value in _options(_at_program(words)[0])}, script, text)
 
 
 def _split(words: Sequence[str]) -> list[str]:
@@ -159,16 +169,17 @@ def _devices(started: Mapping[str, Any], script: Script, text: str) -> int:
     gres = re.search(r"gpu:(?:\w+:)?(\d+)", slurm.get("gres", "") + slurm.get("gpus_per_node", ""))
     per_node = _first(_PER_NODE, started, named, slurm) or (int(gres[1]) if gres else 0)
     if not per_node and slurm:
-        per_node = _whole(slurm.get("ntasks_per_node", ""))
+        per_node = whole_or_zero(slurm.get("ntasks_per_node", ""))
     nodes = _first(_NODES, started, named, slurm) or (1 if per_node and not slurm.get("nodes") else 0)
-    return per_node * nodes or _whole(named.get("world_size", ""))
+    return per_node * nodes or whole_or_zero(named.get("world_size", ""))
 
 
 def _first(names: Sequence[str], *places: Mapping[str, Any]) -> int:
-    return next((n for place in places for name in names if (n := _whole(place.get(name, "")))), 0)
+    return next((n for place in places for name in names if (n := whole_or_zero(place.get(name, "")))), 0)
 
 
-def _whole(value: Any) -> int:
+def whole_or_zero(value: Any) -> int:
+    """Return a positive whole number, of ``1:4`` the last; 0 where it is none."""
     text = str(value).split(":")[-1]
     return int(text) if re.fullmatch(r"[1-9]\d{0,6}", text, re.ASCII) and not is_unresolved(text) else 0
 

@@ -100,6 +100,8 @@ class Configuration:
     ignored: list[IgnoredOption] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
+    model: Model | None = None
+    """The model, where the file names one in place of a shape."""
 
     def has(self, name: str) -> bool:
         """Return whether the file gives a value."""
@@ -272,7 +274,7 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
     config.say(("global_batch_size",), f"global_batch {batch}")
     seq = config.needed("seq_length")
     config.say(("seq_length",), f"seq_len {seq}")
-    model = _model(config, name, pins["tp"], seq)
+    model = config.model or _model(config, name, pins["tp"], seq)
     replicas = dp * pins["cp"] * pins["ulysses"]
     states = _states(config)
     data = _data_parallel(config, replicas)
