@@ -169,7 +169,7 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
 
-    job_path = options.get("job_path")
+    job_path: str | None = options.get("job_path")
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is not None and job_path:
         raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
@@ -188,7 +188,7 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     if plan is None:
         from memo_sim.answers.import_job import plan_of_files
 
-        plan, system = plan_of_files([job_path], {}, None, named_values.machine_of(values))
+        plan, system = plan_of_files([str(job_path)], {}, None, named_values.machine_of(values))
     return plan, named_values.question_of_plan(plan, values, system=system)
 
 
