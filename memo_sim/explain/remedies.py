@@ -12,6 +12,7 @@ from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.layouts import WITHIN_A_STAGE
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
+from memo_sim.planning.refusals import tokens_that_divide
 from memo_sim.planning.search import play
 from memo_sim.program.layout.recomputed_layers import ALL
 
@@ -25,6 +26,7 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     names = ("alpha", "recompute", *WITHIN_A_STAGE, "zero")
     pinned = [KNOBS[name].option for name in names if getattr(pins, name) is not None]
     ways = [f"leave {', '.join(pinned)} to the search"] if pinned else []
+    ways += _dividing_length(question)
     if nearest.prediction.status == "host_oom":
         return [*ways, "more host memory per node", "more nodes"]
     ways.append("more devices")
@@ -35,6 +37,14 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     if nearest.prediction.peak_by_class.get("state", 0) < capacity:
         ways.append("a shorter sequence")
     return ways
+
+
+def _dividing_length(question: Question) -> list[str]:
+    """Return the next shorter length that every layout divides, where this one is no such length."""
+    tokens, whole = question.seq_tokens, tokens_that_divide(question)
+    if tokens % whole == 0 or tokens < whole:
+        return []
+    return [f"--seq-len {tokens // whole * whole}, which more layouts divide"]
 
 
 def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decisions]]:
