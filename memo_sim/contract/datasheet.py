@@ -33,12 +33,12 @@ from memo_sim.contract.hardware import (
     CollectiveTable,
     CopyRates,
     Curve,
-    DtypeName,
     GemmTable,
     Hardware,
     Quantity,
     Source,
 )
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.units import DTYPE_BYTES, GIB
 
 OPTION = "--from-datasheet"
