@@ -257,27 +257,25 @@ def gpu_kinds(options: Options) -> list[GpuKind]:
         UsageError: when what is given names no kind, or one twice.
         BadInput: when a file cannot be read.
     """
-    from memo_sim.contract.catalog import cluster_from_datasheet
-    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, GpuKind, load_gpu_kind
+    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, load_gpu_kind
 
     named, sheet = options["cluster"], options["from_datasheet"]
     names = names_in(named) if named is not None else ([] if sheet is not None else list(DEFAULT_KINDS))
-    kinds = [load_gpu_kind(name) for name in names]
-    if sheet is not None:
-        cluster, hardware = cluster_from_datasheet(sheet)
-        kinds.append(GpuKind(hardware.name, cluster, hardware))
+    kinds = [load_gpu_kind(name) for name in [*names, *([sheet] if sheet is not None else [])]]
     if len({kind.name for kind in kinds}) < len(kinds):
         raise UsageError("a kind of GPU is named twice", got=", ".join(kind.name for kind in kinds))
     return kinds
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names that a list joined by commas has; a file whose name has commas is one name.
+    """Return the names that a list joined by commas has; a file whose name has commas, or a data sheet, is one name.
 
     Raises:
         UsageError: when a name is empty.
     """
-    if Path(text).is_file():
+    from memo_sim.contract.datasheet import is_datasheet
+
+    if is_datasheet(text) or Path(text).is_file():
         return [text]
     names = [name.strip() for name in text.split(",")]
     if not all(names):
