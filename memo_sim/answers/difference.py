@@ -29,8 +29,9 @@ from memo_sim.engine.simulate import ALLOCATOR, HOST
 from memo_sim.views.busy import COMPUTE, busy_by, compute_by_part, compute_waits
 from memo_sim.views.difference_table import verdict_line
 
-Compared = Plan | Result | Comparison | Trace
-KINDS: tuple[type[Compared], ...] = (Plan, Result, Comparison, Trace)
+Document = Plan | Result | Comparison | Trace
+Compared = Document | GivenPlan
+KINDS: tuple[type[Document], ...] = (Plan, Result, Comparison, Trace)
 WAITS = "waits"
 IDLE = "not recorded"
 """Cause of a measured wait that the trace does not name."""
@@ -63,8 +64,9 @@ def compare(
 ) -> Difference:
     """Return what differs between two or more plans, results (their best plans), comparisons and traces.
 
-    Paths are read. A plan that was read has its own prediction where its predicted trace lies beside it. Other plans,
-    and results, are simulated on ``cluster``, or else on the cluster that they name.
+    Paths are read. A plan that was read has its own prediction where its predicted trace lies beside it, and a
+    ``GivenPlan`` its simulation. Other plans, and results, are simulated on ``cluster``, or else on the cluster that
+    they name.
 
     Raises:
         UsageError: with fewer than two of them; when a plan has no trace, and its cluster is not a known name.
@@ -95,8 +97,10 @@ def compare(
 
 
 def _made(one: str | Path | Compared, number: int, cluster: str | None) -> _Made:
+    if isinstance(one, GivenPlan):
+        return _simulated(one, "result", f"as simulated on {one.cluster.name}")
     path, name = None, f"number {number}"
-    document: Compared
+    document: Document
     if isinstance(one, str | Path):
         path, name = Path(one), str(one)
         document = read_any(path, KINDS)
@@ -161,8 +165,8 @@ def _of_row(result: Result, best: PlanRow, name: str) -> _Made:
     return _Made(side, None, waits)
 
 
-def _simulated(given: GivenPlan, kind: SideKind) -> _Made:
-    """Return a plan simulated anew.
+def _simulated(given: GivenPlan, kind: SideKind, source: str = "") -> _Made:
+    """Return a plan simulated anew, unless ``source`` says how it was.
 
     Raises:
         BadInput: when it does not fit.
@@ -180,7 +184,7 @@ def _simulated(given: GivenPlan, kind: SideKind) -> _Made:
         simulation.trace(simulation.pace),
         name=given.name,
         kind=kind,
-        source=f"simulated anew on {given.cluster.name}",
+        source=source or f"simulated anew on {given.cluster.name}",
         cluster=given.cluster.name,
     )
     return replace(found, notes=(given.note,) if given.note else ())

@@ -59,22 +59,21 @@ def compare_command(
     Each argument is a plan, the result of what-if --json (its best plan), the comparison of memo-exec run --json, or a
     trace. A plan without its trace beside it, and a result, are simulated again on their cluster, or on --cluster.
     """
-    from memo_sim.answers.difference import compare
-    from memo_sim.contract.codec import check_not_read, encode
+    from memo_sim.api import compare
+    from memo_sim.contract.codec import check_not_read
     from memo_sim.views.chart import check_chart
-    from memo_sim.views.difference_chart import draw_difference
     from memo_sim.views.difference_table import difference_table
 
     if plot is not None:
         check_chart(plot)
         check_not_read([plot], map(Path, compared))
-    found = with_progress("sides", lambda tell: compare(compared, cluster=cluster, progress=tell))
+    found = with_progress("sides", lambda tell: compare(*compared, cluster=cluster, progress=tell))
     if plot is not None:
-        draw_difference(found, plot)
+        found.plot(plot)
     if as_json:
-        show_document(encode(found))
+        show_document(found.to_json().encode())
     else:
-        show(difference_table(found, top=top))
+        show(difference_table(found.document, top=top))
 
 
 @click.command("explain")

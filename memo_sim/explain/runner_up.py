@@ -178,13 +178,15 @@ def closer_than_the_interval(close: Closeness | None) -> list[str]:
     if close.plans:
         plans = "1 other plan is" if close.plans == 1 else f"{close.plans} other plans are"
         known = f"{counted(close.pairs, 'pair')} of plans in {counted(close.sources, 'source')}"
-        text = f"{plans} within {close.margin:.1%} of the best, closer than the interval of their difference"
-        text += f" ({100 * close.level:.0f} %, from {known}); measured, one of them may be faster."
+        text = f"{plans} within {close.margin:.1%} of the best, too close to tell apart (the ratio of two steps is"
+        text += (
+            f" predicted that exactly in {100 * close.level:.0f} % of {known}); measured, one of them may be faster."
+        )
         lines.append(text)
     if close.others:
         plans = "1 plan" if close.others == 1 else f"{close.others} plans"
         text = f"{plans} with another kind of memory, or with and without allocation retries, may be faster too"
-        lines.append(f"{text}: errors of such plans are not shared, and their intervals meet.")
+        lines.append(f"{text}: errors of such plans are not shared.")
     return lines
 
 

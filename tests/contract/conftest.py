@@ -44,6 +44,7 @@ from memo_sim.contract.result import MoreMemory, Result
 from memo_sim.contract.results import Results
 from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Summary
+from memo_sim.contract.sweep import Failure, SweepLine
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Reduction, Verdict
@@ -302,6 +303,24 @@ def longest() -> Longest:
         ],
         why=["one"],
         more_memory=result().more_memory,
+    )
+
+
+def sweep_line() -> SweepLine:
+    return SweepLine(
+        key="ab" * 32,
+        question={"model": "sample", "seq_len": "64k", "tp": 8, "alpha": 0.5, "pp_layers": [1, 2], "keep_norms": True},
+        memo_version="0.1.0",
+        model="sample",
+        cluster="a800-1x8",
+        system="memo",
+        seq_tokens=65536,
+        status="failed",
+        best=result().plans[0],
+        warnings=["one"],
+        why=["one"],
+        failure=Failure(exit_code=6, message="the worker died"),
+        elapsed_s=1.5,
     )
 
 
@@ -611,6 +630,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "result": result,
     "results": results,
     "longest": longest,
+    "sweep": sweep_line,
     "gpus": gpus,
     "shortage": shortage,
     "validation": validation,
