@@ -55,7 +55,7 @@ from memo_sim.views.plan_table import layout_label
 from memo_sim.views.rows import Row, buffer_rows, difference_rows, kind_rows, length_rows, plan_rows
 from memo_sim.views.sweep_chart import draw_sweep, front
 from memo_sim.views.sweep_table import HEADS, sweep_cells, sweep_csv, sweep_rows, sweep_table
-from memo_sim.views.tables import longest_table, placement_report, result_table
+from memo_sim.views.tables import answer_text, longest_text, placement_report
 
 __all__ = [
     "CompareResult",
@@ -257,7 +257,7 @@ class WhatIfResult:
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim what-if`` prints it."""
-        return printable(f"{result_table(self.document)}\n\n" + "\n".join(map(one_line, self.why)))
+        return printable(answer_text(self.document, why=True))
 
     def __repr__(self) -> str:
         short = one_line(self.refused.what) if self.refused else _in_short(self.best)
@@ -325,7 +325,7 @@ class LongestResult:
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim longest`` prints it."""
-        return printable(f"{longest_table(self.document)}\n\n" + "\n".join(map(one_line, self.why)))
+        return printable(longest_text(self.document, why=True))
 
     def __repr__(self) -> str:
         document = self.document
@@ -569,6 +569,7 @@ def longest(
     safety_gib: float | None = None,
     power_w: float | None = None,
     one_more_gib: bool = False,
+    price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
     **knobs: Unpack[Knobs],
 ) -> LongestResult:
@@ -582,13 +583,14 @@ def longest(
     values = {"model": model, "cluster": cluster, "seq_len": step, "system": system, **knobs}
     values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
     values |= {"from_datasheet": from_datasheet, "power_w": power_w}
-    question = named_values.question_of(values)
+    question = named_values.question_of(values, fill=False)
     named = {("step" if name == "seq_len" else name): value for name, value in values.items()}
     return longest_of(
         question,
         step=step,
         max_step_s=max_step_s,
         one_more_gib=one_more_gib,
+        price_per_gpu_hour=price_per_gpu_hour,
         progress=progress,
         command=_call("longest", named | {"max_step_s": max_step_s}),
     )
@@ -795,6 +797,7 @@ def longest_of(
     step: int | str,
     max_step_s: float | None = None,
     one_more_gib: bool = False,
+    price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
     command: str = "",
 ) -> LongestResult:
@@ -805,7 +808,8 @@ def longest_of(
     """
     tokens = parse_tokens(str(step), option="--step")
     named_values.number("max_step_s", max_step_s, *SECONDS)
-    found = longest_answer.longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=progress)
+    limits = {"most_step_s": max_step_s, "price_per_device_hour": price_per_gpu_hour}
+    found = longest_answer.longest(question, step_tokens=tokens, **limits, progress=progress)
     if one_more_gib:
         found = more_memory.with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
     if found.answer is None:

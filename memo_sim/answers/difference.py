@@ -81,7 +81,7 @@ def compare(
         if progress:
             progress(number, len(compared))
     detail, seconds = _shares(found)
-    sides = [one.side for one in found]
+    sides = _with_decisions([one.side for one in found])
     difference = Difference(
         verdict=[],
         sides=sides,
@@ -338,6 +338,19 @@ def _listed(parts: Mapping[tuple[str, str], list[float]], sides: Sequence[Side])
     return sorted(found, key=lambda s: (-max(map(abs, s.difference_s)), -max(s.seconds), s.group, s.name))
 
 
+def _with_decisions(sides: list[Side]) -> list[Side]:
+    """Return the sides; measured ones have the decisions of a plan of the same program, and so tokens per second."""
+    known = {side.program_sha256: side.decisions for side in sides if side.decisions and side.program_sha256}
+    return [_with_those(side, known.get(side.program_sha256)) for side in sides]
+
+
+def _with_those(side: Side, decisions: Decisions | None) -> Side:
+    if decisions is None or side.decisions is not None or not side.step_s:
+        return side
+    tgs = decisions.seq_tokens * decisions.global_batch / (side.step_s * decisions.layout.devices)
+    return msgspec.structs.replace(side, decisions=decisions, tgs=tgs)
+
+
 def _choices(sides: Sequence[Side]) -> list[Choice]:
     """Return the decisions that differ between sides that hold them."""
     known = [side.decisions for side in sides if side.decisions is not None]
@@ -378,7 +391,7 @@ def _caveats(sides: Sequence[Side], detail: Detail) -> list[str]:
     if len(programs) == 1 and all(side.program_sha256 for side in sides):
         found.append("All sides play the same program, so they have the same decisions.")
     elif silent := [side.name for side in sides if side.decisions is None]:
-        found.append(f"The decisions of {', '.join(silent)} are not in the file.")
+        found.append(f"The decisions of {', '.join(silent)} are not known: the file does not hold them.")
     clusters = {side.cluster for side in sides if side.cluster}
     if len(clusters) > 1:
         found.append(f"The sides are on different clusters: {', '.join(sorted(clusters))}.")

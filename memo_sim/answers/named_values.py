@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from memo_sim.contract.boards import with_power
-from memo_sim.contract.catalog import cluster_from_datasheet, load_cluster, load_model
+from memo_sim.contract.catalog import cluster_from_datasheet, fields_not_read, load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.hardware import Hardware
@@ -31,7 +31,6 @@ from memo_sim.contract.knobs import (
     Knob,
     LayerChoice,
     Length,
-    Name,
     Numbers,
     OneOf,
     Pins,
@@ -41,6 +40,7 @@ from memo_sim.contract.knobs import (
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import GIB, parse_layer_choice, parse_numbers, parse_tokens
+from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
 from memo_sim.planning.question import Question, with_memory
 
 Values = Mapping[str, Any]
@@ -63,19 +63,18 @@ def check_names(values: Values, known: Sequence[str] = (*OF_A_QUESTION, *ARGUMEN
             raise UsageError("a question has no value of this name", got=repr(name), hint=hint)
 
 
-def question_of(values: Values) -> Question:
+def question_of(values: Values, *, fill: bool = True) -> Question:
     """Return the question that the values make.
 
-    ``model`` is a name, a path or a ``Model``; the knobs are named by ``Knob.argument``.
+    ``model`` is a name, a path or a ``Model``; the knobs are named by ``Knob.argument``. Without ``global_batch`` the
+    batch keeps every device busy; where it is not to ``fill`` the cluster, it has one micro-batch for each replica.
 
     Raises:
         UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
         BadInput: when a file cannot be read.
     """
-    check_names(values)
-    if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
-        raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
-    return question_on(values, *named_cluster(values))
+    _check_needed(values)
+    return question_on(values, *named_cluster(values), fill=fill)
 
 
 def question_of_plan(plan: Plan, values: Values) -> Question:
@@ -88,25 +87,23 @@ def question_of_plan(plan: Plan, values: Values) -> Question:
     return question_on(values, *named_cluster(values), plan=plan)
 
 
-def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, plan: Plan | None = None) -> Question:
+def question_on(
+    values: Values, cluster: Cluster, hardware: Hardware, *, plan: Plan | None = None, fill: bool = True
+) -> Question:
     """Return the question that the values ask about a cluster; a ``plan`` brings its own model, length and knobs.
+
+    ``fill`` as in ``question_of``.
 
     Raises:
         UsageError: when a value is wrong.
         BadInput: when a file cannot be read.
     """
-    cluster, hardware = _limited(values, cluster, hardware)
     if plan is None:
-        knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
-        model, system = values["model"], values.get("system")
-        return Question(
-            model=model if isinstance(model, Model) else load_model(_text(model, "model")),
-            cluster=cluster,
-            hardware=hardware,
-            seq_tokens=parse_tokens(str(values["seq_len"])),
-            system="any" if system is None else _text(system, "system"),
-            **_held(knobs),
-        )
+        question = _without_batch(values, cluster, hardware)
+        if values.get("global_batch") is not None:
+            return question
+        return with_filling_batch(question) if fill else with_one_sequence(question)
+    cluster, hardware = _limited(values, cluster, hardware)
     knobs = {knob.name: knob.default for knob in ARGUMENTS.values()}
     decided = {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
     return Question(
@@ -116,6 +113,41 @@ def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, plan: P
         seq_tokens=plan.decisions.seq_tokens,
         **_held(knobs | decided),
     )
+
+
+def question_without_batch(values: Values) -> tuple[Question, bool]:
+    """Return the question as ``question_of`` reads it, and whether its batch is still to be chosen.
+
+    Whether knobs contradict each other is not looked at; choosing the batch does.
+
+    Raises:
+        UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
+        BadInput: when a file cannot be read.
+    """
+    _check_needed(values)
+    return _without_batch(values, *named_cluster(values)), values.get("global_batch") is None
+
+
+def _without_batch(values: Values, cluster: Cluster, hardware: Hardware) -> Question:
+    cluster, hardware = _limited(values, cluster, hardware)
+    knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
+    model, system = values["model"], values.get("system")
+    known = isinstance(model, Model)
+    return Question(
+        model=model if known else load_model(_text(model, "model")),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=parse_tokens(str(values["seq_len"])),
+        system="any" if system is None else _text(system, "system"),
+        not_read=() if known else fields_not_read(_text(model, "model")),
+        **_held(knobs),
+    )
+
+
+def _check_needed(values: Values) -> None:
+    check_names(values)
+    if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
+        raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
 
 
 def _held(knobs: dict[str, Any]) -> dict[str, Any]:
@@ -183,8 +215,6 @@ def checked(knob: Knob, given: Any) -> Any:
             value = parse_numbers(_joined(given), option=knob.option)
         case LayerChoice():
             value = parse_layer_choice(str(given), option=knob.option)
-        case Name():
-            value = _text(given, knob.argument)
     if value is None:
         raise _refusal(knob, given)
     return value

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
-from memo_sim.contract.knobs import FrameworkLibrary
+from memo_sim.contract.knobs import DtypeName, FrameworkLibrary
 from memo_sim.contract.units import Degree, NonNegative, PerNode, Rate, Width
 
 LEAST_DIVISOR = 1e-30
@@ -20,7 +20,6 @@ SourceKind = Literal["measured", "datasheet", "derived", "fitted", "assumed"]
 GemmPass = Literal["fprop", "dgrad", "wgrad"]
 AttentionPass = Literal["forward", "backward"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "reduce"]
-DtypeName = Literal["fp32", "bf16", "fp16"]
 FusedKernel = Literal["triton"]
 """Fused implementations of row-wise operators that can replace torch's own."""
 AccessPattern = Literal[
@@ -244,6 +243,8 @@ class Hardware(
     h2d: CopyRates
     devices_per_uplink: Quantity
     collectives: list[CollectiveTable]
+    peers_over_host_link: bool = False
+    """Whether devices of a node reach each other over their links to the host (PCIe), which copies use, too."""
     eager_libraries: Libraries = "2024"
     """Year of the libraries that a question on this device gets unless it names another.
 

@@ -9,6 +9,7 @@ from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, Pu
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.difference import Choice, Difference, Share, Side
+from memo_sim.contract.explanation import Explanation, Rival, Room, Sensitivity, Use
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.gpus import Gpus, Sized, TriedCount
 from memo_sim.contract.hardware import (
@@ -499,6 +500,52 @@ def difference() -> Difference:
     )
 
 
+def explanation() -> Explanation:
+    sensitivity = Sensitivity(
+        resource="copies",
+        change="+25%",
+        decisions="fixed",
+        status="ok",
+        plan="keep on tp1 cp1 dp1",
+        step_s=1.0,
+        tgs=10.0,
+        gain=0.1,
+        reason="none",
+    )
+    rival = Rival(
+        options="--tp 2",
+        plan="keep on tp2 cp1 dp1",
+        status="ok",
+        step_s=2.0,
+        slower_s=1.0,
+        compute_s=0.5,
+        waits_s=0.5,
+        waits_for="all_gather",
+        peak_device_bytes=1,
+        peak_host_bytes_per_node=1,
+        shortfall_bytes=0,
+    )
+    return Explanation(
+        name="plan.json",
+        model="sample",
+        cluster="sample-1x1",
+        seq_tokens=1024,
+        plan="keep on tp1 cp1 dp1",
+        decisions=plan().decisions,
+        step_s=1.0,
+        mfu=0.5,
+        tgs=9.0,
+        uses=[Use(lane="compute", busy_s=0.5, of_step=0.5, compute_waits_s=0.5)],
+        rooms=[Room(memory="device", needed_bytes=1, live_bytes=1, capacity_bytes=2)],
+        searched_step_s=1.0,
+        searched_plan="keep on tp1 cp1 dp1",
+        sensitivities=[sensitivity],
+        rivals=[rival],
+        rivals_are="one decision changed",
+        notes=["a note"],
+    )
+
+
 def figure() -> Figure:
     points = [Point(x=8, y=1048576, note="tp 4"), Point(x=16, y=None, note="nothing fits")]
     return Figure(
@@ -589,6 +636,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "validation": validation,
     "comparison": comparison,
     "difference": difference,
+    "explanation": explanation,
     "verdict": verdict,
     "accuracy": accuracy,
     "errors": errors,
