@@ -176,7 +176,7 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     if plan is None and not job_path:
         if not (options["model"] and options["seq_len"]):
             raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
-        return None, named_values.question_of(_values(options), fill=fill)
+        return None, named_values.question_of(values_of(options), fill=fill)
     option = "--from" if job_path else "--plan"
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
     if given := typed(*decided):
@@ -201,14 +201,14 @@ def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Quest
     """
     from memo_sim.answers import named_values
 
-    return named_values.question_on(_values(options), cluster, hardware)
+    return named_values.question_on(values_of(options), cluster, hardware)
 
 
-def _values(options: Options) -> Options:
-    """Return the options' values by the names of Python's arguments.
+def values_of(options: Options) -> Options:
+    """Return the options' values by the names of Python's arguments; None: not given.
 
     Raises:
-        UsageError: as ``_rowwise``.
+        UsageError: when one knob is given by two names.
     """
     values = {name: options[name] for name in OF_A_QUESTION if name in options}
     return values | {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE} | {"rowwise": _rowwise(options)}
