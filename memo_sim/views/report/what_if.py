@@ -10,12 +10,15 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Plan, PlanRow
 from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
-from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.palette import phase_colour
 from memo_sim.views.plan_table import interval_label, layout_label
+from memo_sim.views.report.curves import Chart, Line
 from memo_sim.views.report.page import (
     Block,
     Bullets,
     Cell,
+    Charts,
     Commands,
     Details,
     Heading,
@@ -145,9 +148,32 @@ def _plans(result: Result) -> Section:
     if result.front_is_whole:
         blocks += [
             Heading("Pareto front of step time, device memory and host memory"),
+            Charts([_front(result.front, side) for side in ("device", "host") if _has(result.front, side)]),
             plans_table(result.front, mark_first=False),
         ]
     return Section("Ranked plans", blocks)
+
+
+def _has(front: Sequence[PlanRow], side: str) -> bool:
+    return any(_memory_of(plan, side) for plan in front)
+
+
+def _memory_of(plan: PlanRow, side: str) -> int:
+    if side == "host":
+        return plan.peak_host_bytes_per_node
+    return plan.peak_device_bytes if plan.reserved_bytes is None else plan.reserved_bytes
+
+
+def _front(front: Sequence[PlanRow], side: str) -> Chart:
+    """Return the front's plans by memory of a device or of a node's host, and step time."""
+    points = [
+        (_memory_of(plan, side) / GIB, plan.step_s, f"{_policy(plan)}, {layout_label(plan.layout)}")
+        for plan in front
+        if plan.step_s is not None
+    ]
+    label = "device memory, GiB" if side == "device" else "host memory of a node, GiB"
+    line = Line("front", phase_colour("fwd"), points, joined=False)
+    return Chart(f"Step time by {side} memory", label, "step, s", [line])
 
 
 def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
@@ -155,7 +181,6 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
     rows: list[list[Cell]] = []
     for rank, plan in enumerate(plans, start=1):
         stall = max((s for s in plan.stalls if s.lane == "compute"), key=lambda s: s.seconds, default=None)
-        memory = plan.peak_device_bytes if plan.reserved_bytes is None else plan.reserved_bytes
         rows.append(
             [
                 f"{rank}{'*' if plan.outside_calibration else ''}",
@@ -166,7 +191,7 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
                 None if plan.interval is None else interval_label(plan.interval),
                 None if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
                 None if plan.tgs is None else f"{plan.tgs:.1f}",
-                format_bytes(memory),
+                format_bytes(_memory_of(plan, "device")),
                 format_bytes(plan.peak_host_bytes_per_node),
                 None if stall is None else f"{stall.waits_for} {format_seconds(stall.seconds)}",
             ]
