@@ -103,7 +103,6 @@ def explain_command(explained: str, cluster: str | None, *, top: int, as_json: b
     from memo_sim.views.explanation_table import explanation_text
 
     found = with_progress("simulations", lambda tell: explain(explained, cluster=cluster, progress=tell))
->>>>>>> integ
     if as_json:
         show_document(encode(found))
     else:
