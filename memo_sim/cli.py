@@ -59,7 +59,7 @@ def cli() -> None:
 
 WHY = click.option("--why", is_flag=True, help="Add the reasons: what limits the plan, and why others lose.")
 IN_JSON, IN_TEXT = 10, 3
-"""Exact ranks of an answer without --top: those that a document has, and those that its reasons need."""
+"""Exact ranks of an answer without --top: those that a document or a page has, and those that its reasons need."""
 
 
 @cli.command("what-if")
@@ -74,7 +74,7 @@ IN_JSON, IN_TEXT = 10, 3
 @click.option(
     "--top",
     type=click.IntRange(1),
-    help="Add a table of so many ranked plans (--json: 10 unless given); with subsequences the first three are exact.",
+    help="Add a table of so many ranked plans (--json and --report: 10 unless given); with subsequences the first three are exact.",
 )
 @click.option(
     "--pareto",
@@ -162,7 +162,7 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
     if plan is not None:
         where = options["plan_path"] or options["job_path"]
         return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
-    top = options["top"] or (IN_JSON if options["as_json"] else IN_TEXT)
+    top = options["top"] or (IN_JSON if options["as_json"] or options["report"] else IN_TEXT)
     wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
     wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}
     return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))

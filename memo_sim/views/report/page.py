@@ -86,7 +86,10 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Table:
-    """A table; ``alignment`` has ``l`` or ``r`` for each column, and None is an empty cell."""
+    """A table; ``alignment`` has a letter for each column; None is an empty cell.
+
+    ``l``: left; ``r``: right, in one line; ``n``: left, in one line where the screen is wide.
+    """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[Cell]]

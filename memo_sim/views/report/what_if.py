@@ -60,9 +60,11 @@ def what_if_page(
     sections = [Section("", [*map(Notice, result.warnings), *([_tiles(summary)] if summary else [])])]
     if best is not None:
         sections += [_timeline(best), _shares(best)]
-    sections += [_plans(result), Section("Why", [Bullets(result.why)])]
+    if summary is not None and summary.ways_out:
+        sections.append(Section("Ways out", [Bullets(summary.ways_out)]))
+    sections += [_plans(result), Section("Why", [Bullets(result.why)] if result.why else [])]
     if summary is not None:
-        sections += _assumptions(summary)
+        sections.append(_assumptions(summary))
     if best is not None:
         sections.append(_how_to_run(best, result, cluster, command))
     sections.append(provenance(cluster, hardware, best.plan if best else None, command=command, created=created))
@@ -144,14 +146,15 @@ def _plans(result: Result) -> Section:
             for plan in others
         ]
         headers = ["plan", "layout", "status", "short by", "reason"]
-        blocks += [Heading("Plans that do not fit"), Table(headers, rows, "lllrl")]
+        blocks += [Heading("Plans that do not fit")] if fitting else []
+        blocks.append(Table(headers, rows, "lnlrl"))
     if result.front_is_whole:
         blocks += [
             Heading("Pareto front of step time, device memory and host memory"),
             Charts([_front(result.front, side) for side in ("device", "host") if _has(result.front, side)]),
             plans_table(result.front, mark_first=False),
         ]
-    return Section("Ranked plans", blocks)
+    return Section("Ranked plans" if fitting else "Plans that do not fit", blocks)
 
 
 def _has(front: Sequence[PlanRow], side: str) -> bool:
@@ -209,7 +212,7 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
         "host a node",
         "longest wait",
     ]
-    return Table(headers, rows, "lllrrrrrrrl", mark_first=mark_first)
+    return Table(headers, rows, "llnrrrrrrrn", mark_first=mark_first)
 
 
 def _policy(plan: PlanRow) -> str:
@@ -222,14 +225,11 @@ def _policy(plan: PlanRow) -> str:
     return f"{name} ({', '.join([*layers, *named])})" if layers or named else name
 
 
-def _assumptions(summary: Summary) -> list[Section]:
+def _assumptions(summary: Summary) -> Section:
     rows = [[each.name, each.value, each.option or "decided by the hardware profile"] for each in summary.assumptions]
-    blocks: list[Block] = [Table(["assumed", "value", "changed by"], rows, "lll")] if rows else []
+    blocks: list[Block] = [Table(["assumed", "value", "changed by"], rows, "nll")] if rows else []
     blocks += [Paragraph(f"Not tried: {each.what} ({each.option}).") for each in summary.left_out]
-    found = [Section("Assumptions", blocks)]
-    if summary.ways_out:
-        found.insert(0, Section("Ways out", [Bullets(summary.ways_out)]))
-    return found
+    return Section("Assumptions", blocks)
 
 
 def _how_to_run(best: Best, result: Result, cluster: Cluster, command: str) -> Section:
