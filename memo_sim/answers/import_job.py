@@ -42,7 +42,8 @@ def read_files(
     """
     sources = tuple(Source(path, _text(path)) for path in paths)
     of = find_framework(framework) if framework else framework_of(sources)
-    return of, of.read(sources, {**given, FALLBACK: str(devices or "")})
+    read = of.read(sources, {**given, FALLBACK: str(devices or "")})
+    return find_framework(read.framework), read  # accelerate and TRL may start a job of DeepSpeed
 
 
 def _text(path: str) -> str:
@@ -110,7 +111,7 @@ def import_job(
     of, read = read_files(paths, given, framework=framework, devices=machine[0].devices if machine else 0)
     job = read.job
     document = ImportedJob(
-        framework=read.framework,
+        framework=of.title,
         version=of.version,
         files=list(paths),
         model=job.model,

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.interchange import megatron_bridge, megatron_lm
+from memo_sim.interchange import accelerate, deepspeed, megatron_bridge, megatron_lm, torchtitan, trl
 from memo_sim.interchange.framework import Framework, Source
 
-FRAMEWORKS: dict[str, Framework] = {f.name: f for f in (megatron_lm.FRAMEWORK, megatron_bridge.FRAMEWORK)}
+FRAMEWORKS: dict[str, Framework] = {
+    f.name: f
+    for f in (
+        megatron_lm.FRAMEWORK,
+        megatron_bridge.FRAMEWORK,
+        torchtitan.FRAMEWORK,
+        deepspeed.FRAMEWORK,
+        accelerate.FRAMEWORK,
+        trl.FRAMEWORK,
+    )
+}
 
 
 def find_framework(name: str) -> Framework:
@@ -29,21 +39,24 @@ def framework_of(sources: Sequence[Source]) -> Framework:
     Raises:
         BadInput: when no framework knows one of them, or they are of several.
     """
-    found = dict[str, Framework]()
+    left = dict(FRAMEWORKS)
     for source in sources:
-        of = next((f for f in FRAMEWORKS.values() if f.reads(source)), None)
-        if of is None and len(sources) > 1:
+        know = [name for name, framework in FRAMEWORKS.items() if framework.reads(source)]
+        if not know and len(sources) > 1:
             continue  # a script that starts another one of the files
-        if of is None:
+        if not know:
             raise BadInput(
                 "no framework's file that memo knows",
                 where=source.name,
                 wanted="a script, configuration or recipe of " + ", ".join(f.title for f in FRAMEWORKS.values()),
                 hint="say which with --framework",
             )
-        found[of.name] = of
-    if len(found) != 1:
-        what = "the files are of several frameworks" if found else "no framework's files that memo knows"
-        got, names = ", ".join(found) or None, ", ".join(source.name for source in sources)
-        raise BadInput(what, where=names, got=got, hint="import them one by one, or say which with --framework")
-    return next(iter(found.values()))
+        both = {name: framework for name, framework in left.items() if name in know}
+        if not both:
+            got = f"{' or '.join(left)}, then {' or '.join(know)}"
+            raise BadInput("the files are of several frameworks", got=got, hint="import them one by one")
+        left = both
+    if len(left) == len(FRAMEWORKS):
+        names = ", ".join(source.name for source in sources)
+        raise BadInput("no framework's files that memo knows", where=names, hint="say which with --framework")
+    return next(iter(left.values()))

@@ -29,6 +29,10 @@ _SRUN = (
     "srun torchrun --nnodes %d --nproc-per-node %d --rdzv-id ${SLURM_JOB_ID} --rdzv-backend c10d"
     " --rdzv-endpoint ${MASTER_ADDR}:${MASTER_PORT}"
 )
+_ACCELERATE = (
+    "accelerate launch --config_file %s --num_machines %s --num_processes %d%s"
+    " --main_process_ip ${MASTER_ADDR} --main_process_port ${MASTER_PORT}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,11 @@ class Launch:
     per_node: int
     launcher: Launcher = "torchrun"
 
+    @property
+    def devices(self) -> int:
+        """Number of processes."""
+        return self.nodes * self.per_node
+
     def script(
         self,
         command: Sequence[str],
@@ -46,10 +55,12 @@ class Launch:
         header: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         before: str = "",
+        accelerate: str = "",
     ) -> str:
         """Return a bash script that starts ``command`` (the program and its arguments, quoted) on every device.
 
         ``header`` is written as comments, ``environment`` is exported, and ``before`` stands before the command.
+        ``accelerate`` names a configuration of accelerate, which then starts the processes in place of torchrun.
         """
         lines = ["#!/bin/bash"]
         if self.launcher == "slurm":
@@ -61,9 +72,13 @@ class Launch:
             lines.append('MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST}" | head -n 1)')
             lines.append("MASTER_PORT=${MASTER_PORT:-29500}")
             start = _SRUN % (self.nodes, self.per_node)
+            if accelerate:
+                start = "srun " + _ACCELERATE % (accelerate, self.nodes, self.devices, " --rdzv_backend c10d")
         else:
             lines += _BY_HAND.format(nodes=self.nodes).splitlines()
             start = _TORCHRUN % self.per_node
+            if accelerate:
+                start = _ACCELERATE % (accelerate, "${NNODES}", self.devices, " --machine_rank ${NODE_RANK}")
         lines += ["", *before.splitlines(), ""] if before else [""]
         return "\n".join(lines) + "\n" + f"{start} \\\n    {' '.join(command)}\n"
 
