@@ -17,7 +17,7 @@ from memo_sim.contract.knobs import KNOBS
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Decisions, Plan, Prediction
 from memo_sim.interchange.framework import Framework
-from memo_sim.interchange.job import Job
+from memo_sim.interchange.job import Job, part_of
 from memo_sim.interchange.launch import Launcher, launch_of
 from memo_sim.interchange.plan_paths import differences, plan_paths, value_at
 from memo_sim.planning.question import Question
@@ -67,6 +67,7 @@ def export_plan(
         UsageError: when the plan does not fit on the cluster's devices.
     """
     decisions = plan.decisions
+    part_of(cluster, decisions.layout.devices)
     there = _nearest(decisions, framework, cluster, hardware)
     layout = there.decisions.layout
     launch = launch_of(layout.devices, cluster.devices_per_node, launcher)
@@ -130,6 +131,7 @@ def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[
             why=framework.sayings[path].lost,
         )
         for path in differences(decisions, there)
+        if not (_has_no_effect(decisions, path) and _has_no_effect(there, path))
     ]
 
 
