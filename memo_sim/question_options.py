@@ -157,6 +157,8 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
     if plan is None and not job_path and not (options["model"] and options["seq_len"]):
         raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
+    if options.get("given") and not job_path:
+        raise UsageError("--set is about the files of a job", wanted="--from FILE --set NAME=value")
     if plan is None and not job_path:
         return None, named_values.question_of(_values(options))
     option = "--from" if job_path else "--plan"
@@ -169,9 +171,10 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     machine = {name: options[name] for name in OF_A_MACHINE}
     if plan is not None:
         return plan, named_values.question_of_plan(plan, machine)
-    from memo_sim.answers.import_job import plan_of_files
+    from memo_sim.answers.import_job import parse_given, plan_of_files
 
-    plan, system = plan_of_files([str(job_path)], {}, None, named_values.named_cluster(machine))
+    given_values = parse_given(options.get("given", ()))
+    plan, system = plan_of_files([str(job_path)], given_values, None, named_values.named_cluster(machine))
     return plan, replace(named_values.question_of_plan(plan, machine), system=system)
 
 
