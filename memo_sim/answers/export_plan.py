@@ -16,6 +16,7 @@ from memo_sim.contract.interchange import Export, LostDecision, OwnDecision
 from memo_sim.contract.knobs import KNOBS
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Decisions, Plan, Prediction
+from memo_sim.contract.units import format_tokens
 from memo_sim.interchange.framework import Framework
 from memo_sim.interchange.job import Job, part_of
 from memo_sim.interchange.launch import Launcher, launch_of
@@ -35,6 +36,8 @@ class Exported:
 
     document: Export
     files: dict[str, bytes]
+    search_command: str
+    """What finds a plan that the framework can run whole."""
 
     @property
     def fits(self) -> bool:
@@ -93,7 +96,14 @@ def export_plan(
     files = {name: text.encode() for name, text in written.items()}
     files[LOST_PAGE] = lost_page(document).encode()
     files[PLAN_FILE] = encode(plan)
-    return Exported(document, files)
+    return Exported(document, files, search_command(decisions, framework, cluster))
+
+
+def search_command(decisions: Decisions, framework: Framework, cluster: Cluster) -> str:
+    """Return the command line that searches a plan of the framework for the same question."""
+    asked = f"--cluster {cluster.name} --seq-len {format_tokens(decisions.seq_tokens)}"
+    batch = f"--global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
+    return f"memo-sim what-if {decisions.model.name} {asked} {batch} --system {framework.system} -o plan.json"
 
 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
@@ -117,7 +127,7 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             where=first.where,
             got=f"{first.what}: {first.got}" if first.got else first.what,
             wanted=first.wanted,
-            hint=f"search a plan that it can run: memo-sim what-if ... --system {framework.system}",
+            hint=f"search a plan that it can run: {search_command(decisions, framework, cluster)}",
         )
     return min(found, key=lambda there: there.order)
 

@@ -74,7 +74,7 @@ def export_command(
         raise Infeasible(
             "the plan does not fit as the framework would run it",
             where=str(output / "lost.md"),
-            hint=f"search one that does: memo-sim what-if ... --system {exported.document.system}",
+            hint=f"search one that does: {exported.search_command}",
         )
 
 

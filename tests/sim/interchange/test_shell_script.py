@@ -43,6 +43,17 @@ def test_fields_are_those_of_bash(name: str) -> None:
     assert "".join(f"<{field}>" for field in fields(SHOW + SCRIPTS[name])) == done.stdout.splitlines()[-1]
 
 
+@pytest.mark.parametrize("name", ["stages", "sharded"])
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
+def test_exported_scripts_start_what_is_read_of_them(name: str, tmp_path: Path) -> None:
+    text = (Path(__file__).parent / f"golden/megatron_lm_{name}.sh").read_text()
+    (tmp_path / "torchrun").write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env={"PATH": path})
+    assert ["torchrun", *done.stdout.splitlines()] == read_script(text, {}, where="a script").commands[-1]
+
+
 def test_nothing_runs(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     found = fields(f"A=$(touch {mark}; echo 1)\nB=`touch {mark}`\nshow $A $B ${{C:-$(touch {mark})}} $1")
