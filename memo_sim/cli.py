@@ -16,7 +16,7 @@ import click
 
 from memo_sim import __version__
 from memo_sim.commands.clusters import compare_clusters, datasheet_command, gpus_command
-from memo_sim.commands.interchange import export_command, import_command
+from memo_sim.commands.interchange import GIVEN, export_command, import_command
 from memo_sim.commands.sweep import sweep_command
 from memo_sim.commands.understand import compare_command, explain_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
@@ -68,6 +68,7 @@ IN_JSON, IN_TEXT = 10, 3
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
 @click.option("--from", "job_path", type=click.Path(), help="Price the job of this script or configuration.")
+@GIVEN
 @question_options
 @PRICE
 @WHY

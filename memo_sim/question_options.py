@@ -173,6 +173,8 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is not None and job_path:
         raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
+    if options.get("given") and not job_path:
+        raise UsageError("--set is about the files of a job", wanted="--from FILE --set NAME=value")
     if plan is None and not job_path:
         if not (options["model"] and options["seq_len"]):
             raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
@@ -186,9 +188,10 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
         raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     values, system = {name: options[name] for name in OF_A_MACHINE}, options["system"]
     if plan is None:
-        from memo_sim.answers.import_job import plan_of_files
+        from memo_sim.answers.import_job import parse_given, plan_of_files
 
-        plan, system = plan_of_files([str(job_path)], {}, None, named_values.machine_of(values))
+        given_values = parse_given(options.get("given", ()))
+        plan, system = plan_of_files([str(job_path)], given_values, None, named_values.machine_of(values))
     return plan, named_values.question_of_plan(plan, values, system=system)
 
 
