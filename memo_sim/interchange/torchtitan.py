@@ -191,7 +191,8 @@ def files(job: Job, launch: Any, header: tuple[str, ...]) -> dict[str, str]:
     script = launch.script(
         command,
         header=header,
-        environment={"PYTHONPATH": '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)${PYTHONPATH:+:${PYTHONPATH}}"'},
+        inside=True,
+        environment={"PYTHONPATH": '"${PWD}${PYTHONPATH:+:${PYTHONPATH}}"'},
         before="# The model's tokenizer (and weights), as torchtitan's scripts/download_hf_assets.py fetches them.\n"
         "ASSETS=${ASSETS:-./assets}\n",
     )

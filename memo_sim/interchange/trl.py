@@ -87,7 +87,7 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     return {
         ARGUMENTS: yaml_text(arguments, (*header, note)),
         ACCELERATE: yaml_text(accelerate_yaml(job, launch.devices, launch.nodes), header),
-        LAUNCH: launch.script(command, header=header, before=model_variable(job), accelerate=ACCELERATE),
+        LAUNCH: launch.script(command, header=header, before=model_variable(job), accelerate=ACCELERATE, inside=True),
         **model_files(job),
     }
 
