@@ -54,8 +54,12 @@ AccessPattern = Literal[
 - shard_copy, shard_widen: FSDP's copies of a unit's tensors to or from one flat tensor, shard by shard, and with a cast
   to fp32."""
 
+SAFETY = "safety margin"
+"""Key in ``reserve_bytes`` of the bytes that a question keeps free on each device."""
 DISTURBED = "disturbed"
 """Key in a profile's ``provenance``: what else the machine did during the measurement."""
+ROUGH, ASSUMED = "rough", "assumed"
+"""Keys in the ``provenance`` of a profile that was made from a data sheet alone, and what it assumes besides."""
 POWER, BOARD = "power", "board"
 """Keys in a profile's ``provenance``: the power limit and the board that it was changed to (``contract/boards.py``)."""
 
@@ -300,6 +304,11 @@ class Hardware(
         for name, factor in self.compute_slowdown.items():
             if factor.value < 1:
                 raise ValueError(f"compute_slowdown.{name} must be at least 1")
+
+    @property
+    def rough(self) -> bool:
+        """Whether the profile was made from a data sheet alone, so that nothing of it was measured."""
+        return ROUGH in self.provenance
 
 
 def require_sources(document: msgspec.Struct, sources: dict[str, Source]) -> None:

@@ -27,7 +27,7 @@ from memo_sim.interchange.megatron_words import SAYINGS, Settings, nearest_jobs,
 from memo_sim.interchange.shell_script import read_script
 from memo_sim.interchange.yaml_file import read_yaml
 
-TITLE = "Megatron-Bridge"
+NAME, TITLE = "megatron-bridge", "Megatron-Bridge"
 VERSION = "Megatron-Bridge (NVIDIA-NeMo/Megatron-Bridge@067f987, 2026-08-22)"
 
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -233,7 +233,7 @@ def _job(found: Found, sources: tuple[Source, ...], given: Mapping[str, str], no
         config.model = load_model(MODELS.get(hub, hub))
     fallback = whole_or_zero(given.get(FALLBACK, ""))
     name = PurePath(sources[0].name).stem
-    read = read_job(config, framework=TITLE, name=name, devices=found.devices, fallback_devices=fallback)
+    read = read_job(config, framework=NAME, name=name, devices=found.devices, fallback_devices=fallback)
     told = tuple(option for option in read.read if option.key not in unsaid)
     left = tuple(option for option in read.ignored if option.key not in unsaid)
     assumed = read.assumed
@@ -412,7 +412,7 @@ def _sayings() -> dict[str, Saying]:
 
 
 FRAMEWORK = Framework(
-    name="megatron-bridge",
+    name=NAME,
     title=TITLE,
     version=VERSION,
     system="megatron-core",

@@ -20,10 +20,7 @@ PEAKS = {
 
 def summary_lines(summary: Summary) -> list[str]:
     """Return the lines of the verdict, and an indented line for each assumption."""
-    lines = [_memory(summary)]
-    if summary.fits:
-        lines += _speed(summary)
-    lines.append(f"Plan: {one_line(summary.plan)}.")
+    lines = verdict_lines(summary)
     if summary.ways_out:
         lines += ["Ways out:", *(f"  {one_line(way)}" for way in summary.ways_out)]
     if summary.assumptions:
@@ -34,6 +31,12 @@ def summary_lines(summary: Summary) -> list[str]:
             lines.append(f"  {each.name.ljust(width)}  {one_line(each.value)}{option}")
     lines += [f"Not tried: {one_line(each.what)} ({each.option})." for each in summary.left_out]
     return lines
+
+
+def verdict_lines(summary: Summary) -> list[str]:
+    """Return whether the plan fits and by how much, how fast it is (of a plan that fits), and the plan in words."""
+    speed = _speed(summary) if summary.fits else []
+    return [_memory(summary), *speed, f"Plan: {one_line(summary.plan)}."]
 
 
 def _memory(summary: Summary) -> str:

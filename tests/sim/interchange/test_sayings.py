@@ -6,11 +6,11 @@ from typing import get_args
 
 import pytest
 
+from memo_sim.commands.interchange import TO
 from memo_sim.contract.knobs import KNOBS
 from memo_sim.interchange.framework import Framework, How
 from memo_sim.interchange.frameworks import FRAMEWORKS
 from memo_sim.interchange.plan_paths import plan_paths
-from memo_sim.interchange_commands import TO
 from memo_sim.planning.presets import SYSTEMS
 
 DERIVED = {"alpha": "decisions.swapped_tokens", "offload_inputs": "decisions.swapped_tokens"}
