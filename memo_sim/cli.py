@@ -62,7 +62,20 @@ def cli() -> None:
 @cluster_options
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
-@click.option("--from", "job_path", type=click.Path(), help="Price the job of this script or configuration.")
+@click.option(
+    "--from",
+    "job_paths",
+    multiple=True,
+    type=click.Path(),
+    help="Price the job of this script or configuration of another framework (repeat for several files).",
+)
+@click.option(
+    "--set",
+    "job_values",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With --from: what the files leave open, as in `memo-sim import` (repeat).",
+)
 @question_options
 @PRICE
 @click.option(
@@ -151,9 +164,8 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
 
     command = command_line("memo-sim")
     if plan is not None:
-        return priced(
-            plan, question, where=options["plan_path"] or options["job_path"], price_per_gpu_hour=price, command=command
-        )
+        where = options["plan_path"] or options["job_paths"][0]
+        return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
     wanted = {name: options[name] for name in ("top", "pareto", "one_more_gib")} | {"price_per_gpu_hour": price}
     return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell, command=command))
 

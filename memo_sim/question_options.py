@@ -131,7 +131,8 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     plan, picture, timeline, report = (
         Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
     )
-    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path", "job_path") if options.get(n))
+    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options.get(n))
+    read += tuple(map(Path, options.get("job_paths", ())))
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, read=read)
     outputs.check()
     given, question = question_of(options)
@@ -151,15 +152,17 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
 
-    job_path = options.get("job_path")
+    job_paths, job_values = options.get("job_paths", ()), options.get("job_values", ())
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
-    if plan is not None and job_path:
+    if job_values and not job_paths:
+        raise UsageError("--set is about the files of --from", got=job_values[0], hint="leave it out, or name them")
+    if plan is not None and job_paths:
         raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
-    if plan is None and not job_path and not (options["model"] and options["seq_len"]):
+    if plan is None and not job_paths and not (options["model"] and options["seq_len"]):
         raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
-    if plan is None and not job_path:
+    if plan is None and not job_paths:
         return None, named_values.question_of(_values(options))
-    option = "--from" if job_path else "--plan"
+    option = "--from" if job_paths else "--plan"
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
     if given := typed(*decided):
         raise UsageError(f"{option} brings its own knobs", got=", ".join(given), hint="leave those out")
@@ -169,9 +172,10 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     machine = {name: options[name] for name in OF_A_MACHINE}
     if plan is not None:
         return plan, named_values.question_of_plan(plan, machine)
-    from memo_sim.answers.import_job import plan_of_files
+    from memo_sim.answers.import_job import parse_given, plan_of_files
 
-    plan, system = plan_of_files([str(job_path)], {}, None, named_values.named_cluster(machine))
+    given_values, files = parse_given(job_values), [str(path) for path in job_paths]
+    plan, system = plan_of_files(files, given_values, None, named_values.named_cluster(machine))
     return plan, replace(named_values.question_of_plan(plan, machine), system=system)
 
 
