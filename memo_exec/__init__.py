@@ -1,6 +1,7 @@
 """The executor: plays a plan's program with torch on real devices and times each instruction.
 
-``memo_exec.offload_activations`` needs no plan: it offloads the activations that autograd saves, for any torch model.
+``memo_exec.run`` trains as a plan says (``memo_exec/api.py``). ``memo_exec.offload_activations`` needs no plan: it
+offloads the activations that autograd saves, for any torch model.
 """
 
 from __future__ import annotations
@@ -8,17 +9,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from memo_exec.api import RunResult, run
     from memo_exec.offload import OffloadActivations, keep_activations
 
     offload_activations = OffloadActivations
 
-__all__ = ["keep_activations", "offload_activations"]
+__all__ = ["RunResult", "keep_activations", "offload_activations", "run"]
 
 
 def __getattr__(name: str) -> object:
     """Import torch only when an attribute that needs it is used."""
-    if name in __all__:
-        from memo_exec import offload
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("RunResult", "run"):
+        from memo_exec import api
 
-        return offload.keep_activations if name == "keep_activations" else offload.OffloadActivations
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return api.RunResult if name == "RunResult" else api.run
+    from memo_exec import offload
+
+    return offload.keep_activations if name == "keep_activations" else offload.OffloadActivations
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -37,20 +37,6 @@ if TYPE_CHECKING:
 
 Options = dict[str, Any]
 
-HYPERPARAMETERS = {
-    "lr": "learning_rate",
-    "beta1": "beta1",
-    "beta2": "beta2",
-    "eps": "epsilon",
-    "weight_decay": "weight_decay",
-    "clip": "clip",
-    "warmup_steps": "warmup_steps",
-    "decay_steps": "decay_steps",
-    "final_fraction": "final_fraction",
-}
-"""Options, and the fields of ``Hyperparameters`` that they set."""
-
-
 MOST_SEED = 2**32 - 1
 MOST_VERIFIED_STEPS = 10
 MOST_VERIFIED_LAYERS = 64
@@ -161,18 +147,13 @@ def run_command(**options: Any) -> None:
     memo-exec.
     """
     from memo_exec.commands.outputs import check_outputs, of_rank
-    from memo_exec.commands.run import RunOptions, run
+    from memo_exec.commands.run import run, run_options
 
     for name in ("trace_path", "measured_path"):
         options[name] = options[name] and of_rank(options[name])
-    if (every := typed("save_every")) and options["save"] is None:
-        raise UsageError("--save-every needs a folder for the checkpoints", got=", ".join(every), hint="add --save DIR")
+    chosen = run_options(options if typed("save_every") else options | {"save_every": None})
     read = (options["plan"], options["data"], options["weights"])
     check_outputs(options["trace_path"], options["measured_path"], read=read)
-    chosen = RunOptions(
-        hyperparameters={HYPERPARAMETERS[k]: v for k, v in options.items() if k in HYPERPARAMETERS and v is not None},
-        **{name: options[name] for name in RunOptions.__dataclass_fields__ if name in options},
-    )
     outcome = run(options["plan"], chosen, tell=lambda figure: say(figure.line()), note=say)
     if outcome is None:
         return

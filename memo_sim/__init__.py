@@ -1,3 +1,72 @@
-"""Simulator and planner: what a training step costs in time and memory, before it runs."""
+"""Simulator and planner: what a training step costs in time and memory, before it runs.
+
+``docs/python.md`` describes the functions. The import itself loads nothing else; the first use of a name does.
+"""
+
+TYPE_CHECKING = False  # what type checkers take for typing's, which takes time to load
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BadInput",
+    "CannotRun",
+    "CompareResult",
+    "Infeasible",
+    "Knobs",
+    "LongestResult",
+    "MemoError",
+    "MemoryResult",
+    "Picture",
+    "SweepResult",
+    "UsageError",
+    "WhatIfResult",
+    "__version__",
+    "compare",
+    "grid",
+    "load_plan",
+    "load_sweep",
+    "longest",
+    "plan_memory",
+    "simulate",
+    "sweep",
+    "what_if",
+]
+
+_ERRORS = ("BadInput", "CannotRun", "Infeasible", "MemoError", "UsageError")
+
+if TYPE_CHECKING:
+    from memo_sim.api import (
+        CompareResult,
+        Knobs,
+        LongestResult,
+        MemoryResult,
+        Picture,
+        SweepResult,
+        WhatIfResult,
+        compare,
+        grid,
+        load_plan,
+        load_sweep,
+        longest,
+        plan_memory,
+        simulate,
+        sweep,
+        what_if,
+    )
+    from memo_sim.contract.errors import BadInput, CannotRun, Infeasible, MemoError, UsageError
+
+
+def __getattr__(name: str) -> object:
+    """Load what a public name stands for when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module("memo_sim.contract.errors" if name in _ERRORS else "memo_sim.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *__all__})

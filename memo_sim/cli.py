@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from memo_sim import __version__
-from memo_sim.contract.errors import Infeasible, MemoError, UsageError
+from memo_sim.commands.clusters import compare_clusters, datasheet_command, gpus_command
+from memo_sim.commands.interchange import export_command, import_command
+from memo_sim.commands.sweep import sweep_command
+from memo_sim.commands.understand import compare_command, explain_command, oom_command
+from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.contract.plain_text import one_line
-from memo_sim.question_options import MEMORY_GIB, Options, asked, gib, question_options
+from memo_sim.question_options import PRICE, Options, asked, cluster_options, names_in, prices_of, question_options
 from memo_sim.views.command_line import (
     SETTINGS,
     Commands,
     Finite,
+    Silent,
+    command_line,
     run_commands,
     say,
     say_usage,
@@ -30,7 +38,7 @@ from memo_sim.views.command_line import (
 )
 
 if TYPE_CHECKING:
-    from memo_sim.answers.what_if import Answer
+    from memo_sim.api import WhatIfResult
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
 
@@ -56,10 +64,12 @@ IN_JSON, IN_TEXT = 10, 3
 
 @cli.command("what-if")
 @click.argument("model", required=False)
-@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@cluster_options
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
+@click.option("--from", "job_path", type=click.Path(), help="Price the job of this script or configuration.")
 @question_options
+@PRICE
 @WHY
 @click.option(
     "--top",
@@ -82,39 +92,39 @@ IN_JSON, IN_TEXT = 10, 3
 )
 @click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2 document.")
+@click.option("--full-trace", is_flag=True, help="With --trace: the instructions of every micro-batch.")
+@click.option("--report", type=click.Path(), help="Write the answer as one HTML page that opens offline.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2; of several clusters memo.results/1.")
 def what_if_command(**options: Any) -> None:
     """Search every knob that is not pinned, and rank the plans.
 
     MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
     """
-    from memo_sim.answers.what_if import without_answer, write_files
-    from memo_sim.contract.codec import encode
     from memo_sim.views.tables import answer_text
 
+    if options["cluster"] and len(names_in(options["cluster"])) > 1 and options["from_datasheet"] is None:
+        compare_clusters(options, _ask)
+        return
     outputs, plan, question = asked(options)
-    try:
-        answer = _ask(plan, question, options)
-    except Infeasible as error:
-        if not options["as_json"]:
-            raise
-        show_document(encode(without_answer(question, error)))
-        raise _Silent(error.exit_code) from None
-    write_files(answer, question, outputs, created=_now(), command=_command_line())
+    result = _ask(plan, question, options, *prices_of(options, [question.cluster.name]))
+    if result.refused and not options["as_json"]:
+        raise result.refused
+    result.write(outputs)
     if options["as_json"]:
-        show_document(encode(answer.result))
+        show_document(result.to_json().encode())
     else:
-        show(answer_text(answer.result, why=options["why"], top=options["top"], searched=plan is None))
-    if answer.result.best is None:
-        raise Infeasible("no plan fits", hint="see the ways out above") if not options["as_json"] else _Silent(4)
+        show(answer_text(result.document, why=options["why"], top=options["top"], searched=plan is None))
+    if result.best is None:
+        raise Infeasible("no plan fits", hint="see the ways out above") if not options["as_json"] else Silent(4)
 
 
 @cli.command("longest")
 @click.argument("model")
-@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@cluster_options
 @click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
+@PRICE
 @WHY
 @question_options
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
@@ -126,60 +136,37 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
 
     MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
     """
-    from memo_sim.answers.longest import longest
-    from memo_sim.answers.more_memory import with_what_more_holds
-    from memo_sim.answers.what_if import write_files
-    from memo_sim.contract.codec import encode
+    from memo_sim.api import longest_of
     from memo_sim.contract.units import parse_tokens
     from memo_sim.views.tables import longest_text
 
-    tokens = parse_tokens(step, option="--step")
+    parse_tokens(step, option="--step")
     outputs, _, question = asked({**options, "plan_path": None, "seq_len": step}, fill=False)
-    limits = {"step_tokens": tokens, "most_step_s": max_step_s, "price_per_device_hour": options["price_per_gpu_hour"]}
-    found = with_progress("lengths", lambda tell: longest(question, **limits, progress=tell))
-    if one_more_gib:
-        found = with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
-    if found.answer is not None:
-        write_files(found.answer, found.question, outputs, created=_now(), command=_command_line())
+    (price,) = prices_of(options, [question.cluster.name])
+    wanted: Options = {"step": step, "max_step_s": max_step_s, "one_more_gib": one_more_gib}
+    ask = partial(longest_of, question, **wanted, price_per_gpu_hour=price, command=command_line("memo-sim"))
+    found = with_progress("lengths", lambda tell: ask(progress=tell))
+    if found.at_longest is not None:
+        found.at_longest.write(outputs)
     if options["as_json"]:
-        show_document(encode(found.document))
+        show_document(found.to_json().encode())
     else:
         show(longest_text(found.document, why=options["why"]))
-    if found.answer is None:
-        raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
+    if found.at_longest is None:
+        raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
 
-class _Silent(MemoError):
-    """Ends the process with a code when the document already says everything."""
+def _ask(plan: Plan | None, question: Question, options: Options, price: float | None) -> WhatIfResult:
+    from memo_sim.api import answered, priced
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__("")
-        self.exit_code = exit_code
-
-
-def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
-    from memo_sim.answers.more_memory import with_what_more_buys
-    from memo_sim.answers.what_if import price, what_if
-    from memo_sim.contract.codec import of_file
-
-    cost = {"price_per_device_hour": options["price_per_gpu_hour"]}
+    command = command_line("memo-sim")
     if plan is not None:
-        with of_file(options["plan_path"]):
-            return price(plan, question, **cost)
+        where = options["plan_path"] or options["job_path"]
+        return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
     top = options["top"] or (IN_JSON if options["as_json"] else IN_TEXT)
-    wanted = {"top": top, "pareto": options["pareto"], **cost}
-    answer = with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))
-    return with_what_more_buys(question, answer) if options["one_more_gib"] else answer
-
-
-def _now() -> str:
-    from datetime import UTC, datetime
-
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _command_line() -> str:
-    return one_line(" ".join(["memo-sim", *sys.argv[1:]]))
+    wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
+    wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}
+    return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))
 
 
 @cli.command("validate")
@@ -199,6 +186,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
 
     `memo-sim schema cases` describes the columns of a case file. Where no row can be evaluated the exit code is 4.
     """
+    from memo_sim.answers.what_if import now
     from memo_sim.contract.codec import check_not_read, check_writable, encode, write_bytes
     from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, load_accepted
     from memo_sim.validation.cases import list_case_files, load_cases, load_notes, path_of
@@ -226,7 +214,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     else:
         show(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows], held_out=tested))
     if report:
-        told = {"command": _command_line(), "created": _now(), "version": __version__}
+        told = {"command": command_line("memo-sim"), "created": now(), "version": __version__}
         page = validation_report(found, accuracy_of(found).groups, tested, load_notes(), **told)
         write_bytes(report, page.encode())
     check_evaluated(found)
@@ -303,6 +291,43 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
         show(chart_table(found))
 
 
+@cli.command("doctor")
+@click.option("--trace", type=click.Path(), help="A PyTorch profiler trace (.json, .json.gz) with shapes.")
+@click.option("--memory", type=click.Path(), help="A memory snapshot of the same job (_dump_snapshot).")
+@click.option("--cluster", help="Predict with this cluster or profile; otherwise the GPU that the trace names.")
+@click.option("--nccl-tests", type=click.Path(), multiple=True, help="Text output of one nccl-tests program (repeat).")
+@click.option("--nvbandwidth", type=click.Path(), help="JSON of `nvbandwidth -j`.")
+@click.option("-o", "--output", type=click.Path(), help="Write the profile, corrected by what was measured.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.recorded/1 document.")
+def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
+    """Hold a recorded step of your own job against a profile: what takes how long, and what was expected.
+
+    Record with torch.profiler.profile(record_shapes=True), a schedule and profiler.step(). Collective and copy rates
+    may also come from nccl-tests and nvbandwidth. With -o the profile takes over what was measured; a plan for it:
+    memo-sim what-if MODEL --cluster PROFILE.
+    """
+    from memo_sim.answers.doctor import diagnose
+    from memo_sim.contract.codec import check_not_read, check_writable, encode, write
+    from memo_sim.views.recorded_table import recorded_table
+
+    if output:
+        check_writable(Path(output))
+        read = [*files["nccl_tests"], *(files[name] for name in ("trace", "memory", "nvbandwidth", "cluster"))]
+        check_not_read([Path(output)], [Path(path) for path in read if path])
+    if as_json and not files["trace"]:
+        raise UsageError("--json prints what a trace shows", wanted="--trace FILE")
+    found = diagnose(**files)
+    if output:
+        write(output, found.hardware)
+    if as_json and found.job is not None:
+        show_document(encode(found.job))
+        return
+    if found.job is not None:
+        show(recorded_table(found.job))
+    if output:
+        show("\n".join(["", f"{output} is {found.hardware.name} with:", *map(one_line, found.changes)]).lstrip("\n"))
+
+
 @cli.command("list")
 @click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware"]))
 def list_command(what: str) -> None:
@@ -347,18 +372,30 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
     INPUT is a plan, memo.requests/1, a CSV id,lower,upper,size, a log of malloc and free lines, or a PyTorch memory
     snapshot. A placement in a .pickle opens in PyTorch's memory viewer.
     """
-    from memo_sim.answers.plan_memory import check_outputs, plan_memory, write_files
-    from memo_sim.contract.codec import encode
+    from memo_sim.answers.plan_memory import check_outputs, write_files
+    from memo_sim.api import plan_memory
     from memo_sim.views.tables import placement_report
 
     check_outputs(output, plot, read=Path(path))
-    limits = {"time_limit_s": options["time_limit"], "capacity_bytes": gib(options["device_memory_gib"])}
-    plan = plan_memory(path, solver=options["solver"], device=options["device"], **limits)
-    write_files(plan, output, plot)
+    found = plan_memory(path, **options)
+    write_files(found.made, output, plot)
     if as_json:
-        show_document(encode(plan.report))
+        show_document(found.to_json().encode())
     else:
-        show(placement_report(plan.report))
+        show(placement_report(found.document))
+
+
+for command in (
+    compare_command,
+    datasheet_command,
+    explain_command,
+    export_command,
+    gpus_command,
+    import_command,
+    oom_command,
+    sweep_command,
+):
+    cli.add_command(command)
 
 
 def _fail(text: str, code: int, error: BaseException) -> NoReturn:

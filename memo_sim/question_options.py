@@ -1,32 +1,34 @@
-"""Options that ``memo-sim`` questions share, made from the knobs' declarations, and the question they make.
+"""Options that ``memo-sim`` questions share, made from the knobs' declarations.
+
+``answers/named_values.py`` turns their values into a question, as it does the arguments of the Python functions.
 
 Everything heavier than click is imported inside the functions that need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import (
-    CHOSEN,
     KNOBS,
-    PINNED,
+    MEMORY_GIB,
+    OF_A_MACHINE,
+    OF_A_QUESTION,
+    POWER_W,
     CountOrAuto,
     Degree,
     Flag,
     Fraction,
     Knob,
     LayerChoice,
-    Length,
     Numbers,
     OneOf,
-    Pins,
     RowwiseKernel,
     Switch,
     Whole,
@@ -35,14 +37,15 @@ from memo_sim.views.command_line import Finite, typed
 
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Outputs
+    from memo_sim.contract.cluster import Cluster
+    from memo_sim.contract.gpu_kind import GpuKind
+    from memo_sim.contract.hardware import Hardware
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
 
-GIB = 2**30
-MEMORY_GIB = (0.001, 100_000)
-"""Least and most GiB that an option may name; anything else is a typo."""
-POWER_W = (1, 10_000)
-"""Least and most watts that the option may name; a profile knows fewer."""
+EXAMPLE = "tflops=165,memory=24,pcie=4x16"
+"""A data sheet, as in ``contract/datasheet.py``, which is too heavy to import for help."""
+PRICED_BY = "--price-per-gpu-hour"
 IN_A_PLAN = ("model", "seq_len", "system", "compiled")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
@@ -51,10 +54,21 @@ Options = dict[str, Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+CLUSTER = click.option(
+    "--cluster", help="a800-1x8, a cluster file, or a profile file (memo-sim list clusters); what-if compares A,B."
+)
+FROM_DATASHEET = click.option(
+    "--from-datasheet",
+    metavar="KEY=VALUE,...",
+    help=f"In place of --cluster: rough figures of a GPU, {EXAMPLE} (memo-sim datasheet --help has every key).",
+)
 SYSTEM = click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
 MEMORY = (
     click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
     click.option("--host-memory-gib", type=Finite(*MEMORY_GIB), help="Of one node, instead of its own."),
+    click.option(
+        "--safety-gib", type=Finite(0, MEMORY_GIB[1]), help="Device memory to keep free, beside the reserve [0]."
+    ),
 )
 POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
@@ -67,16 +81,22 @@ COMPILED = click.option(
     " --rowwise compiled, --rowwise eager. memo-exec's own kernels, or the system's, unless given.",
 )
 PRICE = click.option(
-    "--price-per-gpu-hour",
-    type=Finite(0, min_open=True),
-    help="Price of a GPU for an hour, in any currency: the answer then has prices of a step and of a billion tokens.",
+    PRICED_BY,
+    metavar="PRICE",
+    help="Price of a GPU for an hour, in any currency, or one for each kind or cluster: h100=2.5,h200=3.5. The answer"
+    " then has prices of a step and of a billion tokens.",
 )
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
 
 
+def cluster_options(command: Command) -> Command:
+    """Give ``command`` the options that name a cluster."""
+    return CLUSTER(FROM_DATASHEET(command))
+
+
 def question_options(command: Command) -> Command:
     """Give ``command`` the options of a question beside the model and the sequence: one for each knob."""
-    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), COMPILED, *MEMORY, POWER, PRICE)):
+    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), COMPILED, *MEMORY, POWER)):
         command = option(command)
     return command
 
@@ -109,7 +129,9 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
 
 
 def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None, Question]:
-    """Return the files that the answer is written to, and what ``question_of`` returns; ``fill`` as there.
+    """Return the files that the answer is written to, the plan that is to be priced (None: searched), and the question.
+
+    ``fill`` as in ``question_of``.
 
     Raises:
         UsageError: when a file cannot be written, or would replace what the question is read from; as ``question_of``.
@@ -118,17 +140,23 @@ def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None,
     from memo_sim.answers.what_if import Outputs
     from memo_sim.contract.catalog import profile_path
 
-    plan, picture, timeline = (Path(options[n]) if options[n] else None for n in ("output", "plot", "trace_path"))
-    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
-    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
+    plan, picture, timeline, report = (
+        Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
+    )
+    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path", "job_path") if options.get(n))
+    full = bool(options.get("full_trace"))
+    if full and timeline is None:
+        raise UsageError("--full-trace is about the file of --trace", hint="add --trace FILE")
+    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, full_timeline=full, read=read)
     outputs.check()
     given, question = question_of(options, fill=fill)
-    replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
+    if options["cluster"] is not None:
+        replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
     return outputs, given, question
 
 
 def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Question]:
-    """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``).
+    """Return the question, and the plan that is to be priced in place of a search (None where it is searched).
 
     Without ``--global-batch`` the batch is the smallest that keeps every device busy; without ``fill``, one micro-batch
     (``planning/default_batch.py``).
@@ -137,70 +165,61 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
         UsageError: when the options contradict each other, or name what there is not.
         BadInput: when a file cannot be read.
     """
-    from memo_sim.contract.boards import with_power
-    from memo_sim.contract.catalog import fields_not_read, load_cluster, load_model
+    from memo_sim.answers import named_values
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
-    from memo_sim.contract.units import parse_tokens
-    from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
-    from memo_sim.planning.question import Question, with_memory
 
+    job_path: str | None = options.get("job_path")
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
-    if plan is None and not (options["model"] and options["seq_len"]):
-        raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
+    if plan is not None and job_path:
+        raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
+    if plan is None and not job_path:
+        if not (options["model"] and options["seq_len"]):
+            raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
+        return None, named_values.question_of(_values(options), fill=fill)
+    option = "--from" if job_path else "--plan"
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
-    if plan is not None and (given := typed(*decided)):
-        raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
-    if plan is not None and (given := typed(*OF_A_SEARCH)):
-        hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
-        raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    cluster, hardware = with_memory(
-        *load_cluster(options["cluster"]),
-        device_bytes=gib(options["device_memory_gib"]),
-        host_bytes=gib(options["host_memory_gib"]),
-    )
-    if options["power_w"] is not None:
-        hardware = with_power(hardware, options["power_w"])
-    values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
-    values["rowwise"] = _rowwise(options)
-    if plan is not None:
-        values |= {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
-    if (batch := values.pop("global_batch")) is not None:
-        values["global_batch"] = batch
-    question = Question(
-        model=plan.decisions.model if plan else load_model(options["model"]),
-        cluster=cluster,
-        hardware=hardware,
-        seq_tokens=plan.decisions.seq_tokens if plan else parse_tokens(options["seq_len"]),
-        system=options["system"],
-        pins=Pins(**{knob.name: values[knob.name] for knob in PINNED if knob.on_command_line}),
-        not_read=() if plan else fields_not_read(options["model"]),
-        **{knob.name: values[knob.name] for knob in CHOSEN if knob.name in values},
-    )
-    if plan is not None or batch is not None:
-        return plan, question
-    return None, with_filling_batch(question) if fill else with_one_sequence(question)
+    if given := typed(*decided):
+        raise UsageError(f"{option} brings its own knobs", got=", ".join(given), hint="leave those out")
+    if given := typed(*OF_A_SEARCH):
+        hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
+        raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
+    values, system = {name: options[name] for name in OF_A_MACHINE}, options["system"]
+    if plan is None:
+        from memo_sim.answers.import_job import plan_of_files
+
+        plan, system = plan_of_files([str(job_path)], {}, None, named_values.machine_of(values))
+    return plan, named_values.question_of_plan(plan, values, system=system)
 
 
-def _value(knob: Knob, given: Any) -> Any:
-    """Return the knob's value of what click read: lengths and counts arrive as text."""
-    from memo_sim.contract.units import parse_layer_choice, parse_numbers, parse_tokens
+def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Question:
+    """Return the question that the options ask about a cluster.
 
-    match knob.kind:
-        case Length() if given is not None:
-            return parse_tokens(given, option=knob.option, least=0)
-        case CountOrAuto(most) if given is not None:
-            return _count_or_auto(knob, given, most)
-        case Numbers() if given is not None:
-            return parse_numbers(given, option=knob.option)
-        case LayerChoice() if given is not None:
-            return parse_layer_choice(given, option=knob.option)
-        case _:
-            return given
+    Raises:
+        UsageError: when the options contradict each other, or name what there is not.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.answers import named_values
+
+    return named_values.question_on(_values(options), cluster, hardware)
+
+
+def _values(options: Options) -> Options:
+    """Return the options' values by the names of Python's arguments.
+
+    Raises:
+        UsageError: as ``_rowwise``.
+    """
+    values = {name: options[name] for name in OF_A_QUESTION if name in options}
+    return values | {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE} | {"rowwise": _rowwise(options)}
 
 
 def _rowwise(options: Options) -> RowwiseKernel | None:
-    """Return the row-wise kernels that are given by their name or by ``--compile`` and ``--eager``."""
+    """Return the row-wise kernels that are given by their name or by ``--compile`` and ``--eager``.
+
+    Raises:
+        UsageError: when both are given.
+    """
     compiled: bool | None = options["compiled"]
     if compiled is None:
         named: RowwiseKernel | None = options["rowwise"]
@@ -211,19 +230,56 @@ def _rowwise(options: Options) -> RowwiseKernel | None:
     return "compiled" if compiled else "eager"
 
 
-def _count_or_auto(knob: Knob, text: str, most: int) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    if text.isascii() and text.isdigit() and 0 < int(text) <= most:
-        return int(text)
-    raise UsageError(
-        f"not a number of {knob.name}",
-        got=repr(text),
-        wanted=f"a whole number from 1 to {most}, or auto",
-        hint=f"{knob.option} 32",
-    )
+def prices_of(options: Options, names: Sequence[str]) -> list[float | None]:
+    """Return the price of a device for an hour for each cluster or kind of GPU in ``names``; None where none is given.
+
+    A price is given for all, for a kind (``h100``) or for a cluster or kind by its whole name.
+
+    Raises:
+        UsageError: when the text is no price, or a price is of none of them.
+    """
+    from memo_sim.contract.units import parse_prices
+
+    text = options["price_per_gpu_hour"]
+    if text is None:
+        return [None for _ in names]
+    given = parse_prices(text, option=PRICED_BY)
+    keys = [next((key for key in (name, name.partition("-")[0], "") if key in given), None) for name in names]
+    if unused := [key for key in given if key and key not in keys]:
+        raise UsageError("a price of what is not asked about", got=", ".join(unused), wanted=", ".join(names))
+    return [None if key is None else given[key] for key in keys]
 
 
-def gib(value: float | None) -> int | None:
-    """Return bytes."""
-    return None if value is None else int(value * GIB)
+def gpu_kinds(options: Options) -> list[GpuKind]:
+    """Return the kinds of GPU that ``--cluster`` lists or ``--from-datasheet`` describes; the shipped ones by default.
+
+    Raises:
+        UsageError: when what is given names no kind, or one twice.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.contract.catalog import cluster_from_datasheet
+    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, GpuKind, load_gpu_kind
+
+    named, sheet = options["cluster"], options["from_datasheet"]
+    names = names_in(named) if named is not None else ([] if sheet is not None else list(DEFAULT_KINDS))
+    kinds = [load_gpu_kind(name) for name in names]
+    if sheet is not None:
+        cluster, hardware = cluster_from_datasheet(sheet)
+        kinds.append(GpuKind(hardware.name, cluster, hardware))
+    if len({kind.name for kind in kinds}) < len(kinds):
+        raise UsageError("a kind of GPU is named twice", got=", ".join(kind.name for kind in kinds))
+    return kinds
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names that a list joined by commas has; a file whose name has commas is one name.
+
+    Raises:
+        UsageError: when a name is empty.
+    """
+    if Path(text).is_file():
+        return [text]
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise UsageError("an empty name in a list", where="--cluster", got=repr(text), hint="--cluster h100,h200")
+    return names

@@ -28,6 +28,7 @@ from memo_sim.contract.errors import BadInput
 from memo_sim.contract.plan import Plan
 from memo_sim.program.arena.library_workspaces import beside_arena, results_bytes
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.views.busy import busy_by
 
 
 def measure(case: Case) -> Row:
@@ -94,7 +95,7 @@ def _comparison(training: Training, case: Case, machine: Machine, path: Path) ->
             peak_device_bytes=record.peak_device_bytes,
             moved_bytes=record.moved,
             lanes=lane_busy_s(program, record),
-            ops=compare.busy_by(measured_trace(program, record))[1],
+            ops=busy_by(measured_trace(program, record))[1],
         ),
         program_sha256=plan.program_sha256,
         machine=machine_text(machine),

@@ -3,8 +3,7 @@
     ratio = predicted / measured         error = ratio - 1
 
 Nothing is priced here. The plan contains its prediction, and its predicted trace is in the same folder (``tiny.json``
--> ``tiny.trace.json``). Busy times by kind of instruction come from that trace. If the trace has played only some of
-many identical micro-batches, the spans of the second one are counted for all that were not played.
+-> ``tiny.trace.json``). Busy times by kind of instruction come from that trace.
 
 A rank of a pipeline is compared with the trace of its own stage (``tiny.trace.stage1.json``). The plan's memory is
 compared with the rank that uses the most.
@@ -13,7 +12,6 @@ compared with the rank that uses the most.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,9 +27,7 @@ from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Copy
 from memo_sim.program.lower import lower
-
-_ONLY, _STEADY = "m0/", "m1/"
-"""Prefixes of the ids of the micro-batch that stands for the ones not played: the only one, or the second."""
+from memo_sim.views.busy import busy_by
 
 COPY_LANES = {Lane.D2H: "d2h", Lane.H2D: "h2d"}
 
@@ -82,22 +78,6 @@ def figures_of_trace(trace: Trace, moved: MovedBytes | None = None) -> StepFigur
         lanes=lanes,
         ops=ops,
     )
-
-
-def busy_by(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the busy seconds by lane and by kind of instruction."""
-    repeated, representative = (
-        trace.micro_batches - trace.micro_batches_played,
-        _STEADY if trace.micro_batches_played > 1 else _ONLY,
-    )
-    lanes: dict[str, float] = defaultdict(float)
-    ops: dict[str, float] = defaultdict(float)
-    spans = trace.spans
-    for name, op, lane, start, end in zip(spans.ids, spans.ops, spans.lanes, spans.start_s, spans.end_s, strict=True):
-        seconds = (end - start) * (1 + repeated if name.startswith(representative) else 1)
-        lanes[lane] += seconds
-        ops[op] += seconds
-    return dict(lanes), dict(ops)
 
 
 def figures_of_prediction(

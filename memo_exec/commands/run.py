@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,9 +50,26 @@ from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import counted
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
+from memo_sim.views.busy import busy_by
 
 WARM_UPS = 2
 """How many first steps are not measured: they touch memory for the first time, and libraries choose algorithms."""
+
+HYPERPARAMETERS = {
+    "lr": "learning_rate",
+    "beta1": "beta1",
+    "beta2": "beta2",
+    "eps": "epsilon",
+    "weight_decay": "weight_decay",
+    "clip": "clip",
+    "warmup_steps": "warmup_steps",
+    "decay_steps": "decay_steps",
+    "final_fraction": "final_fraction",
+}
+"""Options, and the fields of ``Hyperparameters`` that they set."""
+
+LEAST = {"steps": 1, "save_every": 1, "seed": 0}
+"""Least values of options that are whole numbers."""
 
 WEIGHTS = "weights"
 """The folder in ``--save`` for the trained weights as Hugging Face files."""
@@ -75,6 +92,33 @@ class RunOptions:
     replay_allocator: bool = False
     """Serve libraries from the arena's slots, or replay the addresses of a recorded step without one. CUDA only."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
+
+
+def run_options(named: Mapping[str, Any]) -> RunOptions:
+    """Return the options of a run by the names of the command line's options, with underscores; None: not given.
+
+    Raises:
+        UsageError: when a value is out of range, or ``save_every`` has no folder.
+    """
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, least in LEAST.items():
+        value = given.get(name, least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"not a value of {name}", got=repr(value), wanted=f"a whole number from {least}")
+    if "save_every" in given and "save" not in given:
+        raise UsageError(
+            "--save-every needs a folder for the checkpoints",
+            got=f"--save-every {given['save_every']}",
+            hint="add --save DIR",
+        )
+    hyperparameters = {HYPERPARAMETERS[name]: value for name, value in given.items() if name in HYPERPARAMETERS}
+    try:
+        msgspec.convert(hyperparameters, Hyperparameters)
+    except msgspec.ValidationError as error:
+        raise UsageError("not a value of a hyperparameter", got=str(error)) from None
+    chosen = {name: value for name, value in given.items() if name in RunOptions.__dataclass_fields__}
+    chosen |= {name: Path(chosen[name]) for name in ("data", "weights", "save") if name in chosen}
+    return RunOptions(hyperparameters=hyperparameters, **chosen)
 
 
 @dataclass(frozen=True)
@@ -441,7 +485,7 @@ def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: T
             peak_device_bytes=record.peak_device_bytes,
             moved_bytes=record.moved,
             lanes=lane_busy_s(program, record),
-            ops=compare.busy_by(measured)[1],
+            ops=busy_by(measured)[1],
         )
     )
     slowest = times_s.index(max(times_s))

@@ -24,7 +24,7 @@ from torch import Tensor
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.files import check_regular
-from memo_sim.contract.huggingface import model_from_config
+from memo_sim.contract.huggingface import config_of, model_from_config, model_type
 from memo_sim.contract.model import Model
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 
@@ -45,32 +45,6 @@ class Entry:
         """Return the stored shape of a part with ``rows`` rows of our tensor, which has ``shape``."""
         own = (rows, *shape[1:])
         return own[::-1] if self.transposed else own
-
-
-def model_type(model: Model) -> str:
-    """Return Hugging Face's model type for a model of this shape.
-
-    Raises:
-        UsageError: when no model type has this shape.
-    """
-    if model.bidirectional:
-        pass  # BERT is not this model: its norms come after the residual sums, ours before the matrix products
-    elif model.family == "gpt":
-        square = model.heads == model.kv_heads and model.q_width == model.hidden
-        if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
-            return "gpt2"
-    elif model.qk_norm and not model.qkv_bias and not model.linear_bias:
-        return "qwen3"
-    elif not model.qk_norm and model.qkv_bias == model.linear_bias:
-        return "llama"
-    elif not model.qk_norm and model.qkv_bias:
-        return "qwen2"
-    raise UsageError(
-        "no model type of Hugging Face has this shape",
-        got=model.name,
-        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2 or a Qwen3",
-        hint="use checkpoints, which can store any model",
-    )
 
 
 def entries(model: Model, kind: str = "") -> list[Entry]:
@@ -131,65 +105,6 @@ def _classifier(model: Model) -> list[Entry]:
     return [] if model.tied_embeddings else [Entry("head/classifier.weight", (("lm_head.weight", model.vocab),))]
 
 
-def config(model: Model, positions: int) -> dict[str, Any]:
-    """Return the ``config.json`` of ``model``."""
-    kind = model_type(model)
-    shared = {"model_type": kind, "vocab_size": model.vocab, "tie_word_embeddings": model.tied_embeddings}
-    if kind == "gpt2":
-        activation = {"gelu": "gelu", "gelu_tanh": "gelu_new"}[model.activation]
-        return shared | {
-            "architectures": ["GPT2LMHeadModel"],
-            "n_embd": model.hidden,
-            "n_head": model.heads,
-            "n_inner": model.ffn_hidden,
-            "n_layer": model.layers,
-            "n_positions": model.max_positions,
-            "layer_norm_epsilon": model.norm_eps,
-            "activation_function": activation,
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        }
-    biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
-    return shared | {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn_hidden,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "max_position_embeddings": _positions(model, positions),
-        "rms_norm_eps": model.norm_eps,
-        "hidden_act": "silu",
-        "rope_theta": model.rope_theta,
-        "rope_scaling": _rope_scaling(model),
-        **biases,
-    }
-
-
-def _positions(model: Model, positions: int) -> int:
-    """Return the maximum number of positions, from which dynamic frequencies are scaled."""
-    scaling = model.rope_scaling
-    return scaling.original_max_positions if scaling is not None and scaling.kind == "dynamic" else positions
-
-
-def _rope_scaling(model: Model) -> dict[str, Any] | None:
-    scaling = model.rope_scaling
-    if scaling is None:
-        return None
-    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        found |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    if scaling.kind in ("llama3", "yarn", "longrope"):
-        found["original_max_position_embeddings"] = scaling.original_max_positions
-    if scaling.kind in ("yarn", "longrope"):
-        found["attention_factor"] = scaling.attention_factor
-    if scaling.kind == "yarn":
-        found |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-    if scaling.kind == "longrope":
-        found |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
-    return found
-
-
 def published(model: Model, positions: int, source: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return the ``config.json`` of trained weights: that of the weights that training began from, with every field.
 
@@ -220,7 +135,7 @@ def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def config_of(directory: Path) -> dict[str, Any]:
+def fields_of(directory: Path) -> dict[str, Any]:
     """Return the fields of a directory's ``config.json``.
 
     Raises:
@@ -232,7 +147,7 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 def _check_config(directory: Path, model: Model) -> str:
     """Return the model type of a directory's ``config.json``, after comparing it with ``model``."""
-    path, fields = directory / "config.json", config_of(directory)
+    path, fields = directory / "config.json", fields_of(directory)
     theirs = model_from_config(fields, where=str(path), name=model.name)
     unlike = {"name", "source"} | (set() if model.learned_positions else {"max_positions"})
     for field in msgspec.structs.fields(Model):
@@ -339,7 +254,7 @@ def write(
                 directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
             )
         dtype = next(iter(tensors.values())).dtype
-        fields = config(model, positions) if source is None else published(model, positions, source, dtype)
+        fields = config_of(model, positions) if source is None else published(model, positions, source, dtype)
         _write_json(directory / "config.json", fields)
     except OSError as error:
         raise UsageError("cannot write the weights", where=str(directory), got=str(error)) from None

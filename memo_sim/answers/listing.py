@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from memo_sim.contract.catalog import CLUSTER_FORM, list_clusters, list_hardware, list_models, load_hardware, load_model
+from memo_sim.contract.catalog import (
+    CLUSTER_FORM,
+    list_clusters,
+    list_hardware,
+    list_models,
+    load_cluster,
+    load_hardware,
+    load_model,
+)
 from memo_sim.contract.units import counted
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.validation.cases import list_case_files, load_cases
@@ -32,7 +40,8 @@ def _models() -> Iterator[tuple[str, str]]:
 
 
 def _clusters() -> Iterator[tuple[str, str]]:
-    yield from ((name, "one node") for name in list_clusters())
+    for name in list_clusters():
+        yield name, "one node, rough" if load_cluster(name)[1].rough else "one node"
     yield CLUSTER_FORM, "any other cluster; cards per node of 100 (edr), 200, 400 or 800 (xdr) Gb/s, 8 unless given"
 
 
@@ -48,4 +57,5 @@ def _hardware() -> Iterator[tuple[str, str]]:
     for name in list_hardware():
         hardware = load_hardware(name)
         peak = ", ".join(f"{dtype} {q.value / 1e12:.4g} TFLOP/s" for dtype, q in hardware.peak_flops.items())
-        yield name, f"{peak}, {hardware.device_memory_bytes.value / 2**30:.4g} GiB"
+        rough = ", rough: made from a data sheet" if hardware.rough else ""
+        yield name, f"{peak}, {hardware.device_memory_bytes.value / 2**30:.4g} GiB{rough}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from math import exp, expm1
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from memo_sim.program.lower import program_sha256
 from memo_sim.validation.intervals import LEVEL, setting_of, shipped_spread, step_interval, without_interval
 from memo_sim.views.pictures import FORMATS
 from memo_sim.views.plan_table import step_line
+from memo_sim.views.report.page import check_page
 
 LEAST_EXACT = 3
 """How many ranks are exact at least: the best plan, the runner-up, and one more in case the best one's arena does not
@@ -47,7 +49,7 @@ UNNAMED_FRAMEWORK = (
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that an answer is written to: the plan (with trace and placement next to it), a picture, a timeline.
+    """The files that an answer is written to: the plan (trace and placement next to it), a picture, a timeline, a page.
 
     ``read`` are the input files of the question, which must not be overwritten.
     """
@@ -55,6 +57,9 @@ class Outputs:
     plan: Path | None = None
     picture: Path | None = None
     timeline: Path | None = None
+    report: Path | None = None
+    full_timeline: bool = False
+    """Whether the timeline has the instructions of every micro-batch."""
     read: tuple[Path, ...] = ()
 
     def check(self) -> None:
@@ -63,7 +68,7 @@ class Outputs:
         Raises:
             UsageError: when a file cannot be written, is an input, has an unknown format, or is named twice.
         """
-        named = [path for path in (self.plan, self.picture, self.timeline) if path is not None]
+        named = [path for path in (self.plan, self.picture, self.timeline, self.report) if path is not None]
         for path in named:
             check_writable(path)
         if self.plan is not None:
@@ -74,6 +79,8 @@ class Outputs:
         check_distinct(named)
         if self.picture is not None and self.picture.suffix not in FORMATS:
             raise UsageError("unknown picture format", got=str(self.picture), wanted=", ".join(FORMATS))
+        if self.report is not None:
+            check_page(self.report)
         if self.plan is not None and self.plan.suffix != ".json":
             raise UsageError("a plan is a JSON file", got=str(self.plan), wanted="a name that ends in .json")
 
@@ -95,6 +102,12 @@ class Answer:
     best: Simulation | None
     arena: Arena | None
     found: SearchResult | None = None
+
+    @property
+    def best_simulation(self) -> Simulation:
+        """The simulation of the best plan, where there is one."""
+        assert self.best is not None
+        return self.best
 
 
 def what_if(
@@ -145,6 +158,8 @@ def what_if(
             *explain(question, found, simulation, arena, close=_close(question, found), ways=ways),
             *beyond,
         ],
+        decisions=simulation.decisions if simulation else None,
+        system=question.system,
         front=[_row(e, question) for e in found.front],
         front_is_whole=pareto,
         summary=_summary(
@@ -206,7 +221,7 @@ def interval_of(question: Question, decisions: Decisions, prediction: Prediction
 def _close(question: Question, found: SearchResult) -> Closeness | None:
     """Return which plans predictions cannot tell from the best; None where no plan fits or too little is known."""
     best = found.best
-    if best is None or best.prediction.step_s is None:
+    if best is None or best.prediction.step_s is None or question.hardware.rough:
         return None
     spread = shipped_spread()
 
@@ -291,6 +306,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
             ways=ways,
             searched=False,
         ),
+        decisions=plan.decisions if simulation else None,
     )
     return Answer(result, simulation, arena)
 
@@ -342,29 +358,44 @@ def plan_of(
             command=command,
             cluster=question.cluster.name,
             hardware_sha256=sha256_of(question.hardware),
+            system=question.system,
         ),
     )
     return plan, placement
 
 
+def now() -> str:
+    """Return the time of day as a plan's file has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def write_files(answer: Answer, question: Question, outputs: Outputs, *, created: str, command: str) -> None:
-    """Write the best plan of ``answer`` to ``outputs``; write nothing when no plan fits."""
-    if answer.best is None or outputs == Outputs():
+    """Write the best plan of ``answer`` to ``outputs``; when no plan fits, only the report, which says why."""
+    if outputs.report is not None and answer.best is None:
+        from memo_sim.answers.report import write_report
+
+        write_report(answer, question, outputs.report, plan=None, file=None, created=created, command=command)
+    if answer.best is None or not any((outputs.plan, outputs.picture, outputs.timeline, outputs.report)):
         return
     traces = answer.best.traces()
     if outputs.picture:  # first, so that a drawing that fails leaves no other file
+        from memo_sim.answers.report import steps_of
         from memo_sim.views.timeline import draw_timeline
 
-        title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
-        title += f", stage 0 of {len(traces)}" if len(traces) > 1 else ""
-        capacity = int(question.hardware.device_memory_bytes.value)
-        draw_timeline(traces[0], outputs.picture, title=title, capacity_bytes=capacity)
+        title = plan_title(answer.best.decisions, answer.best.prediction.step_s, question.cluster.name)
+        draw_timeline(steps_of(answer.best, answer.arena), outputs.picture, title=title)
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
-        write_chrome_trace(traces, outputs.timeline)
+        write_chrome_trace(traces, outputs.timeline, full=outputs.full_timeline)
+    if not (outputs.plan or outputs.report):
+        return
+    plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
+    if outputs.report:
+        from memo_sim.answers.report import write_report
+
+        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, created=created, command=command)
     if outputs.plan:
-        plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
         for number, trace in enumerate(traces):
             write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)
         if placement is not None:
@@ -404,9 +435,11 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         loss=decisions.loss,
         micro_batch=decisions.micro_batch,
         peak_device_bytes=prediction.peak_device_bytes,
+        peak_by_class=prediction.peak_by_class,
         reserved_bytes=prediction.reserved_bytes,
         allocation_retries=prediction.allocation_retries,
         peak_host_bytes_per_node=prediction.peak_host_bytes_per_node,
+        lanes=prediction.lanes,
         stalls=prediction.stalls,
         shortfall_bytes=prediction.shortfall_bytes,
         reason=prediction.reason,

@@ -48,7 +48,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What a prediction is about, as far as its error depends on it."""
 
     generation: str
-    """GPU generation; empty where the profile does not name one."""
+    """GPU generation; empty where the profile does not name one, or was made from a data sheet alone."""
     framework: Framework
     allocation_retries: bool = False
     """Whether PyTorch's allocator retries allocations in a step: its cost then decides the step, and the error."""

@@ -5,7 +5,7 @@ A cluster name has the form ``<gpu>-<nodes>x<gpus per node>[-<card><K>]``: ``a80
 
 - ``gpu`` is the first word of a shipped profile's name. It may be followed by one of the profile's ``boards``:
   ``h100hbm2e-1x8``.
-- ``K`` is the number of network cards of a node; the default is 8.
+- ``K`` is the number of network cards of a node; the default is 8, for PCIe boards fewer (``_CARDS_PER_NODE``).
 - ``card`` is the card generation. H100 and H200 nodes have ndr (400 Gb/s), B200 nodes have ndr or xdr (800 Gb/s), all
   other nodes have hdr (200 Gb/s) or edr (100 Gb/s). The first is the default.
 """
@@ -22,10 +22,11 @@ import msgspec
 
 from memo_sim.contract import codec
 from memo_sim.contract.boards import with_board
-from memo_sim.contract.cluster import Cluster, Network
+from memo_sim.contract.cluster import DEFAULT_EFFICIENCY, Cluster, Network
+from memo_sim.contract.datasheet import DATASHEET, REFERENCES, parse_datasheet, rough_profile
 from memo_sim.contract.diagnosis import explain_schema
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.hardware import Curve, Hardware
+from memo_sim.contract.hardware import Curve, Hardware, Quantity, Source
 from memo_sim.contract.huggingface import model_from_config, not_read
 from memo_sim.contract.model import Model
 from memo_sim.contract.plain_text import encodable
@@ -50,6 +51,9 @@ _NETWORKS = {"edr": "edr.toml", "hdr": "example.toml", "ndr": "h100.toml", "xdr"
 _CARDS = {"h100": ("ndr",), "h200": ("ndr",), "b200": ("ndr", "xdr")}
 """Kinds of card that the nodes of a GPU may have; the first is the default. GPUs not listed have ``_OLDER_CARDS``."""
 _OLDER_CARDS = ("hdr", "edr")
+
+_CARDS_PER_NODE = {"rtx4090": 1, "rtxa6000": 1, "l40s": 2}
+"""Network cards of a node where they are not eight: boards that take the PCIe slots themselves."""
 
 _MODEL_TAG, _CLUSTER_TAG, _HARDWARE_TAG = (kind.__struct_config__.tag for kind in (Model, Cluster, Hardware))
 
@@ -149,7 +153,7 @@ def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
         return cluster, hardware
     if schema != _CLUSTER_TAG:
         raise explain_schema(schema, [Cluster, Hardware], name_or_path)
-    cluster = codec.decode(raw, Cluster, where=name_or_path)
+    cluster = with_default_efficiency(codec.decode(raw, Cluster, where=name_or_path))
     if cluster.hardware in list_hardware():
         return cluster, load_hardware(cluster.hardware)
     beside = Path(name_or_path).parent / cluster.hardware
@@ -162,6 +166,66 @@ def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
             hint=did_you_mean(cluster.hardware, list_hardware()),
         )
     return cluster, codec.read(beside, Hardware)
+
+
+def cluster_from_datasheet(text: str) -> tuple[Cluster, Hardware]:
+    """Return the cluster and the rough profile that the figures of a data sheet give (``contract/datasheet.py``).
+
+    Raises:
+        UsageError: when ``text`` is no data sheet.
+    """
+    sheet = parse_datasheet(text)
+    hardware = rough_profile(sheet, load_hardware(REFERENCES[sheet.like].profile))
+    network, sources = None, dict[str, Source]()
+    if sheet.network_gbps is not None:
+        example = _example("hdr")
+        assert example.network is not None
+        said = f"94 % of a card's {sheet.network_gbps:g} Gb/s, which NCCL gets out of HDR and NDR cards (example.toml)"
+        sources = {**example.sources, DATASHEET: Source(kind="derived", text=said)}
+        network = msgspec.structs.replace(
+            example.network,
+            nics_per_node=sheet.cards,
+            nic_bytes_per_s=Quantity(value=0.94 * sheet.network_gbps * 1e9 / 8, source=DATASHEET),
+            size_efficiency=None,
+            efficiency_by_nodes=[],
+        )
+    cluster = Cluster(
+        name=f"{sheet.name}-{sheet.nodes}x{sheet.devices}",
+        hardware=sheet.name,
+        nodes=sheet.nodes,
+        devices_per_node=sheet.devices,
+        network=network,
+        sources=sources,
+    )
+    return with_default_efficiency(cluster), hardware
+
+
+def with_default_efficiency(cluster: Cluster) -> Cluster:
+    """Return the cluster with a default for its network's efficiency by size; the same one where it names its own.
+
+    The default is that of the clusters given by name. A ring's overhead is a time, so cards of other rates reach the
+    same fraction with as many more bytes.
+    """
+    network, example = cluster.network, _example("hdr")
+    known = example.network
+    if network is None or network.size_efficiency is not None:
+        return cluster
+    assert known is not None
+    assert known.size_efficiency is not None
+    times = network.node_bytes_per_s / known.node_bytes_per_s
+    there = example.sources[known.size_efficiency.source]
+    text = f"At {times:.4g} times the sizes of hdr8 nodes, which the network takes as long for: {there.text}"
+
+    def scaled(curve: CurveKind) -> CurveKind:
+        return msgspec.structs.replace(curve, x=[size * times for size in curve.x], source=DEFAULT_EFFICIENCY)
+
+    changed = msgspec.structs.replace(
+        network,
+        size_efficiency=scaled(known.size_efficiency),
+        efficiency_by_nodes=[scaled(curve) for curve in known.efficiency_by_nodes],
+    )
+    sources = {**cluster.sources, DEFAULT_EFFICIENCY: Source(kind="derived", text=text)}
+    return msgspec.structs.replace(cluster, network=changed, sources=sources)
 
 
 def profile_path(name_or_path: str, cluster: Cluster) -> Path:
@@ -193,9 +257,10 @@ def _named_cluster(name: str, match: re.Match[str], gpu: str) -> tuple[Cluster, 
     if int(match[2]) * devices > MOST_DEVICES:
         raise UsageError("more devices than a cluster can have", got=repr(name), wanted=f"at most {MOST_DEVICES}")
     kind = match[4] or _CARDS.get(gpu, _OLDER_CARDS)[0]
-    example = codec.read(DATA / "clusters" / _NETWORKS[kind], Cluster)
+    example = _example(kind)
     assert example.network is not None
-    network = _with_cards(example.network, int(match[5] or example.network.nics_per_node))
+    cards = int(match[5] or _CARDS_PER_NODE.get(gpu, example.network.nics_per_node))
+    network = _with_cards(example.network, cards)
     cluster = Cluster(
         name=name,
         hardware=hardware_name,
@@ -207,12 +272,19 @@ def _named_cluster(name: str, match: re.Match[str], gpu: str) -> tuple[Cluster, 
     return cluster, hardware
 
 
+def _example(kind: str) -> Cluster:
+    """Return the shipped cluster whose network describes a kind of card."""
+    return codec.read(DATA / "clusters" / _NETWORKS[kind], Cluster)
+
+
 def _with_cards(network: Network, cards: int) -> Network:
     """Return the network with another number of cards per node.
 
     Its curves give sizes of whole tensors spread over the cards. With fewer cards, a smaller tensor puts the same bytes
     on each card, so the sizes scale with the number of cards.
     """
+
+    assert network.size_efficiency is not None
 
     def scaled(curve: CurveKind) -> CurveKind:
         return msgspec.structs.replace(curve, x=[size * cards / network.nics_per_node for size in curve.x])

@@ -9,6 +9,9 @@ import msgspec
 from memo_sim.contract.hardware import Curve, Quantity, Source, require_sources
 from memo_sim.contract.units import MOST_DEVICES, Degree, PerNode
 
+DEFAULT_EFFICIENCY = "default-efficiency"
+"""The source of the network's efficiency by size where the cluster names none."""
+
 
 class NodesCurve(Curve, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Efficiency of a ring over more than two whole nodes, by bytes of the whole tensor."""
@@ -24,10 +27,11 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Rate that collectives reach on one card, in one direction, for large messages."""
     latency_s: Quantity
     """Time of one message between two nodes before its first byte arrives."""
-    size_efficiency: Curve
+    size_efficiency: Curve | None = None
     """Fraction of the cards' rate that a collective reaches, by bytes of the whole tensor.
 
-    The collective is a ring over two nodes that uses all their cards."""
+    The collective is a ring over two nodes that uses all their cards. Null: SimAI's rings, as in the clusters that are
+    given by name, at the sizes that take as long on these cards (``catalog.with_default_efficiency``)."""
     efficiency_by_nodes: list[NodesCurve] = []
     """The same fraction for rings over more whole nodes, where it was measured; other rings are derived."""
     transfer_deviation: Quantity | None = None
@@ -45,9 +49,16 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Refuse a network whose cards have rate zero, and two curves for the same number of nodes."""
         if self.nic_bytes_per_s.value <= 0:
             raise ValueError("nic_bytes_per_s must be more than 0")
+        if self.size_efficiency is None and self.efficiency_by_nodes:
+            raise ValueError("efficiency_by_nodes needs size_efficiency, the curve of two nodes")
         nodes = [curve.nodes for curve in self.efficiency_by_nodes]
         if len(set(nodes)) < len(nodes):
             raise ValueError("efficiency_by_nodes has two curves for the same number of nodes")
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """Rate of all cards of a node, in one direction."""
+        return self.nics_per_node * self.nic_bytes_per_s.value
 
     @property
     def nodes_per_leaf(self) -> int:

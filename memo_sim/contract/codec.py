@@ -13,7 +13,8 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -238,6 +239,58 @@ def write_bytes(path: str | Path, content: bytes) -> None:
             _replace(_real(path), content)
     except (OSError, ValueError) as error:
         raise _unwritten(path, error) from None
+
+
+def check_new_folder(folder: Path) -> None:
+    """Check that ``folder`` can be made, or is there and empty, before minutes of work.
+
+    Raises:
+        UsageError: when it holds something, is no folder, or lies in none.
+    """
+    try:
+        if folder.is_dir():
+            if any(folder.iterdir()):
+                raise UsageError(
+                    "the folder is not empty", where=str(folder), hint="name a new one: nothing is replaced"
+                )
+        elif os.path.lexists(folder):
+            raise UsageError("this is no folder", where=str(folder), hint="name a new one")
+        elif not folder.absolute().parent.is_dir():
+            raise UsageError("no such folder", where=str(folder.absolute().parent), hint="create it first")
+        if not os.access(folder if folder.is_dir() else folder.absolute().parent, os.W_OK):
+            raise UsageError("this folder cannot be written", where=str(folder))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise _unwritten(folder, error) from None
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a new folder with ``files`` (names and contents), all of them or none; an empty folder is replaced.
+
+    Files whose names end in .sh can be executed.
+
+    Raises:
+        UsageError: when it cannot be written, or holds something.
+    """
+    check_new_folder(folder)
+    target = folder.absolute()
+    fresh = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        fresh.mkdir()
+        try:
+            for name, content in files.items():
+                path = fresh / name
+                with path.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                if path.suffix == ".sh":
+                    path.chmod(path.stat().st_mode | (path.stat().st_mode & 0o444) >> 2)
+            os.rename(fresh, target)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+    except (OSError, ValueError) as error:
+        raise _unwritten(folder, error) from None
 
 
 def _real(path: str | Path) -> Path:

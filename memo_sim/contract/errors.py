@@ -101,6 +101,7 @@ EXTRAS = {
     "mip": "sim",
     "matplotlib": "sim",
     "ortools": "cp-sat",
+    "distributed": "dask",
     "torch": "exec",
     "safetensors": "exec",
 }

@@ -53,8 +53,12 @@ AccessPattern = Literal[
 - shard_copy, shard_widen: FSDP's copies of a unit's tensors to or from one flat tensor, shard by shard, and with a cast
   to fp32."""
 
+SAFETY = "safety margin"
+"""Key in ``reserve_bytes`` of the bytes that a question keeps free on each device."""
 DISTURBED = "disturbed"
 """Key in a profile's ``provenance``: what else the machine did during the measurement."""
+ROUGH, ASSUMED = "rough", "assumed"
+"""Keys in the ``provenance`` of a profile that was made from a data sheet alone, and what it assumes besides."""
 POWER, BOARD = "power", "board"
 """Keys in a profile's ``provenance``: the power limit and the board that it was changed to (``contract/boards.py``)."""
 
@@ -105,7 +109,8 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured matrix products ``(m x k) @ (k x n)`` of one pass and dtype; each row is [m, n, k, FLOP/s].
 
     For fprop and dgrad, m is the number of tokens. For wgrad, m x n is the weight's shape and k is the number of
-    tokens.
+    tokens. ``tiles_at_once`` is the number of 128 x 128 output tiles that the device computes at a time, its
+    multiprocessors; without it, products have no waves of tiles.
     """
 
     dtype: DtypeName
@@ -113,6 +118,7 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=4, max_length=4)]], msgspec.Meta(min_length=1)]
     source: str
     spread: NonNegative = 0.0
+    tiles_at_once: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
 
 
 class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -239,6 +245,8 @@ class Hardware(
     h2d: CopyRates
     devices_per_uplink: Quantity
     collectives: list[CollectiveTable]
+    peers_over_host_link: bool = False
+    """Whether devices of a node reach each other over their links to the host (PCIe), which copies use, too."""
     eager_libraries: Libraries = "2024"
     """Year of the libraries that a question on this device gets unless it names another.
 
@@ -299,6 +307,11 @@ class Hardware(
         for name, factor in self.compute_slowdown.items():
             if factor.value < 1:
                 raise ValueError(f"compute_slowdown.{name} must be at least 1")
+
+    @property
+    def rough(self) -> bool:
+        """Whether the profile was made from a data sheet alone, so that nothing of it was measured."""
+        return ROUGH in self.provenance
 
 
 def require_sources(document: msgspec.Struct, sources: dict[str, Source]) -> None:

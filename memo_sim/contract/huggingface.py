@@ -1,4 +1,4 @@
-"""Reads a Hugging Face ``config.json`` as a ``Model``: Llama, Mistral, Phi-3, Qwen2, Qwen3 and GPT-2.
+"""Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Mistral, Phi-3, Qwen2, Qwen3 and GPT-2.
 
 Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
 belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from memo_sim.contract.errors import BadInput
+from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.contract.units import MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
@@ -86,6 +86,95 @@ def _read(config: _Config, name: str) -> Model:
         return msgspec.json.decode(msgspec.json.encode(model), type=Model)
     except msgspec.ValidationError as error:
         raise BadInput("the config describes a model beyond all bounds", where=where, got=str(error)) from None
+
+
+def model_type(model: Model) -> str:
+    """Return Hugging Face's model type for a model of this shape.
+
+    Raises:
+        UsageError: when no model type has this shape.
+    """
+    if model.bidirectional:
+        pass  # BERT is not this model: its norms come after the residual sums, ours before the matrix products
+    elif model.family == "gpt":
+        square = model.heads == model.kv_heads and model.q_width == model.hidden
+        if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
+            return "gpt2"
+    elif model.qk_norm and not model.qkv_bias and not model.linear_bias:
+        return "qwen3"
+    elif not model.qk_norm and model.qkv_bias == model.linear_bias:
+        return "llama"
+    elif not model.qk_norm and model.qkv_bias:
+        return "qwen2"
+    raise UsageError(
+        "no model type of Hugging Face has this shape",
+        got=model.name,
+        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2 or a Qwen3",
+        hint="use checkpoints, which can store any model",
+    )
+
+
+def config_of(model: Model, positions: int) -> dict[str, Any]:
+    """Return the ``config.json`` of ``model``; ``positions`` is the longest sequence.
+
+    Raises:
+        UsageError: as ``model_type``.
+    """
+    kind = model_type(model)
+    shared = {"model_type": kind, "vocab_size": model.vocab, "tie_word_embeddings": model.tied_embeddings}
+    if kind == "gpt2":
+        activation = {"gelu": "gelu", "gelu_tanh": "gelu_new"}[model.activation]
+        return shared | {
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": model.hidden,
+            "n_head": model.heads,
+            "n_inner": model.ffn_hidden,
+            "n_layer": model.layers,
+            "n_positions": model.max_positions,
+            "layer_norm_epsilon": model.norm_eps,
+            "activation_function": activation,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        }
+    biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
+    return shared | {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn_hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": _positions(model, positions),
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _scaling_of(model),
+        **biases,
+    }
+
+
+def _positions(model: Model, positions: int) -> int:
+    """Return the maximum number of positions, from which dynamic frequencies are scaled."""
+    scaling = model.rope_scaling
+    return scaling.original_max_positions if scaling is not None and scaling.kind == "dynamic" else positions
+
+
+def _scaling_of(model: Model) -> dict[str, Any] | None:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return None
+    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        found |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind in ("llama3", "yarn", "longrope"):
+        found["original_max_position_embeddings"] = scaling.original_max_positions
+    if scaling.kind in ("yarn", "longrope"):
+        found["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "yarn":
+        found |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+    if scaling.kind == "longrope":
+        found |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+    return found
 
 
 class _Config:

@@ -4,6 +4,7 @@ A knob is a decision that a question may pin. Its declaration is a field of ``Pi
 of ``Chosen`` (never searched). These follow from the declarations:
 
 - the options of ``memo-sim what-if`` and ``longest``, and which of them ``--plan`` excludes (``question_options.py``)
+- the keyword arguments of ``memo_sim.what_if`` and their types (``contract/named_knobs.py``)
 - the pins of a question (``planning/question.py``), and the refusal of a pin that would have no effect
 - the labels of layouts (``views/plan_table.py``), the words that a case file may use, and ``docs/knobs.md``
 
@@ -15,7 +16,7 @@ How to add a knob:
 4. Use the decision where programs are written (``program``).
 5. If it excludes other knobs, add a rule to ``program/layout/compatibility.py``.
 6. If a system searches it, name it in ``System.searched`` (``planning/presets.py``).
-7. Write ``docs/knobs.md`` again; the test that compares it prints the command.
+7. Write ``docs/knobs.md`` and ``contract/named_knobs.py`` again; the tests that compare them print the commands.
 
 This module imports neither msgspec nor click: ``memo-sim --help`` reads it at every start.
 """
@@ -322,7 +323,12 @@ class Knob:
     @property
     def option(self) -> str:
         """The option of the command line: ``--loss-chunk`` of ``loss_chunk_tokens``."""
-        return f"--{self.name.removesuffix('_tokens').replace('_', '-')}"
+        return f"--{self.argument.replace('_', '-')}"
+
+    @property
+    def argument(self) -> str:
+        """The keyword argument of the Python functions, named as the option: ``loss_chunk``."""
+        return self.name.removesuffix("_tokens")
 
 
 _DECLARED = "knob"
@@ -711,4 +717,15 @@ def _declared(holder: type[Pins | Chosen]) -> tuple[Knob, ...]:
 PINNED, CHOSEN = _declared(Pins), _declared(Chosen)
 KNOBS = {knob.name: knob for knob in (*PINNED, *CHOSEN)}
 """Every knob by name, in the order of the options and of the parts of a label."""
+ARGUMENTS = {knob.argument: knob for knob in KNOBS.values() if knob.on_command_line}
+"""The knobs that a question may name, by the names of the keyword arguments."""
 DEGREES = tuple(knob.name for knob in PINNED if isinstance(knob.kind, Degree))
+
+OF_A_MACHINE = ("cluster", "from_datasheet", "device_memory_gib", "host_memory_gib", "safety_gib", "power_w")
+"""What a question says of the machine, as options and arguments name it."""
+OF_A_QUESTION = ("model", "seq_len", "system", *OF_A_MACHINE)
+"""What a question says beside its knobs."""
+MEMORY_GIB = (0.001, 100_000)
+"""Least and most GiB that a question may name; anything else is a typo."""
+POWER_W = (1, 10_000)
+"""Least and most watts that a question may name; a profile knows fewer."""

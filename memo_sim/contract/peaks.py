@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memo_sim.contract.hardware import AttentionTable, CopyRates, Curve, Hardware
+from memo_sim.contract.hardware import ASSUMED, ROUGH, AttentionTable, CopyRates, Curve, Hardware
 
 TOLERANCE = 0.01
 """What a rate may be above a peak: data sheets round."""
@@ -99,16 +99,22 @@ def warnings_about(hardware: Hardware, shares: dict[str, float]) -> list[str]:
     ``shares``: what a step computes or moves over what the chip can in its time, by name.
     """
     found = above_peak(hardware)
+    rough = [f"The profile {hardware.name} is rough: {text}." for text in [hardware.provenance.get(ROUGH)] if text]
+    rough += [f"It assumes: {text}." for text in [hardware.provenance.get(ASSUMED)] if text]
     told = [f"The profile {hardware.name} says more than its chip can do: {text}." for text in found[:MOST_TOLD]]
     if len(found) > MOST_TOLD:
         told.append(f"So do {len(found) - MOST_TOLD} more parts of the profile.")
     if told:
         told.append("Predictions that use these rates are too fast. Measure it again, or correct its peaks.")
-    return told + [
-        f"The predicted step has {share:.0%} of the {name} that the chip can do: it cannot be that fast."
-        for name, share in shares.items()
-        if exceeds(share, 1.0)
-    ]
+    return (
+        rough
+        + told
+        + [
+            f"The predicted step has {share:.0%} of the {name} that the chip can do: it cannot be that fast."
+            for name, share in shares.items()
+            if exceeds(share, 1.0)
+        ]
+    )
 
 
 Rate = tuple[str, float, float | None, str]

@@ -403,6 +403,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     command: str = ""
     cluster: str = ""
     hardware_sha256: str = ""
+    system: str = ""
+    """The system of the question; some of them slow attention."""
 
 
 class Plan(
@@ -448,11 +450,15 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     loss: Loss = "auto"
     micro_batch: Positive
     peak_device_bytes: Bytes
+    peak_by_class: dict[str, Bytes] = {}
+    """Live bytes by buffer class at the peak; an arena or an allocator has more around them."""
     reserved_bytes: Bytes | None = None
     """Peak bytes that PyTorch's caching allocator reserves; null when it runs out of memory or memory is planned."""
     allocation_retries: int = 0
     """Allocation retries in a step."""
     peak_host_bytes_per_node: Bytes
+    lanes: dict[str, Seconds] = {}
+    """Busy seconds by lane; empty when the plan does not fit."""
     stalls: list[Stall]
     shortfall_bytes: Bytes = 0
     reason: str = ""

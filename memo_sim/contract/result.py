@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from memo_sim.contract.plan import PlanRow
+from memo_sim.contract.plan import Decisions, PlanRow
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import Bytes, Seconds, Tokens
 
@@ -42,6 +42,10 @@ class Result(
     """Why the figures cannot be right: rates of the profile, or of the best plan, above what the chip can do."""
     why: list[str] = []
     """Why the best plan is best: its bottleneck, the runner-up, what was tried and lost; one sentence each."""
+    decisions: Decisions | None = None
+    """All decisions of ``best``; null when no plan fits, and in files of earlier versions."""
+    system: str = ""
+    """The system that was asked for; empty in files of earlier versions."""
     front: list[PlanRow] = []
     """The Pareto front of step time, device memory and host memory, the fastest plan first.
 

@@ -9,16 +9,24 @@ import msgspec
 from memo_sim.contract.accuracy import Accuracies, PublishedErrors
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
+from memo_sim.contract.difference import Difference
 from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.explanation import Explanation
 from memo_sim.contract.figure import Figure
+from memo_sim.contract.gpus import Gpus
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.interchange import Export, ImportedJob
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.model import Model
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Plan
+from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.result import Result
+from memo_sim.contract.results import Results
+from memo_sim.contract.shortage import Shortage
+from memo_sim.contract.sweep import SweepLine
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.validation import Validation
 from memo_sim.contract.verdict import Verdict
@@ -35,11 +43,20 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "memory": MemoryReport,
     "trace": Trace,
     "result": Result,
+    "results": Results,
     "longest": Longest,
+    "gpus": Gpus,
+    "shortage": Shortage,
+    "sweep": SweepLine,
     "validation": Validation,
     "comparison": Comparison,
+    "difference": Difference,
+    "explanation": Explanation,
     "verdict": Verdict,
     "figure": Figure,
+    "recorded": RecordedStep,
+    "export": Export,
+    "job": ImportedJob,
 }
 
 

@@ -51,6 +51,12 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 SHORT_DIGITS = 3
 """Significant digits of a duration. With more digits, trailing zeros are kept, so that columns line up."""
 
+MOST_DURATION_S = 10_000 * 86_400.0
+"""Longest plausible duration; anything longer is a typo."""
+
+_DURATION = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*([smhd]?)", re.IGNORECASE | re.ASCII)
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_PRICE = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _TOKENS = re.compile(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([km]?)", re.IGNORECASE | re.ASCII)
 _NUMBERS = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 _LAYER_CHOICE = re.compile(LAYER_CHOICE)
@@ -79,6 +85,48 @@ def parse_tokens(text: str, *, option: str = "--seq-len", least: int = 1) -> int
         wanted=f"a whole number from {least} to 1024m, for example 65536 or 64k",
         hint=f"{option} 64k",
     )
+
+
+def parse_duration(text: str, *, option: str) -> float:
+    """Return the seconds that ``text`` names: ``600``, ``600s``, ``10m``, ``1.5h``, ``2d``.
+
+    ``option`` is the command-line option that the message names.
+
+    Raises:
+        UsageError: when ``text`` is not a duration of more than 0 s and at most ``MOST_DURATION_S``.
+    """
+    if match := _DURATION.fullmatch(text.strip()):
+        seconds = float(match[1]) * _SECONDS[match[2].lower()]
+        if 0 < seconds <= MOST_DURATION_S:
+            return seconds
+    raise UsageError(
+        "not a duration",
+        got=repr(text),
+        wanted="a number of seconds, minutes, hours or days, above 0 and at most 10000d: 600s, 10m, 2h, 1d",
+        hint=f"{option} 10m",
+    )
+
+
+def parse_prices(text: str, *, option: str) -> dict[str, float]:
+    """Return prices by name from ``2.5``, whose name is empty, or from ``h100=2.5,h200=3.5``.
+
+    ``option`` is the command-line option that the message names.
+
+    Raises:
+        UsageError: when ``text`` is neither, or names something twice.
+    """
+    prices: dict[str, float] = {}
+    for pair in text.split(","):
+        name, equals, number = pair.strip().rpartition("=")
+        if not _PRICE.fullmatch(number) or bool(equals) != bool(name) or name in prices or not float(number):
+            raise UsageError(
+                "no price",
+                got=repr(pair),
+                wanted="one number above 0, or KIND=NUMBER pairs joined by commas",
+                hint=f"{option} 2.5, or {option} h100=2.5,h200=3.5",
+            )
+        prices[name] = float(number)
+    return prices
 
 
 def parse_numbers(text: str, *, option: str) -> tuple[int, ...]:

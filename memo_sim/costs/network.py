@@ -119,8 +119,9 @@ class NetworkTimes:
     """Times of collectives over the nodes of one cluster."""
 
     def __init__(self, network: Network, devices_per_node: int) -> None:
+        assert network.size_efficiency is not None, "load_cluster gives every network a curve"
         self._network = network
-        self._node_bytes_per_s = network.nics_per_node * network.nic_bytes_per_s.value
+        self._node_bytes_per_s = network.node_bytes_per_s
         curves = {2: network.size_efficiency, **{more.nodes: more for more in network.efficiency_by_nodes}}
         self._steady = max(max(curve.y) for curve in curves.values())
         self.most_nodes = max(curves)

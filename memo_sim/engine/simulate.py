@@ -316,23 +316,31 @@ class Simulation:
         Raises:
             Infeasible: when the plan does not fit.
         """
-        if self.memory.fault is not None:
-            raise Infeasible(f"no trace: {self.memory.fault.reason}")
         number = self.stages.index(stage) if stage else 0
-        repeated = self.stages[0].program is not self.full_programs[0]
-        if repeated and sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS:
-            whole = self._whole
-            return whole.trace(whole.stages[number])
-        step_s = max(each.playback.span_s for each in self.stages)
-        return self.stages[number].trace(
+        traced = self.traced_stages()
+        played = traced[number].program.micro_batches
+        whole_s = max(each.playback.span_s for each in traced)
+        return traced[number].trace(
             program_sha256=program_sha256(self.full_programs),
             rank=number * (self.decisions.layout.devices // len(self.stages)),
-            step_s=(self.prediction.step_s or 0.0) if repeated else step_s,
+            step_s=whole_s if played == self.decisions.micro_batches else self.prediction.step_s or 0.0,
         )
 
     def traces(self) -> list[Trace]:
         """Return the trace of every stage in order (see ``trace``)."""
         return [self.trace(stage) for stage in self.stages]
+
+    def traced_stages(self) -> tuple[StageRun, ...]:
+        """Return the stages whose spans the traces hold: of the whole step, or of what was played (see ``trace``).
+
+        Raises:
+            Infeasible: when the plan does not fit.
+        """
+        if self.memory.fault is not None:
+            raise Infeasible(f"no trace: {self.memory.fault.reason}")
+        repeated = self.stages[0].program is not self.full_programs[0]
+        small = sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS
+        return self._whole.stages if repeated and small else self.stages
 
     @cached_property
     def _whole(self) -> Simulation:

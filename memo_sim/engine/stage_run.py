@@ -220,10 +220,25 @@ class StageRun:
     @property
     def lanes_s(self) -> dict[str, float]:
         """Busy seconds of the whole step by lane; waits inside an instruction's span count as stalls instead."""
-        span_s = self.playback.end_s - self.playback.start_s
-        busy_s = np.maximum(span_s - sum(self.waits_outside.values()), 0.0) * self.weights
-        lanes = np.bincount(self.columns.lane, weights=busy_s, minlength=len(Lane))
+        lanes = np.bincount(self.columns.lane, weights=self._busy_s, minlength=len(Lane))
         return {Lane(lane).label: float(lanes[lane]) for lane in np.unique(self.columns.lane)}
+
+    @property
+    def kinds_s(self) -> dict[str, dict[str, float]]:
+        """Busy seconds of the whole step by lane and kind of instruction; those of a lane add up to ``lanes_s``."""
+        kinds, found = self._kinds, dict[str, dict[str, float]]()
+        for lane in np.unique(self.columns.lane):
+            mine = self.columns.lane == lane
+            seconds = np.bincount(kinds.of[mine], weights=self._busy_s[mine], minlength=len(kinds.names))
+            found[Lane(lane).label] = {kinds.names[n]: float(seconds[n]) for n in np.unique(kinds.of[mine])}
+        return found
+
+    @property
+    def _busy_s(self) -> Floats:
+        """Seconds of every instruction's span in the whole step, without waits inside of it."""
+        span_s = self.playback.end_s - self.playback.start_s
+        busy_s: Floats = np.maximum(span_s - sum(self.waits_outside.values()), 0.0) * self.weights
+        return busy_s
 
     @property
     def ended_s(self) -> float:

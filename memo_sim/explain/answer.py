@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
+from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
+from memo_sim.contract.hardware import BOARD, DISTURBED, POWER, SAFETY
 from memo_sim.contract.knobs import FrameworkLibrary, MlpRebuild
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
@@ -155,7 +156,13 @@ def _rowwise(simulation: Simulation) -> list[str]:
 def _profile(question: Question) -> list[str]:
     """Say which board and power limit the profile was changed to, and whether other work ran during measurement."""
     hardware = question.hardware
-    lines = [f"The board is {text}." for text in [hardware.provenance.get(BOARD)] if text]
+    lines = [
+        "The cluster names no efficiency of its network by size (size_efficiency), so that of clusters given by name is"
+        f" used. {source.text}."
+        for source in [question.cluster.sources.get(DEFAULT_EFFICIENCY)]
+        if source and question.cluster.nodes > 1
+    ]
+    lines += [f"The board is {text}." for text in [hardware.provenance.get(BOARD)] if text]
     lines += [f"The power limit is {text}." for text in [hardware.provenance.get(POWER)] if text]
     if disturbed := hardware.provenance.get(DISTURBED):
         lines.append(f"The profile {hardware.name} was measured on a busy machine ({disturbed}). Calibrate again.")
@@ -233,7 +240,10 @@ def _peak(simulation: Simulation) -> str:
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_class)
     memory = simulation.most_live.memory
     beside = memory.reserve.get(RESULTS, 0)
-    libraries = f" (including {format_bytes(beside)} for {RESULTS})" if beside else ""
+    parts = [f"{format_bytes(beside)} for {RESULTS}"] if beside else []
+    if margin := memory.reserve.get(SAFETY, 0):
+        parts.append(f"{format_bytes(margin)} to keep free, --safety-gib")
+    libraries = f" (including {' and '.join(parts)})" if parts else ""
     room = (
         f"plus {format_bytes(memory.reserve_bytes)} reserve{libraries}, of {format_bytes(memory.device_capacity_bytes)}"
     )
@@ -529,8 +539,8 @@ def _fallback(question: Question, found: SearchResult) -> list[str]:
     return []
 
 
-def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
-    """Return the one-line heading of a picture."""
+def plan_title(decisions: Decisions, prediction_step_s: float | None, cluster: str = "") -> str:
+    """Return the one-line heading of a picture, with the cluster that the plan is for."""
     names = {"none": "keep", "full": "full recompute", "tokenwise": "token-wise"}
     policy = names.get(decisions.recompute) or Policy.of(decisions).label
     if decisions.recompute == "full":
@@ -539,4 +549,5 @@ def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
         swap = "full swap" if decisions.swapped_tokens == decisions.local_tokens else "partial swap"
         policy = f"{swap if decisions.recompute == 'none' else policy} alpha {decisions.alpha:.3g}"
     step = f", step {format_seconds(prediction_step_s)}" if prediction_step_s is not None else ""
-    return f"{decisions.model.name}, {decisions.seq_tokens} tokens, {layout_label(decisions.layout)}, {policy}{step}"
+    tokens = f"{format_tokens(decisions.seq_tokens)} tokens{f' on {cluster}' if cluster else ''}"
+    return f"{decisions.model.name}, {tokens}, {layout_label(decisions.layout)}, {policy}{step}"

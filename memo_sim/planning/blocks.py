@@ -146,22 +146,25 @@ def _rows_of_a_chunk(question: Question, base: Decisions) -> int:
 def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
     """Return the tokens of a loss chunk: the pinned number, the system's, or a default; 0 when there is one chunk.
 
-    The default is the largest power of two whose logits and gradient stay below 1 GiB. An eager framework does not cut
-    the loss into chunks, unless its authors say so; nor do the losses of autograd and of Megatron-LM.
+    An eager framework does not cut the loss into chunks, unless its authors say so; nor do the losses of autograd and
+    of Megatron-LM.
     """
     if question.pins.loss_chunk_tokens is not None:
         return question.pins.loss_chunk_tokens
     if own := _rows_of_a_chunk(question, base) // LOSS_CHUNKS_OF_A_CHUNK:
         return own if own < shape.tokens else 0
-    per_token = 2 * shape.vocab * DTYPE_BYTES[base.dtype]
     system = question.preset
     if (own := system.loss_chunk_tokens) and base.loss not in WHOLE_LOSSES:
         return own if own < shape.tokens else 0
     uncut = base.memory_policy == "eager" and system.loss != "blocks"
     whole = uncut or system.whole_loss or base.loss in WHOLE_LOSSES
-    if whole or shape.tokens * per_token <= LOGIT_BYTES:
-        return 0
-    return 1 << (LOGIT_BYTES // per_token).bit_length() - 1
+    return 0 if whole else default_loss_chunk(base, shape)
+
+
+def default_loss_chunk(decisions: Decisions, shape: Shape) -> int:
+    """Return the largest power of two whose logits and gradient stay below 1 GiB; 0 when all tokens' do."""
+    per_token = 2 * shape.vocab * DTYPE_BYTES[decisions.dtype]
+    return 0 if shape.tokens * per_token <= LOGIT_BYTES else 1 << (LOGIT_BYTES // per_token).bit_length() - 1
 
 
 def attention_chunk(question: Question, base: Decisions) -> int:

@@ -461,6 +461,7 @@ SYSTEMS = {
             loss_chunk_tokens=256,
             mlp_rebuild="layer",
             degrees=("cp", "dp"),
+            pinnable=("tp",),  # transformers' own, which TRL's command line does not start
             zeros=(3,),
             cp_exchange="all_gather",
         ),

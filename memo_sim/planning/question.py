@@ -9,7 +9,7 @@ import msgspec
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, Libraries
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
-from memo_sim.contract.hardware import Hardware, Quantity, Source
+from memo_sim.contract.hardware import SAFETY, Hardware, Quantity, Source
 from memo_sim.contract.knobs import (
     MOST_ZERO,
     AdamwKernels,
@@ -218,15 +218,26 @@ def under_system(hardware: Hardware, system: str) -> Hardware:
 
 
 def with_memory(
-    cluster: Cluster, hardware: Hardware, *, device_bytes: int | None, host_bytes: int | None
+    cluster: Cluster,
+    hardware: Hardware,
+    *,
+    device_bytes: int | None,
+    host_bytes: int | None,
+    safety_bytes: int | None = None,
 ) -> tuple[Cluster, Hardware]:
-    """Return the cluster and profile with other memory sizes (of one device, of one node's host)."""
-    if device_bytes is None and host_bytes is None:
+    """Return the cluster and profile with other memory sizes (of one device, of one node's host).
+
+    ``safety_bytes`` stay free on each device, beside the reserve.
+    """
+    if device_bytes is None and host_bytes is None and not safety_bytes:
         return cluster, hardware
     source = Source(kind="assumed", text="given on the command line")
     changes: dict[str, object] = {"sources": {**hardware.sources, OPTION_SOURCE: source}}
     if device_bytes is not None:
         changes["device_memory_bytes"] = Quantity(value=float(device_bytes), source=OPTION_SOURCE)
+    if safety_bytes:
+        kept = Quantity(value=float(safety_bytes), source=OPTION_SOURCE)
+        changes["reserve_bytes"] = {**hardware.reserve_bytes, SAFETY: kept}
     hardware = msgspec.structs.replace(hardware, **changes)
     if host_bytes is not None:
         quantity = Quantity(value=float(host_bytes), source=OPTION_SOURCE)

@@ -118,7 +118,7 @@ def setting_of(system: str, decisions: Decisions, hardware: Hardware, prediction
         name: value for name, value in msgspec.structs.asdict(decisions.kernels).items() if isinstance(value, str)
     }
     return Setting(
-        generation=hardware.generation,
+        generation="" if hardware.rough else hardware.generation,  # no published row ran on rates of a data sheet
         framework=framework_of(system, decisions),
         allocation_retries=prediction.allocation_retries > 0,
         seq_tokens=decisions.seq_tokens,
@@ -408,7 +408,7 @@ def step_interval(step_s: float | None, setting: Setting, spread: ErrorSpread) -
 def without_interval(setting: Setting, spread: ErrorSpread) -> str:
     """Say why a prediction has no interval."""
     if not setting.generation:
-        why = "the hardware profile names no GPU generation, so no published row is known to be alike"
+        why = "the hardware profile names no GPU generation or is rough, so no published row is known to be alike"
         return f"The step has no interval: {why}."
     known = len(spread.alike(setting))
     if known >= LEAST_CASES:

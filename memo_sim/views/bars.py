@@ -4,6 +4,15 @@
     bars    |          l0 fwd             |        |      l1 fwd       |
     stalls                                |  d2h   |
 
+With pipeline stages, the instruction that ends a wait need not be its cause: a gather may have waited for a receive,
+and that for a stage that was not done. So the chain of what each instruction waited for is followed back to the stall's
+start:
+
+    compute     | pass 1 |         stall          | pass 2 |
+    tp                                   | gather |
+    recv                         | recv  |                    gather: the last third, recv: the middle one,
+    stage 1       ... still computes     |                    pipeline bubble: the first
+
 Drawing is in ``timeline`` and its panels.
 """
 
@@ -14,12 +23,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memo_sim.contract.trace import Trace
+from memo_sim.views.palette import BUBBLE
 
 LANES = (
     *("compute", "d2h", "h2d", "tp", "ulysses", "cp", "metp", "replica", "shard", "replicate", "ends"),
     *("p2p", "send", "recv", "pp", "tied", "host"),
 )
 """Lanes from top to bottom; other lanes of a trace follow in alphabetical order."""
+
+P2P = ("send", "recv")
+ACROSS_STAGES = (*P2P, "pp", "tied")
+"""Lanes whose instructions start when another pipeline stage is ready as well."""
+LEAST_BUBBLE_S = 1e-9
+"""Instants closer than this are the same instant."""
 
 _LAYER = re.compile(r"l(\d+)")
 _MICRO_BATCH = re.compile(r"m(\d+)/")
@@ -70,13 +86,29 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """A micro-batch's forward, backward with its recompute, or deferred weight gradients on one stage's compute lane.
+
+    Other work has the micro-batch -1 and its own phase. ``busy_s`` leaves out the gaps.
+    """
+
+    micro_batch: int
+    phase: str
+    start_s: float
+    end_s: float
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stall:
-    """A time in which ``lane`` was idle because an instruction of lane ``waits_for`` had not ended."""
+    """A time in which ``lane`` was idle because of lane ``waits_for``, or of other pipeline stages (``BUBBLE``)."""
 
     lane: str
     waits_for: str
     start_s: float
     end_s: float
+    instruction: str = ""
+    """The instruction that is played when the whole wait has ended."""
 
 
 def lanes_of(traces: Iterable[Trace]) -> list[str]:
@@ -109,13 +141,84 @@ def bars_of(trace: Trace, *, bridge_s: float = float("inf")) -> list[Bar]:
 
 
 def stalls_of(trace: Trace) -> list[Stall]:
-    """Return every wait with both lanes; the lane ``other`` stands for an instruction that the trace does not hold."""
-    lane_of = dict(zip(trace.spans.ids, trace.spans.lanes, strict=True))
-    return [
-        Stall(lane_of[w.instruction], lane_of.get(w.waits_for, "other"), w.start_s, w.start_s + w.seconds)
-        for w in trace.waits
-        if w.seconds > 0 and w.instruction in lane_of
-    ]
+    """Return every wait by its causes, in the order of the waits; one wait may become several stalls.
+
+    The lane ``other`` stands for an instruction that the trace does not hold, ``BUBBLE`` for other pipeline stages.
+    """
+    spans = trace.spans
+    row_of = {name: row for row, name in enumerate(spans.ids)}
+    known = [w for w in trace.waits if w.seconds > 0 and w.instruction in row_of]
+    binds = _binds(trace, row_of)
+    found = []
+    for wait in known:
+        lane, until_s = spans.lanes[row_of[wait.instruction]], wait.start_s + wait.seconds
+        cause = row_of.get(wait.waits_for)
+        rest = [(wait.start_s, until_s)]
+        for name, start_s, end_s in _others(trace, binds, cause, wait.start_s):
+            found.append(Stall(lane, name, start_s, min(end_s, until_s), wait.instruction))
+            rest = [part for each in rest for part in _without(each, start_s, end_s)]
+        own = "other" if cause is None else spans.lanes[cause]
+        found += [Stall(lane, own, start_s, end_s, wait.instruction) for start_s, end_s in rest]
+    return found
+
+
+def _binds(trace: Trace, row_of: dict[str, int]) -> list[int]:
+    """Return the instruction that each one had to wait for last: of another lane, or the one before it on its own."""
+    before: dict[str, int] = {}
+    binds = []
+    for row, lane in enumerate(trace.spans.lanes):
+        binds.append(before.get(lane, -1))
+        before[lane] = row
+    for wait in trace.waits:
+        if wait.instruction in row_of and wait.waits_for in row_of:
+            binds[row_of[wait.instruction]] = row_of[wait.waits_for]
+    return binds
+
+
+def _others(trace: Trace, binds: list[int], cause: int | None, since_s: float) -> list[tuple[str, float, float]]:
+    """Return the times since ``since_s`` that p2p transfers and other stages took, along the chain that ends a wait."""
+    start_s, end_s, lanes = trace.spans.start_s, trace.spans.end_s, trace.spans.lanes
+    at, found = -1 if cause is None else cause, []
+    while at >= 0 and end_s[at] > since_s:
+        begun_s, ready_s = start_s[at], end_s[binds[at]] if binds[at] >= 0 else 0.0
+        if lanes[at] in P2P and end_s[at] > max(begun_s, since_s):
+            found.append((lanes[at], max(begun_s, since_s), end_s[at]))
+        if lanes[at] in ACROSS_STAGES and begun_s - max(ready_s, since_s) > LEAST_BUBBLE_S:
+            found.append((BUBBLE, max(ready_s, since_s), begun_s))
+        at = binds[at]
+    return found
+
+
+def _without(part: tuple[float, float], start_s: float, end_s: float) -> list[tuple[float, float]]:
+    """Return what is left of ``part`` without [start_s, end_s)."""
+    left = [(part[0], min(part[1], start_s)), (max(part[0], end_s), part[1])]
+    return [(a, b) for a, b in left if b - a > 0]
+
+
+def passes_of(trace: Trace, *, bridge_s: float) -> list[Pass]:
+    """Return the compute lane's passes in order; a gap longer than ``bridge_s`` divides one."""
+    spans = trace.spans
+    found: list[Pass] = []
+    for name, lane, start, end in zip(spans.ids, spans.lanes, spans.start_s, spans.end_s, strict=True):
+        if lane != "compute" or end <= start:
+            continue
+        micro_batch = _MICRO_BATCH.match(name)
+        phase = name.rsplit("/", 2)[-2] if name.count("/") > 1 else "other"
+        key = (int(micro_batch[1]), "bwd" if phase == "rec" else phase) if micro_batch else (-1, phase)
+        last = found[-1] if found else None
+        if last is not None and (last.micro_batch, last.phase) == key and start - last.end_s <= bridge_s:
+            found[-1] = Pass(*key, last.start_s, end, last.busy_s + end - start)
+        else:
+            found.append(Pass(*key, start, end, end - start))
+    return found
+
+
+def busy_share(trace: Trace) -> float:
+    """Return the fraction of the step that compute is busy, or of the part of it that was played."""
+    whole_s = trace.step_s if trace.micro_batches_played == trace.micro_batches else played_s(trace)
+    spans = trace.spans
+    busy_s = sum(e - s for lane, s, e in zip(spans.lanes, spans.start_s, spans.end_s, strict=True) if lane == "compute")
+    return busy_s / whole_s if whole_s else 0.0
 
 
 def played_s(trace: Trace) -> float:

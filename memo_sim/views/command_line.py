@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import click
@@ -85,6 +86,24 @@ class Finite(click.FloatRange):
             return f"x{'>' if self.min_open else '>='}{self.min:g}"
         low = "" if self.min is None else f"{self.min:g}{'<' if self.min_open else '<='}"
         return f"{low}x{'<' if self.max_open else '<='}{self.max:g}"
+
+
+class Silent(MemoError):
+    """Ends the process with a code when the document already says everything."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("")
+        self.exit_code = exit_code
+
+
+def now() -> str:
+    """Return the time, for the provenance of a file."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_line(name: str) -> str:
+    """Return the command that was typed, for the provenance of a file."""
+    return one_line(" ".join([name, *sys.argv[1:]]))
 
 
 def say(text: str) -> None:

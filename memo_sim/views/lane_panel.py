@@ -1,5 +1,8 @@
 """Draws a trace's lanes into given axes: one row of bars per lane, hatched stalls, layer numbers where they fit.
 
+Everything is drawn to scale: work narrower than a bar can be is shown for narrow slices of time, as high as the share
+of the slice that it fills (1 ms of every 220 ms is a low tick in each slice, not a solid bar).
+
 Many stalls of compute are too short to be drawn one by one, such as exposed collectives inside a layer. The row
 ``waiting`` under the compute lane shows them: for narrow slices of time, the share in which compute was idle.
 """
@@ -12,11 +15,13 @@ from typing import TYPE_CHECKING
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_seconds
 from memo_sim.views.bars import Bar, Stall, bars_of, played_s, stalls_of
-from memo_sim.views.palette import QUIET_TEXT, TEXT, WAITS, lighter, phase_colour
+from memo_sim.views.palette import TEXT, lighter, phase_colour, wait_colour
 from memo_sim.views.pictures import drawn
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
 
 HEIGHTS = {"compute": 1.0, "waiting": 0.42}
 OTHER_HEIGHT = 0.62
@@ -27,6 +32,14 @@ DIGIT_PIXELS = 9.0
 """Width of a digit of a layer number, including the space around the number."""
 SLICE_PIXELS = 6.0
 """Width of a slice of the row ``waiting``."""
+BAR_PIXELS = 1.0
+"""Narrower bars are shown in slices."""
+THIN_PIXELS = 3.0
+"""Width of their slices."""
+LEAST_SHARE = 0.1
+"""A slice in which a lane does anything is at least this high, so that it can be seen."""
+BRIDGE_PIXELS = 0.5
+"""A narrower gap inside a bar cannot be seen."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,9 @@ class LanePanel:
     def draw(self, ax: Axes) -> list[str]:
         """Draw all rows; return the phases that are visible in them."""
         start, end = self.window
-        bars = [b for b in bars_of(self.trace, bridge_s=2 * self.pixel_s) if b.end_s > start and b.start_s < end]
+        bars = [
+            b for b in bars_of(self.trace, bridge_s=BRIDGE_PIXELS * self.pixel_s) if b.end_s > start and b.start_s < end
+        ]
         stalls = [s for s in stalls_of(self.trace) if s.end_s > start and s.start_s < end and s.lane == "compute"]
         ticks, labels, top = [], [], 0.0
         for row in row_names(self.lanes, stalls=bool(self.trace.waits)):
@@ -61,13 +76,13 @@ class LanePanel:
             if row == "waiting":
                 self._waiting(ax, stalls, bottom, height)
                 waited = sum(min(s.end_s, end) - max(s.start_s, start) for s in stalls)
-                labels.append(f"waiting {waited / self.shown_s:.0%}")
+                labels.append(f"waiting {percent(waited / self.shown_s)}")
             else:
                 own = [b for b in bars if b.lane == row]
                 self._row(ax, own, bottom, height)
                 if row == "compute":
-                    self._hatch(ax, stalls, bottom, height)
-                labels.append(f"{drawn(row)} {self._busy(row):.0%}")
+                    draw_hatch(ax, stalls, (bottom, height), unit_s=self.unit_s, pixel_s=self.pixel_s)
+                labels.append(f"{drawn(row)} {percent(self._busy(row))}")
             ticks.append(bottom + height / 2)
             top = bottom - (0.02 if row == "compute" else GAP)
         ax.set_ylim(top + GAP - 0.06, 0.06)
@@ -93,7 +108,9 @@ class LanePanel:
         )
         return busy / self.shown_s
 
-    def _row(self, ax: Axes, bars: list[Bar], bottom: float, height: float) -> None:
+    def _row(self, ax: Axes, every: list[Bar], bottom: float, height: float) -> None:
+        bars = [bar for bar in every if self._width(bar) >= BAR_PIXELS]
+        self._slices(ax, [bar for bar in every if self._width(bar) < BAR_PIXELS], bottom, height)
         edge = 0.6 if _median([self._width(b) for b in bars]) > 5 else 0.0
         ax.broken_barh(
             [(b.start_s / self.unit_s, (b.end_s - b.start_s) / self.unit_s) for b in bars],
@@ -143,20 +160,31 @@ class LanePanel:
                     clip_on=True,
                 )
 
-    def _hatch(self, ax: Axes, stalls: list[Stall], bottom: float, height: float) -> None:
-        """Hatch the visible stalls, in the colour of the lane that they wait for."""
-        for lane in waited_for(stalls):
-            own = joined([s for s in stalls if s.waits_for == lane], 2 * self.pixel_s)
-            seen = [s for s in own if s.end_s - s.start_s > 2 * self.pixel_s]
-            ax.broken_barh(
-                [(s.start_s / self.unit_s, (s.end_s - s.start_s) / self.unit_s) for s in seen],
-                (bottom, height),
-                facecolors="white",
-                edgecolors=wait_colour(lane),
-                hatch="//////",
-                linewidth=0.0,
-                snap=False,
+    def _slices(self, ax: Axes, bars: list[Bar], bottom: float, height: float) -> None:
+        """Draw narrow bars: in each slice of time, the share of it that each phase fills, above one another."""
+        import numpy as np
+
+        if not bars:
+            return
+        slice_s = THIN_PIXELS * self.pixel_s
+        count = int((self.window[1] - self.window[0]) / slice_s) + 1
+        shares: dict[str, NDArray[np.float64]] = {}
+        for bar in bars:
+            share = shares.setdefault(phase_colour(bar.place.phase), np.zeros(count))
+            middle = (bar.start_s + bar.end_s) / 2
+            at = min(max(int((middle - self.window[0]) / slice_s), 0), count - 1)
+            share[at] += bar.busy_s / slice_s
+        total = np.sum(list(shares.values()), axis=0)
+        shown = np.where(total > 0, np.clip(total, LEAST_SHARE, 1.0), 0.0)
+        scale = np.divide(shown, total, out=np.zeros(count), where=total > 0)
+        edges = (self.window[0] + slice_s * np.arange(count + 1)) / self.unit_s
+        base = np.zeros(count)
+        for colour, share in shares.items():
+            top = base + share * scale
+            ax.stairs(
+                bottom + height * top, edges, baseline=bottom + height * base, fill=True, color=colour, linewidth=0
             )
+            base = top
 
     def _waiting(self, ax: Axes, stalls: list[Stall], bottom: float, height: float) -> None:
         """Draw for each slice of time the share in which compute was idle, by the lane it waited for."""
@@ -183,8 +211,31 @@ class LanePanel:
             base = base + share
 
 
+def percent(share: float) -> str:
+    """Return a share of the time, with a decimal where whole percents would hide what is left."""
+    return f"{share:.1%}" if 0 < share < 0.0995 or 0.99 < share < 1 else f"{share:.0%}"
+
+
+def draw_hatch(ax: Axes, stalls: list[Stall], row: tuple[float, float], *, unit_s: float, pixel_s: float) -> None:
+    """Hatch the stalls that can be seen, in the colours of what they wait for; ``row`` is (bottom, height)."""
+    for lane in waited_for(stalls):
+        own = joined([s for s in stalls if s.waits_for == lane], 2 * pixel_s)
+        seen = [s for s in own if s.end_s - s.start_s > 2 * pixel_s]
+        ax.broken_barh(
+            [(s.start_s / unit_s, (s.end_s - s.start_s) / unit_s) for s in seen],
+            row,
+            facecolors="white",
+            edgecolors=wait_colour(lane),
+            hatch="//////",
+            linewidth=0.0,
+            snap=False,
+        )
+
+
 def row_names(lanes: list[str], *, stalls: bool) -> list[str]:
-    """Return the rows of a panel from top to bottom: the lanes, and ``waiting`` under compute."""
+    """Return the rows of a panel from top to bottom: the lanes, and ``waiting`` under compute or without it first."""
+    if stalls and "compute" not in lanes:
+        return ["waiting", *lanes]
     return [row for lane in lanes for row in ((lane, "waiting") if lane == "compute" and stalls else (lane,))]
 
 
@@ -205,11 +256,6 @@ def number_colour(background: str) -> str:
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 145 else TEXT
 
 
-def wait_colour(lane: str) -> str:
-    """Return the colour of waits for ``lane``."""
-    return WAITS.get(lane, QUIET_TEXT)
-
-
 def joined(stalls: list[Stall], bridge_s: float) -> list[Stall]:
     """Return the stalls with near neighbours joined: the lane ran less than ``bridge_s`` and half the time between."""
     found: list[Stall] = []
@@ -219,7 +265,7 @@ def joined(stalls: list[Stall], bridge_s: float) -> list[Stall]:
         last = found[-1] if found else None
         near = last is not None and stall.start_s - last.end_s <= bridge_s
         if last is not None and near and stood_s + length >= (stall.end_s - last.start_s) / 2:
-            found[-1] = Stall(last.lane, last.waits_for, last.start_s, stall.end_s)
+            found[-1] = Stall(last.lane, last.waits_for, last.start_s, stall.end_s, stall.instruction)
             stood_s += length
         else:
             found.append(stall)

@@ -21,6 +21,10 @@ CAPACITY_SHOWN = 0.5
 """Below this share of the capacity, the capacity is written as text: its line would make the curve too flat."""
 
 
+SAME = 0.005
+"""Relative difference below which an arena or an allocator's memory is not told apart from the live bytes."""
+
+
 @dataclass(frozen=True)
 class Peak:
     """The fullest instant of a curve inside a window."""
@@ -40,6 +44,11 @@ class MemoryPanel:
     pixels: float
     label: str
     capacity_bytes: int | None = None
+    reserve_bytes: int = 0
+    """Part of the capacity outside the curve."""
+    held_bytes: int | None = None
+    """What the peak takes in the end: a planned arena, or what an allocator reserves, as ``held_as`` says."""
+    held_as: str = ""
 
     def draw(self, ax: Axes) -> list[str]:
         """Draw the stacked classes, the capacity and the peak; return the classes from bottom to top."""
@@ -85,43 +94,58 @@ class MemoryPanel:
         return np.append(times, end), live
 
     def _mark(self, ax: Axes, scale: float) -> None:
-        """Mark the peak, draw or write the capacity, and leave space above for both texts."""
+        """Mark the peak and the capacity with its reserve, and leave space above for both texts."""
         peak = peak_of(self.curve, self.window)
-        highest = peak.bytes / scale
-        text = f"peak {format_bytes(peak.bytes)}"
-        capacity = self.capacity_bytes
-        top = highest
-        if capacity:
-            text += f" ({peak.bytes / capacity:.0%} of capacity)"
-            if peak.bytes >= CAPACITY_SHOWN * capacity:
-                top = max(top, capacity / scale)
-                ax.axhline(capacity / scale, color=CAPACITY, linewidth=1.2, linestyle=(0, (5, 2)))
-                ax.annotate(
-                    f"capacity {format_bytes(capacity)}",
-                    (0, capacity / scale),
-                    xycoords=("axes fraction", "data"),
-                    xytext=(3, 2),
-                    textcoords="offset points",
-                    fontsize=7,
-                    color=CAPACITY,
-                )
-            else:
-                corner = {"ha": "right", "va": "top", "fontsize": 7, "color": QUIET_TEXT}
-                ax.text(1, 1, f"capacity {format_bytes(capacity)}", corner, transform=ax.transAxes)
-        ax.set_ylim(0, 1.22 * top if top else 1.0)
-        where = peak.at_s / self.unit_s
+        highest, capacity = peak.bytes / scale, self.capacity_bytes
+        near = capacity is not None and peak.bytes >= CAPACITY_SHOWN * capacity
         right = peak.at_s > (self.window[0] + self.window[1]) / 2
-        beside = capacity is not None and abs(top - highest) < 0.13 * top  # else the capacity line would cross the text
-        ax.plot([where], [highest], marker="v", markersize=5, color=TEXT, clip_on=False)
+        top = max(highest, capacity / scale) if capacity and near else highest
+        ax.set_ylim(0, 1.22 * top if top else 1.0)
+        ax.plot([peak.at_s / self.unit_s], [highest], marker="v", markersize=5, color=TEXT, clip_on=False)
+        # Beside the capacity's line and the hatched reserve a text would be struck through: it stands above them.
+        above = near and highest > 0.75 * top
         ax.annotate(
-            text,
-            (where, top if beside else highest),
+            self._peak_text(peak),
+            (peak.at_s / self.unit_s, top if above else highest),
             xytext=(-6 if right else 6, 4),
             textcoords="offset points",
             ha="right" if right else "left",
             fontsize=7.5,
             color=TEXT,
             bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "alpha": 0.8, "linewidth": 0},
+        )
+        if capacity:
+            self._capacity(ax, capacity / scale, self.reserve_bytes / scale, near=near, left=right)
+
+    def _peak_text(self, peak: Peak) -> str:
+        held = self.held_bytes if self.held_bytes and abs(self.held_bytes - peak.bytes) > SAME * peak.bytes else None
+        text = f"peak {format_bytes(peak.bytes)}"
+        if held:
+            text += f" live, {self.held_as} {format_bytes(held)}"
+        return f"{text} ({(held or peak.bytes) / self.capacity_bytes:.0%} of capacity)" if self.capacity_bytes else text
+
+    def _capacity(self, ax: Axes, capacity: float, reserve: float, *, near: bool, left: bool) -> None:
+        """Draw the capacity with its reserve below, on the side without the peak; far from the curve only write it."""
+        text = f"capacity {format_bytes(self.capacity_bytes or 0)}"
+        if reserve:
+            text += f", of which reserve {format_bytes(self.reserve_bytes)}"
+        if not near:
+            corner = {"ha": "left" if left else "right", "va": "top", "fontsize": 7, "color": QUIET_TEXT}
+            ax.text(0.004 if left else 1, 0.985, text, corner, transform=ax.transAxes)
+            return
+        ax.axhline(capacity, color=CAPACITY, linewidth=1.2)
+        if reserve:
+            band = ax.axhspan(capacity - reserve, capacity, facecolor="none", edgecolor=CAPACITY, linewidth=0)
+            band.set(hatch="//////", alpha=0.45)
+        ax.annotate(
+            text,
+            (0 if left else 1, capacity),
+            xycoords=("axes fraction", "data"),
+            xytext=(3 if left else -3, 3),
+            textcoords="offset points",
+            ha="left" if left else "right",
+            fontsize=7,
+            color=CAPACITY,
         )
 
 

@@ -12,8 +12,13 @@ PHASES = {
     "fwd": ("forward", "#3b76b5"),
     "rec": ("recompute", "#f0a030"),
     "bwd": ("backward", "#3f9b6b"),
+    "wgt": ("weight gradients", "#a9bf45"),
     "off": ("offload", "#7fb8d6"),
     "pre": ("prefetch", "#e58fa6"),
+    "pp": ("transfers between stages", "#6f5aa8"),
+    "helper": ("transfers of helper stages", "#b06fb0"),
+    "gather": ("gather parameters", "#c58a4a"),
+    "regather": ("gather parameters", "#c58a4a"),
     "zero": ("zero gradients", "#b8b8b8"),
     "reduce": ("reduce gradients", "#8c8c8c"),
     "opt": ("optimizer", "#5c5c5c"),
@@ -41,6 +46,10 @@ WAITS = {
 }
 """Colour by the lane that is waited for."""
 
+BUBBLE = "pipeline bubble"
+"""A wait for other pipeline stages, and its colour."""
+BUBBLE_COLOUR = "#7d8590"
+
 CLASSES = {
     "state": "#9aa5b1",
     "input": "#c7ccd1",
@@ -63,6 +72,11 @@ QUIET_TEXT = "#606060"
 def phase_colour(phase: str) -> str:
     """Return the colour of a phase."""
     return PHASES.get(phase, (phase, OTHER))[1]
+
+
+def wait_colour(lane: str) -> str:
+    """Return the colour of waits for ``lane``, or for other pipeline stages (``BUBBLE``)."""
+    return BUBBLE_COLOUR if lane == BUBBLE else WAITS.get(lane, QUIET_TEXT)
 
 
 def phase_label(phase: str) -> str:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from functools import cached_property
+from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from memo_sim.contract import codec
@@ -68,3 +71,40 @@ def drawn(name: str) -> str:
     shown = one_line(name)
     shown = shown if len(shown) <= LONGEST_NAME else f"{shown[:LONGEST_NAME]}..."
     return f" {shown}" if shown.startswith("_") else shown
+
+
+class Picture:
+    """A drawing that a notebook shows by itself; it is drawn when it is needed."""
+
+    def __init__(self, draw: Callable[[Path], None]) -> None:
+        self._draw = draw
+
+    @cached_property
+    def svg(self) -> str:
+        """The drawing as text of an SVG file."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "picture.svg"
+            self._draw(path)
+            return path.read_text(encoding="utf-8")
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the drawing; the suffix decides the format (.png, .svg, .pdf).
+
+        Raises:
+            UsageError: when the format is unknown or the file cannot be written.
+            ModuleNotFoundError: when matplotlib is not installed.
+        """
+        check_kind(Path(path))
+        codec.check_writable(Path(path))
+        self._draw(Path(path))
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+def picture_in(draw: Callable[[Path], None], path: str | PathLike[str] | None) -> Picture:
+    """Return a drawing, already written to ``path`` where there is one."""
+    picture = Picture(draw)
+    if path is not None:
+        picture.save(path)
+    return picture

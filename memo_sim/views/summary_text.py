@@ -20,9 +20,7 @@ PEAKS = {
 
 def summary_lines(summary: Summary) -> list[str]:
     """Return the lines of the verdict, and an indented line for each assumption."""
-    lines = [_memory(summary)]
-    lines += _speed(summary) if summary.fits else [f"Why: {one_line(summary.reason)}."]
-    lines.append(f"Plan: {one_line(summary.plan)}.")
+    lines = verdict_lines(summary)
     if summary.ways_out:
         lines += ["Ways out:", *(f"  {one_line(way)}" for way in summary.ways_out)]
     if summary.assumptions:
@@ -34,6 +32,12 @@ def summary_lines(summary: Summary) -> list[str]:
     if summary.left_out:
         lines.append(f"Not tried: {'; '.join(f'{one_line(each.what)} ({each.option})' for each in summary.left_out)}.")
     return lines
+
+
+def verdict_lines(summary: Summary) -> list[str]:
+    """Return whether the plan fits and by how much, how fast it is or why it does not fit, and the plan in words."""
+    speed = _speed(summary) if summary.fits else [f"Why: {one_line(summary.reason)}."]
+    return [_memory(summary), *speed, f"Plan: {one_line(summary.plan)}."]
 
 
 def _memory(summary: Summary) -> str:

@@ -15,6 +15,9 @@ from memo_sim.contract.plain_text import one_line
 MOST_PERCENT = 100.0
 """From this fraction on, a number is shown as a factor. A signed fraction is shown as 1 plus itself."""
 
+ALL_DIGITS = 100.0
+"""From this number on, every digit before the point is shown."""
+
 BLANK = "-"
 """Text of an empty cell: the value is unknown or does not apply."""
 
@@ -56,3 +59,10 @@ def percent(fraction: float | None, *, digits: int = 1, signed: bool = False) ->
 def number(value: float | None, digits: int = 1) -> str | None:
     """Return a number with ``digits`` decimals."""
     return None if value is None else f"{value:.{digits}f}"
+
+
+def three_digits(value: float | None) -> str | None:
+    """Return a number with three significant digits at least, without an exponent (``1,203``, ``7.03``)."""
+    if value is None:
+        return None
+    return f"{value:,.0f}" if value >= ALL_DIGITS else f"{value:.3g}"

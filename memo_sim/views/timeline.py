@@ -1,7 +1,7 @@
 """Draws a step: lanes over time with memory below them; or a predicted and a measured step on one time axis.
 
-The file's suffix decides the format (``.png``, ``.svg``, ``.pdf``). If a step has several micro-batches, the picture
-shows only the first one, because they are alike; ``window`` selects another part of the step.
+The file's suffix decides the format (``.png``, ``.svg``, ``.pdf``). If a step has several micro-batches and no pipeline
+stages, the picture shows only the first one, because they are alike; ``window`` selects another part of the step.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.trace import Trace
+from memo_sim.contract.trace import MemoryCurve, Trace
 from memo_sim.contract.units import format_seconds
-from memo_sim.views.bars import first_micro_batch, lanes_of, played_s
-from memo_sim.views.lane_panel import LanePanel, panel_height, wait_colour, wait_labels
+from memo_sim.views.bars import busy_share, first_micro_batch, lanes_of, played_s
+from memo_sim.views.lane_panel import LanePanel, panel_height, wait_labels
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
-from memo_sim.views.palette import CLASSES, OTHER, PHASES, QUIET_TEXT, phase_colour, phase_label
+from memo_sim.views.palette import CLASSES, OTHER, PHASES, QUIET_TEXT, phase_colour, phase_label, wait_colour
 from memo_sim.views.pictures import DPI, drawn, write_picture
+from memo_sim.views.pipeline_panel import PipelinePanel
+from memo_sim.views.step import Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,34 +31,38 @@ TOP_IN, BOTTOM_IN, GAP_IN = 0.72, 0.5, 0.16
 EDGE_IN = 0.1
 LANE_IN = 0.52
 """Height of the compute lane's row."""
+STAGE_IN = 0.3
+"""Height of a pipeline stage's row."""
 DEVICE_IN, HOST_IN = 2.0, 0.9
 
 Window = tuple[float, float]
 
 
-def draw_timeline(
-    trace: Trace,
-    path: str | Path,
-    *,
-    title: str = "",
-    capacity_bytes: int | None = None,
-    window: Window | None = None,
-) -> None:
-    """Draw a trace's lanes, its stalls and its memory by class into ``path``.
+def draw_timeline(steps: Sequence[Step], path: str | Path, *, title: str = "", window: Window | None = None) -> None:
+    """Draw a step into ``path``: its lanes, its stalls and its memory by class.
 
-    ``title`` names the plan; ``window`` is (from, to) in seconds.
+    Of several pipeline stages, all compute lanes are drawn, with the lanes of the stage that computes longest and the
+    memory of the fullest one. ``title`` names the plan; ``window`` is (from, to) in seconds.
 
     Raises:
         UsageError: when the window is empty, the file's format is unknown, or the file cannot be written.
         ModuleNotFoundError: when matplotlib is not installed.
     """
-    shown, note = _window([trace], window)
+    traces = [step.trace for step in steps]
+    several = len(steps) > 1
+    shown, note = _window(traces, window, whole=several)
     picture = _Picture(shown)
-    lanes = lanes_of([trace])
-    picture.add_lanes(trace, lanes)
-    picture.add_memory(trace, capacity_bytes)
-    about = f"{trace.origin} step {format_seconds(trace.step_s)}"
-    picture.write(path, drawn(title) or f"{trace.origin} step", f"{about} · {note}" if note else about)
+    pace = max(steps, key=lambda step: busy_share(step.trace))
+    fullest = max(steps, key=lambda step: peak_of(step.trace.device_memory).bytes)
+    if several:
+        picture.add_pipeline(steps)
+    of = f"{pace.name}, which computes longest" if several else ""
+    lanes = [lane for lane in lanes_of([pace.trace]) if not (several and lane == "compute")]
+    picture.add_lanes(pace.trace, lanes, heading=of)
+    picture.add_memory(fullest, heading=f"{fullest.name}, the fullest" if several else "")
+    step_s = max(trace.step_s for trace in traces)
+    about = f"{traces[0].origin} step {format_seconds(step_s)}, compute busy {busy_share(pace.trace):.1%}"
+    picture.write(path, drawn(title) or f"{traces[0].origin} step", f"{about} · {note}" if note else about)
 
 
 def draw_comparison(
@@ -80,7 +86,8 @@ def draw_comparison(
     for trace in traces:
         picture.add_lanes(trace, lanes, heading=trace.origin)
     for trace in traces:
-        picture.add_memory(trace, capacity_bytes, heading=trace.origin, host=False)
+        step = Step(name=trace.origin, trace=trace, capacity_bytes=capacity_bytes)
+        picture.add_memory(step, label=f"{trace.origin} ", host=False)
     picture.share_memory_scale()
     times = f"predicted {format_seconds(predicted.step_s)}, measured {format_seconds(measured.step_s)}"
     ratio = f" (predicted / measured {predicted.step_s / measured.step_s:.3f})" if measured.step_s else ""
@@ -93,7 +100,7 @@ class _Panel:
 
     kind: str
     height_in: float
-    content: LanePanel | MemoryPanel
+    content: LanePanel | MemoryPanel | PipelinePanel
     heading: str = ""
     waits: dict[str, str] = field(default_factory=dict)
 
@@ -119,23 +126,24 @@ class _Picture:
         height = LANE_IN * panel_height(lanes, stalls=bool(trace.waits))
         self.panels.append(_Panel("lanes", height, content, heading, wait_labels(trace, self.window)))
 
-    def add_memory(self, trace: Trace, capacity_bytes: int | None, heading: str = "", *, host: bool = True) -> None:
+    def add_pipeline(self, steps: Sequence[Step]) -> None:
+        """Add a row for the compute lane of each pipeline stage."""
+        content = PipelinePanel(steps, self.window, self.unit_s, self.pixels)
+        self.panels.append(_Panel("lanes", STAGE_IN * content.height, content))
+
+    def add_memory(self, step: Step, label: str = "", heading: str = "", *, host: bool = True) -> None:
         """Add the device's memory curve, and the host's when the step uses host memory."""
-        sides = [("device memory", trace.device_memory, DEVICE_IN, capacity_bytes)]
-        if host and peak_of(trace.host_memory).bytes:
-            sides.append(("host, one rank", trace.host_memory, HOST_IN, None))
-        for label, curve, height, capacity in sides:
-            if curve.time_s:
-                content = MemoryPanel(
-                    curve,
-                    self.window,
-                    played_s(trace),
-                    self.unit_s,
-                    self.pixels,
-                    f"{heading} {label}".strip(),
-                    capacity,
-                )
-                self.panels.append(_Panel("memory", height, content))
+        trace = step.trace
+
+        def panel(curve: MemoryCurve, name: str, of: Step | None) -> MemoryPanel:
+            limits = (of.capacity_bytes, of.reserve_bytes, of.held_bytes, of.held_as) if of else ()
+            return MemoryPanel(curve, self.window, played_s(trace), self.unit_s, self.pixels, label + name, *limits)
+
+        if trace.device_memory.time_s:
+            device = panel(trace.device_memory, "device memory", step)
+            self.panels.append(_Panel("memory", DEVICE_IN, device, heading))
+        if host and trace.host_memory.time_s and peak_of(trace.host_memory).bytes:
+            self.panels.append(_Panel("memory", HOST_IN, panel(trace.host_memory, "host, one rank", None)))
 
     def share_memory_scale(self) -> None:
         """Give all memory curves the same vertical scale."""
@@ -217,19 +225,20 @@ def _legends(ax: Any, panel: _Panel, names: Sequence[str], width_in: float) -> N
         box(waits, "compute waits for", 0.0, "lower left")
 
 
-def _window(traces: list[Trace], window: Window | None) -> tuple[Window, str]:
-    """Return the part of the step to show, and a note when it is not the whole step."""
+def _window(traces: list[Trace], window: Window | None, *, whole: bool = False) -> tuple[Window, str]:
+    """Return the part of the step to show, and a note when it is not the whole step; ``whole``: all that was played."""
     if window is not None:
         if not 0 <= window[0] < window[1]:
             raise UsageError("an empty time window", got=window, wanted="0 <= from < to, in seconds")
         return window, f"from {format_seconds(window[0])} to {format_seconds(window[1])}"
     count = max(t.micro_batches for t in traces)
     firsts = [first for trace in traces if (first := first_micro_batch(trace)) is not None]
-    if firsts:
+    if firsts and not whole:
         shown = (min(f[0] for f in firsts), max(f[1] for f in firsts))
         return shown, f"first of {count} micro-batches shown"
     end = max(played_s(t) for t in traces)
-    note = f"one of {count} micro-batches played and repeated" if count > 1 else ""
+    played = min(t.micro_batches_played for t in traces)
+    note = f"{played} of {count} micro-batches played, which the others repeat" if played < count else ""
     return (0.0, end if end > 0 else 1e-6), note
 
 

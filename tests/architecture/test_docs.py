@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+from memo_sim.contract.schemas import DOCUMENTS
+
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("reports/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("reports/*.md")])
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 CODE_PATH = re.compile(
@@ -32,8 +34,15 @@ def test_files_that_pages_name_exist() -> None:
 
 
 def test_every_page_is_reached_from_the_index() -> None:
-    index = (ROOT / "docs/index.md").read_text()
-    assert [page.name for page in ROOT.glob("docs/*.md") if page.name != "index.md" and page.name not in index] == []
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text()
+    pages = [page.relative_to(docs).with_suffix("") for page in docs.glob("**/*.md")]
+    assert [page for page in pages if page.name != "index" and f"\n{page}\n" not in index] == []
+
+
+def test_every_document_has_its_fields_explained() -> None:
+    page = (ROOT / "docs/reference/documents.md").read_text()
+    assert [name for name, kind in DOCUMENTS.items() if f"automodule:: {kind.__module__}\n" not in page] == []
 
 
 def test_readme_is_short() -> None:

@@ -22,32 +22,43 @@ from tests.campaign.seeds import OUT, Target
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "model": ("model.json", "llama-tiny", "gpt-tiny"),
     "plan": ("plan.json",),
+    "files": ("train.sh",),
     "cases": ("cases.csv",),
     "path": ("b.csv", "plan.json", "r.json", "s.pickle", "a.log"),
     "predicted": ("plan.json", "plan.trace.json"),
     "measured": ("measured.json",),
+    "compared": ("plan.json", "plan.trace.json"),
+    "explained": ("plan.json",),
     "name": ("model", "plan", "cases", "6"),
+    "figures": ("tflops=165,memory=24,pcie=4x16", "tflops=165 memory=24 pcie=4x16 nvlink=600 devices=2"),
 }
 """Quick legal values of arguments by their names."""
 REQUIRED = {
-    "cluster": "machine.json",
     "seq_len": "1k",
     "chosen": "one",
     "low": "1",
     "high": "3",
     "unfitted": "2",
     "output": "out/new.json",
+    "framework": "megatron-lm",
 }
 """Quick legal values of options without which a command does nothing."""
 ALWAYS = {
-    ("memo-sim", "what-if"): ("--seq-len", "1k", "--system", "full-recompute"),
-    ("memo-sim", "longest"): ("--step", "1024m", "--system", "full-recompute"),
+    ("memo-sim", "what-if"): ("--cluster", "machine.json", "--seq-len", "1k", "--system", "full-recompute"),
+    ("memo-sim", "longest"): ("--cluster", "machine.json", "--step", "1024m", "--system", "full-recompute"),
+    ("memo-sim", "gpus"): ("--cluster", "a800", "--most-gpus", "2", "--system", "full-recompute"),
+    ("memo-sim", "oom"): ("--seq-len", "1k", "--system", "full-recompute"),
+    ("memo-sim", "explain"): ("--cluster", "machine.json"),
+    ("memo-sim", "compare"): ("plan.json", "--cluster", "machine.json"),
     ("memo-exec", "run"): ("--steps", "1"),
     ("memo-exec", "profile"): ("--steps", "1", "--trace", "out/t.json", "-o", "out/m.json"),
 }
 """Options that make a command quick, or keep its files in one folder. One that is drawn comes later and wins."""
 TEXT_VALUES: dict[str, tuple[str, ...]] = {
     "cluster": ("machine.json", "h100-1x8", "a800-2x8", "b200-1x8"),
+    "from_datasheet": ("tflops=165,memory=24,pcie=4x16",),
+    "within": ("10m", "1s", "0.5h"),
+    "price_per_gpu_hour": ("2.5", "a800=1"),
     "seq_len": ("1k", "2048", "1.5k", "1m"),
     "step": ("1024m", "512m"),
     "system": ("full-recompute", "megatron-lm", "memo"),
@@ -66,11 +77,11 @@ KNOB_VALUES: dict[type, tuple[str, ...]] = {
 """Quick legal values of knobs that click takes as text."""
 NEVER = {"every", "jobs", "help", "version"}
 """Options left out: --all takes minutes, --jobs starts processes. --accept alone is refused, so it stays."""
-RARE = {"fit": 0.1, "longest": 0.3, "compare": 0.4}
+RARE = {"fit": 0.1, "longest": 0.3, "gpus": 0.3, "compare": 0.4, "oom": 0.3, "explain": 0.3}
 """Commands that take their time, and how often they are drawn beside one that is quick."""
 FILES = (
     *("snapshot", "buffers in CSV", "requests", "allocator log", "model", "hardware profile", "cases", "trace"),
-    *("plan", "tokens"),
+    *("plan", "tokens", "job"),
 )
 """Kinds of target whose files the commands read."""
 NEEDS_MINUTES = {("memo-exec", "calibrate")}
@@ -192,7 +203,7 @@ class Options:
 
 
 def _paths(name: str) -> list[str]:
-    read = {"plan_path": "plan.json", "data": "ids.npy", "weights": "run/weights"}
+    read = {"plan_path": "plan.json", "job_path": "train.sh", "data": "ids.npy", "weights": "run/weights"}
     if name in read:
         return [read[name]]
     if name == "save":

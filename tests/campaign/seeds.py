@@ -111,6 +111,22 @@ BUFFERS = "id,lower,upper,size\na,0,3,700\nb,2,4,300\nc,4,6,900\n"
 LOG = "malloc a 700\nmalloc b 300\nfree a 700\nmalloc c 900\nfree b 300\n"
 
 
+SCRIPT = """\
+GPUS_PER_NODE=1
+TP=${TP:-1}
+MODEL=(--num-layers 2 --hidden-size 128 --num-attention-heads 1 --ffn-hidden-size 256 --vocab-size 256)
+if [[ "$TP" == "1" ]]; then MODEL+=("--swiglu --normalization RMSNorm"); fi
+torchrun --nproc_per_node $GPUS_PER_NODE pretrain_gpt.py ${MODEL[@]} --seq-length $((2*512)) --bf16 \\
+    --max-position-embeddings 1024 --tensor-model-parallel-size ${TP} --disable-bias-linear
+"""
+ARGUMENTS_IN_YAML = """\
+language_model: {num_layers: 2, hidden_size: 128, num_attention_heads: 1, activation_func: swiglu}
+model_parallel: {tensor_model_parallel_size: 1, bf16: true}
+seq_length: 1024
+vocab_size: 256
+"""
+
+
 def targets(folder: Path, *, quick: bool = False) -> list[Target]:
     """Make the files of every target in a folder of its own, and return the targets.
 
@@ -136,6 +152,7 @@ def targets(folder: Path, *, quick: bool = False) -> list[Target]:
     _cases(add)
     _documents(add)
     _memory(add)
+    _jobs(add)
     if not quick:
         _executed(add, folder)
     return found
@@ -244,6 +261,13 @@ def _plans(add: Callable[..., Path]) -> None:
         shutil.copytree(place, beside, dirs_exist_ok=True)
         tree = json.loads((place / "plan.trace.json").read_bytes()) | {"origin": "measured"}
         (beside / "measured.json").write_text(json.dumps(tree))
+
+
+def _jobs(add: Callable[..., Path]) -> None:
+    """What other frameworks start from, for ``import``."""
+    for file, text in (("train.sh", SCRIPT), ("arguments.yaml", ARGUMENTS_IN_YAML)):
+        place = add("job", file, "words", "memo-sim", "import", file, "--json", codes=SIM, weight=4)
+        (place / file).write_text(text)
 
 
 def _documents(add: Callable[..., Path]) -> None:

@@ -29,7 +29,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     codec.write(folder / "model.json", msgspec.structs.replace(load_model("gpt-tiny"), name=NAME))
     _, hardware = load_cluster("a800-1x1")
     codec.write(folder / "gpu.json", msgspec.structs.replace(hardware, name=NAME, devices=1))
-    outputs = ("-o", "plan.json", "--plot", "step.svg", "--trace", "perfetto.json")
+    outputs = ("-o", "plan.json", "--plot", "step.svg", "--trace", "perfetto.json", "--report", "page.html")
     done = memo_sim("what-if", "model.json", "--cluster", "gpu.json", *QUESTION, *outputs, cwd=folder)
     check_shown(done)
     spans = Spans(
@@ -69,6 +69,10 @@ def test_a_plan_is_searched_written_and_drawn(hostile: Path) -> None:
     assert r"\x1b]0;x" in texts(hostile / "step.svg")
     assert "$\\frac{$" in texts(hostile / "step.svg")
     assert json.loads((hostile / "perfetto.json").read_text())["traceEvents"]
+    page = (hostile / "page.html").read_text()
+    assert r"\x1b]0;x" in page
+    assert "<img" not in page
+    assert page.replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ import pytest
 from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, PublishedErrors
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
+from memo_sim.contract.difference import Choice, Difference, Share, Side
+from memo_sim.contract.explanation import Explanation, Rival, Room, Sensitivity, Use
 from memo_sim.contract.figure import Figure, Line, Point
+from memo_sim.contract.gpus import Gpus, Sized, TriedCount
 from memo_sim.contract.hardware import (
     AttentionTable,
     CollectiveTable,
@@ -19,6 +22,7 @@ from memo_sim.contract.hardware import (
     Quantity,
     Source,
 )
+from memo_sim.contract.interchange import Export, IgnoredOption, ImportedJob, LostDecision, OwnDecision, ReadOption
 from memo_sim.contract.longest import Longest, Tried
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.model import Model, RopeScaling
@@ -34,8 +38,13 @@ from memo_sim.contract.plan import (
     Stall,
     StepInterval,
 )
+from memo_sim.contract.recorded_step import KindTime, LiveBytes, RecordedMemory, RecordedStep, ShapeTime
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
+from memo_sim.contract.results import Results
+from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
+from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Summary
+from memo_sim.contract.sweep import Failure, SweepLine
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Reduction, Verdict
@@ -275,6 +284,10 @@ def result() -> Result:
     )
 
 
+def results() -> Results:
+    return Results(model="sample", seq_tokens=4096, ranked_by="tokens per second", results=[result()])
+
+
 def longest() -> Longest:
     return Longest(
         model="sample",
@@ -290,6 +303,56 @@ def longest() -> Longest:
         ],
         why=["one"],
         more_memory=result().more_memory,
+    )
+
+
+def sweep_line() -> SweepLine:
+    return SweepLine(
+        key="ab" * 32,
+        question={"model": "sample", "seq_len": "64k", "tp": 8, "alpha": 0.5, "pp_layers": [1, 2], "keep_norms": True},
+        memo_version="0.1.0",
+        model="sample",
+        cluster="a800-1x8",
+        system="memo",
+        seq_tokens=65536,
+        status="failed",
+        best=result().plans[0],
+        warnings=["one"],
+        why=["one"],
+        failure=Failure(exit_code=6, message="the worker died"),
+        elapsed_s=1.5,
+    )
+
+
+def gpus() -> Gpus:
+    memory = DeviceMemory(
+        peak="arena", peak_bytes=10, live_bytes=9, reserve_bytes=1, needed_bytes=11, capacity_bytes=20
+    )
+    verdict = Summary(
+        fits=True,
+        status="ok",
+        devices=16,
+        tokens_per_step=4096,
+        step_s=1.0,
+        device_memory=memory,
+        host_memory=HostMemory(needed_bytes=0, capacity_bytes=10),
+        plan="tp2",
+        assumptions=[Assumption(name="dtype", value="bf16", option="--dtype")],
+    )
+    size = Sized(
+        kind="a800", cluster="a800-2x8", nodes=2, roles=["fits", "cheapest"], best=result().plans[0], summary=verdict
+    )
+    return Gpus(
+        model="sample",
+        seq_tokens=4096,
+        global_batch=1,
+        within_s=2.0,
+        kinds=["a800"],
+        most_devices=16,
+        chosen=size,
+        sizes=[size],
+        tried=[TriedCount(kind="a800", cluster="a800-1x8", devices=8, fits=False, reason="device memory")],
+        why=["one"],
     )
 
 
@@ -367,6 +430,122 @@ def comparison() -> Comparison:
     )
 
 
+def shortage() -> Shortage:
+    way = WayOut(
+        knob="recompute",
+        options="--recompute full",
+        leave_out=["--alpha"],
+        plan="full recompute on tp1 cp1 dp1",
+        fits=True,
+        status="ok",
+        step_s=2.5,
+        needed_bytes=512,
+        note="a note",
+    )
+    return Shortage(
+        model="sample",
+        cluster="sample-1x1",
+        seq_tokens=1024,
+        fits=False,
+        status="gpu_oom",
+        plan="keep on tp1 cp1 dp1",
+        decisions=plan().decisions,
+        candidates=1,
+        memory="device",
+        at="m0/s0/l3/bwd/attn",
+        needed_bytes=2048,
+        capacity_bytes=1024,
+        shortfall_bytes=1024,
+        by_class={"state": 1024},
+        allocator={"allocated": 1},
+        reserve={"cuda_context": 1024},
+        tensors=[LiveTensor(name="params.layer", buffer_class="state", count=4, bytes=1024)],
+        reason="no room",
+        ways=[way],
+        open=way,
+        too_little=[msgspec.structs.replace(way, fits=False, status="gpu_oom", step_s=None, shortfall_bytes=1)],
+        tried=2,
+    )
+
+
+def difference() -> Difference:
+    side = Side(
+        name="plan.json",
+        kind="plan",
+        origin="predicted",
+        source="its own prediction",
+        cluster="sample-1x1",
+        decisions=plan().decisions,
+        program_sha256=SHA,
+        step_s=1.0,
+        mfu=0.5,
+        tgs=10.0,
+        lanes={"compute": 0.5},
+        peak_device_bytes=1024,
+        peak_by_class={"state": 1024},
+        peak_host_bytes_per_node=1,
+        moved_bytes=MovedBytes(d2h=1, h2d=1),
+    )
+    share = Share(
+        group="forward", name="attention", seconds=[1.0, 2.0], difference_s=[0.0, 1.0], of_difference=[None, 1.0]
+    )
+    return Difference(
+        verdict=["B is slower."],
+        sides=[side, msgspec.structs.replace(side, step_s=2.0)],
+        decisions=[Choice(option="--tp", values=["1", None])],
+        detail="kinds",
+        groups=[share],
+        shares=[share],
+        notes=["a note"],
+    )
+
+
+def explanation() -> Explanation:
+    sensitivity = Sensitivity(
+        resource="copies",
+        change="+25%",
+        decisions="fixed",
+        status="ok",
+        plan="keep on tp1 cp1 dp1",
+        step_s=1.0,
+        tgs=10.0,
+        gain=0.1,
+        reason="none",
+    )
+    rival = Rival(
+        options="--tp 2",
+        plan="keep on tp2 cp1 dp1",
+        status="ok",
+        step_s=2.0,
+        slower_s=1.0,
+        compute_s=0.5,
+        waits_s=0.5,
+        waits_for="all_gather",
+        peak_device_bytes=1,
+        peak_host_bytes_per_node=1,
+        shortfall_bytes=0,
+    )
+    return Explanation(
+        name="plan.json",
+        model="sample",
+        cluster="sample-1x1",
+        seq_tokens=1024,
+        plan="keep on tp1 cp1 dp1",
+        decisions=plan().decisions,
+        step_s=1.0,
+        mfu=0.5,
+        tgs=9.0,
+        uses=[Use(lane="compute", busy_s=0.5, of_step=0.5, compute_waits_s=0.5)],
+        rooms=[Room(memory="device", needed_bytes=1, live_bytes=1, capacity_bytes=2)],
+        searched_step_s=1.0,
+        searched_plan="keep on tp1 cp1 dp1",
+        sensitivities=[sensitivity],
+        rivals=[rival],
+        rivals_are="one decision changed",
+        notes=["a note"],
+    )
+
+
 def figure() -> Figure:
     points = [Point(x=8, y=1048576, note="tp 4"), Point(x=16, y=None, note="nothing fits")]
     return Figure(
@@ -382,6 +561,63 @@ def figure() -> Figure:
     )
 
 
+def export() -> Export:
+    row = result().plans[0]
+    return Export(
+        framework="Megatron-LM",
+        version="a commit",
+        system="megatron-core",
+        cluster="a800-1x8",
+        files=["train.sh", "lost.md", "plan.json"],
+        lost=[LostDecision(path="decisions.memory_policy", wanted="planned", instead="eager", why="no addresses")],
+        own=[OwnDecision(path="decisions.kernels.attention", value="flash2", why="what is installed")],
+        plan=row,
+        there=row,
+    )
+
+
+def job() -> ImportedJob:
+    return ImportedJob(
+        framework="Megatron-LM",
+        version="a commit",
+        files=["train.sh"],
+        model=model(),
+        seq_tokens=4096,
+        micro_batch=1,
+        global_batch=8,
+        devices=8,
+        read=[ReadOption(key="--seq-length", value="4096", says="seq_len 4096")],
+        ignored=[IgnoredOption(key="--lr", value="1e-4", why="no part of a plan")],
+        assumed=["one replica"],
+        job=result().plans[0],
+        better=[result()],
+    )
+
+
+def recorded() -> RecordedStep:
+    return RecordedStep(
+        trace="trace.json",
+        device="NVIDIA H100 80GB HBM3",
+        hardware="h100-sxm5-80gb",
+        steps=2,
+        steps_marked=True,
+        step_s=1.0,
+        compute_s=0.7,
+        collective_s=0.2,
+        exposed_collective_s=0.1,
+        copy_s=0.1,
+        exposed_copy_s=0.05,
+        idle_s=0.15,
+        kinds=[KindTime(kind="product.fprop", calls=10, measured_s=0.3, compared_s=0.3, predicted_s=0.28)],
+        shapes=[
+            ShapeTime(kind="product.fprop", shape="8 x 8 x 8 bf16 fprop", calls=10, measured_s=0.03, predicted_s=0.028)
+        ],
+        memory=RecordedMemory(
+            peak_bytes=1024, buffers=2, live=[LiveBytes(name="model.py:3:forward", count=2, bytes=1024)]
+        ),
+    )
+
+
 _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "model": model,
     "hardware": hardware,
@@ -392,13 +628,22 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "memory": memory,
     "trace": trace,
     "result": result,
+    "results": results,
     "longest": longest,
+    "sweep": sweep_line,
+    "gpus": gpus,
+    "shortage": shortage,
     "validation": validation,
     "comparison": comparison,
+    "difference": difference,
+    "explanation": explanation,
     "verdict": verdict,
     "accuracy": accuracy,
     "errors": errors,
     "figure": figure,
+    "recorded": recorded,
+    "export": export,
+    "job": job,
 }
 
 

@@ -158,8 +158,12 @@ def test_listed_names_load() -> None:
         "b200-sxm6-180gb",
         "h100-sxm5-80gb",
         "h200-sxm5-141gb",
+        "l40s-pcie-48gb",
+        "rtx4090-pcie-24gb",
+        "rtxa6000-pcie-48gb",
     ]
-    assert list_clusters() == ["a100-1x8", "a800-1x8", "b200-1x8", "h100-1x8", "h100hbm2e-1x8", "h200-1x8"]
+    measured = ["a100-1x8", "a800-1x8", "b200-1x8", "h100-1x8", "h100hbm2e-1x8", "h200-1x8"]
+    assert list_clusters() == [*measured, "l40s-1x8", "rtx4090-1x8", "rtxa6000-1x8"]
     for name in list_hardware():
         assert load_hardware(name).name == name
     for name in list_clusters():

@@ -122,8 +122,8 @@ def test_systems_name_knobs() -> None:
         assert system.searched <= KNOBS.keys()
 
 
-@pytest.mark.parametrize("command", ["what-if", "longest"])
-def test_every_knob_is_an_option_of_both_questions(command: str) -> None:
+@pytest.mark.parametrize("command", ["what-if", "longest", "oom"])
+def test_every_knob_is_an_option_of_every_question(command: str) -> None:
     options = {name: parameter.opts for parameter in cli.commands[command].params if (name := parameter.name)}
     for knob in KNOBS.values():
         assert (knob.name in options) == knob.on_command_line

@@ -1,9 +1,17 @@
-"""Parsing of token counts, and formatting of sizes."""
+"""Parsing of token counts, durations and prices, and formatting of sizes."""
 
 import pytest
 
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.units import format_bytes, format_seconds, format_tokens, parse_tokens
+from memo_sim.contract.units import (
+    format_bytes,
+    format_seconds,
+    format_tokens,
+    parse_duration,
+    parse_prices,
+    parse_tokens,
+)
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -62,3 +70,28 @@ def test_shown_seconds_choose_a_unit() -> None:
         "1.5 s",
         "4322 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("600", 600), ("600s", 600), ("10m", 600), ("1.5h", 5400), ("2D", 172_800), (" 90 s ", 90), ("0.25s", 0.25)],
+)
+def test_durations_are_read(text: str, seconds: float) -> None:
+    assert parse_duration(text, option="--within") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0s", "-1s", "1e3", "10min", "1h30m", "nan", "inf", "s", "10001d", "1.s"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with refused(UsageError, got=repr(text), hint="--within 10m"):
+        parse_duration(text, option="--within")
+
+
+def test_prices_are_one_for_all_or_one_a_kind() -> None:
+    assert parse_prices("2.5", option="--price") == {"": 2.5}
+    assert parse_prices("h100=2.5, h200=3", option="--price") == {"h100": 2.5, "h200": 3.0}
+
+
+@pytest.mark.parametrize("text", ["", "0", "h100=", "=2", "h100=2,h100=3", "h100=-1", "h100=2,", "two", "1e9", "nan"])
+def test_what_is_no_price_is_refused(text: str) -> None:
+    with refused(UsageError, wanted="KIND=NUMBER", hint="--price 2.5"):
+        parse_prices(text, option="--price")

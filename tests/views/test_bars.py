@@ -92,3 +92,34 @@ def test_bars_hold_the_busy_time_of_their_lane(played) -> None:
     assert abs(sum(b.busy_s for b in bars) - busy) < 1e-9
     assert all(a.end_s <= b.start_s for a, b in pairwise(bars))
     assert len(bars) < len(trace.spans.ids) / 5
+
+
+def test_a_wait_is_divided_over_what_caused_it() -> None:
+    """Compute waits 10 s for a gather: 6 s another stage was not done, 3 s a receive took, 1 s the gather."""
+    ids = ["m0/s0/l0/fwd/a", "m0/s0/l0/pp/recv", "m0/s0/l1/fwd/gather", "m0/s0/l1/fwd/b"]
+    spans = Spans(
+        ids=ids,
+        ops=["linear", "recv", "all_gather", "linear"],
+        lanes=["compute", "recv", "tp", "compute"],
+        start_s=[0.0, 8.0, 11.0, 12.0],
+        end_s=[2.0, 11.0, 12.0, 14.0],
+    )
+    waits = [
+        Wait(instruction=ids[3], waits_for=ids[2], start_s=2.0, seconds=10.0),
+        Wait(instruction=ids[2], waits_for=ids[1], start_s=0.0, seconds=11.0),
+    ]
+    none = MemoryCurve(time_s=[], bytes_by_class={})
+    trace = Trace(
+        origin="predicted",
+        program_sha256="0",
+        step_s=14.0,
+        spans=spans,
+        device_memory=none,
+        host_memory=none,
+        waits=waits,
+    )
+
+    compute = [(s.waits_for, s.start_s, s.end_s) for s in stalls_of(trace) if s.lane == "compute"]
+
+    assert sorted(compute) == [("pipeline bubble", 2.0, 8.0), ("recv", 8.0, 11.0), ("tp", 11.0, 12.0)]
+    assert {s.instruction for s in stalls_of(trace) if s.lane == "compute"} == {ids[3]}

@@ -4,22 +4,29 @@ import re
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.trace import MemoryCurve, Trace
+from memo_sim.contract.trace import MemoryCurve, Spans, Trace
 from memo_sim.contract.units import GIB
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.views.bars import LANES, Stall
-from memo_sim.views.lane_panel import joined
+from memo_sim.views.lane_panel import LanePanel, joined
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
 from memo_sim.views.palette import WAITS
+from memo_sim.views.step import Step
 from memo_sim.views.timeline import draw_comparison, draw_timeline, time_unit
 from tests.refusals import refused
 
 
 def texts(svg) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
+
+
+def alone(trace: Trace, capacity_bytes: int | None = None) -> list[Step]:
+    """Return the step of a plan without pipeline stages."""
+    return [Step(name="rank 0", trace=trace, capacity_bytes=capacity_bytes)]
 
 
 def test_every_lane_has_a_place_and_a_colour() -> None:
@@ -29,8 +36,8 @@ def test_every_lane_has_a_place_and_a_colour() -> None:
 
 
 def test_the_same_png_is_written_again(tmp_path, played) -> None:
-    draw_timeline(played(), tmp_path / "a.png", title="a plan", capacity_bytes=80 * GIB)
-    draw_timeline(played(), tmp_path / "b.png", title="a plan", capacity_bytes=80 * GIB)
+    draw_timeline(alone(played(), 80 * GIB), tmp_path / "a.png", title="a plan")
+    draw_timeline(alone(played(), 80 * GIB), tmp_path / "b.png", title="a plan")
 
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
@@ -41,7 +48,7 @@ def test_the_same_png_is_written_again(tmp_path, played) -> None:
 def test_texts_name_what_is_shown(tmp_path, played, alpha) -> None:
     trace = played(seq_tokens=1 << 17, alpha=alpha)
     peak = peak_of(trace.device_memory).bytes
-    draw_timeline(trace, tmp_path / "t.svg", title="gpt, alpha", capacity_bytes=2 * peak)
+    draw_timeline(alone(trace, 2 * peak), tmp_path / "t.svg", title="gpt, alpha")
 
     found = texts(tmp_path / "t.svg")
 
@@ -53,7 +60,7 @@ def test_texts_name_what_is_shown(tmp_path, played, alpha) -> None:
     assert f"capacity {2 * peak / GIB:.2f} GiB" in found
     assert {"0", "1", "2", "3"} <= set(found)  # the layers
     for lane in ("compute", "waiting", "d2h", "h2d", "tp", "p2p"):
-        assert any(re.fullmatch(rf"{lane} \d+%", text) for text in found), lane
+        assert any(re.fullmatch(rf"{lane} [\d.]+%", text) for text in found), lane
 
 
 def test_a_long_title_is_written_smaller(tmp_path, played) -> None:
@@ -61,7 +68,7 @@ def test_a_long_title_is_written_smaller(tmp_path, played) -> None:
     sizes = []
     for length in (40, 200, 400):
         title = "m" * length
-        draw_timeline(played(), tmp_path / "t.svg", title=title)
+        draw_timeline(alone(played()), tmp_path / "t.svg", title=title)
         style = re.search(rf'<text style="([^"]*)"[^>]*>{title}<', (tmp_path / "t.svg").read_text())
         assert style is not None
         sizes.append(float(re.search(r"([\d.]+)px", style[1])[1]))
@@ -72,7 +79,7 @@ def test_a_long_title_is_written_smaller(tmp_path, played) -> None:
 
 def test_stalls_are_hatched_and_totalled(tmp_path, played) -> None:
     trace = played(seq_tokens=1 << 16, rates={"d2h": 1e9})
-    draw_timeline(trace, tmp_path / "t.svg")
+    draw_timeline(alone(trace), tmp_path / "t.svg")
 
     assert "<pattern" in (tmp_path / "t.svg").read_text()
     assert any(re.fullmatch(r"d2h [\d.]+ m?s", text) for text in texts(tmp_path / "t.svg"))
@@ -89,11 +96,64 @@ def test_stalls_are_joined_where_the_lane_hardly_ran_between_them() -> None:
 
 def test_only_the_first_of_many_micro_batches_is_shown(tmp_path, played) -> None:
     trace = played(layers=2, global_batch=5)
-    draw_timeline(trace, tmp_path / "first.svg")
-    draw_timeline(trace, tmp_path / "part.svg", window=(0.001, 0.002))
+    draw_timeline(alone(trace), tmp_path / "first.svg")
+    draw_timeline(alone(trace), tmp_path / "part.svg", window=(0.001, 0.002))
 
     assert any("first of 5 micro-batches shown" in text for text in texts(tmp_path / "first.svg"))
     assert any("from 1 ms to 2 ms" in text for text in texts(tmp_path / "part.svg"))
+
+
+def test_all_stages_are_in_one_picture(tmp_path, played) -> None:
+    first, last = (played(layers=2, global_batch=3, slower=slower) for slower in (1.0, 1.5))
+    peak = peak_of(last.device_memory).bytes
+    steps = [
+        Step(name="stage 0 · rank 0", trace=first),
+        Step(
+            name="stage 1 · rank 4",
+            trace=last,
+            capacity_bytes=2 * peak,
+            reserve_bytes=peak // 4,
+            held_bytes=3 * peak // 2,
+            held_as="planned arena",
+        ),
+    ]
+    draw_timeline([steps[0], steps[1]], tmp_path / "t.svg", title="two stages")
+
+    found = texts(tmp_path / "t.svg")
+
+    assert sum(text.startswith(("stage 0  ", "stage 1  ")) for text in found) == 2
+    assert {"0", "1", "2"} <= set(found)  # the micro-batches
+    assert any(text.endswith(", which computes longest") for text in found)
+    assert any(text.endswith(", the fullest") for text in found)
+    assert any("micro-batches" in text for text in found) is False  # all of them are shown
+    draw_timeline([steps[1]], tmp_path / "one.svg")
+    one = texts(tmp_path / "one.svg")
+    size = f"{3 * peak / 2 / GIB:.2f} GiB"
+    assert f"peak {peak / GIB:.2f} GiB live, planned arena {size} (75% of capacity)" in one
+    assert f"capacity {2 * peak / GIB:.2f} GiB, of which reserve {peak / 4 / GIB:.2f} GiB" in one
+
+
+def test_short_work_is_as_high_as_the_time_that_it_fills(played) -> None:
+    """1 ms of every 220 ms is no solid bar."""
+    from matplotlib.figure import Figure
+
+    count = 1000
+    starts = [0.22 * i for i in range(count)]
+    spans = Spans(
+        ids=[f"m0/s0/l{i % 4}/fwd/hop" for i in range(count)],
+        ops=["send_recv"] * count,
+        lanes=["p2p"] * count,
+        start_s=starts,
+        end_s=[start + 0.001 for start in starts],
+    )
+    trace = msgspec.structs.replace(played(), spans=spans, waits=[], step_s=220.0)
+    ax = Figure().add_subplot()
+
+    LanePanel(trace, ["p2p"], (0.0, 220.0), 1.0, 1000).draw(ax)
+
+    heights = [path.get_path().get_extents().height for path in ax.patches]
+    assert 0 < max(heights) < 0.1  # of 0.62
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["p2p 0.5%"]
 
 
 def test_predicted_and_measured_share_an_axis(tmp_path, played) -> None:
@@ -116,7 +176,7 @@ def test_predicted_and_measured_share_an_axis(tmp_path, played) -> None:
 )
 def test_what_cannot_be_drawn_is_refused(tmp_path, played, name, window, fields) -> None:
     with refused(UsageError, **fields):
-        draw_timeline(played(), tmp_path / name, window=window)
+        draw_timeline(alone(played()), tmp_path / name, window=window)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,7 +192,7 @@ def test_a_trace_without_memory_and_waits_is_drawn(tmp_path, played) -> None:
         host_memory=nothing,
     )
 
-    draw_timeline(bare, tmp_path / "t.svg", capacity_bytes=GIB)
+    draw_timeline(alone(bare, GIB), tmp_path / "t.svg")
 
     assert "measured step" in texts(tmp_path / "t.svg")
 
@@ -158,7 +218,7 @@ def test_axes_have_readable_units() -> None:
 
 def test_the_picture_of_a_long_step_is_small(tmp_path, played) -> None:
     trace = played(layers=32, seq_tokens=1 << 20)
-    draw_timeline(trace, tmp_path / "t.svg", capacity_bytes=80 * GIB)
+    draw_timeline(alone(trace, 80 * GIB), tmp_path / "t.svg")
 
     assert (tmp_path / "t.svg").stat().st_size < 2_000_000
 

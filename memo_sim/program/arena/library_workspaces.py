@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from memo_sim.contract.hardware import SAFETY
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.analysis.columns import Columns, Flags, expand
 from memo_sim.program.analysis.liveness import Liveness, liveness
@@ -62,7 +63,8 @@ def reserve_of(program: Program, columns: Columns, decisions: Decisions, known: 
 
     ``known`` holds the items of the profile and the plan's communicators. For plans with libraries outside the
     arena, context and libraries count as at least ``LATER_BYTES``, as in the executor. Communicators, and what was in
-    use before, do not count towards these bytes, because the executor finds them already allocated.
+    use before, do not count towards these bytes, because the executor finds them already allocated; a question's safety
+    margin stays free beside all of them.
     """
     found = dict(known)
     if decisions.memory_policy != "eager" and (merges := merging_bytes(program)):
@@ -70,7 +72,7 @@ def reserve_of(program: Program, columns: Columns, decisions: Decisions, known: 
     if not beside_arena(decisions):
         return found
     found[RESULTS] = results_bytes(program, columns)
-    later = sum(size for item, size in known.items() if item not in (IN_USE, COMMUNICATORS))
+    later = sum(size for item, size in known.items() if item not in (IN_USE, COMMUNICATORS, SAFETY))
     return found | {LATER: LATER_BYTES - later} if later < LATER_BYTES else found
 
 

@@ -13,6 +13,7 @@ from memo_sim.contract.errors import BadInput, OutOfTolerance
 from memo_sim.contract.plan import MovedBytes
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace
 from memo_sim.program.lower import lower
+from memo_sim.views.busy import busy_by
 from memo_sim.views.chrome_trace import chrome_trace
 from memo_sim.views.comparison_table import comparison_table
 from tests.exec_cpu.plans import byte_decisions, plan_of, predicted, write_plan
@@ -50,11 +51,11 @@ def test_ratio_is_predicted_over_measured_without_what_was_not_measured() -> Non
 
 def test_spans_of_the_repeated_micro_batch_count_for_all_it_stands_for() -> None:
     played = trace(["m0/a", "m1/a", "m2/a", "step/b"], [1.0, 2.0, 3.0, 4.0], micro_batches_played=3, micro_batches=8)
-    lanes, ops = compare.busy_by(played)
+    lanes, ops = busy_by(played)
     assert ops == {"a": 1.0 + 6 * 2.0 + 3.0, "b": 4.0}
     assert lanes == {"compute": 20.0}
     alone = trace(["m0/a", "step/b"], [1.0, 4.0], micro_batches_played=1, micro_batches=3)
-    assert compare.busy_by(alone)[1] == {"a": 3.0, "b": 4.0}
+    assert busy_by(alone)[1] == {"a": 3.0, "b": 4.0}
 
 
 def test_peak_of_a_trace_is_of_the_sum() -> None:

@@ -1,0 +1,173 @@
+"""Reads a job of another framework, says what it costs on a cluster, and what would be better."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from memo_sim.answers.what_if import row, what_if
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
+from memo_sim.contract.files import read_regular
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.interchange import ImportedJob
+from memo_sim.contract.knobs import Pins
+from memo_sim.contract.plan import Decisions, Plan
+from memo_sim.contract.progress import Progress
+from memo_sim.contract.result import Result
+from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
+from memo_sim.interchange.frameworks import find_framework, framework_of
+from memo_sim.interchange.job import Job
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import play
+
+MOST_BYTES = 4_000_000
+"""A script or configuration has some thousand bytes."""
+ALTERNATIVES = 3
+"""Plans that are listed of each search for something better."""
+
+
+def read_files(
+    paths: Sequence[str], given: Mapping[str, str], *, framework: str | None = None, devices: int = 0
+) -> tuple[Framework, Read]:
+    """Return the framework whose files these are, and what they say; ``devices`` are the cluster's, 0: none is named.
+
+    Raises:
+        BadInput: when a file is no framework's, or does not say what memo needs.
+        UsageError: when there is no such framework.
+    """
+    sources = tuple(Source(path, _text(path)) for path in paths)
+    of = find_framework(framework) if framework else framework_of(sources)
+    read = of.read(sources, {**given, FALLBACK: str(devices or "")})
+    return find_framework(read.framework), read  # accelerate and TRL may start a job of DeepSpeed
+
+
+def _text(path: str) -> str:
+    try:
+        return read_regular(path, MOST_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise BadInput("not a text file", where=path, got=str(error)) from None
+
+
+def parse_given(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the values of ``--set NAME=value``.
+
+    Raises:
+        UsageError: when one of them has no name, or no value.
+    """
+    found = dict[str, str]()
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise UsageError("not a value for a name", got=repr(pair), wanted="--set NAME=value")
+        found[name] = value
+    return found
+
+
+def decisions_of(job: Job, cluster: Cluster, hardware: Hardware, system: str) -> tuple[Decisions, list[str]]:
+    """Return the plan of a job on a cluster, and what was assumed to make it.
+
+    Raises:
+        Infeasible: when no plan can have the job's decisions.
+        UsageError: when they contradict each other, or need more devices than there are.
+    """
+    try:
+        return job.decisions(cluster, hardware, system), []
+    except Infeasible as error:
+        first = error
+    tried: tuple[dict[str, Any], ...] = ({"attention": None}, {"dtype": None}, {"attention": None, "dtype": None})
+    for changes in tried:
+        try:
+            found = replace(job, pins=replace(job.pins, **changes)).decisions(cluster, hardware, system)
+        except Infeasible:
+            continue
+        asked = [f"{name} {getattr(job.pins, name)}" for name in changes]
+        priced = {"attention": found.kernels.attention, "dtype": found.dtype}
+        told = " and ".join(f"{name} {priced[name]}" for name in changes)
+        return found, [f"priced with {told}: {hardware.name} has no rates of {', '.join(asked)}"]
+    raise first
+
+
+def import_job(
+    paths: Sequence[str],
+    given: Mapping[str, str],
+    *,
+    framework: str | None = None,
+    machine: tuple[Cluster, Hardware] | None = None,
+    search: bool = True,
+    progress: Progress | None = None,
+) -> ImportedJob:
+    """Return what the files of a job say; with a cluster what it costs there, and with ``search`` what would be better.
+
+    Raises:
+        BadInput: as ``read_files``.
+        Infeasible: when no plan can have the job's decisions.
+        UsageError: as ``read_files``, and when the job does not fit on the cluster's devices.
+    """
+    of, read = read_files(paths, given, framework=framework, devices=machine[0].devices if machine else 0)
+    job = read.job
+    document = ImportedJob(
+        framework=read.framework,
+        version=of.version,
+        files=list(paths),
+        model=job.model,
+        seq_tokens=job.seq_tokens,
+        micro_batch=job.micro_batch,
+        global_batch=job.global_batch,
+        devices=read.devices,
+        read=list(read.read),
+        ignored=list(read.ignored),
+        assumed=list(read.assumed),
+    )
+    if machine is None:
+        return document
+    cluster, hardware = machine
+    decisions, assumed = decisions_of(job, cluster, hardware, of.system)
+    question = job.question(cluster, hardware, of.system)
+    used = decisions.layout.devices
+    if used < cluster.devices:
+        assumed.append(f"the job uses {used} of the {cluster.devices} devices of {cluster.name}")
+    own = row(decisions, play(question, decisions).prediction, system=of.system)
+    better = _better(job, of, cluster, hardware, progress) if search else []
+    return msgspec.structs.replace(document, job=own, better=better, assumed=[*document.assumed, *assumed])
+
+
+def plan_of_files(
+    paths: Sequence[str], given: Mapping[str, str], framework: str | None, machine: tuple[Cluster, Hardware]
+) -> tuple[Plan, str]:
+    """Return the plan of a job, not lowered yet, and the system that predicts it.
+
+    Raises:
+        BadInput, Infeasible, UsageError: as ``import_job``.
+    """
+    cluster, hardware = machine
+    of, read = read_files(paths, given, framework=framework, devices=cluster.devices)
+    decisions, _ = decisions_of(read.job, cluster, hardware, of.system)
+    return Plan(decisions=decisions, program_sha256=""), of.system
+
+
+def _better(
+    job: Job, framework: Framework, cluster: Cluster, hardware: Hardware, progress: Progress | None
+) -> list[Result]:
+    """Return the answers to the job's question with every knob open: in the same framework, then in memo."""
+    found = list[Result]()
+    for system in (framework.system, "any"):
+        question = Question(
+            model=job.model,
+            cluster=cluster,
+            hardware=hardware,
+            seq_tokens=job.seq_tokens,
+            system=system,
+            micro_batch=job.micro_batch,
+            global_batch=job.global_batch,
+            pins=Pins(dtype=job.pins.dtype),
+        )
+        try:
+            found.append(what_if(question, top=ALTERNATIVES, progress=progress).result)
+        except MemoError:
+            continue
+    return found

@@ -1,0 +1,272 @@
+"""Turns named values into a question: those of the command line's options, of Python arguments, of a line of a file.
+
+    {"model": "llama3-8b", "cluster": "h100-1x8", "seq_len": "1m", "tp": 8}  ->  Question
+
+The names are those of the options with underscores. None stands for a value that was not given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from memo_sim.contract.boards import with_power
+from memo_sim.contract.catalog import cluster_from_datasheet, fields_not_read, load_cluster, load_model
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.knobs import (
+    ARGUMENTS,
+    CHOSEN,
+    MEMORY_GIB,
+    OF_A_QUESTION,
+    PINNED,
+    POWER_W,
+    CountOrAuto,
+    Degree,
+    Flag,
+    Fraction,
+    Knob,
+    LayerChoice,
+    Length,
+    Numbers,
+    OneOf,
+    Pins,
+    Switch,
+    Whole,
+)
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.units import GIB, parse_layer_choice, parse_numbers, parse_tokens
+from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
+from memo_sim.planning.question import Question, with_memory
+
+Values = Mapping[str, Any]
+
+MOST_DIGITS = 18
+"""Digits of a number that are read; one with more is out of every range."""
+NEEDED = ("model", "seq_len")
+"""What a question cannot do without, beside a cluster."""
+
+
+def check_names(values: Values, known: Sequence[str] = (*OF_A_QUESTION, *ARGUMENTS)) -> None:
+    """Refuse names that no question knows.
+
+    Raises:
+        UsageError: with the nearest name.
+    """
+    for name in values:
+        if name not in known:
+            hint = did_you_mean(name, known) or "docs/knobs.md lists the knobs"
+            raise UsageError("a question has no value of this name", got=repr(name), hint=hint)
+
+
+def question_of(values: Values, *, fill: bool = True) -> Question:
+    """Return the question that the values make.
+
+    ``model`` is a name, a path or a ``Model``; the knobs are named by ``Knob.argument``. Without ``global_batch`` the
+    batch keeps every device busy; where it is not to ``fill`` the cluster, it has one micro-batch for each replica.
+
+    Raises:
+        UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
+        BadInput: when a file cannot be read.
+    """
+    check_names(values)
+    if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
+        raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
+    return question_on(values, *named_cluster(values), fill=fill)
+
+
+def question_of_plan(plan: Plan, values: Values, *, system: str = "any") -> Question:
+    """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``).
+
+    ``system`` is the one that the plan is predicted under.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    cluster, hardware = machine_of(values)
+    knobs = {knob.name: knob.default for knob in ARGUMENTS.values()}
+    decided = {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
+    return Question(
+        model=plan.decisions.model,
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=plan.decisions.seq_tokens,
+        system=system,
+        **_held(knobs | decided),
+    )
+
+
+def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
+    """Return the question that the values ask about a cluster; ``fill`` as in ``question_of``.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    cluster, hardware = _limited(values, cluster, hardware)
+    knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
+    model, system = values["model"], values.get("system")
+    known = isinstance(model, Model)
+    question = Question(
+        model=model if known else load_model(_text(model, "model")),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=parse_tokens(str(values["seq_len"])),
+        system="any" if system is None else _text(system, "system"),
+        not_read=() if known else fields_not_read(_text(model, "model")),
+        **_held(knobs),
+    )
+    if values.get("global_batch") is not None:
+        return question
+    return with_filling_batch(question) if fill else with_one_sequence(question)
+
+
+def machine_of(values: Values) -> tuple[Cluster, Hardware]:
+    """Return the cluster that the values name, with their memory and power limit.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    return _limited(values, *named_cluster(values))
+
+
+def _held(knobs: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``Question`` that hold these knobs."""
+    pins = Pins(**{knob.name: knobs[knob.name] for knob in PINNED if knob.name in knobs})
+    return {"pins": pins, **{knob.name: knobs[knob.name] for knob in CHOSEN if knob.name in knobs}}
+
+
+def named_cluster(values: Values) -> tuple[Cluster, Hardware]:
+    """Return the cluster and the profile that ``cluster`` or ``from_datasheet`` names.
+
+    Raises:
+        UsageError: when neither or both are given, or what is given is none.
+        BadInput: when a file cannot be read.
+    """
+    name, sheet = values.get("cluster"), values.get("from_datasheet")
+    if (name is None) == (sheet is None):
+        got = "neither" if name is None else "both"
+        hint = "--cluster a800-1x8, or --from-datasheet tflops=165,memory=24,pcie=4x16"
+        raise UsageError("a question needs one of --cluster and --from-datasheet", got=got, hint=hint)
+    if sheet is not None:
+        return cluster_from_datasheet(_text(sheet, "from_datasheet"))
+    return load_cluster(_text(name, "cluster"))
+
+
+def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Cluster, Hardware]:
+    """Return a machine with the memory and the power limit that the values name."""
+    safety_gib = number("safety_gib", values.get("safety_gib"), 0, MEMORY_GIB[1])
+    cluster, hardware = with_memory(
+        cluster,
+        hardware,
+        device_bytes=bytes_of("device_memory_gib", values.get("device_memory_gib")),
+        host_bytes=bytes_of("host_memory_gib", values.get("host_memory_gib")),
+        safety_bytes=None if safety_gib is None else int(safety_gib * GIB),
+    )
+    power_w = number("power_w", values.get("power_w"), *POWER_W)
+    return cluster, hardware if power_w is None else with_power(hardware, power_w)
+
+
+def checked(knob: Knob, given: Any) -> Any:
+    """Return a knob's value, its default for None; lengths and numbers may be text, as on the command line.
+
+    Raises:
+        UsageError: when the knob cannot have the value.
+    """
+    if given is None:
+        return knob.default
+    value: Any = None
+    match knob.kind:
+        case Degree():
+            value = _whole(given, 1, None)
+        case Whole(least, most):
+            value = _whole(given, least, most)
+        case CountOrAuto(most):
+            value = "auto" if given == "auto" else _whole(_digits(given), 1, most)
+        case Fraction():
+            value = float(given) if _in_range(given, 0, 1) else None
+        case Switch() | Flag():
+            value = given if isinstance(given, bool) else None
+        case OneOf(words):
+            value = given if given in words else None
+        case Length():
+            value = parse_tokens(str(given), option=knob.option, least=0) if _is_length(given) else None
+        case Numbers():
+            value = parse_numbers(_joined(given), option=knob.option)
+        case LayerChoice():
+            value = parse_layer_choice(str(given), option=knob.option)
+    if value is None:
+        raise _refusal(knob, given)
+    return value
+
+
+def _refusal(knob: Knob, given: Any) -> UsageError:
+    hint = None
+    match knob.kind:
+        case CountOrAuto(most):
+            wanted, hint = f"a whole number from 1 to {most}, or auto", f"{knob.option} 32"
+            return UsageError(f"not a number of {knob.name}", got=repr(given), wanted=wanted, hint=hint)
+        case OneOf(words):
+            hint = did_you_mean(str(given), words)
+        case Switch() | Flag():
+            return UsageError(f"not a value of {knob.argument}", got=repr(given), wanted="True or False")
+    return UsageError(f"not a value of {knob.argument}", got=repr(given), wanted=str(knob.kind), hint=hint)
+
+
+def _whole(given: Any, least: int, most: int | None) -> int | None:
+    """Return a whole number in a range; None where it is something else."""
+    return int(given) if isinstance(given, Integral) and _in_range(given, least, most) else None
+
+
+def _in_range(given: Any, least: float, most: float | None) -> bool:
+    if not isinstance(given, Real) or isinstance(given, bool):
+        return False
+    number: Any = given
+    return bool(least <= number and (most is None or number <= most))
+
+
+def _digits(given: Any) -> Any:
+    """Return the number that text stands for, and anything else as it is."""
+    return int(given[:MOST_DIGITS]) if isinstance(given, str) and given.isascii() and given.isdigit() else given
+
+
+def _is_length(given: Any) -> bool:
+    return isinstance(given, str) or _whole(given, 0, None) is not None
+
+
+def _joined(given: Any) -> str:
+    return ",".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+
+
+def bytes_of(name: str, size_gib: float | None) -> int | None:
+    """Return GiB as bytes; None stays.
+
+    Raises:
+        UsageError: with ``name``, when it is no size of a memory.
+    """
+    given = number(name, size_gib, *MEMORY_GIB)
+    return None if given is None else int(given * GIB)
+
+
+def number(name: str, given: Any, least: float, most: float) -> float | None:
+    """Return a number in a range; None stays.
+
+    Raises:
+        UsageError: with ``name``, when it is something else.
+    """
+    if given is None or _in_range(given, least, most):
+        return None if given is None else float(given)
+    raise UsageError(f"not a value of {name}", got=repr(given), wanted=f"a number from {least:g} to {most:g}")
+
+
+def _text(given: Any, name: str) -> str:
+    """Return a name or a path as text."""
+    if isinstance(given, str | os.PathLike):
+        return os.fspath(given)
+    raise UsageError(f"not a value of {name}", got=repr(given), wanted="a name or a path")

@@ -1,0 +1,205 @@
+"""Answers why a run is out of memory: what fills the memory at the peak, and what each single change would cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.knobs import KNOBS, PINNED
+from memo_sim.contract.plan import Prediction
+from memo_sim.contract.progress import Progress
+from memo_sim.contract.shortage import Shortage, WayOut
+from memo_sim.engine.simulate import Simulation
+from memo_sim.explain.peak import tensors_at
+from memo_sim.explain.remedies import Change, changes, evaluated
+from memo_sim.explain.runner_up import label
+from memo_sim.planning.arena import arena_of
+from memo_sim.planning.contradictions import repinned
+from memo_sim.planning.outcome import Evaluated
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import play, search
+
+LARGEST = 12
+"""How many tensors the document names."""
+NOTES = {
+    "--states bf16": "the optimizer's moments are rounded to bf16",
+    "--states host": "the optimizer runs on the host's cores",
+    "--memory-policy planned": "needs an executor with a planned arena, such as memo-exec",
+}
+"""What changes mean besides time and memory, by their options."""
+
+
+def shortage(question: Question, *, progress: Progress | None = None) -> Shortage:
+    """Return why ``question`` is short of memory, and the single changes that make it fit; or by how much it fits.
+
+    A change is evaluated with all other knobs as in the asked run (an alpha that the question leaves open is searched
+    again). Plans on planned memory count as fitting when their arena does.
+
+    Raises:
+        Infeasible: when no layout divides the model and the sequence, or no plan can be evaluated.
+        UsageError: when pinned knobs contradict each other or the cluster.
+    """
+    found = search(question)
+    chosen = _asked_run(question, found.ranked)
+    if chosen.prediction.status == "invalid":
+        raise Infeasible("no plan can be evaluated", where=label(chosen), got=chosen.prediction.reason)
+    simulation = play(question, chosen.decisions)
+    peak = _peak(question, chosen, simulation, candidates=found.evaluated + found.pruned)
+    if peak.fits:
+        return peak
+    ways, too_little, tried = _ways(question, chosen, progress)
+    return msgspec.structs.replace(
+        peak, ways=ways, too_little=too_little, tried=tried, open=_with_nothing_pinned(question, ways)
+    )
+
+
+def _asked_run(question: Question, ranked: list[Evaluated]) -> Evaluated:
+    """Return the fastest plan that fits, its arena included; else the nearest to fitting."""
+    unplaced = []
+    for one in ranked:
+        placed = _placed(question, one)
+        if placed.prediction.status == "ok":
+            return placed
+        unplaced.append(placed)
+    return min(unplaced, key=lambda one: one.rank_key)
+
+
+def _placed(question: Question, one: Evaluated) -> Evaluated:
+    """Return a plan with the prediction of its arena, where memory is planned and the live bytes fit."""
+    if one.prediction.status != "ok" or one.decisions.memory_policy != "planned":
+        return one
+    return replace(one, prediction=arena_of(play(question, one.decisions)).prediction)
+
+
+def _peak(question: Question, chosen: Evaluated, simulation: Simulation, *, candidates: int) -> Shortage:
+    """Return what fills the memory that is short; the device's where the plan fits."""
+    prediction, memory, stage = chosen.prediction, simulation.memory, simulation.fullest
+    on_host = prediction.status == "host_oom"
+    lives, peak = (memory.host_lives, memory.host) if on_host else (memory.device_lives, memory.device)
+    by_class = {name: size * (memory.local_ranks if on_host else 1) for name, size in peak.by_class.items()}
+    if on_host and memory.host_beside_bytes:
+        by_class["other stages"] = memory.host_beside_bytes
+    at = memory.program_id(peak.instruction)
+    needed, capacity = _need(prediction, simulation), _capacity(simulation, on_host=on_host)
+    fault = memory.fault
+    by_allocator = fault is not None and not on_host and memory.device_total_bytes <= memory.device_capacity_bytes
+    return Shortage(
+        model=question.model.name,
+        cluster=question.cluster.name,
+        seq_tokens=question.seq_tokens,
+        fits=prediction.status == "ok",
+        status=prediction.status,
+        plan=label(chosen),
+        decisions=chosen.decisions,
+        candidates=candidates,
+        memory="host" if on_host else "device",
+        at=at if len(simulation.stages) == 1 else f"{stage.program.stage}: {at}",
+        needed_bytes=needed,
+        capacity_bytes=capacity,
+        shortfall_bytes=prediction.shortfall_bytes,
+        free_bytes=max(0, capacity - needed) if prediction.status == "ok" else 0,
+        by_class=by_class,
+        allocator={n: size for n, size in fault.live.items() if n != "reserve"} if fault and by_allocator else {},
+        reserve={} if on_host else memory.reserve,
+        tensors=tensors_at(memory.program, lives, peak.instruction, device=not on_host)[:LARGEST],
+        step_s=prediction.step_s,
+        reason=prediction.reason,
+    )
+
+
+def _need(prediction: Prediction, simulation: Simulation, *, on_host: bool | None = None) -> int:
+    """Return what a plan needs of the memory that is short, or of a device's: with the reserve."""
+    memory = simulation.memory
+    of_host = prediction.status == "host_oom" if on_host is None else on_host
+    if of_host:
+        return prediction.peak_host_bytes_per_node
+    if prediction.status == "gpu_oom":
+        return memory.device_capacity_bytes + prediction.shortfall_bytes
+    held = prediction.reserved_bytes
+    return (prediction.peak_device_bytes if held is None else held) + memory.reserve_bytes
+
+
+def _capacity(simulation: Simulation, *, on_host: bool) -> int:
+    memory = simulation.memory
+    return memory.host_capacity_bytes if on_host else memory.device_capacity_bytes
+
+
+def _ways(question: Question, chosen: Evaluated, progress: Progress | None) -> tuple[list[WayOut], list[WayOut], int]:
+    """Return the changes that make the plan fit, those that help too little, and how many could be evaluated."""
+    tried = changes(question, chosen.decisions)
+    ways, too_little, seen = list[tuple[Evaluated, WayOut]](), list[tuple[Evaluated, WayOut]](), 0
+    for number, change in enumerate(tried, start=1):
+        one = evaluated(change, chosen.decisions)
+        if one is not None:
+            seen += 1
+            one = _placed(change.question, one)
+            listed = ways if one.prediction.status == "ok" else too_little
+            listed.append((one, _way(question, change, one, on_host=chosen.prediction.status == "host_oom")))
+        if progress:
+            progress(number, len(tried))
+    status, short = chosen.prediction.status, chosen.prediction.shortfall_bytes
+    nearer = [(one, way) for one, way in too_little if way.status == status and way.shortfall_bytes < short]
+    return _sorted(ways), _sorted(nearer), seen
+
+
+def _sorted(found: list[tuple[Evaluated, WayOut]]) -> list[WayOut]:
+    return [way for _, way in sorted(found, key=lambda pair: pair[0].rank_key)]
+
+
+def _way(question: Question, change: Change, one: Evaluated, *, on_host: bool) -> WayOut:
+    prediction, options = one.prediction, change.typed(one.decisions)
+    short = on_host if prediction.status == "ok" else None
+    return WayOut(
+        knob=change.knob,
+        options=options,
+        leave_out=_left_out(question, change, options),
+        plan=label(one),
+        fits=prediction.status == "ok",
+        status=prediction.status,
+        step_s=prediction.step_s,
+        needed_bytes=_need(prediction, play(question, one.decisions), on_host=short),
+        shortfall_bytes=prediction.shortfall_bytes,
+        reason=prediction.reason,
+        note=NOTES.get(options, ""),
+    )
+
+
+def _left_out(question: Question, change: Change, options: str) -> list[str]:
+    """Return the options of the asked run that contradict the change."""
+    found = []
+    for knob in PINNED:
+        asked, now = (getattr(one.pins, knob.name) for one in (question, change.question))
+        if asked != knob.default and now == knob.default and f"{knob.option} " not in f"{options} ":
+            found.append(knob.option)
+    return found
+
+
+def _with_nothing_pinned(question: Question, ways: list[WayOut]) -> WayOut | None:
+    """Return the best plan of the question without pins; None where nothing is pinned or a single change is as fast."""
+    pinned = [KNOBS[name].option for name in _searched_pins(question)]
+    if not pinned:
+        return None
+    unset: dict[str, Any] = {name: KNOBS[name].default for name in _searched_pins(question)}
+    free = repinned(question, **unset)
+    try:
+        one = _asked_run(free, search(free).ranked)
+    except (Infeasible, UsageError):
+        return None
+    step_s = one.prediction.step_s
+    if step_s is None or (ways and step_s >= (ways[0].step_s or 0.0)):
+        return None
+    way = _way(question, Change("", "", free), one, on_host=False)
+    return msgspec.structs.replace(way, leave_out=pinned)
+
+
+def _searched_pins(question: Question) -> list[str]:
+    """Return the pinned knobs that a search would choose."""
+    return [
+        knob.name
+        for knob in PINNED
+        if knob.name in (*question.preset.searched, "offload_inputs")
+        and getattr(question.pins, knob.name) != knob.default
+    ]

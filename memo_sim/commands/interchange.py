@@ -1,0 +1,105 @@
+"""``memo-sim export`` and ``memo-sim import``: parse, call, render; nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.views.command_line import show, show_document, with_progress
+
+TO = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl")
+"""Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
+
+
+@click.command("export")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--to", "framework", type=click.Choice(TO), required=True, help="The framework.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="A new folder, or an empty one.",
+)
+@click.option("--cluster", help="Instead of the cluster that the plan was made for.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["torchrun", "slurm"]),
+    default="torchrun",
+    show_default=True,
+    help="What starts the processes.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.export/1 document.")
+def export_command(
+    plan: Path, framework: str, output: Path, cluster: str | None, launcher: str, *, as_json: bool
+) -> None:
+    """Write the files by which another framework runs PLAN, and what is lost on the way.
+
+    lost.md lists every decision of the plan that the framework cannot express, what it does instead, and what that
+    costs by memo's prediction. Where what it can run does not fit, the files are written and the exit code is 4.
+    """
+    from memo_sim.answers.export_plan import export_plan
+    from memo_sim.contract.catalog import load_cluster
+    from memo_sim.contract.codec import check_new_folder, encode, read, write_folder
+    from memo_sim.contract.plan import Plan
+    from memo_sim.interchange.frameworks import find_framework
+    from memo_sim.views.export_page import export_summary
+
+    check_new_folder(output)
+    given = read(plan, Plan)
+    name = cluster or given.provenance.cluster
+    if not name:
+        raise UsageError("the plan does not say which cluster it was made for", hint="name one: --cluster a800-1x8")
+    exported = export_plan(
+        given, find_framework(framework), *load_cluster(name), "slurm" if launcher == "slurm" else "torchrun"
+    )
+    write_folder(output, exported.files)
+    if as_json:
+        show_document(encode(exported.document))
+    else:
+        show(export_summary(exported.document, str(output)))
+    if not exported.fits:
+        raise Infeasible(
+            "the plan does not fit as the framework would run it",
+            where=str(output / "lost.md"),
+            hint=f"search one that does: memo-sim what-if ... --system {exported.document.system}",
+        )
+
+
+@click.command("import")
+@click.argument("files", nargs=-1, required=True, type=click.Path())
+@click.option("--cluster", help="Where the job runs: says what it costs there, and what would be better.")
+@click.option("--framework", type=click.Choice(TO), help="Whose files they are, where they do not show it.")
+@click.option(
+    "--set",
+    "given",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A variable that a script leaves open, or an option of the job (repeat).",
+)
+@click.option("--no-search", is_flag=True, help="Do not search for something better.")
+@click.option("--all", "everything", is_flag=True, help="Show every option that was ignored with its value.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.job/1 document.")
+def import_command(files: tuple[str, ...], cluster: str | None, **options: Any) -> None:
+    """Read a job of another framework: what it says, what it costs, and what would be better.
+
+    FILES are a shell script or arguments in YAML; a later file wins. Nothing in them is run: a value that only running
+    would tell is named, and --set gives it. Every option is listed as read or as ignored, with the reason. `what-if
+    --from` prices a job as a plan, and writes it.
+    """
+    from memo_sim.answers.import_job import import_job, parse_given
+    from memo_sim.contract.catalog import load_cluster
+    from memo_sim.contract.codec import encode
+    from memo_sim.views.import_page import import_summary
+
+    given = parse_given(options["given"])
+    machine = load_cluster(cluster) if cluster else None
+    asked = {"framework": options["framework"], "machine": machine, "search": not options["no_search"]}
+    document = with_progress("plans", lambda tell: import_job(files, given, **asked, progress=tell))
+    if options["as_json"]:
+        show_document(encode(document))
+    else:
+        show(import_summary(document, everything=options["everything"]))

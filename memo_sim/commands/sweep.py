@@ -1,0 +1,138 @@
+"""``memo-sim sweep``: many questions, answered by several processes into one file.
+
+Everything heavier than click is imported inside the command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memo_sim.contract.errors import MemoError, UsageError
+from memo_sim.contract.knobs import OF_A_QUESTION
+from memo_sim.question_options import ON_COMMAND_LINE, Options, question_options
+from memo_sim.views.command_line import say, show, typed, with_progress
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from memo_sim.contract.sweep import SweepLine
+
+LISTS = ("cluster", "system", "seq_len")
+"""Options that may list several values, beside the models."""
+
+
+@click.command("sweep")
+@click.argument("models", nargs=-1, metavar="MODEL...")
+@click.option("--cluster", help="Clusters, joined by commas: h100-1x8,a800-1x8.")
+@click.option("--seq-len", help="Lengths, joined by commas: 64k,128k,1m.")
+@click.option("--questions", type=click.Path(path_type=Path), help="A file of questions, a JSON object a line.")
+@question_options
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="JSON lines, one an answer; a question that it has an answer to is not asked again.",
+)
+@click.option("--csv", "csv_path", type=click.Path(path_type=Path), help="Write the answers as a table, too.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Draw length against speed and memory (.png, .svg, .pdf)."
+)
+@click.option("--jobs", type=click.IntRange(1, 1024), help="Processes that share the questions [default: one a CPU].")
+@click.option("--dask", metavar="SCHEDULER", help="Workers of a dask cluster in place of processes: tcp://host:8786.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answers, one memo.sweep/1 document a line.")
+def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **options: Any) -> None:
+    """Ask what-if for every combination of models, clusters, systems and lengths.
+
+    Lists are joined by commas; every other option holds for all questions. --questions has them in a file instead, with
+    the names of the options: a line is {"model": "llama3-8b", "cluster": "h100-1x8", "seq_len": "1m", "loss_chunk": 0}.
+
+    Every answer is written at once. After an interruption the same command asks only what is missing. That nothing fits
+    is an answer; the exit code tells whether questions failed.
+    """
+    from memo_sim.answers.sweep import read_questions, sweep
+    from memo_sim.answers.sweep_file import encoded
+    from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, write_bytes
+    from memo_sim.contract.plain_text import json_text
+    from memo_sim.views.chart import check_chart
+    from memo_sim.views.sweep_chart import draw_sweep
+    from memo_sim.views.sweep_table import sweep_csv, sweep_table
+
+    source, csv_path, plot = options["questions"], options["csv_path"], options["plot"]
+    written = [path for path in (output, csv_path, plot) if path is not None]
+    read = [*map(Path, models), *map(Path, _listed(options["cluster"] or "")), *([source] if source else [])]
+    for path in written:
+        check_writable(path)
+    check_not_read(written, read)
+    check_distinct(written)
+    if plot is not None:
+        check_chart(plot)
+    questions = _questions(models, options) if source is None else read_questions(source)
+    if source is not None and (given := typed("models", *OF_A_QUESTION, *(knob.name for knob in ON_COMMAND_LINE))):
+        hint = "leave these out, or write them into the file"
+        raise UsageError("--questions brings its own values", got=", ".join(given), hint=hint)
+    with _executor(options["dask"]) as executor:
+        lines = with_progress(
+            "questions",
+            lambda tell: sweep(questions, output, executor=executor, jobs=options["jobs"], progress=tell),
+            told="questions",
+        )
+    if csv_path is not None:
+        write_bytes(csv_path, sweep_csv(lines).encode())
+    if plot is not None:
+        draw_sweep(lines, plot)
+    show(json_text(b"".join(map(encoded, lines))).rstrip("\n") if as_json else sweep_table(lines))
+    _check_failed(lines, output)
+
+
+def _questions(models: tuple[str, ...], options: Options) -> list[dict[str, Any]]:
+    """Return a question for every combination of the listed values.
+
+    Raises:
+        UsageError: when there is no model, cluster or length.
+    """
+    from memo_sim.answers.sweep import grid
+
+    lists = {"model": [name for text in models for name in _listed(text)]}
+    lists |= {name: _listed(options[name] or "") for name in LISTS}
+    if missing := [name for name, values in lists.items() if not values]:
+        hint = "memo-sim sweep llama3-8b --cluster h100-1x8 --seq-len 64k,128k -o s.jsonl"
+        raise UsageError(
+            "a sweep needs MODEL, --cluster and --seq-len, or --questions", got=f"no {missing[0]}", hint=hint
+        )
+    knobs = {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE if options[knob.name] != knob.default}
+    others = {name: options[name] for name in OF_A_QUESTION if name not in lists and options.get(name) is not None}
+    return grid(**lists, **others, **knobs)
+
+
+def _listed(text: str) -> list[str]:
+    """Return the values of a list; a file whose name has a comma is one value."""
+    return [text] if Path(text).is_file() else [part.strip() for part in text.split(",") if part.strip()]
+
+
+@contextmanager
+def _executor(scheduler: str | None) -> Iterator[Executor | None]:
+    if scheduler is None:
+        yield None
+        return
+    from memo_sim.answers.sweep import dask_executor
+
+    with dask_executor(scheduler) as executor:
+        yield executor
+
+
+def _check_failed(lines: list[SweepLine], output: Path) -> None:
+    """End with the exit code of the first question that failed."""
+    failures = [line.failure for line in lines if line.failure is not None]
+    if failures:
+        say(
+            f"memo-sim: {len(failures)} of {len(lines)} questions failed\n"
+            f"  where: {output}\n  next: the same command asks them again, and nothing else"
+        )
+        sys.exit(failures[0].exit_code or MemoError.exit_code)

@@ -1,0 +1,98 @@
+"""``memo-sim oom``, ``compare`` and ``explain``: why a run is short of memory, what differs, what binds.
+
+Everything heavier than click is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from memo_sim.question_options import cluster_options, question_of, question_options
+from memo_sim.views.command_line import show, show_document, with_progress
+
+
+@click.command("oom")
+@click.argument("model", required=False)
+@cluster_options
+@click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
+@click.option(
+    "--plan", "plan_path", type=click.Path(), help="The run of this plan.json, in place of MODEL and options."
+)
+@question_options
+@click.option("--top", type=click.IntRange(1), default=3, show_default=True, help="Ways out to list.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.shortage/1 document.")
+def oom_command(*, top: int, as_json: bool, **options: Any) -> None:
+    """Say why a run is out of memory, and which single changes make it fit, with their price.
+
+    Pin the knobs of your run with the same options as in what-if. MODEL is a preset, a memo.model/1 file or a Hugging
+    Face config.json. The exit code is 0 whether the run fits or not.
+    """
+    from memo_sim.answers.shortage import shortage
+    from memo_sim.contract.codec import encode
+    from memo_sim.planning.plan_question import question_of_plan
+    from memo_sim.views.shortage_table import shortage_text
+
+    plan, question = question_of(options)
+    if plan is not None:
+        question = question_of_plan(plan.decisions, question.cluster, question.hardware, system=plan.provenance.system)
+    found = with_progress("changes", lambda tell: shortage(question, progress=tell))
+    if as_json:
+        show_document(encode(found))
+    else:
+        show(shortage_text(found, top=top))
+
+
+@click.command("compare")
+@click.argument("compared", nargs=-1, required=True, type=click.Path(), metavar="A B ...")
+@click.option("--cluster", help="Simulate plans and results on this cluster, in place of their own predictions.")
+@click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Operators to list.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw step and memory side by side (.png, .svg, .pdf).")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.difference/1 document.")
+def compare_command(
+    compared: tuple[str, ...], cluster: str | None, plot: Path | None, *, top: int, as_json: bool
+) -> None:
+    """Say what differs between plans, results and measured runs: decisions, step time, memory.
+
+    Each argument is a plan, the result of what-if --json (its best plan), the comparison of memo-exec run --json, or a
+    trace. A plan without its trace beside it, and a result, are simulated again on their cluster, or on --cluster.
+    """
+    from memo_sim.api import compare
+    from memo_sim.contract.codec import check_not_read
+    from memo_sim.views.chart import check_chart
+    from memo_sim.views.difference_table import difference_table
+
+    if plot is not None:
+        check_chart(plot)
+        check_not_read([plot], map(Path, compared))
+    found = with_progress("sides", lambda tell: compare(*compared, cluster=cluster, progress=tell))
+    if plot is not None:
+        found.plot(plot)
+    if as_json:
+        show_document(found.to_json().encode())
+    else:
+        show(difference_table(found.document, top=top))
+
+
+@click.command("explain")
+@click.argument("explained", type=click.Path(), metavar="PLAN|RESULT")
+@click.option("--cluster", help="Explain the plan on this cluster, in place of the one that it was made for.")
+@click.option("--top", type=click.IntRange(1), default=8, show_default=True, help="Rivals to list.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.explanation/1 document.")
+def explain_command(explained: str, cluster: str | None, *, top: int, as_json: bool) -> None:
+    """Say what binds a plan, what would help most and by how much, and why each rival loses.
+
+    The argument is a plan, or the result of what-if --json. Rivals of a plan differ from it in one decision; those of a
+    result are its ranked plans.
+    """
+    from memo_sim.answers.explanation import explain
+    from memo_sim.contract.codec import encode
+    from memo_sim.views.explanation_table import explanation_text
+
+    found = with_progress("simulations", lambda tell: explain(explained, cluster=cluster, progress=tell))
+    if as_json:
+        show_document(encode(found))
+    else:
+        show(explanation_text(found, top=top))

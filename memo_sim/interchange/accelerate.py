@@ -1,0 +1,226 @@
+"""accelerate 1.15 with transformers' Trainer: FSDP2 over dp and cp, tensor parallelism of transformers.
+
+Sources: accelerate 1.15 (``commands/config/config_args.py``, ``parallelism_config.py``, ``utils/dataclasses.py``) and
+transformers 5.23 (``training_args.py``, ``modeling_utils.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import product
+
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.huggingface import config_of, model_type
+from memo_sim.contract.knobs import AdamwKernels, States
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.interchange.eager_words import exact, near, sayings
+from memo_sim.interchange.framework import Framework, Read, Saying, Source
+from memo_sim.interchange.hf_read import Choice, Parallel, kind_of, pins_of, read_files
+from memo_sim.interchange.hf_train import TRAIN, TRAIN_TEXT
+from memo_sim.interchange.hf_words import (
+    ATTENTION,
+    accelerate_yaml,
+    arguments_of,
+    attention_of,
+    flags,
+    nearest_layouts,
+    nearest_recomputes,
+    yaml_text,
+)
+from memo_sim.interchange.job import Job
+from memo_sim.interchange.launch import Launch
+from memo_sim.interchange.model_names import CONFIG, hub_name
+
+ACCELERATE, LAUNCH = "accelerate.yaml", "launch.sh"
+
+_NO_STAGES = "it has no pipeline stages; replicas take their place"
+_OF_HUGGING_FACE = {
+    **{
+        f"model.{name}": exact("config.json")
+        for name in (
+            *("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab", "tied_embeddings"),
+            *("max_positions", "norm_eps", "rope_theta", "rope_scaling", "qkv_bias", "linear_bias", "qk_norm"),
+            "activation",
+        )
+    },
+    "layout.pp": Saying("none", lost=_NO_STAGES),
+    "layout.pp_layers": Saying("none", lost=_NO_STAGES),
+    "layout.schedule": Saying("none", lost=_NO_STAGES),
+    "layout.virtual_stages": Saying("none", lost=_NO_STAGES),
+    "layout.tp_overlap": Saying("none", lost="tensor parallelism in chunks is torchtitan's and Megatron's"),
+    "decisions.seq_tokens": exact("max_length"),
+    "decisions.micro_batch": exact("per_device_train_batch_size"),
+    "decisions.global_batch": exact("gradient_accumulation_steps"),
+    "decisions.recompute": exact("gradient_checkpointing", lost="it recomputes whole layers, or nothing"),
+    "decisions.recompute_layers": near(
+        "gradient_checkpointing_kwargs",
+        lost="every_n_layers begins with the first layer, memo's every-N ends with the last; first-K and groups-N have"
+        " no words",
+    ),
+    "decisions.swapped_tokens": exact(
+        "gradient_checkpointing_kwargs", lost="it offloads the inputs of recomputed layers, all of them or none"
+    ),
+    "decisions.kernels.attention": exact(
+        "attn_implementation", lost="other kernels, and any with cp, are what torch's sdpa takes"
+    ),
+    "decisions.kernels.rowwise": exact("torch_compile", lost="modules run eagerly or compiled"),
+    "decisions.kernels.adamw": exact("optim", lost="it has torch's AdamW, whose fused one is its default"),
+    "decisions.dtype": exact("mixed_precision", "bf16", "fp16", lost="bf16, fp16 or fp32"),
+    "decisions.deterministic": exact("full_determinism"),
+    "decisions.cuda_graphs": Saying("none", lost="it replays no CUDA graphs"),
+}
+_OF_ACCELERATE = {
+    **_OF_HUGGING_FACE,
+    "layout.tp": exact("parallelism_config_tp_size", lost="transformers' tensor parallelism has no token shards"),
+    "layout.sequence_parallel": Saying("none", lost="transformers' tensor parallelism has no token shards"),
+    "layout.cp": exact("parallelism_config_cp_size", lost="it replaces the other ways to divide a sequence"),
+    "layout.cp_exchange": exact("parallelism_config_cp_comm_strategy", lost="keys and values are gathered"),
+    "layout.dp": exact("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"),
+    "layout.zero": exact(
+        "fsdp_reshard_after_forward", lost="FSDP2 has ZeRO 3, or 2 where parameters stay gathered; it divides over cp"
+    ),
+    "layout.zero_ranks": exact("parallelism_config_dp_replicate_size", lost="shards divide over whole cp groups"),
+    "decisions.states": exact(
+        "dtype",
+        "fsdp_offload_params",
+        lost="moments are fp32 as the master weights, or all bf16; on the host, parameters and gradients wait there"
+        " too, which memo does not price",
+    ),
+    "decisions.zero_params": Saying("own", lost="FSDP2 keeps fp32 shards and casts them before every gather"),
+    "decisions.loss": Saying("own", lost="the model's cross_entropy of an fp32 copy of the logits"),
+    "decisions.loss_chunk_tokens": Saying("none", lost="all logits exist at once"),
+}
+
+
+def hugging_face_sayings(own: Mapping[str, Saying]) -> dict[str, Saying]:
+    """Return the sayings of a framework on transformers: its own, transformers', and those of all."""
+    return sayings({**_OF_HUGGING_FACE, **own})
+
+
+def jobs(decisions: Decisions, *, tp: bool = True, whole_loss: bool = True) -> tuple[Job, ...]:
+    """Return the jobs that come nearest to a plan.
+
+    Raises:
+        UsageError: when transformers has no model of this shape.
+    """
+    check_model(decisions)
+    layouts = nearest_layouts(decisions.layout, tp=tp, sequence="cp")
+    return tuple(
+        fsdp_job(decisions, layout, choice, whole_loss=whole_loss)
+        for layout, choice in product(layouts, choices(decisions))
+    )
+
+
+def check_model(decisions: Decisions) -> None:
+    """Refuse a model that transformers does not have.
+
+    Raises:
+        UsageError: with the types that there are.
+    """
+    try:
+        model_type(decisions.model)
+    except UsageError as error:
+        raise UsageError(error.what, got=error.got, wanted=error.wanted, hint="--to megatron-lm") from None
+
+
+def choices(decisions: Decisions) -> list[Choice]:
+    """Return what may be chosen beside the layout: recompute, and whose row-wise kernels."""
+    own = decisions.kernels.rowwise
+    rowwise = (own == "compiled",) if own in ("eager", "compiled") else (False, True)
+    return [
+        Choice(recompute, layers, offloaded, compiled)
+        for (recompute, layers, offloaded), compiled in product(nearest_recomputes(decisions), rowwise)
+    ]
+
+
+def adamw_of(decisions: Decisions) -> AdamwKernels:
+    """Return the plan's AdamW where its kernels leave the choice, else the fused one."""
+    kernels = decisions.kernels
+    return kernels.adamw if kernels.rowwise in ("eager", "compiled") else "fused"
+
+
+def fsdp_job(decisions: Decisions, layout: Layout, choice: Choice, *, whole_loss: bool) -> Job:
+    """Return a job whose states FSDP2 divides, or that DDP copies."""
+    dtype = decisions.dtype if decisions.dtype in ("bf16", "fp16", "fp32") else "bf16"
+    states: States = "fp32" if decisions.states == "bf16" else decisions.states
+    if states == "pure-bf16" and dtype != "bf16":
+        states = "fp32"
+    if states == "host" and not layout.zero:
+        states = "fp32"
+    word = attention_of(decisions.kernels.attention) if layout.cp == 1 else ""
+    parallel = Parallel(
+        tp=layout.tp, cp=layout.cp, dp=layout.dp, zero=layout.zero, zero_ranks=layout.zero_ranks or None
+    )
+    copied = layout.zero == 0 and states == "fp32" and dtype != "fp32"
+    return Job(
+        model=decisions.model,
+        seq_tokens=decisions.seq_tokens,
+        micro_batch=decisions.micro_batch,
+        global_batch=decisions.global_batch,
+        states=states,
+        grad_sums="autocast" if copied else "auto",
+        loss=("eager-fp32" if layout.tp == 1 else "vocab-parallel") if whole_loss else "auto",
+        deterministic=decisions.deterministic,
+        pins=pins_of(
+            parallel,
+            choice,
+            adamw=adamw_of(decisions),
+            attention=ATTENTION.get(word),
+            dtype=dtype,
+            whole_loss=whole_loss,
+        ),
+    )
+
+
+def model_files(job: Job) -> dict[str, str]:
+    """Return the model's shape as ``config.json``, which an import reads."""
+    return {CONFIG: json.dumps(config_of(job.model, job.seq_tokens), indent=2, sort_keys=True) + "\n"}
+
+
+def model_variable(job: Job) -> str:
+    """Return the lines of a script that say which weights a job starts from."""
+    name = hub_name(job.model)
+    return f"# Weights: a folder or a name on the hub, of the shape in {CONFIG}.\nMODEL=${{MODEL:-{name or '.'}}}\n"
+
+
+def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
+    """Return accelerate's configuration, the program, and the script that starts it."""
+    values = arguments_of(job)
+    if (job.pins.tp or 1) > 1:
+        values["tp_size"] = job.pins.tp
+    start = [TRAIN, "--model_name_or_path", '"${MODEL}"', *flags(values), "--output_dir", "output", '"$@"']
+    return {
+        ACCELERATE: yaml_text(accelerate_yaml(job, launch.devices, launch.nodes), header),
+        TRAIN: TRAIN_TEXT,
+        LAUNCH: launch.script(start, header=header, before=model_variable(job), accelerate=ACCELERATE),
+        **model_files(job),
+    }
+
+
+def reads(source: Source) -> bool:
+    """Return whether a file is accelerate's configuration, or part of a job that it starts."""
+    return kind_of(source) in ("accelerate", "deepspeed", "model", "script") or is_program(source)
+
+
+def is_program(source: Source) -> bool:
+    """Return whether a file is a training program of Hugging Face's trainers; what it does is not read."""
+    return source.name.endswith(".py") and ("TrainingArguments" in source.text or "accelerate" in source.text)
+
+
+def read(sources: tuple[Source, ...], given: Mapping[str, str]) -> Read:
+    """Return the job of accelerate's configuration and the command that it starts."""
+    return read_files(sources, given, "accelerate")
+
+
+FRAMEWORK = Framework(
+    name="accelerate",
+    title="accelerate",
+    version="accelerate 1.15 with transformers 5.23",
+    system="trl-fsdp2",
+    sayings=sayings(_OF_ACCELERATE),
+    jobs=jobs,
+    files=files,
+    reads=reads,
+    read=read,
+)

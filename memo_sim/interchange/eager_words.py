@@ -1,0 +1,70 @@
+"""What frameworks of eager PyTorch have in common: the decisions that none of them has words for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memo_sim.interchange.framework import Saying
+from memo_sim.interchange.plan_paths import plan_paths
+
+_NO_METP = "it has no ring of weights (METP)"
+_NO_SUBSEQUENCES = "it plays whole sequences"
+_NO_ARENA = "its memory is that of PyTorch's caching allocator"
+_NO_SWAP = "it swaps no tokens of a layer's tensors"
+
+_COMMON: dict[str, Saying] = {
+    "layout.cp_exchange": Saying("own", lost="its ranks gather all keys and values"),
+    "layout.ulysses": Saying("none", lost="it has no all-to-all around attention; its context parallelism gathers"),
+    "layout.uneven_heads": Saying("none", lost="it has no all-to-all around attention"),
+    "layout.metp": Saying("none", lost=_NO_METP),
+    "layout.overlap_exchanges": Saying("none", lost=_NO_METP),
+    "decisions.keep_norms": Saying("none", lost=_NO_METP),
+    "layout.overlap_p2p": Saying("own", lost="its stages wait for what they send and receive"),
+    "layout.subsequences": Saying("none", lost=_NO_SUBSEQUENCES),
+    "layout.partition": Saying("none", lost=_NO_SUBSEQUENCES),
+    "layout.multiplexed": Saying("none", lost=_NO_SUBSEQUENCES),
+    "decisions.offload_window": Saying("none", lost=_NO_SUBSEQUENCES),
+    "decisions.subsequence_swapped_tokens": Saying("none", lost=_NO_SUBSEQUENCES),
+    "decisions.early_stop": Saying("own", lost="its version of torch.utils.checkpoint decides it"),
+    "decisions.swapped_tokens": Saying("none", lost=_NO_SWAP),
+    "decisions.rounding_buffers": Saying("none", lost="every layer has buffers of its own"),
+    "decisions.memory_policy": Saying("none", lost=_NO_ARENA),
+    "decisions.allocator_limit_gib": Saying("none", lost="no option limits PyTorch's allocator"),
+    "decisions.host_allocator": Saying("none", lost="pinned memory comes from PyTorch's allocator of powers of two"),
+    "decisions.zero_params": Saying("own", lost="its sharding decides it"),
+    "decisions.grad_sums": Saying("own", lost="gradients are summed in fp32"),
+    "decisions.overlap": Saying("own", lost="FSDP gathers and reduces beside compute"),
+    "decisions.loss": Saying("none", lost="it has a loss of its own"),
+    "decisions.loss_metrics": Saying("none", lost="it computes no metrics from the logits"),
+    "decisions.streams": Saying("own", lost="its sharding decides it"),
+    "decisions.sharding": Saying("none", lost="its ZeRO is torch's FSDP2"),
+    "decisions.reduce_dtype": Saying("own", lost="gradients are reduced in fp32"),
+    "decisions.modules": Saying("own", lost="it trains modules of its own"),
+    "decisions.mlp_chunk_tokens": Saying("none", lost="its MLP runs on all tokens at once"),
+    "decisions.mlp_rebuild": Saying("none", lost="its MLP runs on all tokens at once"),
+    "decisions.attention_chunk_tokens": Saying("none", lost="its attention runs on the whole sequence"),
+    "decisions.kernels.head_groups": Saying("none", lost="attention runs on all heads at once"),
+    "decisions.libraries": Saying("own", lost="what is installed decides it"),
+    "decisions.replay_allocator": Saying("none", lost=_NO_ARENA),
+    "model.bidirectional": Saying("none", lost="it trains causal models"),
+}
+
+
+def sayings(own: Mapping[str, Saying]) -> dict[str, Saying]:
+    """Return the sayings of a framework: its own, and those in common, in the order of ``plan_paths``."""
+    return {path: own.get(path) or _COMMON[path] for path in plan_paths()}
+
+
+def exact(*keys: str, lost: str = "") -> Saying:
+    """Return the saying of options that say the same; ``lost`` is about values that they do not have."""
+    return Saying("exact", keys, lost)
+
+
+def near(*keys: str, lost: str) -> Saying:
+    """Return the saying of options that come near."""
+    return Saying("near", keys, lost)
+
+
+def lost(why: str) -> Saying:
+    """Return the saying of a decision without words."""
+    return Saying("none", lost=why)

@@ -1,0 +1,87 @@
+"""What every framework's module has: a table of how it says each decision, the files it takes, how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from memo_sim.contract.interchange import IgnoredOption, ReadOption
+from memo_sim.contract.plan import Decisions
+from memo_sim.interchange.job import Job
+from memo_sim.interchange.launch import Launch
+
+How = Literal["exact", "near", "none", "own"]
+"""How a framework says a decision.
+
+- exact: it says the same, and read again it gives the same decision.
+- near: it says something similar; ``Saying.lost`` says what is lost.
+- none: it has no words for it.
+- own: the framework decides it itself, or what is installed does."""
+
+
+FALLBACK = " devices"
+"""Key of the values given to ``Framework.read`` under which the cluster's devices stand, for files that name none.
+
+It begins with a blank, so that no user can give it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saying:
+    """How a framework says one decision of a plan.
+
+    ``keys`` are the names of its options, as its own parser takes them; ``lost`` says what a near or missing word
+    costs, in one sentence.
+    """
+
+    how: How
+    keys: tuple[str, ...] = ()
+    lost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file to read: its name, and its text."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What was read of a framework's files.
+
+    ``devices``: how many devices the files start, 0 where they do not say. ``assumed``: what the files leave open, with
+    the framework's default.
+    """
+
+    framework: str
+    job: Job
+    devices: int = 0
+    read: tuple[ReadOption, ...] = ()
+    ignored: tuple[IgnoredOption, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """One framework.
+
+    - version: the repository or package, with the version that its options were read from.
+    - system: the preset that predicts it (``planning/presets.py``).
+    - sayings: one for every path of ``plan_paths``.
+    - jobs: the jobs that come nearest to a plan. With several, the fastest that fits is exported.
+    - files: the names and texts of the files that run a job. ``header`` is to stand in each as a comment.
+    - reads: whether a file is one of this framework's.
+    - read: what its files say; the mapping has values for variables that the files leave open.
+    """
+
+    name: str
+    title: str
+    version: str
+    system: str
+    sayings: Mapping[str, Saying]
+    jobs: Callable[[Decisions], tuple[Job, ...]]
+    files: Callable[[Job, Launch, tuple[str, ...]], dict[str, str]]
+    reads: Callable[[Source], bool]
+    read: Callable[[tuple[Source, ...], Mapping[str, str]], Read]

@@ -1,0 +1,115 @@
+"""TRL 1.16: the YAML of ``trl sft``, with accelerate's configuration (FSDP2).
+
+Sources, in TRL 1.16: ``trainer/sft_config.py``, ``trainer/sft_trainer.py``, ``trainer/model_config.py``,
+``scripts/utils.py``, ``kernels/chunked_logprob.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.interchange.accelerate import (
+    ACCELERATE,
+    LAUNCH,
+    hugging_face_sayings,
+    model_files,
+    model_variable,
+)
+from memo_sim.interchange.accelerate import (
+    jobs as accelerate_jobs,
+)
+from memo_sim.interchange.eager_words import exact
+from memo_sim.interchange.framework import Framework, Read, Saying, Source
+from memo_sim.interchange.hf_read import kind_of, read_files
+from memo_sim.interchange.hf_words import accelerate_yaml, arguments_of, yaml_text
+from memo_sim.interchange.job import Job
+from memo_sim.interchange.launch import Launch
+
+ARGUMENTS = "sft.yaml"
+
+_NO_TP = "it starts no tensor parallelism; context parallelism takes its ranks"
+SAYINGS = hugging_face_sayings(
+    {
+        "layout.tp": Saying("none", lost=_NO_TP),
+        "layout.sequence_parallel": Saying("none", lost=_NO_TP),
+        "layout.cp": exact("parallelism_config_cp_size", lost="it replaces the other ways to divide a sequence"),
+        "layout.cp_exchange": exact("parallelism_config_cp_comm_strategy", lost="keys and values are gathered"),
+        "layout.dp": exact("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"),
+        "layout.zero": exact(
+            "fsdp_reshard_after_forward",
+            lost="FSDP2 has ZeRO 3, or 2 where parameters stay gathered; it divides over cp",
+        ),
+        "layout.zero_ranks": exact("parallelism_config_dp_replicate_size", lost="shards divide over whole cp groups"),
+        "decisions.states": exact(
+            "dtype",
+            "fsdp_offload_params",
+            lost="moments are fp32 as the master weights, or all bf16; on the host, parameters and gradients wait there"
+            " too, which memo does not price",
+        ),
+        "decisions.zero_params": Saying("own", lost="FSDP2 keeps fp32 shards and casts them before every gather"),
+        "decisions.loss": Saying(
+            "own",
+            lost="the likelihood in tiles whose product runs again in backward (loss_type nll); priced as TRL's earlier"
+            " chunks under checkpoint",
+        ),
+        "decisions.loss_chunk_tokens": Saying("own", lost="TRL fixes the tiles of its loss"),
+    }
+)
+
+
+def jobs(decisions: Decisions) -> tuple[Job, ...]:
+    """Return the jobs that come nearest to a plan.
+
+    Raises:
+        UsageError: when transformers has no model of this shape.
+    """
+    return accelerate_jobs(decisions, tp=False, whole_loss=False)
+
+
+def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
+    """Return the arguments, accelerate's configuration, and the script that starts both."""
+    cp = job.pins.cp or 1
+    arguments = {
+        "dataset_name": "trl-lib/Capybara",
+        **arguments_of(job),
+        "packing": False,
+        "activation_offloading": False,
+        "loss_type": "nll",
+        **({"pad_to_multiple_of": 2 * cp} if cp > 1 else {}),
+        "learning_rate": 2e-5,
+        "max_steps": 100,
+        "logging_steps": 1,
+        "output_dir": "output",
+    }
+    note = "dataset_name: yours, of documents as long as max_length; shorter ones take less time and memory."
+    command = ("-m", "trl.scripts.sft", "--config", ARGUMENTS, "--model_name_or_path", '"${MODEL}"', '"$@"')
+    return {
+        ARGUMENTS: yaml_text(arguments, (*header, note)),
+        ACCELERATE: yaml_text(accelerate_yaml(job, launch.devices, launch.nodes), header),
+        LAUNCH: launch.script(command, header=header, before=model_variable(job), accelerate=ACCELERATE),
+        **model_files(job),
+    }
+
+
+def reads(source: Source) -> bool:
+    """Return whether a file is the arguments of TRL, or part of a job that it runs."""
+    return kind_of(source) != "none"
+
+
+def read(sources: tuple[Source, ...], given: Mapping[str, str]) -> Read:
+    """Return the job of TRL's arguments, with accelerate's or DeepSpeed's configuration."""
+    return read_files(sources, given, "trl")
+
+
+FRAMEWORK = Framework(
+    name="trl",
+    title="TRL",
+    version="TRL 1.16 with accelerate 1.15 and transformers 5.23",
+    system="trl-fsdp2",
+    sayings=SAYINGS,
+    jobs=jobs,
+    files=files,
+    reads=reads,
+    read=read,
+)

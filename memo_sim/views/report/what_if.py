@@ -1,0 +1,260 @@
+"""The page of a what-if answer: verdict, timeline, where the step goes, ranked plans, assumptions, how to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Plan, PlanRow
+from memo_sim.contract.result import Result
+from memo_sim.contract.summary import Summary
+from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.plan_table import interval_label, layout_label
+from memo_sim.views.report.page import (
+    Block,
+    Bullets,
+    Cell,
+    Commands,
+    Details,
+    Heading,
+    Notice,
+    Page,
+    Pairs,
+    Paragraph,
+    Section,
+    Table,
+    Tiles,
+    Timeline,
+)
+from memo_sim.views.report.shares import shares_note, shares_of
+from memo_sim.views.step import Step
+from memo_sim.views.summary_text import verdict_lines
+
+PLAN_FILE = "plan.json"
+"""What the plan's file is called where none was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """What the page shows of the best plan: its file's content and name, and the step of each pipeline stage.
+
+    ``pace`` is the number of the stage that sets the pace.
+    """
+
+    plan: Plan
+    file: str | None
+    steps: Sequence[Step]
+    pace: int = 0
+
+
+def what_if_page(
+    result: Result, *, cluster: Cluster, hardware: Hardware, best: Best | None, command: str, created: str
+) -> Page:
+    """Return the report of an answer; ``best`` is None when no plan fits."""
+    summary = result.summary
+    sections = [Section("", [*map(Notice, result.warnings), *([_tiles(summary)] if summary else [])])]
+    if best is not None:
+        sections += [_timeline(best), _shares(best)]
+    sections += [_plans(result), Section("Why", [Bullets(result.why)])]
+    if summary is not None:
+        sections += _assumptions(summary)
+    if best is not None:
+        sections.append(_how_to_run(best, result, cluster, command))
+    sections.append(provenance(cluster, hardware, best.plan if best else None, command=command, created=created))
+    title = f"{result.model}, {format_tokens(result.seq_tokens)} tokens, {result.cluster}"
+    fits = result.best is not None
+    lines = verdict_lines(summary) if summary else ["FITS." if fits else "No plan fits."]
+    subtitle = (
+        f"What-if: {counted(result.evaluated, 'plan')} evaluated, {result.pruned} pruned. All figures are predicted."
+    )
+    return Page(
+        title=title,
+        subtitle=subtitle,
+        verdict=lines,
+        good=fits,
+        sections=[section for section in sections if section.blocks],
+    )
+
+
+def _tiles(summary: Summary) -> Tiles:
+    """Return the key figures; a plan that does not fit has no speed."""
+    device, host = summary.device_memory, summary.host_memory
+    items: list[tuple[str, str, str]] = []
+    if summary.fits and summary.step_s is not None:
+        sure = summary.interval
+        expected = f"{interval_label(sure)} ({100 * sure.level:.0f} %)" if sure else ""
+        items.append(("step", format_seconds(summary.step_s), expected))
+    if summary.mfu is not None:
+        items.append(("MFU", f"{100 * summary.mfu:.1f} %", "causal mask counted"))
+    if summary.tokens_per_device_s is not None:
+        tokens = f"{format_tokens(summary.tokens_per_step)} tokens a step"
+        items.append(("tokens per GPU and second", f"{summary.tokens_per_device_s:.0f}", tokens))
+    if summary.device_hours_per_billion_tokens is not None:
+        hours = summary.device_hours_per_billion_tokens
+        items.append(("GPU-hours per billion tokens", f"{hours:,.0f}", counted(summary.devices, "GPU")))
+    if summary.price_per_billion_tokens is not None:
+        at = f"at {summary.price_per_device_hour:g} a GPU-hour"
+        items.append(("price per billion tokens", f"{summary.price_per_billion_tokens:,.0f}", at))
+    free = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.capacity_bytes)}"
+    short = f"of {format_bytes(device.capacity_bytes)}"
+    note = free if summary.fits else short
+    items.append(("device memory with reserve", format_bytes(device.needed_bytes), note))
+    items.append(("host memory of a node", format_bytes(host.needed_bytes), f"of {format_bytes(host.capacity_bytes)}"))
+    return Tiles(items)
+
+
+def _timeline(best: Best) -> Section:
+    trace = best.steps[0].trace
+    blocks: list[Block] = []
+    if trace.micro_batches_played < trace.micro_batches:
+        played = f"{trace.micro_batches_played} of the step's {trace.micro_batches} micro-batches were played"
+        blocks.append(Paragraph(f"{played}; the others repeat them. The step's time counts them all.", quiet=True))
+    return Section("Timeline and memory", [*blocks, Timeline(best.steps)])
+
+
+def _shares(best: Best) -> Section:
+    step = best.steps[best.pace]
+    shares = shares_of(step.trace)
+    of = f"{step.name}, which computes longest" if len(best.steps) > 1 else ""
+    return Section("Where the step goes", [shares, Paragraph(shares_note(step.trace, shares, of), quiet=True)])
+
+
+def _plans(result: Result) -> Section:
+    fitting = [plan for plan in result.plans if plan.status == "ok"]
+    others = [plan for plan in result.plans if plan.status != "ok"]
+    blocks: list[Block] = []
+    if fitting:
+        blocks.append(plans_table(fitting))
+    if outside := sorted({name for plan in fitting for name in plan.outside_calibration}):
+        blocks.append(Paragraph(f"* outside the calibrated range: {', '.join(outside)}", quiet=True))
+    if others:
+        rows: list[list[Cell]] = [
+            [
+                _policy(plan),
+                layout_label(plan.layout),
+                plan.status,
+                format_bytes(plan.shortfall_bytes) if plan.shortfall_bytes else None,
+                plan.reason,
+            ]
+            for plan in others
+        ]
+        headers = ["plan", "layout", "status", "short by", "reason"]
+        blocks += [Heading("Plans that do not fit"), Table(headers, rows, "lllrl")]
+    if result.front_is_whole:
+        blocks += [
+            Heading("Pareto front of step time, device memory and host memory"),
+            plans_table(result.front, mark_first=False),
+        ]
+    return Section("Ranked plans", blocks)
+
+
+def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
+    """Return plans that fit, one per row; ``*`` marks one that read a curve outside its measurements."""
+    rows: list[list[Cell]] = []
+    for rank, plan in enumerate(plans, start=1):
+        stall = max((s for s in plan.stalls if s.lane == "compute"), key=lambda s: s.seconds, default=None)
+        memory = plan.peak_device_bytes if plan.reserved_bytes is None else plan.reserved_bytes
+        rows.append(
+            [
+                f"{rank}{'*' if plan.outside_calibration else ''}",
+                _policy(plan),
+                layout_label(plan.layout),
+                f"{plan.alpha:.3f}",
+                None if plan.step_s is None else format_seconds(plan.step_s),
+                None if plan.interval is None else interval_label(plan.interval),
+                None if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
+                None if plan.tgs is None else f"{plan.tgs:.1f}",
+                format_bytes(memory),
+                format_bytes(plan.peak_host_bytes_per_node),
+                None if stall is None else f"{stall.waits_for} {format_seconds(stall.seconds)}",
+            ]
+        )
+    headers = [
+        "#",
+        "plan",
+        "layout",
+        "alpha",
+        "step",
+        "interval",
+        "MFU",
+        "TGS",
+        "device",
+        "host a node",
+        "longest wait",
+    ]
+    return Table(headers, rows, "lllrrrrrrrl", mark_first=mark_first)
+
+
+def _policy(plan: PlanRow) -> str:
+    """Return the plan's name, or its recompute mode where it is a file, with its chunks and its layers."""
+    chunks = {"MLP": plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
+    named = [f"{name} {format_tokens(tokens)}" for name, tokens in chunks.items() if tokens]
+    layers = [] if plan.recompute_layers == "all" else [plan.recompute_layers]
+    mode = "keep" if plan.recompute == "none" else plan.recompute
+    name = mode if plan.system in ("", "plan") else plan.system
+    return f"{name} ({', '.join([*layers, *named])})" if layers or named else name
+
+
+def _assumptions(summary: Summary) -> list[Section]:
+    rows = [[each.name, each.value, each.option or "decided by the hardware profile"] for each in summary.assumptions]
+    blocks: list[Block] = [Table(["assumed", "value", "changed by"], rows, "lll")] if rows else []
+    blocks += [Paragraph(f"Not tried: {each.what} ({each.option}).") for each in summary.left_out]
+    found = [Section("Assumptions", blocks)]
+    if summary.ways_out:
+        found.insert(0, Section("Ways out", [Bullets(summary.ways_out)]))
+    return found
+
+
+def _how_to_run(best: Best, result: Result, cluster: Cluster, command: str) -> Section:
+    blocks: list[Block] = []
+    if result.best is not None and not result.best.executable:
+        blocks.append(Notice("memo-exec cannot run this attention kernel; the plan is only priced."))
+    if best.file is None:
+        blocks += [Paragraph("Write the plan first:"), Commands([f"{command} -o {PLAN_FILE}"])]
+    file = best.file or PLAN_FILE
+    blocks += [
+        Paragraph("Check the plan, then its gradients at a reduced size on a CPU:"),
+        Commands([f"memo-exec doctor {file}", f"memo-exec verify {file}"]),
+        Paragraph("Train, and compare the measured step with this prediction:"),
+        Commands(run_commands(best.plan, file, cluster)),
+    ]
+    return Section("How to run it", blocks)
+
+
+def run_commands(plan: Plan, file: str, cluster: Cluster) -> list[str]:
+    """Return the command that runs a plan, on every node of the cluster that it uses."""
+    devices = plan.decisions.layout.devices
+    if devices == 1:
+        return [f"memo-exec run {file} --steps 10 --report run.html"]
+    per_node = min(devices, cluster.devices_per_node)
+    nodes = -(-devices // per_node)
+    several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500 " if nodes > 1 else ""
+    line = f"torchrun {several}--nproc_per_node {per_node} -m memo_exec run {file} --steps 10 --report run.html"
+    return [f"# on each of the {nodes} nodes", line] if nodes > 1 else [line]
+
+
+def provenance(cluster: Cluster, hardware: Hardware, plan: Plan | None, *, command: str, created: str) -> Section:
+    """Return who made the page from what: versions, the command, hashes, and the sources of the profile's numbers."""
+    items = [
+        ("command", command),
+        ("created", created),
+        (
+            "cluster",
+            f"{cluster.name}: {counted(cluster.nodes, 'node')} of {counted(cluster.devices_per_node, 'device')}",
+        ),
+        ("hardware profile", hardware.name),
+    ]
+    if plan is not None:
+        items += [
+            ("memo", plan.provenance.memo_version),
+            ("profile's hash", plan.provenance.hardware_sha256),
+            ("program's hash", plan.program_sha256),
+        ]
+    sources = {**hardware.sources, **cluster.sources}
+    rows = [[each.kind, each.text] for _, each in sorted(sources.items(), key=lambda item: (item[1].kind, item[0]))]
+    listed = Details(
+        f"{counted(len(rows), 'source')} of the profile's numbers", [Table(["kind", "source"], rows, "ll")]
+    )
+    return Section("Provenance", [Pairs([(name, value) for name, value in items if value]), listed])

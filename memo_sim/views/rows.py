@@ -1,0 +1,149 @@
+"""Documents as rows for data frames and spreadsheets: one dictionary a row, every row with the same names.
+
+    model, cluster, seq_tokens, rank, status, system, layout, tp, ... step_s, mfu, ...
+    memory_skeletal_bytes, ...     the peak by buffer class
+    busy_compute_s, ...            busy seconds by lane
+    wait_all_gather_s, ...         seconds that compute waits, by the kind of instruction it waits for
+
+Busy seconds and waits of compute add up to the step. None stands for what is not known, as seconds of a plan that does
+not fit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from memo_sim.contract.comparison import Comparison
+from memo_sim.contract.difference import Difference
+from memo_sim.contract.longest import Longest
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.plan import PlanRow
+from memo_sim.views.difference_table import letter
+from memo_sim.views.plan_table import layout_label
+
+Cell = str | int | float | bool | None
+Row = dict[str, Cell]
+
+DEGREES = ("tp", "cp", "ulysses", "metp", "pp", "dp", "zero", "subsequences")
+PARTS = (("memory_", "_bytes"), ("busy_", "_s"), ("wait_", "_s"))
+"""Beginnings and ends of the names that only some plans have."""
+
+
+def plan_rows(plans: Sequence[PlanRow], about: Mapping[str, Cell]) -> list[Row]:
+    """Return one row a plan, in the order given; ``about`` is in each of them, such as the model's name."""
+    return alike([{**about, "rank": rank, **plan_row(plan)} for rank, plan in enumerate(plans, start=1)])
+
+
+def plan_row(plan: PlanRow | None) -> Row:
+    """Return a plan's figures as one row; of None an empty one."""
+    if plan is None:
+        return {}
+    row: Row = {
+        "status": plan.status,
+        "system": plan.system,
+        "layout": layout_label(plan.layout),
+        **{name: getattr(plan.layout, name) for name in DEGREES},
+        "alpha": plan.alpha,
+        "recompute": plan.recompute,
+        "memory_policy": plan.memory_policy,
+        "attention": plan.attention,
+        "states": plan.states,
+        "micro_batch": plan.micro_batch,
+        "step_s": plan.step_s,
+        "low_s": plan.interval.low_s if plan.interval else None,
+        "high_s": plan.interval.high_s if plan.interval else None,
+        "mfu": plan.mfu,
+        "tokens_per_device_s": plan.tgs,
+        "peak_device_bytes": plan.peak_device_bytes,
+        "reserved_bytes": plan.reserved_bytes,
+        "peak_host_bytes_per_node": plan.peak_host_bytes_per_node,
+        "shortfall_bytes": plan.shortfall_bytes,
+        "reason": plan.reason,
+    }
+    row |= {f"memory_{_name(kind)}_bytes": size for kind, size in plan.peak_by_class.items()}
+    row |= {f"busy_{_name(lane)}_s": seconds for lane, seconds in plan.lanes.items()}
+    for stall in plan.stalls:
+        if stall.lane == "compute":
+            row[f"wait_{_name(stall.waits_for)}_s"] = stall.seconds
+    return row
+
+
+def alike(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with the names of all of them, plain figures first; what a plan has not is 0, or None."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    names.sort(key=_part)
+    return [{name: row.get(name, _missing(name, row)) for name in names} for row in rows]
+
+
+def _part(name: str) -> int:
+    """Return which of ``PARTS`` a name belongs to, counted from 1; 0 for a name that every plan has."""
+    found = (n for n, (begin, end) in enumerate(PARTS, start=1) if name.startswith(begin) and name.endswith(end))
+    return next(found, 0)
+
+
+def _missing(name: str, row: Row) -> Cell:
+    """Return 0 for a class, lane or wait that other plans have, where this plan's are known."""
+    if _part(name) == 1:
+        return 0 if any(_part(each) == 1 for each in row) else None
+    return 0.0 if _part(name) and row.get("step_s") is not None else None
+
+
+def _name(text: str) -> str:
+    """Return ``pipeline bubble (stage 1)`` as ``pipeline_bubble_stage_1``."""
+    return re.sub(r"[^0-9a-zA-Z]+", "_", text).strip("_")
+
+
+def length_rows(document: Longest) -> list[Row]:
+    """Return one row a length that was tried."""
+    about: Row = {"model": document.model, "cluster": document.cluster}
+    return [
+        {**about, "seq_tokens": t.seq_tokens, "fits": t.fits, "step_s": t.step_s, "bound": t.bound, "reason": t.reason}
+        for t in document.tried
+    ]
+
+
+def kind_rows(seconds: Mapping[str, Mapping[str, float]], step_s: float) -> list[Row]:
+    """Return one row a lane and kind of instruction: its busy seconds, and their share of the step."""
+    return [
+        {"lane": lane, "kind": kind, "seconds": busy_s, "share": busy_s / step_s if step_s else None}
+        for lane, kinds in seconds.items()
+        for kind, busy_s in sorted(kinds.items(), key=lambda item: -item[1])
+    ]
+
+
+def difference_rows(document: Difference) -> list[Row]:
+    """Return one row a part of the step: its seconds on each side (``A_s``), and what the others have more than A."""
+    rows = []
+    for share in document.shares:
+        row: Row = {"group": share.group, "name": share.name}
+        row |= {f"{letter(at)}_s": seconds for at, seconds in enumerate(share.seconds)}
+        row |= {f"{letter(at)}_minus_A_s": more for at, more in enumerate(share.difference_s) if at}
+        rows.append(row)
+    return rows
+
+
+def buffer_rows(placement: Placement) -> list[Row]:
+    """Return one row a buffer: its name, class, life and address."""
+    classes = placement.classes or [""] * len(placement.ids)
+    columns = (placement.ids, classes, placement.lower, placement.upper, placement.size_bytes, placement.offset_bytes)
+    names = ("id", "class", "lower", "upper", "size_bytes", "offset_bytes")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def comparison_rows(document: Comparison) -> list[Row]:
+    """Return one row a figure of the step, then a lane, then a kind of instruction: predicted, measured, ratio."""
+    before, after, ratio = document.predicted, document.measured, document.ratio
+
+    def row(name: str, predicted: float | None, measured: float | None, share: float | None) -> Row:
+        return {"figure": name, "predicted": predicted, "measured": measured, "ratio": share}
+
+    rows = [
+        row(name, getattr(before, name, None), getattr(after, name), getattr(ratio, name, None))
+        for name in ("step_s", "peak_device_bytes")
+    ]
+    for of, unit in (("lanes", "busy_{}_s"), ("ops", "kind_{}_s")):
+        parts: list[dict[str, float]] = [getattr(each, of, {}) for each in (before, after, ratio)]
+        names = dict.fromkeys([*parts[0], *parts[1]])
+        rows += [row(unit.format(_name(name)), *(part.get(name) for part in parts)) for name in names]
+    return rows

@@ -1,0 +1,145 @@
+"""Shows why a run is out of memory as text: what fills it at the peak, and the cheapest ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from memo_sim.contract.plain_text import one_line
+from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
+from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.bars import place_of
+from memo_sim.views.palette import phase_label
+from memo_sim.views.text_table import percent, text_table
+
+SHOWN_TENSORS = 6
+UNUSED = {"planned": "gaps in the arena"}
+ALLOCATED = "held by PyTorch's allocator, not in use"
+"""What a device needs beside live bytes and the reserve, by the memory policy."""
+PARTS = {"embed": "the embedding", "head": "the head with the loss", "opt": "the optimizer"}
+"""Parts of a step whose legend says less."""
+MEANINGS = {
+    "x": "inputs of layers",
+    "norm1": "output of the first norm",
+    "norm2": "output of the second norm",
+    "qkv": "queries, keys and values",
+    "attn": "output of attention",
+    "resid": "sum after attention",
+    "up": "output of the MLP's first product",
+    "act": "output of the MLP's activation",
+    "d_up": "gradient of the MLP's first product",
+    "d_act": "gradient of the MLP's activation",
+    "logits": "logits",
+    "grads": "gradients",
+    "master": "fp32 master weights",
+    "moment1": "first moments of the optimizer",
+    "moment2": "second moments of the optimizer",
+    "params": "parameters",
+}
+"""What a tensor is, by the part of its name that says so."""
+
+
+def shortage_text(found: Shortage, *, top: int = 3) -> str:
+    """Return the verdict, what fills memory at the peak, and the ``top`` cheapest ways out."""
+    blocks = [_verdict(found), _filled(found), tensor_table(found.tensors[:SHOWN_TENSORS])]
+    if not found.fits:
+        blocks += _ways(found, top)
+    return "\n\n".join(blocks)
+
+
+def _verdict(found: Shortage) -> str:
+    whole = f"{found.model} on {found.cluster}, {format_tokens(found.seq_tokens)} tokens"
+    which = "the run" if found.candidates == 1 else f"the best of {found.candidates} plans"
+    if found.fits:
+        step = f", step {format_seconds(found.step_s)}" if found.step_s is not None else ""
+        free = f"{format_bytes(found.free_bytes)} of {format_bytes(found.capacity_bytes)} stay free on a device"
+        return one_line(f"{whole}: {which} fits, {free} ({found.plan}{step}).")
+    which = "the run" if found.candidates == 1 else f"none of {found.candidates} plans fits; the nearest"
+    where = "on a device" if found.memory == "device" else "of a node's host memory"
+    short = f"{format_bytes(found.shortfall_bytes)} are missing {where}"
+    need = f"{format_bytes(found.needed_bytes)} are needed of {format_bytes(found.capacity_bytes)}"
+    verb = "does not fit" if found.candidates == 1 else "is"
+    plan = f" ({found.plan})" if found.candidates == 1 else f" {found.plan}"
+    return one_line(f"{whole}: {which} {verb}{plan}: {short}, {need}.")
+
+
+def _filled(found: Shortage) -> str:
+    """Return the classes at the peak, with the reserve and what the allocator holds unused."""
+    where = "a device" if found.memory == "device" else "the host memory of a node"
+    sizes: dict[str, int] = dict(sorted(found.by_class.items(), key=lambda item: -item[1]))
+    for item, size in found.reserve.items():
+        sizes[f"reserve: {item.replace('_', ' ')}"] = size
+    if (unused := found.needed_bytes - sum(sizes.values())) > 0:
+        sizes[UNUSED.get(found.decisions.memory_policy, ALLOCATED)] = unused
+    lines = f"What fills {where} at its peak, {in_words(found.at)}:\n{_size_table('class', sizes)}"
+    if found.allocator:
+        text = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.allocator.items())
+        lines += f"\nPyTorch's allocator fails with {text}."
+    return lines
+
+
+def _size_table(name: str, sizes: Mapping[str, int]) -> str:
+    total = sum(sizes.values())
+    rows = [
+        [key, format_bytes(size), percent(size / total if total else None)]
+        for key, size in [*sizes.items(), ("total", total)]
+        if size
+    ]
+    return text_table([name, "size", "share"], rows, "lrr")
+
+
+def tensor_table(tensors: Sequence[LiveTensor]) -> str:
+    """Return the tensors, one a row: name, meaning, class, how many there are, their size together."""
+    rows = [[t.name, _meaning(t.name), t.buffer_class, f"{t.count}", format_bytes(t.bytes)] for t in tensors]
+    return text_table(["largest tensors of a rank", "", "class", "number", "size"], rows, "lllrr")
+
+
+def _meaning(name: str) -> str:
+    last = name.rpartition("/")[2]
+    words = last.split(".")
+    return next((MEANINGS[word] for word in (last, *words) if word in MEANINGS), "")
+
+
+def in_words(instruction: str) -> str:
+    """Return where in the step an instruction is, with its id: ``in backward of layer 31 (m0/s0/l31/bwd/ffn_up)``."""
+    place = place_of(instruction.rpartition(": ")[2])
+    part = f"in {PARTS.get(place.phase, phase_label(place.phase))}" if place.name != place.where else "at"
+    layer = f" of layer {place.layer}" if place.layer >= 0 else ""
+    return f"{part}{layer} ({instruction})"
+
+
+def _ways(found: Shortage, top: int) -> list[str]:
+    best = found.ways[:top]
+    memory = "device" if found.memory == "device" else "host"
+    blocks = []
+    if best:
+        more = f"; {len(found.ways) - len(best)} more fit" if len(found.ways) > len(best) else ""
+        title = f"Ways out, one change each, the fastest first ({counted(found.tried, 'change')} tried{more}):"
+        blocks.append(f"{title}\n{_way_table(best, memory)}")
+    else:
+        blocks.append(f"No single change makes it fit ({counted(found.tried, 'change')} tried).")
+        if near := found.too_little[:top]:
+            blocks[-1] += f" The nearest:\n{_way_table(near, memory)}"
+    notes = [f"{way.options}: {way.note}." for way in best if way.note]
+    if found.open is not None:
+        left = ", ".join(found.open.leave_out)
+        step = format_seconds(found.open.step_s or 0.0)
+        notes.append(f"With {left} left to the search: {found.open.plan}, {step}.")
+    if not best:
+        notes.append("What helps besides: more devices, or a shorter sequence (memo-sim longest finds how long).")
+    return [*blocks, *(["\n".join(map(one_line, notes))] if notes else [])]
+
+
+def _way_table(ways: Sequence[WayOut], memory: str) -> str:
+    short = not all(way.fits for way in ways)
+    rows = [
+        [
+            f"{number}",
+            way.options + (f" (without {', '.join(way.leave_out)})" if way.leave_out else ""),
+            way.plan,
+            *([format_bytes(way.shortfall_bytes)] if short else [format_seconds(way.step_s or 0.0)]),
+            format_bytes(way.needed_bytes),
+        ]
+        for number, way in enumerate(ways, start=1)
+    ]
+    headers = ["", "options to type", "plan", "short by" if short else "step", f"{memory} needs"]
+    return text_table(headers, rows, "rllrr")

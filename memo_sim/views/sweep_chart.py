@@ -1,0 +1,143 @@
+"""Draws a sweep: length against MFU, speed and device memory, and which questions no other beats in speed and memory.
+
+A line joins the lengths of questions that are otherwise the same; a length at which nothing fits is a gap in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memo_sim.contract.plan import PlanRow
+from memo_sim.contract.sweep import SweepLine
+from memo_sim.contract.units import GIB, format_tokens
+from memo_sim.views.chart import style
+from memo_sim.views.palette import QUIET_TEXT
+from memo_sim.views.pictures import DPI, drawn, write_picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SIZE_IN = (13.0, 8.0)
+MOST_NAMED = 24
+"""Lines that the legend names; more would not fit beside the axes."""
+MOST_TICKS = 14
+Value = Callable[[PlanRow], float | None]
+PANELS: tuple[tuple[str, Value], ...] = (
+    ("MFU, %", lambda plan: None if plan.mfu is None else 100 * plan.mfu),
+    ("tokens per GPU and second", lambda plan: plan.tgs),
+    ("device memory at its peak, GiB", lambda plan: plan.peak_device_bytes / GIB),
+)
+
+
+def draw_sweep(lines: Sequence[SweepLine], path: str | Path) -> None:
+    """Draw the answers into ``path``; the file's suffix decides the format.
+
+    Raises:
+        UsageError: when the file's format is unknown or the file cannot be written.
+        ModuleNotFoundError: when matplotlib is not installed.
+    """
+    write_picture(lambda: _figure(lines), path)
+
+
+def series(lines: Sequence[SweepLine]) -> dict[str, list[SweepLine]]:
+    """Return the lines that differ in their length alone, by a name of what tells them from the others."""
+    about = [{n: v for n, v in _about(line).items() if n != "seq_len"} for line in lines]
+    names = list(dict.fromkeys(name for each in about for name in each))
+    differ = [name for name in names if len({str(each.get(name)) for each in about}) > 1]
+    found: dict[str, list[SweepLine]] = {}
+    for line, each in zip(lines, about, strict=True):
+        told = [str(each[n]) if n in ("model", "cluster", "system") else f"{n} {each[n]}" for n in differ if n in each]
+        found.setdefault(", ".join(told) or line.model, []).append(line)
+    return {name: sorted(mine, key=lambda line: line.seq_tokens) for name, mine in found.items()}
+
+
+def _about(line: SweepLine) -> dict[str, object]:
+    return {**line.question, "model": line.model, "cluster": line.cluster, "system": line.system}
+
+
+def front(lines: Sequence[SweepLine]) -> list[SweepLine]:
+    """Return the answers that no other beats in tokens per GPU and second and in device memory, least memory first."""
+    best: list[SweepLine] = []
+    for line in sorted((line for line in lines if line.best), key=_memory_and_speed):
+        if not best or _memory_and_speed(line)[1] < _memory_and_speed(best[-1])[1]:
+            best.append(line)
+    return best
+
+
+def _memory_and_speed(line: SweepLine) -> tuple[float, float]:
+    assert line.best is not None
+    return line.best.peak_device_bytes / GIB, -(line.best.tgs or 0.0)
+
+
+def _figure(lines: Sequence[SweepLine]) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE_IN, facecolor="white", layout="constrained", dpi=DPI)
+    axes = [figure.add_subplot(2, 2, place) for place in range(1, 5)]
+    by_name = series(lines)
+    for number, (name, mine) in enumerate(by_name.items()):
+        colour, marker = style(number)
+        none = "" if any(line.best for line in mine) else " (none fits)"
+        label = drawn(name) + none if number < MOST_NAMED else None
+        for ax, (_, value) in zip(axes, PANELS, strict=False):
+            y = [value(line.best) if line.best else None for line in mine]
+            shown = [float("nan") if each is None else each for each in y]
+            ax.plot([line.seq_tokens for line in mine], shown, label=label, color=colour, marker=marker)
+        points = [_memory_and_speed(line) for line in mine if line.best]
+        axes[3].plot([x for x, _ in points], [-y for _, y in points], marker, color=colour, alpha=0.8)
+    lengths = sorted({line.seq_tokens for line in lines})
+    for ax, (label, _) in zip(axes, PANELS, strict=False):
+        _lengths(ax, lengths)
+        ax.set_ylabel(label)
+        ax.set_ylim(bottom=0)
+        ax.yaxis.set_major_formatter(_number)
+        ax.grid(visible=True, alpha=0.3)
+    _front(axes[3], front(lines))
+    figure.suptitle("The best plan of each question", fontsize=12)
+    if len(by_name) > 1:
+        handles = [line for line in axes[0].get_lines() if not str(line.get_label()).startswith("_")]
+        figure.legend(handles=handles, loc="outside right center", frameon=False)
+    else:
+        figure.suptitle(drawn(next(iter(by_name), "no question")), fontsize=12)
+    missing = len(lines) - sum(line.best is not None for line in lines)
+    if missing:
+        figure.supxlabel(
+            f"{missing} of {len(lines)} questions have no plan that fits",
+            fontsize=8,
+            color=QUIET_TEXT,
+            x=0.01,
+            ha="left",
+        )
+    return figure
+
+
+def _lengths(ax: Axes, lengths: list[int]) -> None:
+    """Name the lengths of the axis, which is logarithmic where they differ much."""
+    if len(lengths) > 1 and lengths[-1] >= 8 * lengths[0]:
+        ax.set_xscale("log", base=2)
+        ax.minorticks_off()
+    if len(lengths) <= MOST_TICKS:
+        ax.set_xticks(lengths)
+    ax.xaxis.set_major_formatter(lambda value, _: format_tokens(round(value)) if value > 0 else "0")
+    ax.tick_params(axis="x", labelrotation=45)
+    ax.set_xlabel("tokens of a sequence")
+
+
+def _front(ax: Axes, best: list[SweepLine]) -> None:
+    """Join the answers that no other beats."""
+    points = [_memory_and_speed(line) for line in best]
+    ax.plot([x for x, _ in points], [-y for _, y in points], "--", color=QUIET_TEXT, linewidth=1, zorder=0)
+    ax.set_title("dashed: no other question is faster in less memory", fontsize=9, color=QUIET_TEXT)
+    ax.set_xlabel("device memory at its peak, GiB")
+    ax.set_ylabel("tokens per GPU and second")
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_formatter(_number)
+    ax.grid(visible=True, alpha=0.3)
+
+
+def _number(value: float, _: float) -> str:
+    return f"{value:,.10g}"
