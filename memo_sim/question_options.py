@@ -144,7 +144,8 @@ def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None,
     plan, picture, timeline, report = (
         Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
     )
-    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
+    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options.get(n))
+    read += tuple(map(Path, options.get("job_paths", ())))
     full = bool(options.get("full_trace"))
     if full and timeline is None:
         raise UsageError("--full-trace is about the file of --trace", hint="add --trace FILE")
@@ -157,7 +158,7 @@ def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None,
 
 
 def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Question]:
-    """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``).
+    """Return the question, and the plan that is to be priced in place of a search (None where it is searched).
 
     Without ``--global-batch`` the batch is the smallest that keeps every device busy; without ``fill``, one micro-batch
     (``planning/default_batch.py``).
@@ -170,18 +171,30 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
 
+    job_paths, given_values = options.get("job_paths", ()), options.get("given", ())
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
-    if plan is None and not (options["model"] and options["seq_len"]):
-        raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
-    if plan is None:
-        return None, named_values.question_of(_values(options), fill=fill)
+    if given_values and not job_paths:
+        raise UsageError("--set is about the files of --from", got=given_values[0], hint="leave it out, or name them")
+    if plan is not None and job_paths:
+        raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
+    if plan is None and not job_paths:
+        if not (options["model"] and options["seq_len"]):
+            raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
+        return None, named_values.question_of(values_of(options), fill=fill)
+    option = "--from" if job_paths else "--plan"
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
     if given := typed(*decided):
-        raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
+        raise UsageError(f"{option} brings its own knobs", got=", ".join(given), hint="leave those out")
     if given := typed(*OF_A_SEARCH):
-        hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
-        raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    return plan, named_values.question_of_plan(plan, {name: options[name] for name in OF_A_MACHINE})
+        hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
+        raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
+    values, system = {name: options[name] for name in OF_A_MACHINE}, options["system"]
+    if plan is None:
+        from memo_sim.answers.import_job import parse_given, plan_of_files
+
+        machine = named_values.machine_of(values)
+        plan, system = plan_of_files(job_paths, parse_given(given_values), None, machine)
+    return plan, named_values.question_of_plan(plan, values, system=system)
 
 
 def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Question:
@@ -193,14 +206,14 @@ def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Quest
     """
     from memo_sim.answers import named_values
 
-    return named_values.question_on(_values(options), cluster, hardware)
+    return named_values.question_on(values_of(options), cluster, hardware)
 
 
-def _values(options: Options) -> Options:
-    """Return the options' values by the names of Python's arguments.
+def values_of(options: Options) -> Options:
+    """Return the options' values by the names of Python's arguments; None: not given.
 
     Raises:
-        UsageError: as ``_rowwise``.
+        UsageError: when one knob is given by two names.
     """
     values = {name: options[name] for name in OF_A_QUESTION if name in options}
     return values | {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE} | {"rowwise": _rowwise(options)}

@@ -73,50 +73,20 @@ def question_of(values: Values, *, fill: bool = True) -> Question:
         UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
         BadInput: when a file cannot be read.
     """
-    check_names(values)
-    if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
-        raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
+    _check_needed(values)
     return question_on(values, *named_cluster(values), fill=fill)
 
 
-def question_of_plan(plan: Plan, values: Values) -> Question:
+def question_of_plan(plan: Plan, values: Values, *, system: str = "any") -> Question:
     """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``).
 
-    Raises:
-        UsageError: when a value is wrong.
-        BadInput: when a file cannot be read.
-    """
-    return question_on(values, *named_cluster(values), plan=plan)
-
-
-def question_on(
-    values: Values, cluster: Cluster, hardware: Hardware, *, plan: Plan | None = None, fill: bool = True
-) -> Question:
-    """Return the question that the values ask about a cluster; a ``plan`` brings its own model, length and knobs.
-
-    ``fill`` as in ``question_of``.
+    ``system`` is the one that the plan is predicted under.
 
     Raises:
         UsageError: when a value is wrong.
         BadInput: when a file cannot be read.
     """
-    cluster, hardware = _limited(values, cluster, hardware)
-    if plan is None:
-        knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
-        model, system = values["model"], values.get("system")
-        known = isinstance(model, Model)
-        question = Question(
-            model=model if known else load_model(_text(model, "model")),
-            cluster=cluster,
-            hardware=hardware,
-            seq_tokens=parse_tokens(str(values["seq_len"])),
-            system="any" if system is None else _text(system, "system"),
-            not_read=() if known else fields_not_read(_text(model, "model")),
-            **_held(knobs),
-        )
-        if values.get("global_batch") is not None:
-            return question
-        return with_filling_batch(question) if fill else with_one_sequence(question)
+    cluster, hardware = machine_of(values)
     knobs = {knob.name: knob.default for knob in ARGUMENTS.values()}
     decided = {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
     return Question(
@@ -124,8 +94,67 @@ def question_on(
         cluster=cluster,
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens,
+        system=system,
         **_held(knobs | decided),
     )
+
+
+def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
+    """Return the question that the values ask about a cluster; ``fill`` as in ``question_of``.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    question = _without_batch(values, cluster, hardware)
+    if values.get("global_batch") is not None:
+        return question
+    return with_filling_batch(question) if fill else with_one_sequence(question)
+
+
+def question_without_batch(values: Values) -> tuple[Question, bool]:
+    """Return the question as ``question_of`` reads it, and whether its batch is still to be chosen.
+
+    Whether knobs contradict each other is not looked at; choosing the batch does.
+
+    Raises:
+        UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
+        BadInput: when a file cannot be read.
+    """
+    _check_needed(values)
+    return _without_batch(values, *named_cluster(values)), values.get("global_batch") is None
+
+
+def _without_batch(values: Values, cluster: Cluster, hardware: Hardware) -> Question:
+    cluster, hardware = _limited(values, cluster, hardware)
+    knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
+    model, system = values["model"], values.get("system")
+    known = isinstance(model, Model)
+    return Question(
+        model=model if known else load_model(_text(model, "model")),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=parse_tokens(str(values["seq_len"])),
+        system="any" if system is None else _text(system, "system"),
+        not_read=() if known else fields_not_read(_text(model, "model")),
+        **_held(knobs),
+    )
+
+
+def _check_needed(values: Values) -> None:
+    check_names(values)
+    if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
+        raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
+
+
+def machine_of(values: Values) -> tuple[Cluster, Hardware]:
+    """Return the cluster that the values name, with their memory and power limit.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    return _limited(values, *named_cluster(values))
 
 
 def _held(knobs: dict[str, Any]) -> dict[str, Any]:

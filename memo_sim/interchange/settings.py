@@ -9,7 +9,7 @@ from memo_sim.contract.errors import BadInput
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
 from memo_sim.interchange.framework import FALLBACK
 
-DEVICES, LENGTH, MODEL, RECIPE = "devices", "seq_len", "model", "config"
+DEVICES, LENGTH, MODEL, RECIPE = "devices", "seq_len", "model", "recipe"
 """Names under which ``--set`` gives what files leave open."""
 _GIVEN = (DEVICES, LENGTH, MODEL, RECIPE, FALLBACK)
 NOT_ABOUT_COST = "says nothing about time or memory"
@@ -96,6 +96,7 @@ class Settings:
     def says(self, key: str, text: str) -> None:
         """Note what a value means in memo's words."""
         if self.has(key):
+            self._taken.add(key)
             self.read.append(ReadOption(key=key, value=_shown(self.values[key]), says=text))
 
     def ignore(self, keys: str | Iterable[str], why: str) -> None:

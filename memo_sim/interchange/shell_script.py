@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -19,8 +20,10 @@ from memo_sim.contract.errors import BadInput
 OPEN = "\ue000"
 """Surrounds the name of what is unresolved, inside a word; no script has this character."""
 
-_BLANK = "\ue001"
-"""Stands for a blank of what is unresolved while a value is split."""
+_BLANK, _HELD = "\ue001", "\ue002"
+"""Stand for a blank of what is unresolved, and for one in quotes of a default, while a value is split."""
+_ALL = re.compile(r'"\$(?:@|\{(\w+)\[@\]\})"', re.ASCII)
+"""All of an array, or of the script's arguments, each as it is: nothing at all where there are none."""
 
 MOST_WORDS = 200_000
 """More are no training script; arrays that double themselves would fill memory."""
@@ -41,8 +44,8 @@ class Script:
     commands: list[list[str]] = field(default_factory=list)
     variables: dict[str, list[str]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    unset: set[str] = field(default_factory=set)
-    """Names that were used and never given."""
+    undecided: list[str] = field(default_factory=list)
+    """Names on which conditions depend that could not be told, in their order."""
 
 
 def is_unresolved(word: str) -> bool:
@@ -55,18 +58,23 @@ def shown(word: str) -> str:
     return re.sub(f"{OPEN}([^{OPEN}]*){OPEN}", lambda match: f"${match[1]}", word)
 
 
+def unresolved_in(word: str) -> list[str]:
+    """Return the names of what is unresolved in a word."""
+    return re.findall(f"{OPEN}([^{OPEN}]*){OPEN}", word)
+
+
 def read_script(text: str, given: Mapping[str, str], *, where: str) -> Script:
     """Return the commands of a script; ``given`` has values of variables, which win over the script's own.
 
     Raises:
         BadInput: when a quote, an array or an expansion never ends, or the script is larger than any.
     """
-    return _Reader(_joined(text), given, where).run()
+    return _Reader(_without_documents(text), given, where).run()
 
 
-def _joined(text: str) -> str:
-    """Return the script with continued lines joined, and without the bodies of here-documents."""
-    lines, kept, end = text.replace("\r\n", "\n").replace("\\\n", " ").split("\n"), list[str](), ""
+def _without_documents(text: str) -> str:
+    """Return the script without the bodies of here-documents."""
+    lines, kept, end = text.replace("\r\n", "\n").split("\n"), list[str](), ""
     for line in lines:
         if end:
             end = "" if line.strip() == end else end
@@ -98,8 +106,8 @@ class _Reader:
         text, at = self.text, 0
         while at < len(text):
             char = text[at]
-            if char in " \t":
-                at += 1
+            if char in " \t" or text.startswith("\\\n", at):
+                at += 1 + (char == "\\")
             elif char == "#" and (at == 0 or text[at - 1] in " \t\n;()"):
                 at = self._end_of_line(at)
             elif char in "\n;&|":
@@ -128,8 +136,8 @@ class _Reader:
     def _array(self, at: int) -> tuple[list[str], int]:
         elements, text = list[str](), self.text
         while at < len(text):
-            if text[at] in " \t\n":
-                at += 1
+            if text[at] in " \t\n" or text.startswith("\\\n", at):
+                at += 1 + (text[at] == "\\")
             elif text[at] == "#":
                 at = self._end_of_line(at)
             elif text[at] == ")":
@@ -142,7 +150,7 @@ class _Reader:
 
     def _word_end(self, at: int, stops: str = " \t\n;&|()") -> int:
         text = self.text
-        while at < len(text) and text[at] not in stops:
+        while at < len(text) and text[at] not in stops and not text.startswith("\\\n", at):
             at = self._past(at)
         return at
 
@@ -257,6 +265,9 @@ class _Reader:
                 return value == "" or (is_unresolved(value) and value.count(OPEN) == 2 and self._is_variable(value))
             case ["-n", value]:
                 return known and value != ""
+            case ["-e" | "-f" | "-r" | "-s", value]:  # a script tests for the files that it needs
+                self.script.left_out.append(f"a condition, {values[0]} {shown(value)}: the file is taken to be there")
+                return True
             case [left, "=" | "==", right] if known:
                 return left == right
             case [left, "!=", right] if known:
@@ -267,6 +278,7 @@ class _Reader:
                 except ValueError:
                     pass
         self.script.left_out.append(f"a condition that only running it would tell: {' '.join(tests)[:80]}")
+        self.script.undecided += [name for value in values for name in unresolved_in(value)]
         return None
 
     @staticmethod
@@ -346,6 +358,9 @@ class _Reader:
         """Return the fields of a raw word; ``quoted``: one, as on the right of an assignment."""
         if depth > MOST_DEPTH:
             raise self.bad("the script nests deeper than any")
+        all_of = _ALL.fullmatch(raw)
+        if all_of is not None and not self.script.variables.get(all_of[1] or "@"):
+            return []
         fields, current, started, at, inside = list[str](), "", False, 0, False
         while at < len(raw):
             char = raw[at]
@@ -354,8 +369,11 @@ class _Reader:
                 current, started, at = current + raw[at + 1 : end], True, end + 1
             elif char == '"':
                 inside, started, at = not inside, True, at + 1
+            elif raw.startswith("\\\n", at):
+                at += 2
             elif char == "\\":
-                current, started, at = current + raw[at + 1 : at + 2], True, at + 2
+                kept = "\\" if inside and raw[at + 1 : at + 2] not in ("$", "`", '"', "\\") else ""
+                current, started, at = f"{current}{kept}{raw[at + 1 : at + 2]}", True, at + 2
             elif char in "$`":
                 values, at = self._expansion(raw, at, depth)
                 if not values:  # "$@" of a script without arguments, and an empty array: no word at all
@@ -378,7 +396,7 @@ class _Reader:
         if started:
             fields.append(current)
         self._count(len(fields) + sum(map(len, fields)) // 64)
-        return fields
+        return [field_.replace(_HELD, " ") for field_ in fields]
 
     def _expansion(self, raw: str, at: int, depth: int) -> tuple[list[str], int]:  # noqa: PLR0911
         """Return the values of the expansion that begins at ``at``, and the position behind it."""
@@ -386,8 +404,8 @@ class _Reader:
             end = raw.find("`", at + 1)
             return [self._unresolved("(...)")], (len(raw) if end < 0 else end) + 1
         if raw.startswith("$((", at):
-            end = raw.find("))", at)
-            return [self._arithmetic(raw[at + 3 : end], depth)], end + 2
+            end = _closing(raw, at + 1, "(", ")")
+            return [self._arithmetic(raw[at + 3 : end - 2], depth)], end
         if raw.startswith("$(", at):
             return [self._unresolved("(...)")], _closing(raw, at + 1, "(", ")")
         if raw.startswith("${", at):
@@ -416,17 +434,19 @@ class _Reader:
             if rest.startswith(sign):
                 if not (empty if sign[0] == ":" else not known):
                     return self._value(name)
-                return [" ".join(self.expand(rest[len(sign) :], quoted=True, depth=depth + 1))]
+                return [self._default(rest[len(sign) :], depth)]
         if rest.startswith((":+", "+")):
-            return [] if empty else [" ".join(self.expand(rest.lstrip(":+"), quoted=True, depth=depth + 1))]
+            return [] if empty else [self._default(rest.lstrip(":+"), depth)]
         return [self._unresolved(inside)] if not rest.startswith((":?", "?")) else self._value(name)
+
+    def _default(self, raw: str, depth: int) -> str:
+        """Return a default with its fields apart: blanks that its own quotes hold do not split it."""
+        return " ".join(field_.replace(" ", _HELD) for field_ in self.expand(raw, depth=depth + 1))
 
     def _value(self, name: str) -> list[str]:
         return self.script.variables[name] if name in self.script.variables else [self._unresolved(name)]
 
     def _unresolved(self, name: str) -> str:
-        if _NAME.fullmatch(name) or name.isdigit():
-            self.script.unset.add(name)
         return f"{OPEN}{name.replace(OPEN, '')}{OPEN}"
 
     def _arithmetic(self, text: str, depth: int) -> str:
@@ -435,7 +455,8 @@ class _Reader:
         if is_unresolved(named):
             return self._unresolved(f"(({shown(named)}))")
         try:
-            return str(_whole(ast.parse(named.strip(), mode="eval").body))
+            with warnings.catch_warnings(action="ignore"):  # of Python about digits before a word
+                return str(_whole(ast.parse(named.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return self._unresolved(f"(({text}))")
 
