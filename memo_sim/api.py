@@ -192,7 +192,7 @@ class WhatIfResult:
         Raises:
             Infeasible: when no plan fits.
             UsageError: when the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         self._fitting()
         return picture_in(lambda file: self.write(what_if_answer.Outputs(picture=file)), path)
@@ -371,7 +371,7 @@ class MemoryResult:
 
         Raises:
             UsageError: when the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         return picture_in(lambda file: memory_answer.write_files(self.made, None, file), path)
 
@@ -431,7 +431,7 @@ class SweepResult:
 
         Raises:
             UsageError: when the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         return picture_in(lambda file: draw_sweep(self.lines, file), path)
 
@@ -481,7 +481,7 @@ class CompareResult:
 
         Raises:
             UsageError: when the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         return picture_in(lambda file: draw_difference(self.document, file), path)
 
