@@ -67,6 +67,7 @@ IN_JSON, IN_TEXT = 10, 3
 @cluster_options
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
+@click.option("--from", "job_path", type=click.Path(), help="Price the job of this script or configuration.")
 @question_options
 @PRICE
 @WHY
@@ -159,7 +160,8 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
 
     command = command_line("memo-sim")
     if plan is not None:
-        return priced(plan, question, where=options["plan_path"], price_per_gpu_hour=price, command=command)
+        where = options["plan_path"] or options["job_path"]
+        return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
     top = options["top"] or (IN_JSON if options["as_json"] else IN_TEXT)
     wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
     wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}

@@ -77,33 +77,16 @@ def question_of(values: Values, *, fill: bool = True) -> Question:
     return question_on(values, *named_cluster(values), fill=fill)
 
 
-def question_of_plan(plan: Plan, values: Values) -> Question:
+def question_of_plan(plan: Plan, values: Values, *, system: str = "any") -> Question:
     """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``).
 
-    Raises:
-        UsageError: when a value is wrong.
-        BadInput: when a file cannot be read.
-    """
-    return question_on(values, *named_cluster(values), plan=plan)
-
-
-def question_on(
-    values: Values, cluster: Cluster, hardware: Hardware, *, plan: Plan | None = None, fill: bool = True
-) -> Question:
-    """Return the question that the values ask about a cluster; a ``plan`` brings its own model, length and knobs.
-
-    ``fill`` as in ``question_of``.
+    ``system`` is the one that the plan is predicted under.
 
     Raises:
         UsageError: when a value is wrong.
         BadInput: when a file cannot be read.
     """
-    if plan is None:
-        question = _without_batch(values, cluster, hardware)
-        if values.get("global_batch") is not None:
-            return question
-        return with_filling_batch(question) if fill else with_one_sequence(question)
-    cluster, hardware = _limited(values, cluster, hardware)
+    cluster, hardware = machine_of(values)
     knobs = {knob.name: knob.default for knob in ARGUMENTS.values()}
     decided = {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
     return Question(
@@ -111,6 +94,7 @@ def question_on(
         cluster=cluster,
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens,
+        system=system,
         **_held(knobs | decided),
     )
 
@@ -126,6 +110,19 @@ def question_without_batch(values: Values) -> tuple[Question, bool]:
     """
     _check_needed(values)
     return _without_batch(values, *named_cluster(values)), values.get("global_batch") is None
+
+
+def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
+    """Return the question that the values ask about a cluster; ``fill`` as in ``question_of``.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    question = _without_batch(values, cluster, hardware)
+    if values.get("global_batch") is not None:
+        return question
+    return with_filling_batch(question) if fill else with_one_sequence(question)
 
 
 def _without_batch(values: Values, cluster: Cluster, hardware: Hardware) -> Question:
@@ -148,6 +145,16 @@ def _check_needed(values: Values) -> None:
     check_names(values)
     if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
         raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
+
+
+def machine_of(values: Values) -> tuple[Cluster, Hardware]:
+    """Return the cluster that the values name, with their memory and power limit.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    return _limited(values, *named_cluster(values))
 
 
 def _held(knobs: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ _OF_HUGGING_FACE = {
         "attn_implementation", lost="other kernels, and any with cp, are what torch's sdpa takes"
     ),
     "decisions.kernels.rowwise": exact("torch_compile", lost="modules run eagerly or compiled"),
-    "decisions.kernels.adamw": exact("optim"),
+    "decisions.kernels.adamw": exact("optim", lost="it has torch's AdamW, whose fused one is its default"),
     "decisions.dtype": exact("mixed_precision", "bf16", "fp16", lost="bf16, fp16 or fp32"),
     "decisions.deterministic": exact("full_determinism"),
     "decisions.cuda_graphs": Saying("none", lost="it replays no CUDA graphs"),

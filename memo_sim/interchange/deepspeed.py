@@ -66,7 +66,9 @@ SAYINGS = hugging_face_sayings(
         "decisions.mlp_chunk_tokens": Saying("none", lost="TiledMLP is code, not configuration"),
         "decisions.mlp_rebuild": Saying("none", lost="TiledMLP is code, not configuration"),
         "decisions.attention_chunk_tokens": Saying("none", lost="FPDT is Megatron-DeepSpeed's"),
-        "decisions.kernels.adamw": exact("optimizer.params.torch_adam"),
+        "decisions.kernels.adamw": exact(
+            "optimizer.params.torch_adam", lost="it has a fused AdamW of its own, and torch's"
+        ),
         "decisions.dtype": exact("bf16.enabled", "fp16.enabled", lost="bf16, fp16 or fp32"),
     }
 )

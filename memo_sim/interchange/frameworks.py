@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.interchange import accelerate, deepspeed, megatron_lm, torchtitan, trl
+from memo_sim.interchange import accelerate, deepspeed, megatron_bridge, megatron_lm, torchtitan, trl
 from memo_sim.interchange.framework import Framework, Source
 
 FRAMEWORKS: dict[str, Framework] = {
     f.name: f
     for f in (
         megatron_lm.FRAMEWORK,
+        megatron_bridge.FRAMEWORK,
         torchtitan.FRAMEWORK,
         deepspeed.FRAMEWORK,
         accelerate.FRAMEWORK,
@@ -38,9 +39,11 @@ def framework_of(sources: Sequence[Source]) -> Framework:
     Raises:
         BadInput: when no framework knows one of them, or they are of several.
     """
-    left = dict(FRAMEWORKS)
+    left = dict[str, Framework]()
     for source in sources:
-        know = [name for name, framework in FRAMEWORKS.items() if framework.reads(source)]
+        know = {name: framework for name, framework in FRAMEWORKS.items() if framework.reads(source)}
+        if not know and len(sources) > 1:
+            continue  # a script that starts another one of the files
         if not know:
             raise BadInput(
                 "no framework's file that memo knows",
@@ -48,9 +51,12 @@ def framework_of(sources: Sequence[Source]) -> Framework:
                 wanted="a script, configuration or recipe of " + ", ".join(f.title for f in FRAMEWORKS.values()),
                 hint="say which with --framework",
             )
-        both = {name: framework for name, framework in left.items() if name in know}
+        both = {name: framework for name, framework in left.items() if name in know} if left else know
         if not both:
-            got = f"{' or '.join(left)}, then {' or '.join(know)}"
-            raise BadInput("the files are of several frameworks", got=got, hint="import them one by one")
+            got, hint = f"{', '.join(left)}, then {', '.join(know)}", "import them one by one, or --framework"
+            raise BadInput("the files are of several frameworks", where=source.name, got=got, hint=hint)
         left = both
+    if not left:
+        names = ", ".join(source.name for source in sources)
+        raise BadInput("no framework's files that memo knows", where=names, hint="say which with --framework")
     return next(iter(left.values()))

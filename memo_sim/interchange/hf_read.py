@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.knobs import GradSums, Pins, Recompute, States
-from memo_sim.contract.units import parse_tokens
+from memo_sim.contract.units import counted, parse_tokens
 from memo_sim.interchange.framework import Read, Source
 from memo_sim.interchange.hf_words import ATTENTION, OPTIMIZERS, SDPA, TORCH_DTYPES
 from memo_sim.interchange.job import Job
@@ -117,7 +117,7 @@ def _script(source: Source, given: Mapping[str, str], files: Files) -> None:
     if found is None:
         return
     at = _starter(found) or 0
-    starter, words = found[at].rpartition("/")[2], found[at + 1 :]
+    starter, words = found[at].rpartition("/")[2].partition(".")[0], found[at + 1 :]
     program = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
     if starter == "trl":
         files.trl, program = True, 0
@@ -141,7 +141,13 @@ def _script(source: Source, given: Mapping[str, str], files: Files) -> None:
 
 
 def _starter(words: list[str]) -> int | None:
-    return next((i for i, word in enumerate(words) if word.rpartition("/")[2] in _STARTERS), None)
+    """Return where the program that starts the processes stands: the last one, as in ``srun python -m torchrun``."""
+    module = next((i for i, word in enumerate(words) if word == "accelerate.commands.launch"), None)
+    return (
+        module
+        if module is not None
+        else next((i for i, word in enumerate(words) if word.rpartition("/")[2] in _STARTERS), None)
+    )
 
 
 def _number(value: Any) -> int | None:
@@ -188,6 +194,9 @@ class Parallel:
     sums: GradSums = "auto"
     deepspeed: bool = False
     adamw: Any = None
+    attention: str | None = None
+    """``attn_implementation`` that the launcher's file names."""
+    fsdp1: bool = False
     micro_batch: int | None = None
     accumulation: int | None = None
     global_batch: int | None = None
@@ -223,16 +232,24 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
         arguments.says(key, f"the model {model.name}")
     seq_tokens = _length(arguments, given, assumed, trl=trl)
     parallel = _parallel(accelerate, deepspeed, arguments, given, files)
-    micro_batch = _whole(arguments, "per_device_train_batch_size") or parallel.micro_batch
-    if micro_batch is None:
-        micro_batch = 8 if arguments.values else 1
-        assumed.append(f"per_device_train_batch_size is {micro_batch}" + (", the default" if arguments.values else ""))
-    arguments.says("per_device_train_batch_size", f"micro-batches of {micro_batch} sequences")
     steps = _whole(arguments, "gradient_accumulation_steps") or parallel.accumulation
+    micro_batch = _whole(arguments, "per_device_train_batch_size") or parallel.micro_batch
+    if micro_batch is None and parallel.global_batch:
+        micro_batch = max(parallel.global_batch // ((steps or 1) * parallel.dp), 1)
+    elif micro_batch is None and arguments.has("batch_size"):
+        micro_batch = _whole(arguments, "batch_size")
+        arguments.says("batch_size", f"micro-batches of {counted(micro_batch or 1, 'sequence')}")
+    if micro_batch is None:
+        micro_batch = 8 if "arguments" in files.names else 1
+        default = ", the default" if "arguments" in files.names else ""
+        assumed.append(f"per_device_train_batch_size is {micro_batch}{default}")
+    arguments.says("per_device_train_batch_size", f"micro-batches of {counted(micro_batch, 'sequence')}")
     whole = micro_batch * (steps or 1) * parallel.dp
     if steps is None and parallel.global_batch:
         whole = parallel.global_batch
-    arguments.says("gradient_accumulation_steps", f"{whole} sequences a step")
+    arguments.says("gradient_accumulation_steps", f"{counted(whole, 'sequence')} a step")
+    if "arguments" in files.names and steps is None and not parallel.global_batch:
+        assumed.append("gradient_accumulation_steps is 1, the default")
     recompute, layers, offloaded = _recompute(arguments, parallel, assumed, trl=trl)
     dtype, states, sums = _precision(arguments, parallel, assumed, trl=trl)
     adamw = _adamw(arguments, parallel)
@@ -257,7 +274,9 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
             whole_loss=not trl,
         ),
     )
-    arguments.says("full_determinism", "deterministic")
+    arguments.says("full_determinism", f"deterministic {'on' if job.deterministic else 'off'}")
+    for key in ("sequence_parallel_size", "tp_size"):  # the other files say so too
+        arguments.raw(key)
     _explain(arguments, accelerate, deepspeed)
     every = (arguments, deepspeed, accelerate)
     return Read(
@@ -296,6 +315,7 @@ def pins_of(
         offload_inputs=choice.offloaded if full else None,
         mlp_chunk_tokens=0 if full else None,
         loss_chunk_tokens=0 if whole_loss else None,
+        sharding="fsdp1" if parallel.fsdp1 else None,
         rowwise="compiled" if choice.compiled else "eager",
         adamw=adamw,
         attention=attention,
@@ -346,8 +366,11 @@ def _parallel(
     accelerate: Settings, deepspeed: Settings, arguments: Settings, given: Mapping[str, str], files: Files
 ) -> Parallel:
     kind = (accelerate.text("distributed_type") or "").upper()
-    config = accelerate.text("deepspeed_config_file") or arguments.text("deepspeed")
-    for settings, key in ((accelerate, "deepspeed_config_file"), (arguments, "deepspeed")):
+    config = (
+        accelerate.text("deepspeed_config_file") or arguments.text("deepspeed") or arguments.text("deepspeed_config")
+    )
+    said = ((accelerate, "deepspeed_config_file"), (arguments, "deepspeed"), (arguments, "deepspeed_config"))
+    for settings, key in said:
         settings.says(key, "DeepSpeed's file")
     if config is not None and not deepspeed.values:
         raise BadInput(
@@ -408,9 +431,12 @@ def _fsdp(accelerate: Settings, arguments: Settings, devices: int, kind: str) ->
     zero, ranks = 0, None
     if fsdp:
         zero, hybrid = _level(accelerate, words)
-        shard = size["dp_shard"] if accelerate.has("parallelism_config_dp_shard_size") else dp
+        divided = any(key.startswith("parallelism_config_") for key in accelerate.values)
+        shard = size["dp_shard"] if divided else dp
         accelerate.says("parallelism_config_dp_shard_size", f"shards over {shard * cp} ranks")
-        accelerate.says("parallelism_config_dp_replicate_size", f"{size['dp_replicate']} copies of the shards")
+        accelerate.says(
+            "parallelism_config_dp_replicate_size", f"each shard on {counted(size['dp_replicate'], 'rank')}"
+        )
         if hybrid:
             shard = max(devices // (accelerate.whole("num_machines") or 1), 1)
         if shard * cp == 1:
@@ -429,7 +455,9 @@ def _fsdp(accelerate: Settings, arguments: Settings, devices: int, kind: str) ->
     host = accelerate.flag("fsdp_offload_params") or "offload" in words
     accelerate.says("fsdp_offload_params", "states host" if host else "states on the device")
     accelerate.says("distributed_type", f"zero {zero}")
-    for key in ("fsdp_version", "fsdp_auto_wrap_policy", "compute_environment"):
+    first = fsdp and zero > 0 and accelerate.has("distributed_type") and accelerate.text("fsdp_version") != "2"
+    accelerate.says("fsdp_version", f"sharding fsdp{'1' if first else '2'}")
+    for key in ("fsdp_auto_wrap_policy", "compute_environment"):
         accelerate.raw(key)
     return Parallel(
         tp=tp,
@@ -441,6 +469,7 @@ def _fsdp(accelerate: Settings, arguments: Settings, devices: int, kind: str) ->
         full=full,
         offload=offload,
         precision=_accelerate_precision(accelerate),
+        fsdp1=first,
         devices=devices,
     )
 
@@ -478,7 +507,10 @@ def _deepspeed(deepspeed: Settings, accelerate: Settings, devices: int) -> Paral
     ulysses = deepspeed.whole("sequence_parallel_size") or accelerate.whole("parallelism_config_sp_size") or 1
     deepspeed.says("sequence_parallel_size", f"ulysses {ulysses}")
     accelerate.says("parallelism_config_sp_size", f"ulysses {ulysses}")
-    accelerate.raw("parallelism_config_sp_backend")
+    for key in ("sp_backend", "dp_shard_size", "dp_replicate_size", "sp_seq_length", "sp_seq_length_is_variable"):
+        accelerate.raw(f"parallelism_config_{key}")
+    kernel = accelerate.text("parallelism_config_sp_attn_implementation")
+    accelerate.says("parallelism_config_sp_attn_implementation", f"attention {ATTENTION.get(kernel or '', 'of torch')}")
     dp = _rest(devices, ulysses, deepspeed.where)
     device = deepspeed.text("zero_optimization.offload_optimizer.device") or accelerate.text("offload_optimizer_device")
     old = deepspeed.flag("zero_optimization.cpu_offload")
@@ -519,6 +551,7 @@ def _deepspeed(deepspeed: Settings, accelerate: Settings, devices: int) -> Paral
         pure=pure,
         sums=sums,
         deepspeed=True,
+        attention=kernel,
         adamw=_deepspeed_adamw(deepspeed),
         micro_batch=_whole(deepspeed, "train_micro_batch_size_per_gpu"),
         accumulation=_accumulation(deepspeed, accelerate),
@@ -530,9 +563,13 @@ def _deepspeed(deepspeed: Settings, accelerate: Settings, devices: int) -> Paral
 def _accumulation(deepspeed: Settings, accelerate: Settings) -> int | None:
     steps = _whole(deepspeed, "gradient_accumulation_steps") or _whole(accelerate, "gradient_accumulation_steps")
     micro, whole = _whole(deepspeed, "train_micro_batch_size_per_gpu"), _whole(deepspeed, "train_batch_size")
-    deepspeed.says("train_micro_batch_size_per_gpu", f"micro-batches of {micro} sequences")
-    deepspeed.says("gradient_accumulation_steps", f"{steps} micro-batches a step")
-    deepspeed.says("train_batch_size", f"{whole} sequences a step")
+    said = {
+        "train_micro_batch_size_per_gpu": micro and f"micro-batches of {counted(micro, 'sequence')}",
+        "gradient_accumulation_steps": steps and f"{counted(steps, 'micro-batch', 'es')} a step",
+        "train_batch_size": whole and f"{counted(whole, 'sequence')} a step",
+    }
+    for key, text in said.items():
+        deepspeed.says(key, text or "as the arguments say")
     return steps
 
 
@@ -609,7 +646,8 @@ def _precision(
 ) -> tuple[Any, States, GradSums]:
     """Return the dtype, the states, and the dtype that gradients are summed in."""
     loaded = next((arguments.text(key) for key in ("dtype", "torch_dtype") if arguments.has(key)), None)
-    mixed = parallel.precision
+    mixed = arguments.text("mixed_precision") or parallel.precision
+    arguments.says("mixed_precision", f"mixed precision {mixed}")
     if arguments.flag("bf16"):
         mixed = "bf16"
     elif arguments.flag("fp16"):
@@ -654,7 +692,11 @@ def _adamw(arguments: Settings, parallel: Parallel) -> Any:
 
 def _attention(arguments: Settings, parallel: Parallel) -> Any:
     key = "attn_implementation"
-    word = arguments.text(key) or ("flash_attention_2" if arguments.flag("use_flash_attention_2") else SDPA)
+    word = (
+        arguments.text(key)
+        or parallel.attention
+        or ("flash_attention_2" if arguments.flag("use_flash_attention_2") else SDPA)
+    )
     hub = {"kernels-community/flash-attn2": "flash_attention_2", "kernels-community/flash-attn3": "flash_attention_3"}
     hub |= {
         "kernels-community/flash-attn": "flash_attention_2",
@@ -691,6 +733,13 @@ def _explain(arguments: Settings, accelerate: Settings, deepspeed: Settings) -> 
     deepspeed.ignore(
         [key for key in deepspeed.values if key.startswith("zero_optimization.offload_param.")],
         "memo keeps parameters on the device: it prices the optimizer's states on the host alone",
+    )
+    deepspeed.ignore(
+        [key for key in deepspeed.values if key.startswith("zero_optimization.zenflow.")],
+        "memo has no ZenFlow: the update of the states on the host waits for all gradients",
+    )
+    deepspeed.ignore(
+        ("zero_optimization.offload_optimizer.super_offload",), "memo has DeepSpeed's CPU Adam, not SuperOffload"
     )
     deepspeed.ignore(("zero_optimization.zero_hpz_partition_size",), "memo has no second copy of shards in a node")
     deepspeed.ignore(

@@ -46,7 +46,7 @@ def nearest_layouts(layout: Layout, *, tp: bool, sequence: str) -> tuple[Layout,
     )
     replicas = wide * dp
     if sequence == "ulysses":
-        return (msgspec.structs.replace(plain, zero=layout.zero),)
+        return tuple(msgspec.structs.replace(plain, zero=zero) for zero in dict.fromkeys((layout.zero, 3)))
     if replicas == 1 or (layout.zero == 0 and wide == 1 and plain.tp == 1):
         return (plain,)
     ranks = layout.zero_ranks if layout.zero_ranks % wide == 0 and replicas % (layout.zero_ranks or 1) == 0 else 0
@@ -196,6 +196,9 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         plain = value.replace("_", "").replace("/", "").replace("-", "").replace(".", "").replace("$", "")
         return value if plain.isalnum() and value.lower() not in _WORDS and not plain.isdigit() else json.dumps(value)
+    if isinstance(value, float):
+        text = repr(value)
+        return text if "." in text else text.replace("e", ".0e")  # PyYAML reads 2e-05 as a word
     return json.dumps(value)
 
 

@@ -25,6 +25,7 @@ OLD_NAMES: dict[str, str] = {
     "encoder_seq_length": "seq_length",
     "model_parallel_size": "tensor_model_parallel_size",
     "batch_size": "micro_batch_size",
+    "pad_vocab_size_to": "padded_vocab_size",
 }
 """Options by the configuration's names, older options among them."""
 TURNED_OFF: dict[str, str] = {
@@ -49,7 +50,7 @@ class Found:
     spelled: dict[str, str] = field(default_factory=dict)
     devices: int = 0
     notes: list[str] = field(default_factory=list)
-    unset: set[str] = field(default_factory=set)
+    undecided: list[str] = field(default_factory=list)
 
 
 def find(sources: Sequence[Source], given: Mapping[str, str]) -> Found:
@@ -70,7 +71,7 @@ def find(sources: Sequence[Source], given: Mapping[str, str]) -> Found:
             _put(found, plain, value, f"--set {name}")
     if "devices" in given:
         found.values.pop("devices", None)
-        found.devices = _whole(given["devices"]) or found.devices
+        found.devices = whole_or_zero(given["devices"]) or found.devices
     if "num_query_groups" in found.values and not found.values.get("group_query_attention", False):
         found.notes.append("--num-query-groups has no effect without --group-query-attention")
         found.values.pop("num_query_groups")
@@ -88,8 +89,8 @@ def _put(found: Found, name: str, value: Any, spelled: str) -> None:
 
 
 def _from_script(source: Source, given: Mapping[str, str], found: Found) -> None:
-    script = read_script(source.text, given, where=source.name)
-    commands = [_split(command) for command in script.commands]
+    script = read_script(source.text, {**_slurm(source.text), **given}, where=source.name)
+    commands = commands_of(script)
     scored = [
         (sum(word in ("--num-layers", "--hidden-size") or word.startswith("--") for word in c), c) for c in commands
     ]
@@ -112,7 +113,17 @@ def _from_script(source: Source, given: Mapping[str, str], found: Found) -> None
     started = {name: value for name, _, value in _options(launcher)}
     found.devices = _devices(started, script, source.text) or found.devices
     found.notes += [f"left out: {text}" for text in script.left_out]
-    found.unset |= script.unset
+    found.undecided += script.undecided
+
+
+def commands_of(script: Script) -> list[list[str]]:
+    """Return a script's commands, with the texts split that are commands themselves."""
+    return [_split(command) for command in script.commands]
+
+
+def devices_of(words: Sequence[str], script: Script, text: str) -> int:
+    """Return how many devices a command starts, or else the script; 0 where neither says."""
+    return _devices({name: value for name, _, value in _options(_at_program(words)[0])}, script, text)
 
 
 def _split(words: Sequence[str]) -> list[str]:
@@ -154,21 +165,42 @@ def _is_number(word: str) -> bool:
 def _devices(started: Mapping[str, Any], script: Script, text: str) -> int:
     """Return how many devices a script starts, by its launcher, its variables, or SLURM's comments."""
     named = {name.lower(): " ".join(values) for name, values in script.variables.items()}
-    slurm = dict(re.findall(r"--([a-z-]+)[= ](\S+)", " ".join(_SBATCH.findall(text))))
-    slurm = {name.replace("-", "_"): value for name, value in slurm.items()}
+    slurm = _sbatch(text)
     gres = re.search(r"gpu:(?:\w+:)?(\d+)", slurm.get("gres", "") + slurm.get("gpus_per_node", ""))
     per_node = _first(_PER_NODE, started, named, slurm) or (int(gres[1]) if gres else 0)
     if not per_node and slurm:
-        per_node = _whole(slurm.get("ntasks_per_node", ""))
+        per_node = whole_or_zero(slurm.get("ntasks_per_node", ""))
     nodes = _first(_NODES, started, named, slurm) or (1 if per_node and not slurm.get("nodes") else 0)
-    return per_node * nodes or _whole(named.get("world_size", ""))
+    return per_node * nodes or whole_or_zero(named.get("world_size", ""))
+
+
+def _sbatch(text: str) -> dict[str, str]:
+    """Return what SLURM's comments ask for, by name."""
+    asked = re.findall(r"--([a-z-]+)[= ]+([^\s#]+)", " ".join(_SBATCH.findall(text)))
+    return {name.replace("-", "_"): value for name, value in asked}
+
+
+def _slurm(text: str) -> dict[str, str]:
+    """Return the variables that SLURM sets for a job, as far as its comments tell them."""
+    asked = _sbatch(text)
+    gpus = re.search(r"(?:gpu:(?:\w+:)?)?(\d+)$", asked.get("gpus_per_node", asked.get("gres", "")))
+    nodes, tasks = whole_or_zero(asked.get("nodes", "")), whole_or_zero(asked.get("ntasks_per_node", ""))
+    found = {
+        "SLURM_NNODES": nodes,
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_GPUS_PER_NODE": int(gpus[1]) if gpus else 0,
+        "SLURM_NTASKS_PER_NODE": tasks,
+        "SLURM_NTASKS": nodes * tasks,
+    }
+    return {name: str(value) for name, value in found.items() if value}
 
 
 def _first(names: Sequence[str], *places: Mapping[str, Any]) -> int:
-    return next((n for place in places for name in names if (n := _whole(place.get(name, "")))), 0)
+    return next((n for place in places for name in names if (n := whole_or_zero(place.get(name, "")))), 0)
 
 
-def _whole(value: Any) -> int:
+def whole_or_zero(value: Any) -> int:
+    """Return a positive whole number, of ``1:4`` the last; 0 where it is none."""
     text = str(value).split(":")[-1]
     return int(text) if re.fullmatch(r"[1-9]\d{0,6}", text, re.ASCII) and not is_unresolved(text) else 0
 

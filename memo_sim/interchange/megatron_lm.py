@@ -188,6 +188,7 @@ def _read(sources: tuple[Source, ...], given: Mapping[str, str]) -> Read:
     where = ", ".join(source.name for source in sources)
     config = Configuration(found.values, found.spelled, where)
     config.assumed += found.notes
+    config.undecided += found.undecided
     fallback = int(given[FALLBACK]) if given.get(FALLBACK, "").isdigit() else 0
     name = PurePath(sources[0].name).stem
     return read_job(config, framework=TITLE, name=name, devices=found.devices, fallback_devices=fallback)

@@ -22,7 +22,7 @@ from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.interchange.framework import Read
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.megatron_words import ATTENTION, LLAMA3_SCALING, MODULES, equal_runs, padded
-from memo_sim.interchange.shell_script import is_unresolved, shown
+from memo_sim.interchange.shell_script import is_unresolved, shown, unresolved_in
 
 TRUE, FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off", "none", "null", "")
 
@@ -49,7 +49,14 @@ _RUNNING = (
     r"|manual_gc|straggler|check_for|empty_unused|world|rank|master|nnodes|nproc|local|results|attach|print|record"
     r"|rerun|trace|spec$|spec_|dir$|path$|one_logger|experiment|name$|tags"
 )
+_NEEDED = re.compile(
+    r"(tensor|pipeline|context)_model_parallel_size|context_parallel_size|num_(layers|attention_heads|query_groups)|"
+    r"(hidden|ffn_hidden|vocab|padded_vocab|micro_batch|global_batch)_size|seq_length|recompute_num_layers|kv_channels|"
+    r"max_position_embeddings"
+)
+"""Names whose values have to be known."""
 _WHY: tuple[tuple[str, str], ...] = (
+    (r"^[A-Z][A-Z0-9_]*$", "the environment of the run"),
     (r"fp8|fp4|nvfp|mxfp", "memo prices products in bf16: with this they are faster than predicted"),
     (r"(hidden|attention)_dropout|embedding_dropout", "dropout is not priced"),
     (r"mtp_", "predicting several tokens is not priced: the step is longer than predicted"),
@@ -99,7 +106,11 @@ class Configuration:
     read: list[ReadOption] = field(default_factory=list)
     ignored: list[IgnoredOption] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+    """Names on which conditions of a script depend that could not be told."""
     taken: set[str] = field(default_factory=set)
+    model: Model | None = None
+    """The model, where the file names one in place of a shape."""
 
     def has(self, name: str) -> bool:
         """Return whether the file gives a value."""
@@ -121,8 +132,8 @@ class Configuration:
         text = str(self.values.get(name))
         hint = None
         if is_unresolved(text):
-            open_ = shown(text).lstrip("$")
-            hint = f"give its value: --set {open_}=... (or --set {name}=...)"
+            names = " ".join(f"--set {open_}=..." for open_ in self.open_names())
+            hint = f"give what the script leaves open: {names} (or --set {name}=...)"
         return BadInput(
             "a value that cannot be read",
             where=f"{self.where}: {self.key(name)}",
@@ -144,6 +155,12 @@ class Configuration:
         if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < least:
             raise self.bad(name, f"a whole number from {least}")
         return int(text)
+
+    def open_names(self) -> list[str]:
+        """Return the names that the script leaves open and that memo may need, in their order."""
+        texts = [str(value) for name, value in self.values.items() if _NEEDED.fullmatch(name)]
+        found = [*self.undecided, *(name for text in texts for name in unresolved_in(text))]
+        return list(dict.fromkeys(name for name in found if re.fullmatch(r"\w+", name, re.ASCII)))
 
     def needed(self, name: str) -> int:
         """Return a whole number that the file has to give.
@@ -187,7 +204,11 @@ class Configuration:
         if not self.has(name):
             self.taken.add(name)
             return default if name not in self.values else False
-        text = str(self.raw(name)).lower()
+        raw = self.raw(name)
+        words = raw if isinstance(raw, list | tuple) else [raw]
+        if self.key(name).startswith("--") and all(is_unresolved(str(word)) for word in words):
+            return True  # a switch, and variables behind it that nothing sets
+        text = str(raw).lower()
         if text not in (*TRUE, *FALSE):
             raise self.bad(name, "true or false")
         return text in TRUE
@@ -249,7 +270,7 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
     pins, replicas_of = _layout(config)
     started = devices
     if started % replicas_of:
-        config.assumed.append(f"it starts {started} devices, but its layout needs a multiple of {replicas_of}")
+        config.assumed.append(f"not the {started} devices that it starts: its layout needs a multiple of {replicas_of}")
         started = 0
     used = started or fallback_devices
     if used and used % replicas_of:
@@ -262,7 +283,7 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
         )
     dp = used // replicas_of if used else 1
     if not used:
-        config.assumed.append("one replica (dp 1): the files do not say how many devices there are")
+        config.assumed.append(f"one replica, on {replicas_of} devices: --set devices=... says how many there are")
     micro = config.whole("micro_batch_size", 1) or 1
     batch = config.whole("global_batch_size")
     if batch is None:
@@ -272,7 +293,7 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
     config.say(("global_batch_size",), f"global_batch {batch}")
     seq = config.needed("seq_length")
     config.say(("seq_length",), f"seq_len {seq}")
-    model = _model(config, name, pins["tp"], seq)
+    model = config.model or _model(config, name, pins["tp"], seq)
     replicas = dp * pins["cp"] * pins["ulysses"]
     states = _states(config)
     data = _data_parallel(config, replicas)
@@ -529,7 +550,10 @@ def _data_parallel(config: Configuration, replicas: int) -> dict[str, Any]:
     grads, params = config.flag("overlap_grad_reduce"), config.flag("overlap_param_gather")
     overlap: Overlap = "none" if not grads else "both" if params else "gradients"
     shards = ("use_distributed_optimizer", "use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
-    config.say((*shards, "data_parallel_sharding_strategy"), f"zero {zero}")
+    config.say(
+        (*shards, "data_parallel_sharding_strategy"),
+        f"zero {zero}" if replicas > 1 else "zero 0: no rank shares parameters with another",
+    )
     config.say(("num_distributed_optimizer_instances",), f"zero_ranks {replicas // instances}")
     config.say(("overlap_grad_reduce", "overlap_param_gather"), f"overlap {overlap}")
     return {"zero": zero, "zero_ranks": replicas // instances if zero and instances > 1 else None, "overlap": overlap}

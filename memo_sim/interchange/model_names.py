@@ -67,7 +67,8 @@ def model_of(sources: Sequence[Source], given: Mapping[str, str], named: str | N
     config = next((source for source in sources if source.name.rpartition("/")[2] == CONFIG), None)
     if config is not None:
         fields = decode_object(config.text.encode(), where=config.name)
-        return model_from_config(fields, where=config.name, name="model")
+        found = model_from_config(fields, where=config.name, name="model")
+        return next((known for known in map(load_model, list_models()) if same_shape(known, found)), found)
     if named is not None and (preset := preset_of(named)) is not None:
         return load_model(preset)
     raise BadInput(

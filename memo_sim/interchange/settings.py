@@ -96,6 +96,7 @@ class Settings:
     def says(self, key: str, text: str) -> None:
         """Note what a value means in memo's words."""
         if self.has(key):
+            self._taken.add(key)
             self.read.append(ReadOption(key=key, value=_shown(self.values[key]), says=text))
 
     def ignore(self, keys: str | Iterable[str], why: str) -> None:

@@ -41,8 +41,8 @@ class Script:
     commands: list[list[str]] = field(default_factory=list)
     variables: dict[str, list[str]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    unset: set[str] = field(default_factory=set)
-    """Names that were used and never given."""
+    undecided: list[str] = field(default_factory=list)
+    """Names on which conditions depend that could not be told, in their order."""
 
 
 def is_unresolved(word: str) -> bool:
@@ -55,18 +55,23 @@ def shown(word: str) -> str:
     return re.sub(f"{OPEN}([^{OPEN}]*){OPEN}", lambda match: f"${match[1]}", word)
 
 
+def unresolved_in(word: str) -> list[str]:
+    """Return the names of what is unresolved in a word."""
+    return re.findall(f"{OPEN}([^{OPEN}]*){OPEN}", word)
+
+
 def read_script(text: str, given: Mapping[str, str], *, where: str) -> Script:
     """Return the commands of a script; ``given`` has values of variables, which win over the script's own.
 
     Raises:
         BadInput: when a quote, an array or an expansion never ends, or the script is larger than any.
     """
-    return _Reader(_joined(text), given, where).run()
+    return _Reader(_without_documents(text), given, where).run()
 
 
-def _joined(text: str) -> str:
-    """Return the script with continued lines joined, and without the bodies of here-documents."""
-    lines, kept, end = text.replace("\r\n", "\n").replace("\\\n", " ").split("\n"), list[str](), ""
+def _without_documents(text: str) -> str:
+    """Return the script without the bodies of here-documents."""
+    lines, kept, end = text.replace("\r\n", "\n").split("\n"), list[str](), ""
     for line in lines:
         if end:
             end = "" if line.strip() == end else end
@@ -98,8 +103,8 @@ class _Reader:
         text, at = self.text, 0
         while at < len(text):
             char = text[at]
-            if char in " \t":
-                at += 1
+            if char in " \t" or text.startswith("\\\n", at):
+                at += 1 + (char == "\\")
             elif char == "#" and (at == 0 or text[at - 1] in " \t\n;()"):
                 at = self._end_of_line(at)
             elif char in "\n;&|":
@@ -128,8 +133,8 @@ class _Reader:
     def _array(self, at: int) -> tuple[list[str], int]:
         elements, text = list[str](), self.text
         while at < len(text):
-            if text[at] in " \t\n":
-                at += 1
+            if text[at] in " \t\n" or text.startswith("\\\n", at):
+                at += 1 + (text[at] == "\\")
             elif text[at] == "#":
                 at = self._end_of_line(at)
             elif text[at] == ")":
@@ -142,7 +147,7 @@ class _Reader:
 
     def _word_end(self, at: int, stops: str = " \t\n;&|()") -> int:
         text = self.text
-        while at < len(text) and text[at] not in stops:
+        while at < len(text) and text[at] not in stops and not text.startswith("\\\n", at):
             at = self._past(at)
         return at
 
@@ -267,6 +272,7 @@ class _Reader:
                 except ValueError:
                     pass
         self.script.left_out.append(f"a condition that only running it would tell: {' '.join(tests)[:80]}")
+        self.script.undecided += [name for value in values for name in unresolved_in(value)]
         return None
 
     @staticmethod
@@ -354,8 +360,11 @@ class _Reader:
                 current, started, at = current + raw[at + 1 : end], True, end + 1
             elif char == '"':
                 inside, started, at = not inside, True, at + 1
+            elif raw.startswith("\\\n", at):
+                at += 2
             elif char == "\\":
-                current, started, at = current + raw[at + 1 : at + 2], True, at + 2
+                kept = "\\" if inside and raw[at + 1 : at + 2] not in ("$", "`", '"', "\\") else ""
+                current, started, at = f"{current}{kept}{raw[at + 1 : at + 2]}", True, at + 2
             elif char in "$`":
                 values, at = self._expansion(raw, at, depth)
                 if not values:  # "$@" of a script without arguments, and an empty array: no word at all
@@ -425,8 +434,6 @@ class _Reader:
         return self.script.variables[name] if name in self.script.variables else [self._unresolved(name)]
 
     def _unresolved(self, name: str) -> str:
-        if _NAME.fullmatch(name) or name.isdigit():
-            self.script.unset.add(name)
         return f"{OPEN}{name.replace(OPEN, '')}{OPEN}"
 
     def _arithmetic(self, text: str, depth: int) -> str:

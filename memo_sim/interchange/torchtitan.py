@@ -19,6 +19,7 @@ from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.knobs import Pins, Recompute, Schedule, States
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.units import counted
 from memo_sim.interchange.framework import Framework, Read, Source
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.model_names import model_of
@@ -39,6 +40,10 @@ LAUNCH = "launch.sh"
 _TWO_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS")
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)(?:[= ]+|$)([^\s\\]*)")
 _NAMED = re.compile(r"--(module|config)[= ]+([\w.]+)")
+_CONVERTED = {
+    True: "memo has no adapters: the job is priced as training of all parameters",
+    False: "memo has no 8-bit products: the job is priced in bf16",
+}
 _DATA = ("checkpoint", "dataloader", "validator", "metrics", "profiler", "lr_scheduler", "comm", "tokenizer")
 
 
@@ -338,8 +343,10 @@ def _read(
         deterministic=settings.flag("debug.deterministic", settings.flag("training.deterministic")),
         states=states,
     )
-    settings.says("debug.deterministic", "deterministic")
-    settings.says("parallelism.enable_sequence_parallel", "sequence_parallel")
+    settings.says("debug.deterministic", f"deterministic {'on' if job.deterministic else 'off'}")
+    settings.says(
+        "parallelism.enable_sequence_parallel", f"sequence_parallel {'on' if pins.sequence_parallel else 'off'}"
+    )
     balancer = "parallelism.context_parallel_load_balancer"
     if settings.text(balancer) != "headtail" and settings.has(balancer) and degree["cp"] > 1:
         settings.ignore(balancer, "memo has zigzag chunks (headtail) alone")
@@ -439,7 +446,9 @@ def _read_zero(settings: Settings, degree: Mapping[str, int], shard: int, *, sta
     zero = (1 if staged else 2 if stays else 3) if shards > 1 else 0
     settings.says(key, f"zero {zero}")
     replicate = "parallelism.data_parallel_replicate_degree"
-    settings.says(replicate, f"{degree['replicate']} copies of the shards" if shards > 1 else "dp without ZeRO")
+    settings.says(
+        replicate, f"each shard on {counted(degree['replicate'], 'rank')}" if shards > 1 else "dp without ZeRO"
+    )
     return zero, shards if degree["replicate"] > 1 and shards > 1 else None
 
 
@@ -459,7 +468,9 @@ def _batch(settings: Settings, dp: int, seq_tokens: int, assumed: list[str], *, 
     budget = settings.whole("training.num_tokens_per_microbatch_per_dp_rank")
     if budget is not None:
         local = max(budget // seq_tokens, 1)
-        settings.says("training.num_tokens_per_microbatch_per_dp_rank", f"micro-batches of {local} sequences")
+        settings.says(
+            "training.num_tokens_per_microbatch_per_dp_rank", f"micro-batches of {counted(local, 'sequence')}"
+        )
     if local is None:
         local = 8
         assumed.append("training.local_batch_size is 8, torchtitan's default")
@@ -467,8 +478,12 @@ def _batch(settings: Settings, dp: int, seq_tokens: int, assumed: list[str], *, 
     if staged:
         key = "parallelism.pipeline_parallel_microbatch_size"
         micro = _first(settings, key, "experimental.pipeline_parallel_microbatch_size") or 1
-        settings.says(key, f"micro-batches of {micro} sequences")
-    said = f"{local // micro} micro-batches of {micro}" if staged else f"micro-batches of {micro} sequences"
+        settings.says(key, f"micro-batches of {counted(micro, 'sequence')}")
+    said = (
+        f"{counted(local // micro, 'micro-batch', 'es')} of {micro}"
+        if staged
+        else f"micro-batches of {counted(micro, 'sequence')}"
+    )
     settings.says("training.local_batch_size", said)
     settings.says("training.batch_size", said)
     step = settings.text("training.global_batch_size")
@@ -476,8 +491,8 @@ def _batch(settings: Settings, dp: int, seq_tokens: int, assumed: list[str], *, 
     tokens = settings.whole("training.num_tokens_per_train_step")
     if tokens is not None:
         whole = max(tokens // seq_tokens, 1)
-        settings.says("training.num_tokens_per_train_step", f"{whole} sequences a step")
-    settings.says("training.global_batch_size", f"{whole} sequences a step")
+        settings.says("training.num_tokens_per_train_step", f"{counted(whole, 'sequence')} a step")
+    settings.says("training.global_batch_size", f"{counted(whole, 'sequence')} a step")
     return micro, whole
 
 
@@ -625,6 +640,8 @@ def _explain_ignored(settings: Settings) -> None:
             settings.ignore(key, STEPPING if part in ("checkpoint", "validator") else "says nothing about a step")
         elif key.endswith(MADE_BY) and not settings.values[key].startswith("quantiz"):
             settings.raw(key)
+    converters = str(settings.values.get("model_spec.converters", ""))
+    settings.ignore("model_spec.converters", _CONVERTED.get("LoRA" in converters, ""))
     quantized = [key for key in settings.values if "float8" in key.lower() or "mx" in key.lower() or "quantize" in key]
     settings.ignore(quantized, "memo has no 8-bit products: the job is priced in bf16")
     settings.ignore(

@@ -41,6 +41,7 @@ REQUIRED = {
     "high": "3",
     "unfitted": "2",
     "output": "out/new.json",
+    "framework": "megatron-lm",
 }
 """Quick legal values of options without which a command does nothing."""
 ALWAYS = {
@@ -208,7 +209,7 @@ class Options:
 
 
 def _paths(name: str) -> list[str]:
-    read = {"plan_path": "plan.json", "data": "ids.npy", "weights": "run/weights"}
+    read = {"plan_path": "plan.json", "job_path": "train.sh", "data": "ids.npy", "weights": "run/weights"}
     if name in read:
         return [read[name]]
     if name == "save":

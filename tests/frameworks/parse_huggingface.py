@@ -121,7 +121,9 @@ def deepspeed_of(folder: Path, world: int) -> dict[str, Any]:
         "micro_batch": read.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": read.gradient_accumulation_steps,
         "stage": int(zero.stage),
-        "offload": None if zero.offload_optimizer is None else str(zero.offload_optimizer.device.value),
+        "offload": None
+        if zero.offload_optimizer is None
+        else str(getattr(zero.offload_optimizer.device, "value", zero.offload_optimizer.device)),
         "overlap_comm": zero.overlap_comm,
         "bf16": read.bfloat16_config.enabled,
         "fp16": read.float16_config.enabled,

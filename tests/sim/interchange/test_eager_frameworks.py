@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import BadInput, MemoError, UsageError
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.interchange.framework import Read, Source
@@ -18,15 +21,20 @@ from memo_sim.interchange.frameworks import FRAMEWORKS, framework_of
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import same_shape
+from memo_sim.interchange.plan_paths import differences
 from memo_sim.interchange.python_recipe import functions_of, settings_of
 from memo_sim.interchange.torchtitan import split_of
+from memo_sim.program.lower import lower, program_sha256
 from tests.refusals import check_fields
-from tests.sim.interchange.eager_jobs import JOBS, TORCHTITAN, model
+from tests.sim.interchange.eager_jobs import JOBS, SMALL_QWEN, TORCHTITAN, model
 
 CASES = [(name, case) for name in JOBS for case in JOBS[name]]
+PRICED = [(name, case) for name, case in CASES if JOBS[name][case].pins.dtype == "bf16"]
+"""Those whose dtype the profile of the tests' cluster has rates of."""
 EVERY = pytest.mark.parametrize(("name", "case"), CASES, ids=[f"{name}-{case}" for name, case in CASES])
 EAGER = tuple(JOBS)
 ONE_NODE = Launch(1, 8)
+CLUSTER, HARDWARE = load_cluster("h100-1x8")
 
 
 def read_again(name: str, job: Job, launch: Launch = ONE_NODE) -> Read:
@@ -53,6 +61,43 @@ def test_an_exported_job_is_read_as_it_was(name: str, case: str) -> None:
     check_same(job, found.job)
     assert found.devices == 8
     assert found.assumed == ()
+
+
+@pytest.mark.parametrize(("name", "case"), PRICED, ids=[f"{name}-{case}" for name, case in PRICED])
+def test_a_plan_of_the_framework_comes_back(name: str, case: str) -> None:
+    """What a framework says exactly is lost neither in what is exported nor in what is read."""
+    framework = FRAMEWORKS[name]
+    plan = JOBS[name][case].decisions(CLUSTER, HARDWARE, framework.system)
+    job = framework.jobs(plan)[0]
+    assert differences(plan, job.decisions(CLUSTER, HARDWARE, framework.system)) == []
+    again = read_again(name, job).job.decisions(CLUSTER, HARDWARE, framework.system)
+    assert differences(plan, again) == []
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_a_plan_of_the_framework_comes_back_with_its_hash(name: str) -> None:
+    framework, job = FRAMEWORKS[name], replace(JOBS[name]["sharded"], model=SMALL_QWEN, seq_tokens=2048)
+    plan = job.decisions(CLUSTER, HARDWARE, framework.system)
+    again = read_again(name, framework.jobs(plan)[0]).job.decisions(CLUSTER, HARDWARE, framework.system)
+    assert program_sha256(lower(again)) == program_sha256(lower(plan))
+
+
+GOLDEN = [
+    *(("torchtitan", "stages", file) for file in ("memo_plan.py", "launch.sh")),
+    *(("trl", "context", file) for file in ("sft.yaml", "accelerate.yaml", "launch.sh")),
+    *(("accelerate", "hybrid", file) for file in ("accelerate.yaml", "launch.sh")),
+    *(("deepspeed", "ulysses", file) for file in ("ds_config.json", "launch.sh")),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "file"), GOLDEN, ids=["-".join(golden) for golden in GOLDEN])
+def test_files_are_as_they_were(name: str, case: str, file: str) -> None:
+    """Golden files; MEMO_WRITE_GOLDEN=1 writes them again."""
+    written = FRAMEWORKS[name].files(JOBS[name][case], ONE_NODE, ("Written by memo.",))[file]
+    path = Path(__file__).parent / "golden" / f"{name}_{case}_{file.replace('.py', '.txt')}"
+    if os.environ.get("MEMO_WRITE_GOLDEN"):
+        path.write_text(written)
+    assert path.read_text() == written
 
 
 @pytest.mark.parametrize("name", EAGER)

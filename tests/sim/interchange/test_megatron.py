@@ -20,7 +20,9 @@ from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.knobs import Recompute
 from memo_sim.contract.model import RopeScaling
 from memo_sim.contract.plan import Decisions, Kernels, Layout
-from memo_sim.interchange.framework import FALLBACK, Read, Source
+from memo_sim.interchange import megatron_bridge
+from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
+from memo_sim.interchange.frameworks import framework_of
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import launch_of
 from memo_sim.interchange.megatron_lm import FRAMEWORK, arguments
@@ -47,8 +49,8 @@ def written(job: Job, devices: int = 16, header: tuple[str, ...] = ()) -> str:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    """Draw a job of the nearest to a plan that a user could have made."""
+def plans(draw: st.DrawFn) -> Decisions:
+    """Draw a plan that Megatron can run."""
     tp, cp, ulysses, pp = (draw(st.sampled_from([1, 1, 2])) for _ in range(4))
     dp = 16 // (tp * cp * ulysses * pp)
     interleaved = pp > 1 and draw(st.booleans())
@@ -80,7 +82,7 @@ def jobs(draw: st.DrawFn) -> Job:
         model = replace(model, **gpt, linear_bias=draw(st.booleans()), qkv_bias=True)
     recompute: Recompute = draw(st.sampled_from(["none", "full", "selective", "norms", "mlp"]))
     some = recompute == "full" and layout.zero < 3
-    plan = Decisions(
+    return Decisions(
         model=model,
         layout=layout,
         seq_tokens=4096,
@@ -94,14 +96,17 @@ def jobs(draw: st.DrawFn) -> Job:
         deterministic=draw(st.booleans()),
         kernels=Kernels(attention=draw(st.sampled_from(["flash2", "flash3", "te-fused"]))),
     )
-    (job,) = FRAMEWORK.jobs(plan)
-    return job
 
 
-@settings(max_examples=25, deadline=None)
-@given(jobs())
-def test_a_script_comes_back_as_the_same_plan(job: Job) -> None:
-    back = read(written(job)).job
+@pytest.mark.parametrize("framework", [FRAMEWORK, megatron_bridge.FRAMEWORK], ids=["megatron-lm", "megatron-bridge"])
+@settings(max_examples=12, deadline=None)
+@given(plans())
+def test_files_come_back_as_the_same_plan(framework: Framework, plan: Decisions) -> None:
+    (job,) = framework.jobs(plan)
+    files = framework.files(job, launch_of(16, 8, "slurm"), ())
+    found = framework.read(tuple(Source(name, text) for name, text in files.items()), {})
+    back = found.job
+    assert found.devices == 16
     try:
         decisions, _ = decisions_of(job, CLUSTER, HARDWARE, FRAMEWORK.system)
     except (Infeasible, UsageError) as error:
@@ -163,6 +168,70 @@ def test_the_script_is_the_golden_one(name: str) -> None:
     if os.environ.get("MEMO_WRITE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_recipe_is_the_golden_one(name: str) -> None:
+    framework = megatron_bridge.FRAMEWORK
+    (job,) = framework.jobs(PLANS[name])
+    path = GOLDEN / f"megatron_bridge_{name}.txt"  # a recipe imports what is not installed here
+    text = framework.files(job, launch_of(16, 8, "torchrun"), ("Written by memo.",))["recipe.py"]
+    if os.environ.get("MEMO_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+    compile(text, "recipe.py", "exec")
+
+
+# Two recipes of one file as in src/megatron/bridge/recipes/llama/h100/llama3.py (NVIDIA-NeMo/Megatron-Bridge).
+RECIPES = """\
+LENGTH_128K: int = 131072
+
+def small_pretrain_2gpu_h100_bf16_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Llama-3.2-1B").get_model_config()
+    return cfg
+
+def llama3_8b_pretrain_64gpu_h100_bf16_128k_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").get_model_config()
+    cfg.dataset.seq_length = LENGTH_128K
+    cfg.model.tensor_model_parallel_size = 4
+    cfg.model.pipeline_model_parallel_size = 2
+    cfg.model.virtual_pipeline_model_parallel_size = None
+    cfg.model.context_parallel_size = 4
+    cfg.model.sequence_parallel = True
+    cfg.train.global_batch_size = 512
+    cfg.train.micro_batch_size = 1
+    cfg.optimizer.exp_avg_dtype = torch.float32
+    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=True, tp_comm_overlap_cfg=some_buffers)
+    cfg.mixed_precision = bf16_mixed()
+    return cfg
+"""
+OVERRIDES = """\
+torchrun --nproc_per_node=8 --nnodes=4 scripts/training/run_recipe.py \\
+    --recipe llama3_8b_pretrain_64gpu_h100_bf16_128k_config --mode pretrain --dataset mock -cp 2 \\
+    model.recompute_granularity=full model.recompute_method=block model.recompute_num_layers=4 logger.log_interval=1
+"""
+
+
+def test_a_recipe_with_overrides_of_a_script() -> None:
+    sources = (Source("llama3.py", RECIPES), Source("run.sh", OVERRIDES))
+    assert framework_of(sources) is megatron_bridge.FRAMEWORK
+    found = megatron_bridge.FRAMEWORK.read(sources, {})
+    pins = found.job.pins
+    assert (found.devices, pins.tp, pins.pp, pins.cp, pins.dp) == (32, 4, 2, 2, 2)
+    assert (found.job.model.name, found.job.seq_tokens, found.job.global_batch) == ("llama3-8b", 131072, 512)
+    assert (pins.recompute_layers, pins.tp_overlap, pins.overlap, found.job.loss) == (
+        "first-4",
+        "chunked",
+        "both",
+        "fused",
+    )
+    assert any("as the common recipe has it" in text for text in found.assumed)
+    with pytest.raises(BadInput, match="several recipes"):
+        megatron_bridge.FRAMEWORK.read(sources[:1], {})
+    with pytest.raises(BadInput, match="--set model="):
+        megatron_bridge.FRAMEWORK.read(sources[:1], {"recipe": "small_pretrain_2gpu_h100_bf16_config"})
 
 
 def test_a_plan_that_swaps_has_several_that_come_near() -> None:

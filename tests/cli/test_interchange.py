@@ -1,0 +1,115 @@
+"""``memo-sim export``, ``import`` and ``what-if --from`` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from memo_sim.cli import cli
+from memo_sim.contract import codec
+from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
+from memo_sim.contract.interchange import Export, ImportedJob
+from memo_sim.contract.plan import Plan
+
+ASK = ("llama-tiny", "--cluster", "a800-1x2", "--seq-len", "4k", "--global-batch", "2")
+
+
+def run(*arguments: object, fails: type[MemoError] | None = None) -> str:
+    """Return what a command prints, and check how it ends."""
+    done = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    assert isinstance(done.exception, fails) if fails else done.exception is None, (done.exception, done.output)
+    return str(done.exception) if fails and not done.output else done.output
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a plan of Megatron and one of memo."""
+    folder = tmp_path_factory.mktemp("plans")
+    run("what-if", *ASK, "--system", "megatron-core", "--tp", 2, "-o", folder / "core.json")
+    run("what-if", *ASK, "--tp", 2, "--recompute", "tokenwise", "--alpha", 0.5, "-o", folder / "memo.json")
+    return folder
+
+
+@pytest.mark.parametrize("framework", ["megatron-lm", "megatron-bridge"])
+def test_there_and_back(plans: Path, tmp_path: Path, framework: str) -> None:
+    out = tmp_path / "out"
+    assert "runs this plan as it is" in run("export", plans / "core.json", "--to", framework, "-o", out)
+    assert "Every decision of the plan is kept" in (out / "lost.md").read_text()
+    assert (out / "train.sh").stat().st_mode & 0o100
+    start = out / ("train.sh" if framework == "megatron-lm" else "recipe.py")
+    given = ["--set", "devices=2"]
+    document = msgspec.json.decode(run("import", start, "--json", *given), type=ImportedJob)
+    assert (document.seq_tokens, document.global_batch) == (4096, 2)
+    if framework == "megatron-lm":
+        back = tmp_path / "back.json"
+        run("what-if", "--from", start, "--cluster", "a800-1x2", "-o", back)
+        assert codec.read(back, Plan).program_sha256 == codec.read(plans / "core.json", Plan).program_sha256
+
+
+def test_what_is_lost_is_priced(plans: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text = run("export", plans / "memo.json", "--to", "megatron-lm", "-o", out, "--json", "--launcher", "slurm")
+    document = msgspec.json.decode(text, type=Export)
+    lost = {decision.path: decision for decision in document.lost}
+    assert lost["decisions.memory_policy"].instead == "eager"
+    assert lost["decisions.swapped_tokens"].instead == "0"
+    assert all(decision.why for decision in document.lost)
+    assert document.plan.step_s
+    assert document.there.step_s
+    page = (out / "lost.md").read_text()
+    assert "| `decisions.swapped_tokens` |" in page
+    assert "#SBATCH --gpus-per-node=2" in (out / "train.sh").read_text()
+
+
+def test_a_plan_that_does_not_fit_says_so_first(plans: Path, tmp_path: Path) -> None:
+    plan = codec.read(plans / "memo.json", Plan)
+    decisions = msgspec.structs.replace(
+        plan.decisions, seq_tokens=2**24, swapped_tokens=2**24, global_batch=1, micro_batch=1, loss_chunk_tokens=0
+    )
+    long = msgspec.structs.replace(plan, decisions=decisions)
+    codec.write(tmp_path / "long.json", long)
+    shown = run("export", tmp_path / "long.json", "--to", "megatron-lm", "-o", tmp_path / "out", fails=Infeasible)
+    assert shown.startswith("IT DOES NOT FIT.")
+    assert "**IT DOES NOT FIT.**" in (tmp_path / "out/lost.md").read_text().splitlines()[2]
+
+
+def test_nothing_is_replaced(plans: Path, tmp_path: Path) -> None:
+    (tmp_path / "old.txt").write_text("mine")
+    said = run("export", plans / "core.json", "--to", "megatron-lm", "-o", tmp_path, fails=UsageError)
+    assert "not empty" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["old.txt"]
+    said = run("export", plans / "core.json", "--to", "megatron-lm", "-o", tmp_path / "a/b", fails=UsageError)
+    assert "no such folder" in said
+
+
+def test_a_job_is_priced_and_compared(plans: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run("export", plans / "core.json", "--to", "megatron-lm", "-o", out)
+    shown = run("import", out / "train.sh", "--cluster", "a800-1x2")
+    for part in (
+        "tp 2",
+        "Ignored:",
+        "The job, as memo predicts it:",
+        "Best of the same in Megatron-LM:",
+        "Best of any",
+    ):
+        assert part in shown
+    shown = json.loads(run("import", out / "train.sh", "--cluster", "a800-1x4", "--no-search", "--json"))
+    assert shown["better"] == []
+    assert any("uses 2 of the 4 devices" in text for text in shown["assumed"])
+
+
+def test_wrong_input_is_named(plans: Path, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("torchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size 64 --seq-length 64\n")
+    assert "--set LAYERS=" in run("import", script, fails=BadInput)
+    script.write_text("echo hello\n")
+    assert "no framework's file" in run("import", script, fails=BadInput)
+    assert "NAME=value" in run("import", script, "--set", "x", fails=UsageError)
+    assert "one of them" in run(
+        "what-if", "--from", script, "--plan", plans / "core.json", "--cluster", "a800-1x2", fails=UsageError
+    )
