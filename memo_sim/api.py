@@ -419,7 +419,7 @@ class SweepResult:
 
     @property
     def front(self) -> list[SweepLine]:
-        """The answers that no other beats in tokens per GPU and second and in device memory."""
+        """The answers that no other about the same model and length beats in speed and device memory."""
         return front(self.lines)
 
     def table(self) -> list[Row]:
@@ -455,7 +455,7 @@ class SweepResult:
         return f"<SweepResult: {len(self.lines)} questions, {len(self.failed)} failed>"
 
     def _repr_html_(self) -> str:
-        return html_table(repr(self)[1:-1], HEADS, list(map(sweep_cells, self.lines)))
+        return html_table(repr(self)[1:-1], HEADS, sweep_cells(self.lines))
 
 
 @dataclass(frozen=True, repr=False)
