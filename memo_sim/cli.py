@@ -16,7 +16,7 @@ import click
 
 from memo_sim import __version__
 from memo_sim.commands.clusters import compare_clusters, datasheet_command, gpus_command
-from memo_sim.commands.interchange import export_command, import_command
+from memo_sim.commands.interchange import GIVEN, export_command, import_command
 from memo_sim.commands.sweep import sweep_command
 from memo_sim.commands.understand import compare_command, explain_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
@@ -67,14 +67,21 @@ IN_JSON, IN_TEXT = 10, 3
 @cluster_options
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
-@click.option("--from", "job_path", type=click.Path(), help="Price the job of this script or configuration.")
+@click.option(
+    "--from",
+    "job_paths",
+    multiple=True,
+    type=click.Path(),
+    help="Price the job of this script or configuration of another framework (repeat for several files).",
+)
+@GIVEN
 @question_options
 @PRICE
 @WHY
 @click.option(
     "--top",
     type=click.IntRange(1),
-    help="Add a table of so many ranked plans (--json and --report: 10 unless given); with subsequences the first three are exact.",
+    help="Add a table of so many ranked plans (--json, --report: 10 unless given); with subsequences three are exact.",
 )
 @click.option(
     "--pareto",
@@ -160,7 +167,7 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
 
     command = command_line("memo-sim")
     if plan is not None:
-        where = options["plan_path"] or options["job_path"]
+        where = options["plan_path"] or options["job_paths"][0]
         return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
     top = options["top"] or (IN_JSON if options["as_json"] or options["report"] else IN_TEXT)
     wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
