@@ -265,6 +265,9 @@ class _Reader:
                 return value == "" or (is_unresolved(value) and value.count(OPEN) == 2 and self._is_variable(value))
             case ["-n", value]:
                 return known and value != ""
+            case ["-e" | "-f" | "-r" | "-s", value]:  # a script tests for the files that it needs
+                self.script.left_out.append(f"a condition, {values[0]} {shown(value)}: the file is taken to be there")
+                return True
             case [left, "=" | "==", right] if known:
                 return left == right
             case [left, "!=", right] if known:

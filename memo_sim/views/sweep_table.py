@@ -42,7 +42,21 @@ def _row(line: SweepLine) -> Row:
     plan |= {"plan_status": plan.pop("status", None), "plan_system": plan.pop("system", None)}
     about: Row = {"model": line.model, "cluster": line.cluster, "system": line.system, "seq_tokens": line.seq_tokens}
     why = line.failure.message.splitlines()[0] if line.failure else " ".join(line.why[:1])
-    return {**about, "status": line.status, **asked, **plan, "why": why, "elapsed_s": line.elapsed_s}
+    return {**about, "status": line.status, **asked, **_sums(line), **plan, "why": why, "elapsed_s": line.elapsed_s}
+
+
+def _sums(line: SweepLine) -> Row:
+    """Return the figures of the verdict that a plan's row does not have."""
+    summary = line.summary
+    if summary is None:
+        return {}
+    return {
+        "devices": summary.devices,
+        "tokens_per_step": summary.tokens_per_step,
+        "device_hours_per_billion_tokens": summary.device_hours_per_billion_tokens,
+        "needed_device_bytes": summary.device_memory.needed_bytes,
+        "device_capacity_bytes": summary.device_memory.capacity_bytes,
+    }
 
 
 def _text(value: object) -> str | int | float | bool:

@@ -95,7 +95,13 @@ def test_the_key_holds_all_that_an_answer_depends_on(monkeypatch: pytest.MonkeyP
     key = asked_by(asked).key
     same = [{**asked, "seq_len": 1024}, {**asked, "states": "fp32"}, {**asked, "alpha": None}]
     others: list[dict[str, Any]] = [{"tp": 1}, {"seq_len": 2048}, {"system": "any"}, {"states": "bf16"}]
-    others += [{"device_memory_gib": 40}, {"cluster": "a100-1x2"}, {"model": "llama-tiny"}, {"alpha": 0.0}]
+    others += [
+        {"device_memory_gib": 40},
+        {"cluster": "a100-1x2"},
+        {"model": "llama-tiny"},
+        {"alpha": 0.0},
+        {"global_batch": 1},
+    ]
     assert {asked_by(each).key for each in same} == {key}
     keys = [asked_by({**asked, **each}).key for each in others]
     monkeypatch.setattr(memo, "__version__", "9.9")

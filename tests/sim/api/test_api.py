@@ -64,7 +64,7 @@ def test_an_answer_is_the_document_of_the_command(answer: memo.WhatIfResult) -> 
     printed = CliRunner().invoke(cli, [*options, "--tp", "2", "--json"]).stdout
     assert codec.decode(printed.encode(), Result, where="stdout") == answer.document
     assert json.loads(answer.to_json()) == json.loads(printed)
-    text = CliRunner().invoke(cli, [*options, "--tp", "2"]).stdout
+    text = CliRunner().invoke(cli, [*options, "--tp", "2", "--why"]).stdout
     assert text == f"{answer}\n"
 
 
