@@ -280,6 +280,7 @@ _NO_SWAP = "Megatron swaps no tokens: its activation offloading is by whole tens
 _OWN_ALLOCATOR = "memory comes from PyTorch's caching allocator; no addresses are planned."
 _NO_PARTS = "Megatron plays a sequence whole."
 _OWN = "Megatron's own."
+_LOSSES = "over the vocabulary, unfused, or fused outside of deterministic mode."
 
 SAYINGS: dict[str, Saying] = {
     "model.family": Saying("exact", ("normalization", "gated_linear_unit")),
@@ -358,9 +359,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.overlap": Saying(
         "exact", ("overlap_grad_reduce", "overlap_param_gather"), "parameters are gathered with ZeRO alone."
     ),
-    "decisions.loss": Saying(
-        "exact", ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), "over the vocabulary, unfused, or fused outside of deterministic mode."
-    ),
+    "decisions.loss": Saying("exact", ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), _LOSSES),
     "decisions.loss_metrics": Saying("none", (), "no metrics are computed from the logits."),
     "decisions.streams": Saying("own", (), _OWN),
     "decisions.sharding": Saying("own", (), _OWN),
