@@ -67,7 +67,7 @@ def test_given_values_win() -> None:
 
 
 def test_what_is_left_out_is_said() -> None:
-    text = 'for i in 1 2; do A=$i; done\nwhile true; do break; done\nf() { A=2; }\nif [ -f x ]; then A=3; fi\nshow "$A"'
+    text = 'for i in 1 2; do A=$i; done\nwhile true; do break; done\nf() { A=2; }\nif [ -d x ]; then A=3; fi\nshow "$A"'
     script = read_script(text, {}, where="a script")
     assert [shown(word) for word in script.commands[-1]] == ["show", "$A"]
     assert len(script.left_out) == 4
