@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BadInput",
     "CannotRun",
+    "CompareResult",
     "Infeasible",
     "Knobs",
     "LongestResult",
@@ -20,6 +21,7 @@ __all__ = [
     "UsageError",
     "WhatIfResult",
     "__version__",
+    "compare",
     "grid",
     "load_plan",
     "load_sweep",
@@ -34,12 +36,14 @@ _ERRORS = ("BadInput", "CannotRun", "Infeasible", "MemoError", "UsageError")
 
 if TYPE_CHECKING:
     from memo_sim.api import (
+        CompareResult,
         Knobs,
         LongestResult,
         MemoryResult,
         Picture,
         SweepResult,
         WhatIfResult,
+        compare,
         grid,
         load_plan,
         load_sweep,

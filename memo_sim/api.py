@@ -19,12 +19,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from memo_sim.answers import difference as difference_answer
 from memo_sim.answers import longest as longest_answer
 from memo_sim.answers import more_memory, named_values, sweep_file
 from memo_sim.answers import plan_memory as memory_answer
 from memo_sim.answers import sweep as sweep_answer
 from memo_sim.answers import what_if as what_if_answer
+from memo_sim.answers.given_plan import GivenPlan
 from memo_sim.contract import codec
+from memo_sim.contract.comparison import Comparison
+from memo_sim.contract.difference import Difference
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import ARGUMENTS
 from memo_sim.contract.longest import Longest
@@ -43,21 +47,25 @@ from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import GIB, format_bytes, format_seconds, format_tokens, parse_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
+from memo_sim.views.difference_chart import draw_difference
+from memo_sim.views.difference_table import difference_table
 from memo_sim.views.html_table import html_table
 from memo_sim.views.pictures import Picture, picture_in
 from memo_sim.views.plan_table import layout_label
-from memo_sim.views.rows import Row, buffer_rows, kind_rows, length_rows, plan_rows
+from memo_sim.views.rows import Row, buffer_rows, difference_rows, kind_rows, length_rows, plan_rows
 from memo_sim.views.sweep_chart import draw_sweep, front
 from memo_sim.views.sweep_table import HEADS, sweep_cells, sweep_csv, sweep_rows, sweep_table
-from memo_sim.views.tables import longest_table, placement_report, result_table
+from memo_sim.views.tables import answer_text, longest_text, placement_report
 
 __all__ = [
+    "CompareResult",
     "Knobs",
     "LongestResult",
     "MemoryResult",
     "Picture",
     "SweepResult",
     "WhatIfResult",
+    "compare",
     "grid",
     "load_plan",
     "load_sweep",
@@ -69,6 +77,9 @@ __all__ = [
 ]
 
 PathLike = str | os.PathLike[str]
+SECONDS = (1e-9, 1e9)
+"""Least and most seconds of a limit."""
+PRICES = (1e-9, 1e12)
 Solver = Literal["portfolio", "bilevel-mip", "mip", "greedy", "cp-sat"]
 
 
@@ -206,6 +217,24 @@ class WhatIfResult:
         self._fitting()
         self.write(what_if_answer.Outputs(timeline=Path(path)))
 
+    def save_report(self, path: PathLike) -> None:
+        """Write the answer as one HTML page that opens offline; one without a plan says why.
+
+        Raises:
+            UsageError: when the file cannot be written.
+            CannotRun: when a package that draws the page is missing.
+        """
+        self.write(what_if_answer.Outputs(report=Path(path)))
+
+    def as_given(self, name: str) -> GivenPlan:
+        """Return the best plan as it was simulated, called ``name``.
+
+        Raises:
+            Infeasible: when no plan fits.
+        """
+        simulation = self.simulation
+        return GivenPlan(name, simulation.decisions, simulation.cluster, simulation.hardware, simulation)
+
     def write(self, outputs: what_if_answer.Outputs) -> None:
         """Write the best plan to all the files of a command line; nothing when no plan fits.
 
@@ -228,15 +257,16 @@ class WhatIfResult:
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim what-if`` prints it."""
-        return printable(f"{result_table(self.document)}\n\n" + "\n".join(map(one_line, self.why)))
+        return printable(answer_text(self.document, why=True))
 
     def __repr__(self) -> str:
-        return f"<WhatIfResult {_title(self.document)}: {_in_short(self.best)}>"
+        short = one_line(self.refused.what) if self.refused else _in_short(self.best)
+        return f"<WhatIfResult {_title(self.document)}: {short}>"
 
     def _repr_html_(self) -> str:
         caption = "\n".join([_title(self.document), *(f"WARNING: {text}" for text in self.warnings)])
         if self.best is None:
-            caption += "\n" + "\n".join(["no plan fits", *self.why])
+            caption += "\n" + "\n".join([*([] if self.refused else ["no plan fits"]), *self.why])
         return html_table(caption, _HEADS, [_cells(rank, plan) for rank, plan in enumerate(self.plans, start=1)])
 
 
@@ -295,7 +325,7 @@ class LongestResult:
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim longest`` prints it."""
-        return printable(f"{longest_table(self.document)}\n\n" + "\n".join(map(one_line, self.why)))
+        return printable(longest_text(self.document, why=True))
 
     def __repr__(self) -> str:
         document = self.document
@@ -428,15 +458,69 @@ class SweepResult:
         return html_table(repr(self)[1:-1], HEADS, list(map(sweep_cells, self.lines)))
 
 
+@dataclass(frozen=True, repr=False)
+class CompareResult:
+    """The answer of ``compare``: sides are named A, B, ... in their order."""
+
+    document: Difference
+
+    @property
+    def verdict(self) -> list[str]:
+        """One sentence for each side but the first."""
+        return self.document.verdict
+
+    def table(self) -> list[Row]:
+        """Return rows for ``pandas.DataFrame``: each part of the step, its seconds on each side and their difference.
+
+        The seconds of a side sum to its step.
+        """
+        return difference_rows(self.document)
+
+    def plot(self, path: PathLike | None = None) -> Picture:
+        """Draw step and memory side by side, into ``path`` (.png, .svg, .pdf) where one is given.
+
+        Raises:
+            UsageError: when the file cannot be written.
+            ModuleNotFoundError: when matplotlib is not installed.
+        """
+        return picture_in(lambda file: draw_difference(self.document, file), path)
+
+    def save(self, path: PathLike) -> None:
+        """Write the document ``memo.difference/1``.
+
+        Raises:
+            UsageError: when the file cannot be written.
+        """
+        codec.write(Path(path), self.document)
+
+    def to_json(self) -> str:
+        """Return the document ``memo.difference/1``."""
+        return codec.encode(self.document).decode()
+
+    def __str__(self) -> str:
+        """Return the table that ``memo-sim compare`` prints."""
+        return printable(difference_table(self.document))
+
+    def __repr__(self) -> str:
+        return f"<CompareResult: {' | '.join(one_line(side.name) for side in self.document.sides)}>"
+
+    def _repr_html_(self) -> str:
+        rows = self.table()
+        cells = [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows]
+        return html_table("\n".join(self.verdict), list(rows[0]) if rows else [], cells)
+
+
 @with_names_checked(others=ARGUMENTS)
 def what_if(
     model: PathLike | Model,
     *,
-    cluster: PathLike,
     seq_len: int | str,
+    cluster: PathLike | None = None,
+    from_datasheet: str | None = None,
     system: str = "any",
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
     power_w: float | None = None,
     top: int = 10,
     pareto: bool = False,
@@ -447,7 +531,8 @@ def what_if(
 ) -> WhatIfResult:
     """Search every knob that is not pinned, and rank the plans, as ``memo-sim what-if`` does.
 
-    ``model`` is a preset's name, a file or a ``Model``; ``seq_len`` a number of tokens or text such as ``"64k"``.
+    ``model`` is a preset's name, a file or a ``Model``; ``seq_len`` a number of tokens or text such as ``"64k"``;
+    ``cluster`` a name or a file, and ``from_datasheet`` a GPU in its place, as the option describes it.
     ``price_per_gpu_hour`` is in any currency, and adds prices to ``summary``. ``progress`` receives (plans done, plans
     in all).
 
@@ -456,7 +541,8 @@ def what_if(
         BadInput: when a file cannot be read.
     """
     values = {"model": model, "cluster": cluster, "seq_len": seq_len, "system": system, **knobs}
-    values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "power_w": power_w}
+    values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
+    values |= {"from_datasheet": from_datasheet, "power_w": power_w}
     question = named_values.question_of(values)
     return answered(
         question,
@@ -473,14 +559,17 @@ def what_if(
 def longest(
     model: PathLike | Model,
     *,
-    cluster: PathLike,
+    cluster: PathLike | None = None,
+    from_datasheet: str | None = None,
     step: int | str = "64k",
     max_step_s: float | None = None,
     system: str = "any",
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
     power_w: float | None = None,
     one_more_gib: bool = False,
+    price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
     **knobs: Unpack[Knobs],
 ) -> LongestResult:
@@ -490,15 +579,18 @@ def longest(
         UsageError: as in ``what_if``.
         BadInput: when a file cannot be read.
     """
+    parse_tokens(str(step), option="--step")
     values = {"model": model, "cluster": cluster, "seq_len": step, "system": system, **knobs}
-    values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "power_w": power_w}
-    question = named_values.question_of(values)
+    values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
+    values |= {"from_datasheet": from_datasheet, "power_w": power_w}
+    question = named_values.question_of(values, fill=False)
     named = {("step" if name == "seq_len" else name): value for name, value in values.items()}
     return longest_of(
         question,
         step=step,
         max_step_s=max_step_s,
         one_more_gib=one_more_gib,
+        price_per_gpu_hour=price_per_gpu_hour,
         progress=progress,
         command=_call("longest", named | {"max_step_s": max_step_s}),
     )
@@ -511,6 +603,7 @@ def simulate(
     cluster: PathLike | None = None,
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
     power_w: float | None = None,
     price_per_gpu_hour: float | None = None,
 ) -> WhatIfResult:
@@ -526,12 +619,13 @@ def simulate(
     if cluster is None and not document.provenance.cluster:
         raise UsageError("the plan does not say which cluster it was made for", hint='give one: cluster="h100-1x8"')
     values = {"cluster": cluster or document.provenance.cluster, "power_w": power_w}
-    values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib}
+    values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
     question = named_values.question_of_plan(document, values)
     call = _call("simulate", {"plan": plan, **values})
     return priced(document, question, where=plan, price_per_gpu_hour=price_per_gpu_hour, command=call)
 
 
+@with_names_checked()
 def load_plan(path: PathLike) -> Plan:
     """Return the plan in a file; plans of earlier versions are read too.
 
@@ -559,11 +653,41 @@ def plan_memory(
         UsageError: for an unknown solver, or a device that is not there.
         BadInput: when the file holds no requests that can be read.
     """
+    named_values.number("time_limit", time_limit, *SECONDS)
     capacity_bytes = named_values.bytes_of("device_memory_gib", device_memory_gib)
     made = memory_answer.plan_memory(
         os.fspath(path), solver=solver, time_limit_s=time_limit, device=device, capacity_bytes=capacity_bytes
     )
     return MemoryResult(made)
+
+
+@with_names_checked()
+def compare(
+    *compared: PathLike | WhatIfResult | Plan | Result | Comparison | Trace,
+    cluster: PathLike | None = None,
+    progress: Progress | None = None,
+) -> CompareResult:
+    """Say what differs between plans, answers and measured runs, as ``memo-sim compare`` does.
+
+    Each is a file, a document, or an answer of ``what_if`` or ``simulate`` (its best plan, as it was simulated). A plan
+    without its trace beside it is simulated on ``cluster``, or on the cluster that it names.
+
+    Raises:
+        UsageError: with fewer than two of them, or when a plan's cluster is not known.
+        BadInput: when a file cannot be read, or a plan does not fit.
+        Infeasible: when no plan of an answer fits.
+    """
+    sides: list[str | Path | difference_answer.Compared] = []
+    for number, one in enumerate(compared, start=1):
+        match one:
+            case WhatIfResult():
+                sides.append(one.as_given(f"number {number}") if cluster is None else one.plan)
+            case os.PathLike():
+                sides.append(Path(one))
+            case _:
+                sides.append(one)
+    named = None if cluster is None else os.fspath(cluster)
+    return CompareResult(difference_answer.compare(sides, cluster=named, progress=progress))
 
 
 @with_names_checked()
@@ -605,6 +729,7 @@ def grid(**values: Any) -> list[dict[str, Any]]:
     return sweep_answer.grid(**values)
 
 
+@with_names_checked()
 def load_sweep(*paths: PathLike) -> SweepResult:
     """Return the answers in files of sweeps; of several answers to one question the last one counts.
 
@@ -632,6 +757,7 @@ def answered(
     """
     if top < 1:
         raise UsageError("not a number of plans", got=top, wanted="from 1")
+    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *PRICES)
     try:
         answer = what_if_answer.what_if(
             question, top=top, pareto=pareto, price_per_device_hour=price_per_gpu_hour, progress=progress
@@ -656,6 +782,7 @@ def priced(
     Raises:
         BadInput: when the plan cannot be played.
     """
+    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *PRICES)
     try:
         with codec.of_file("the plan" if isinstance(where, Plan) else Path(where)):
             answer = what_if_answer.price(plan, question, price_per_device_hour=price_per_gpu_hour)
@@ -670,6 +797,7 @@ def longest_of(
     step: int | str,
     max_step_s: float | None = None,
     one_more_gib: bool = False,
+    price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
     command: str = "",
 ) -> LongestResult:
@@ -679,7 +807,9 @@ def longest_of(
         UsageError: when the step is wrong, or pinned knobs contradict each other or the cluster.
     """
     tokens = parse_tokens(str(step), option="--step")
-    found = longest_answer.longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=progress)
+    named_values.number("max_step_s", max_step_s, *SECONDS)
+    limits = {"most_step_s": max_step_s, "price_per_device_hour": price_per_gpu_hour}
+    found = longest_answer.longest(question, step_tokens=tokens, **limits, progress=progress)
     if one_more_gib:
         found = more_memory.with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
     if found.answer is None:

@@ -16,9 +16,9 @@ import click
 
 from memo_sim import __version__
 from memo_sim.commands.clusters import compare_clusters, datasheet_command, gpus_command
-from memo_sim.commands.interchange import export_command, import_command
+from memo_sim.commands.interchange import GIVEN, export_command, import_command
 from memo_sim.commands.sweep import sweep_command
-from memo_sim.commands.understand import compare_command, oom_command
+from memo_sim.commands.understand import compare_command, explain_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.contract.plain_text import one_line
@@ -57,6 +57,11 @@ def cli() -> None:
     """
 
 
+WHY = click.option("--why", is_flag=True, help="Add the reasons: what limits the plan, and why others lose.")
+IN_JSON, IN_TEXT = 10, 3
+"""Exact ranks of an answer without --top: those that a document has, and those that its reasons need."""
+
+
 @cli.command("what-if")
 @click.argument("model", required=False)
 @cluster_options
@@ -69,23 +74,20 @@ def cli() -> None:
     type=click.Path(),
     help="Price the job of this script or configuration of another framework (repeat for several files).",
 )
-@click.option(
-    "--set",
-    "job_values",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="With --from: what the files leave open, as in `memo-sim import` (repeat).",
-)
+@GIVEN
 @question_options
 @PRICE
+@WHY
 @click.option(
     "--top",
     type=click.IntRange(1),
-    default=10,
-    show_default=True,
-    help="Plans to list; with subsequences the first three are exact.",
+    help="Add a table of so many ranked plans (--json: 10 unless given); with subsequences the first three are exact.",
 )
-@click.option("--pareto", is_flag=True, help="The Pareto front of time, device and host memory; alpha in eighths.")
+@click.option(
+    "--pareto",
+    is_flag=True,
+    help="Add the Pareto front of time, device and host memory, alpha in eighths; near-duplicates are left out.",
+)
 @click.option(
     "--one-more-gib", is_flag=True, help="Say what a GiB more of device and of host memory buys (asks again)."
 )
@@ -97,6 +99,7 @@ def cli() -> None:
 )
 @click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
+@click.option("--full-trace", is_flag=True, help="With --trace: the instructions of every micro-batch.")
 @click.option("--report", type=click.Path(), help="Write the answer as one HTML page that opens offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2; of several clusters memo.results/1.")
 def what_if_command(**options: Any) -> None:
@@ -104,7 +107,7 @@ def what_if_command(**options: Any) -> None:
 
     MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
     """
-    from memo_sim.views.tables import result_table
+    from memo_sim.views.tables import answer_text
 
     if options["cluster"] and len(names_in(options["cluster"])) > 1 and options["from_datasheet"] is None:
         compare_clusters(options, _ask)
@@ -117,11 +120,9 @@ def what_if_command(**options: Any) -> None:
     if options["as_json"]:
         show_document(result.to_json().encode())
     else:
-        show(result_table(result.document) + "\n")
-        for line in result.why:
-            show(one_line(line))
+        show(answer_text(result.document, why=options["why"], top=options["top"], searched=plan is None))
     if result.best is None:
-        raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
+        raise Infeasible("no plan fits", hint="see the ways out above") if not options["as_json"] else Silent(4)
 
 
 @cli.command("longest")
@@ -130,6 +131,7 @@ def what_if_command(**options: Any) -> None:
 @click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
+@WHY
 @question_options
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
 @click.option("--plot", type=click.Path(), help="Draw its timeline (.png, .svg, .pdf).")
@@ -142,19 +144,20 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     """
     from memo_sim.api import longest_of
     from memo_sim.contract.units import parse_tokens
-    from memo_sim.views.tables import longest_table
+    from memo_sim.views.tables import longest_text
 
     parse_tokens(step, option="--step")
-    outputs, _, question = asked({**options, "plan_path": None, "seq_len": step})
+    outputs, _, question = asked({**options, "plan_path": None, "seq_len": step}, fill=False)
+    (price,) = prices_of(options, [question.cluster.name])
     wanted: Options = {"step": step, "max_step_s": max_step_s, "one_more_gib": one_more_gib}
-    ask = partial(longest_of, question, **wanted, command=command_line("memo-sim"))
+    ask = partial(longest_of, question, **wanted, price_per_gpu_hour=price, command=command_line("memo-sim"))
     found = with_progress("lengths", lambda tell: ask(progress=tell))
     if found.at_longest is not None:
         found.at_longest.write(outputs)
     if options["as_json"]:
         show_document(found.to_json().encode())
     else:
-        show(longest_table(found.document) + "\n\n" + "\n".join(map(one_line, found.why)))
+        show(longest_text(found.document, why=options["why"]))
     if found.at_longest is None:
         raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
 
@@ -166,8 +169,10 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
     if plan is not None:
         where = options["plan_path"] or options["job_paths"][0]
         return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
-    wanted = {name: options[name] for name in ("top", "pareto", "one_more_gib")} | {"price_per_gpu_hour": price}
-    return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell, command=command))
+    top = options["top"] or (IN_JSON if options["as_json"] else IN_TEXT)
+    wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
+    wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}
+    return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))
 
 
 @cli.command("validate")
@@ -389,6 +394,7 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
 for command in (
     compare_command,
     datasheet_command,
+    explain_command,
     export_command,
     gpus_command,
     import_command,

@@ -29,6 +29,7 @@ from memo_sim.contract.knobs import (
     LayerChoice,
     Numbers,
     OneOf,
+    RowwiseKernel,
     Switch,
     Whole,
 )
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 EXAMPLE = "tflops=165,memory=24,pcie=4x16"
 """A data sheet, as in ``contract/datasheet.py``, which is too heavy to import for help."""
 PRICED_BY = "--price-per-gpu-hour"
-IN_A_PLAN = ("model", "seq_len", "system")
+IN_A_PLAN = ("model", "seq_len", "system", "compiled")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
 """Options that only a search can answer, so that ``--plan`` excludes them."""
@@ -72,6 +73,13 @@ MEMORY = (
 POWER = click.option(
     "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
 )
+COMPILED = click.option(
+    "--compile/--eager",
+    "compiled",
+    default=None,
+    help="Norms, activations, rotary, residuals, loss and optimizer under torch.compile or as eager torch modules:"
+    " --rowwise compiled, --rowwise eager. memo-exec's own kernels, or the system's, unless given.",
+)
 PRICE = click.option(
     PRICED_BY,
     metavar="PRICE",
@@ -88,7 +96,7 @@ def cluster_options(command: Command) -> Command:
 
 def question_options(command: Command) -> Command:
     """Give ``command`` the options of a question beside the model and the sequence: one for each knob."""
-    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), *MEMORY, POWER)):
+    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), COMPILED, *MEMORY, POWER)):
         command = option(command)
     return command
 
@@ -96,6 +104,8 @@ def question_options(command: Command) -> Command:
 def _option(knob: Knob) -> Callable[[Command], Command]:
     """Return the option of a knob; its value is stored under the knob's name."""
     names, attributes = knob.option, Options(help=knob.help, default=knob.default, show_default=True)
+    if knob.unless_given:
+        attributes |= {"default": None, "show_default": knob.unless_given}
     match knob.kind:
         case Degree():
             attributes["type"] = click.IntRange(1)
@@ -118,8 +128,10 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
     return click.option(names, knob.name, **attributes)
 
 
-def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
+def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None, Question]:
     """Return the files that the answer is written to, the plan that is to be priced (None: searched), and the question.
+
+    ``fill`` as in ``question_of``.
 
     Raises:
         UsageError: when a file cannot be written, or would replace what the question is read from; as ``question_of``.
@@ -133,16 +145,22 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
     )
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options.get(n))
     read += tuple(map(Path, options.get("job_paths", ())))
-    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, read=read)
+    full = bool(options.get("full_trace"))
+    if full and timeline is None:
+        raise UsageError("--full-trace is about the file of --trace", hint="add --trace FILE")
+    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, full_timeline=full, read=read)
     outputs.check()
-    given, question = question_of(options)
+    given, question = question_of(options, fill=fill)
     if options["cluster"] is not None:
         replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
     return outputs, given, question
 
 
-def question_of(options: Options) -> tuple[Plan | None, Question]:
+def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Question]:
     """Return the question, and the plan that is to be priced in place of a search (None where it is searched).
+
+    Without ``--global-batch`` the batch is the smallest that keeps every device busy; without ``fill``, one micro-batch
+    (``planning/default_batch.py``).
 
     Raises:
         UsageError: when the options contradict each other, or name what there is not.
@@ -152,16 +170,16 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
 
-    job_paths, job_values = options.get("job_paths", ()), options.get("job_values", ())
+    job_paths: tuple[str, ...] = options.get("job_paths", ())
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
-    if job_values and not job_paths:
-        raise UsageError("--set is about the files of --from", got=job_values[0], hint="leave it out, or name them")
     if plan is not None and job_paths:
         raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
-    if plan is None and not job_paths and not (options["model"] and options["seq_len"]):
-        raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
+    if options.get("given") and not job_paths:
+        raise UsageError("--set is about the files of a job", wanted="--from FILE --set NAME=value")
     if plan is None and not job_paths:
-        return None, named_values.question_of(_values(options))
+        if not (options["model"] and options["seq_len"]):
+            raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
+        return None, named_values.question_of(_values(options), fill=fill)
     option = "--from" if job_paths else "--plan"
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
     if given := typed(*decided):
@@ -169,14 +187,13 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     if given := typed(*OF_A_SEARCH):
         hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
         raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    machine = {name: options[name] for name in OF_A_MACHINE}
-    if plan is not None:
-        return plan, named_values.question_of_plan(plan, machine)
-    from memo_sim.answers.import_job import parse_given, plan_of_files
+    values, system = {name: options[name] for name in OF_A_MACHINE}, options["system"]
+    if plan is None:
+        from memo_sim.answers.import_job import parse_given, plan_of_files
 
-    given_values, files = parse_given(job_values), [str(path) for path in job_paths]
-    plan, system = plan_of_files(files, given_values, None, named_values.named_cluster(machine))
-    return plan, replace(named_values.question_of_plan(plan, machine), system=system)
+        given_values = parse_given(options.get("given", ()))
+        plan, system = plan_of_files(job_paths, given_values, None, named_values.machine_of(values))
+    return plan, named_values.question_of_plan(plan, values, system=system)
 
 
 def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Question:
@@ -192,10 +209,29 @@ def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Quest
 
 
 def _values(options: Options) -> Options:
-    """Return the options' values by the names of Python's arguments."""
-    return {name: options[name] for name in OF_A_QUESTION if name in options} | {
-        knob.argument: options[knob.name] for knob in ON_COMMAND_LINE
-    }
+    """Return the options' values by the names of Python's arguments.
+
+    Raises:
+        UsageError: as ``_rowwise``.
+    """
+    values = {name: options[name] for name in OF_A_QUESTION if name in options}
+    return values | {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE} | {"rowwise": _rowwise(options)}
+
+
+def _rowwise(options: Options) -> RowwiseKernel | None:
+    """Return the row-wise kernels that are given by their name or by ``--compile`` and ``--eager``.
+
+    Raises:
+        UsageError: when both are given.
+    """
+    compiled: bool | None = options["compiled"]
+    if compiled is None:
+        named: RowwiseKernel | None = options["rowwise"]
+        return named
+    if options["rowwise"] is not None:
+        got = f"{'--compile' if compiled else '--eager'}, --rowwise {options['rowwise']}"
+        raise UsageError("two names for the same knob", got=got, hint="leave one of them out")
+    return "compiled" if compiled else "eager"
 
 
 def prices_of(options: Options, names: Sequence[str]) -> list[float | None]:

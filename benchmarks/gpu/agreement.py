@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from benchmarks.gpu.row import Row
-from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import DtypeName
 
 TOLERANCES: dict[str, tuple[float, float]] = {"fp32": (1e-4, 1e-3), "bf16": (2.0**-10, 2.0**-7)}
 """Relative tolerances of every step's loss and of the first gradient norm, by dtype.

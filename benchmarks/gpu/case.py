@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from memo_sim.contract.hardware import DtypeName, FusedKernel
+from memo_sim.contract.hardware import FusedKernel
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Kernels
 

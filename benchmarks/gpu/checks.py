@@ -18,8 +18,7 @@ from benchmarks.gpu.plans import model_of
 from benchmarks.gpu.row import Row, Status
 from benchmarks.gpu.session import Session
 from memo_sim.contract import codec
-from memo_sim.contract.hardware import DtypeName
-from memo_sim.contract.knobs import Recompute
+from memo_sim.contract.knobs import DtypeName, Recompute
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels, Plan
 from memo_sim.program.lower import lower, program_sha256

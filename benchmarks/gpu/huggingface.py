@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.loss import ChunkedLoss
 from memo_exec.training import huggingface
 from memo_sim.contract.errors import UsageError
+from memo_sim.contract.huggingface import config_of, model_type
 from memo_sim.contract.model import Model
 
 FIRST_WITH_OFFLOAD = (5, 16)
@@ -32,7 +33,7 @@ def why_not(model: Model) -> str:
     if tuple(int(part) for part in found.split(".")[:2]) < FIRST_WITH_OFFLOAD:
         return f"transformers {found} has no checkpointing with offload; it needs 5.16 or newer"
     try:
-        kind = huggingface.model_type(model)
+        kind = model_type(model)
     except UsageError as error:
         return error.what
     return "" if kind == "llama" else f"this rival supports only Llama models, and this model is a {kind}"
@@ -44,7 +45,7 @@ class HuggingFaceModel:
     def __init__(self, model: Model, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         # The library's type annotations are incomplete, so it is used untyped.
         transformers: Any = import_module("transformers")
-        fields = huggingface.config(model, positions=tokens)
+        fields = config_of(model, positions=tokens)
         config = transformers.LlamaConfig(
             **{k: v for k, v in fields.items() if k not in ("architectures", "model_type")}
         )

@@ -79,4 +79,4 @@ def write_perfetto(traces: list[Trace], path: Path) -> None:
     """Write timelines as a Chrome trace, which ui.perfetto.dev can open."""
     from memo_sim.views.chrome_trace import write_chrome_trace
 
-    write_chrome_trace(traces, path)
+    write_chrome_trace(traces, path, full=True)

@@ -16,8 +16,7 @@ from memo_exec.machine.machine import Machine
 from memo_exec.machine.rowwise_kernels import rowwise_kernels
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun
-from memo_sim.contract.hardware import DtypeName
-from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.knobs import DtypeName, RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.program import Program
 from memo_sim.program.operators.framework_kernels import library_of

@@ -23,8 +23,7 @@ from memo_exec.kernels.attention import BACKENDS
 from memo_exec.kernels.attention_backend import AttentionBackward
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_sim.contract.catalog import load_model
-from memo_sim.contract.hardware import DtypeName
-from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.knobs import DtypeName, RowwiseKernel
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.program.attention.rsa import writes_scores

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memo_exec.probes.operators import Operator
-from memo_sim.contract.hardware import DtypeName
-from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.knobs import DtypeName, RowwiseKernel
 from memo_sim.contract.model import Family, Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.ir.instruction import Instruction, Lane

@@ -37,8 +37,7 @@ from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.weights import Held
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.hardware import DtypeName
-from memo_sim.contract.knobs import States
+from memo_sim.contract.knobs import DtypeName, States
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import Tokens

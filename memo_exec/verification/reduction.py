@@ -22,7 +22,7 @@ import msgspec
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
-from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Layout
 from memo_sim.contract.verdict import Reduction

@@ -29,8 +29,9 @@ from memo_sim.engine.simulate import ALLOCATOR, HOST
 from memo_sim.views.busy import COMPUTE, busy_by, compute_by_part, compute_waits
 from memo_sim.views.difference_table import verdict_line
 
-Compared = Plan | Result | Comparison | Trace
-KINDS: tuple[type[Compared], ...] = (Plan, Result, Comparison, Trace)
+Document = Plan | Result | Comparison | Trace
+Compared = Document | GivenPlan
+KINDS: tuple[type[Document], ...] = (Plan, Result, Comparison, Trace)
 WAITS = "waits"
 IDLE = "not recorded"
 """Cause of a measured wait that the trace does not name."""
@@ -63,8 +64,9 @@ def compare(
 ) -> Difference:
     """Return what differs between two or more plans, results (their best plans), comparisons and traces.
 
-    Paths are read. A plan that was read has its own prediction where its predicted trace lies beside it. Other plans,
-    and results, are simulated on ``cluster``, or else on the cluster that they name.
+    Paths are read. A plan that was read has its own prediction where its predicted trace lies beside it, and a
+    ``GivenPlan`` its simulation. Other plans, and results, are simulated on ``cluster``, or else on the cluster that
+    they name.
 
     Raises:
         UsageError: with fewer than two of them; when a plan has no trace, and its cluster is not a known name.
@@ -79,7 +81,7 @@ def compare(
         if progress:
             progress(number, len(compared))
     detail, seconds = _shares(found)
-    sides = [one.side for one in found]
+    sides = _with_decisions([one.side for one in found])
     difference = Difference(
         verdict=[],
         sides=sides,
@@ -95,8 +97,10 @@ def compare(
 
 
 def _made(one: str | Path | Compared, number: int, cluster: str | None) -> _Made:
+    if isinstance(one, GivenPlan):
+        return _simulated(one, "result", f"as simulated on {one.cluster.name}")
     path, name = None, f"number {number}"
-    document: Compared
+    document: Document
     if isinstance(one, str | Path):
         path, name = Path(one), str(one)
         document = read_any(path, KINDS)
@@ -161,8 +165,8 @@ def _of_row(result: Result, best: PlanRow, name: str) -> _Made:
     return _Made(side, None, waits)
 
 
-def _simulated(given: GivenPlan, kind: SideKind) -> _Made:
-    """Return a plan simulated anew.
+def _simulated(given: GivenPlan, kind: SideKind, source: str = "") -> _Made:
+    """Return a plan simulated anew, unless ``source`` says how it was.
 
     Raises:
         BadInput: when it does not fit.
@@ -180,7 +184,7 @@ def _simulated(given: GivenPlan, kind: SideKind) -> _Made:
         simulation.trace(simulation.pace),
         name=given.name,
         kind=kind,
-        source=f"simulated anew on {given.cluster.name}",
+        source=source or f"simulated anew on {given.cluster.name}",
         cluster=given.cluster.name,
     )
     return replace(found, notes=(given.note,) if given.note else ())
@@ -334,6 +338,19 @@ def _listed(parts: Mapping[tuple[str, str], list[float]], sides: Sequence[Side])
     return sorted(found, key=lambda s: (-max(map(abs, s.difference_s)), -max(s.seconds), s.group, s.name))
 
 
+def _with_decisions(sides: list[Side]) -> list[Side]:
+    """Return the sides; measured ones have the decisions of a plan of the same program, and so tokens per second."""
+    known = {side.program_sha256: side.decisions for side in sides if side.decisions and side.program_sha256}
+    return [_with_those(side, known.get(side.program_sha256)) for side in sides]
+
+
+def _with_those(side: Side, decisions: Decisions | None) -> Side:
+    if decisions is None or side.decisions is not None or not side.step_s:
+        return side
+    tgs = decisions.seq_tokens * decisions.global_batch / (side.step_s * decisions.layout.devices)
+    return msgspec.structs.replace(side, decisions=decisions, tgs=tgs)
+
+
 def _choices(sides: Sequence[Side]) -> list[Choice]:
     """Return the decisions that differ between sides that hold them."""
     known = [side.decisions for side in sides if side.decisions is not None]
@@ -374,7 +391,7 @@ def _caveats(sides: Sequence[Side], detail: Detail) -> list[str]:
     if len(programs) == 1 and all(side.program_sha256 for side in sides):
         found.append("All sides play the same program, so they have the same decisions.")
     elif silent := [side.name for side in sides if side.decisions is None]:
-        found.append(f"The decisions of {', '.join(silent)} are not in the file.")
+        found.append(f"The decisions of {', '.join(silent)} are not known: the file does not hold them.")
     clusters = {side.cluster for side in sides if side.cluster}
     if len(clusters) > 1:
         found.append(f"The sides are on different clusters: {', '.join(sorted(clusters))}.")

@@ -7,7 +7,7 @@ attention. What cannot be known from them is an error that says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,11 +66,14 @@ def of_plan(plan: Plan, name: str, *, cluster: str | None) -> GivenPlan:
         UsageError: when that is not the name of a cluster.
         BadInput: when the plan cannot be simulated there.
     """
-    own, made = plan.prediction, plan.provenance
-    named = cluster or made.cluster
-    return _simulated(
-        plan.decisions, named, name, system=made.system, made=made.cluster, own_s=own.step_s if own else None
+    own_s, made = plan.prediction.step_s if plan.prediction else None, plan.provenance
+    found = _simulated(
+        plan.decisions, cluster or made.cluster, name, system=made.system, made=made.cluster, own_s=own_s
     )
+    if cluster or found.note or made.hardware_sha256 in ("", codec.sha256_of(found.hardware)):
+        return found
+    text = f"{name}: the profile of {found.cluster.name} is not the one that the plan was made with"
+    return replace(found, note=f"{text} (another version, or options such as --device-memory-gib and --power-w).")
 
 
 def of_result(result: Result, name: str, *, cluster: str | None) -> GivenPlan:

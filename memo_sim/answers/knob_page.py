@@ -32,7 +32,7 @@ def knob_page() -> str:
             f"`{knob.option}`" if knob.on_command_line else "",
             f"`{knob.path}`",
             str(knob.kind),
-            "" if knob.default is None else f"`{str(knob.default).lower()}`",
+            knob.unless_given or ("" if knob.default is None else f"`{str(knob.default).lower()}`"),
             knob.help,
             f"`{KNOBS[knob.needs].option}`" if knob.needs else "",
             _label(knob),

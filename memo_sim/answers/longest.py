@@ -41,6 +41,7 @@ def longest(
     *,
     step_tokens: int,
     most_step_s: float | None = None,
+    price_per_device_hour: float | None = None,
     progress: Progress | None = None,
 ) -> LongestAnswer:
     """Return the longest multiple of ``step_tokens`` that fits and takes at most ``most_step_s``.
@@ -54,7 +55,7 @@ def longest(
     if not 0 < step_tokens <= MOST_TOKENS:
         raise UsageError("the step is out of range", got=step_tokens, wanted=f"1 to {MOST_TOKENS} tokens")
     asked_tokens, step_tokens = step_tokens, _divided(question, step_tokens)
-    scan = _Scan(question, step_tokens, most_step_s, progress)
+    scan = _Scan(question, step_tokens, most_step_s, price_per_device_hour, progress=progress)
     low, high = 0, scan.double(0)
     holes: list[int] = []
     while True:
@@ -100,11 +101,14 @@ class _Scan:
         question: Question,
         step_tokens: int,
         most_step_s: float | None,
+        price_per_device_hour: float | None,
+        *,
         progress: Progress | None,
     ) -> None:
         self.question = question
         self.step_tokens = step_tokens
         self.most_step_s = most_step_s
+        self.price_per_device_hour = price_per_device_hour
         self.most = MOST_TOKENS // step_tokens
         self.tried: dict[int, Tried] = {}
         self._progress = progress
@@ -145,7 +149,7 @@ class _Scan:
         """Return the answer at a multiple; None, noted in ``tried``, where no plan has an arena that fits."""
         if not multiple:
             return None
-        answer = what_if(self.asked(multiple))
+        answer = what_if(self.asked(multiple), price_per_device_hour=self.price_per_device_hour)
         if answer.result.best is not None:
             return answer
         worst = answer.result.plans[0]

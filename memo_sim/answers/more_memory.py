@@ -31,11 +31,11 @@ def with_one_more_gib(question: Question, space: Space) -> Question:
 
 
 def with_what_more_buys(question: Question, answer: Answer) -> Answer:
-    """Return the answer, extended by what one more GiB of each kind of memory gains, with a sentence for each.
+    """Return the answer, extended by what one more GiB of each kind of memory gains.
 
     Plans are compared by their live bytes, as in the search.
     """
-    found, documents, lines = answer.found, [], []
+    found, documents = answer.found, []
     if found is None:
         return answer
     for space in SPACES:
@@ -47,10 +47,10 @@ def with_what_more_buys(question: Question, answer: Answer) -> Answer:
                 added_bytes=GIB,
                 best=row(best.decisions, best.prediction, system=best.policy.label) if best else None,
                 saved_s=saved_s,
+                text=f"One more GiB {WHERE[space]} {_worth(found.best, best, saved_s)}.",
             )
         )
-        lines.append(f"One more GiB {WHERE[space]} {_worth(found.best, best, saved_s)}.")
-    result = msgspec.structs.replace(answer.result, more_memory=documents, why=[*answer.result.why, *lines])
+    result = msgspec.structs.replace(answer.result, more_memory=documents)
     return replace(answer, result=result)
 
 
@@ -58,17 +58,23 @@ def with_what_more_holds(
     question: Question, found: LongestAnswer, *, step_tokens: int, most_step_s: float | None
 ) -> LongestAnswer:
     """Return the longest sequence, extended by how much longer it gets with one more GiB of each kind of memory."""
-    documents, lines = [], []
+    documents = []
     before = found.document.seq_tokens
     for space in SPACES:
         asked = with_one_more_gib(question, space)
         longer = longest(asked, step_tokens=step_tokens, most_step_s=most_step_s).document
-        documents.append(MoreMemory(space=space, added_bytes=GIB, best=longer.best, seq_tokens=longer.seq_tokens))
         gain = longer.seq_tokens - before
         worth = f"lets {format_tokens(gain)} more tokens fit" if gain > 0 else "lets no longer sequence fit"
-        lines.append(f"One more GiB {WHERE[space]} {worth}, in steps of {format_tokens(step_tokens)}.")
-    why = [*found.document.why, *lines]
-    return replace(found, document=msgspec.structs.replace(found.document, more_memory=documents, why=why))
+        documents.append(
+            MoreMemory(
+                space=space,
+                added_bytes=GIB,
+                best=longer.best,
+                seq_tokens=longer.seq_tokens,
+                text=f"One more GiB {WHERE[space]} {worth}, in steps of {format_tokens(step_tokens)}.",
+            )
+        )
+    return replace(found, document=msgspec.structs.replace(found.document, more_memory=documents))
 
 
 def _saved_s(before: Evaluated | None, after: Evaluated | None) -> float | None:

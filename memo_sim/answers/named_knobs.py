@@ -16,7 +16,6 @@ from memo_sim.contract.knobs import (
     Knob,
     LayerChoice,
     Length,
-    Name,
     Numbers,
     OneOf,
     Pins,
@@ -85,6 +84,6 @@ def _type(knob: Knob, annotation: str) -> str:
             own = "Sequence[int] | str"
         case LayerChoice():
             own = "str"
-        case OneOf() | Name():
+        case OneOf():
             own = annotation.removesuffix(" | None")
     return f"{own} | None"

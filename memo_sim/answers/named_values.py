@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from memo_sim.contract.boards import with_power
-from memo_sim.contract.catalog import cluster_from_datasheet, load_cluster, load_model
+from memo_sim.contract.catalog import cluster_from_datasheet, fields_not_read, load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.hardware import Hardware
@@ -31,7 +31,6 @@ from memo_sim.contract.knobs import (
     Knob,
     LayerChoice,
     Length,
-    Name,
     Numbers,
     OneOf,
     Pins,
@@ -41,6 +40,7 @@ from memo_sim.contract.knobs import (
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import GIB, parse_layer_choice, parse_numbers, parse_tokens
+from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
 from memo_sim.planning.question import Question, with_memory
 
 Values = Mapping[str, Any]
@@ -63,10 +63,11 @@ def check_names(values: Values, known: Sequence[str] = (*OF_A_QUESTION, *ARGUMEN
             raise UsageError("a question has no value of this name", got=repr(name), hint=hint)
 
 
-def question_of(values: Values) -> Question:
+def question_of(values: Values, *, fill: bool = True) -> Question:
     """Return the question that the values make.
 
-    ``model`` is a name, a path or a ``Model``; the knobs are named by ``Knob.argument``.
+    ``model`` is a name, a path or a ``Model``; the knobs are named by ``Knob.argument``. Without ``global_batch`` the
+    batch keeps every device busy; where it is not to ``fill`` the cluster, it has one micro-batch for each replica.
 
     Raises:
         UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
@@ -75,38 +76,19 @@ def question_of(values: Values) -> Question:
     check_names(values)
     if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
         raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
-    return question_on(values, *named_cluster(values))
+    return question_on(values, *named_cluster(values), fill=fill)
 
 
-def question_of_plan(plan: Plan, values: Values) -> Question:
+def question_of_plan(plan: Plan, values: Values, *, system: str = "any") -> Question:
     """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``).
 
-    Raises:
-        UsageError: when a value is wrong.
-        BadInput: when a file cannot be read.
-    """
-    return question_on(values, *named_cluster(values), plan=plan)
-
-
-def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, plan: Plan | None = None) -> Question:
-    """Return the question that the values ask about a cluster; a ``plan`` brings its own model, length and knobs.
+    ``system`` is the one that the plan is predicted under.
 
     Raises:
         UsageError: when a value is wrong.
         BadInput: when a file cannot be read.
     """
-    cluster, hardware = _limited(values, cluster, hardware)
-    if plan is None:
-        knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
-        model, system = values["model"], values.get("system")
-        return Question(
-            model=model if isinstance(model, Model) else load_model(_text(model, "model")),
-            cluster=cluster,
-            hardware=hardware,
-            seq_tokens=parse_tokens(str(values["seq_len"])),
-            system="any" if system is None else _text(system, "system"),
-            **_held(knobs),
-        )
+    cluster, hardware = machine_of(values)
     knobs = {knob.name: knob.default for knob in ARGUMENTS.values()}
     decided = {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
     return Question(
@@ -114,8 +96,44 @@ def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, plan: P
         cluster=cluster,
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens,
+        system=system,
         **_held(knobs | decided),
     )
+
+
+def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
+    """Return the question that the values ask about a cluster; ``fill`` as in ``question_of``.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    cluster, hardware = _limited(values, cluster, hardware)
+    knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
+    model, system = values["model"], values.get("system")
+    known = isinstance(model, Model)
+    question = Question(
+        model=model if known else load_model(_text(model, "model")),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=parse_tokens(str(values["seq_len"])),
+        system="any" if system is None else _text(system, "system"),
+        not_read=() if known else fields_not_read(_text(model, "model")),
+        **_held(knobs),
+    )
+    if values.get("global_batch") is not None:
+        return question
+    return with_filling_batch(question) if fill else with_one_sequence(question)
+
+
+def machine_of(values: Values) -> tuple[Cluster, Hardware]:
+    """Return the cluster that the values name, with their memory and power limit.
+
+    Raises:
+        UsageError: when a value is wrong.
+        BadInput: when a file cannot be read.
+    """
+    return _limited(values, *named_cluster(values))
 
 
 def _held(knobs: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +161,7 @@ def named_cluster(values: Values) -> tuple[Cluster, Hardware]:
 
 def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Cluster, Hardware]:
     """Return a machine with the memory and the power limit that the values name."""
-    safety_gib = _number("safety_gib", values.get("safety_gib"), 0, MEMORY_GIB[1])
+    safety_gib = number("safety_gib", values.get("safety_gib"), 0, MEMORY_GIB[1])
     cluster, hardware = with_memory(
         cluster,
         hardware,
@@ -151,7 +169,7 @@ def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Clus
         host_bytes=bytes_of("host_memory_gib", values.get("host_memory_gib")),
         safety_bytes=None if safety_gib is None else int(safety_gib * GIB),
     )
-    power_w = _number("power_w", values.get("power_w"), *POWER_W)
+    power_w = number("power_w", values.get("power_w"), *POWER_W)
     return cluster, hardware if power_w is None else with_power(hardware, power_w)
 
 
@@ -183,8 +201,6 @@ def checked(knob: Knob, given: Any) -> Any:
             value = parse_numbers(_joined(given), option=knob.option)
         case LayerChoice():
             value = parse_layer_choice(str(given), option=knob.option)
-        case Name():
-            value = _text(given, knob.argument)
     if value is None:
         raise _refusal(knob, given)
     return value
@@ -234,11 +250,16 @@ def bytes_of(name: str, size_gib: float | None) -> int | None:
     Raises:
         UsageError: with ``name``, when it is no size of a memory.
     """
-    given = _number(name, size_gib, *MEMORY_GIB)
+    given = number(name, size_gib, *MEMORY_GIB)
     return None if given is None else int(given * GIB)
 
 
-def _number(name: str, given: Any, least: float, most: float) -> float | None:
+def number(name: str, given: Any, least: float, most: float) -> float | None:
+    """Return a number in a range; None stays.
+
+    Raises:
+        UsageError: with ``name``, when it is something else.
+    """
     if given is None or _in_range(given, least, most):
         return None if given is None else float(given)
     raise UsageError(f"not a value of {name}", got=repr(given), wanted=f"a number from {least:g} to {most:g}")

@@ -6,13 +6,15 @@ no failures.
 
 from __future__ import annotations
 
+from math import prod
+
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
-from memo_sim.contract.knobs import RowwiseKernel, States
+from memo_sim.contract.knobs import DEGREES, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, PeakKind, Summary
+from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
 from memo_sim.contract.units import counted, format_bytes, format_tokens
 from memo_sim.engine.simulate import Simulation
-from memo_sim.planning.presets import Policy
+from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.views.plan_table import layout_label
 
@@ -39,6 +41,9 @@ KERNELS: dict[RowwiseKernel, str] = {
 }
 """Whose norms, activations, rotary embeddings, residuals, loss and optimizer."""
 
+OPEN = ("any", "every-layout")
+"""Systems that search what memo knows; the others are layouts of their authors."""
+
 POLICIES = {
     "planned": "one arena with planned addresses",
     "caching": "PyTorch's caching allocator",
@@ -52,12 +57,14 @@ def summary_of(
     prediction: Prediction,
     *,
     planned_arena: bool = False,
+    searched: bool = True,
     price_per_device_hour: float | None = None,
     ways_out: list[str] | None = None,
 ) -> Summary:
     """Return the verdict about one plan.
 
-    ``prediction`` is the plan's, with the size of its arena where ``planned_arena``.
+    ``prediction`` is the plan's, with the size of its arena where ``planned_arena``; ``searched``: it was chosen among
+    others, and not given.
     """
     decisions = simulation.decisions
     layout, step_s = decisions.layout, prediction.step_s
@@ -88,6 +95,7 @@ def summary_of(
         ways_out=ways_out or [],
         plan=in_words(decisions),
         assumptions=assumptions(question, simulation),
+        left_out=left_out(question) if searched else [],
     )
 
 
@@ -154,7 +162,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         Assumption(name="other kernels", value=KERNELS[decisions.kernels.rowwise], option="--compile, --eager"),
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
         Assumption(name="states", value=_states(decisions), option="--states, --zero"),
-        Assumption(name="batch", value=_batch(decisions), option="--global-batch, --micro-batch"),
+        Assumption(name="batch", value=_batch(question, decisions), option="--global-batch, --micro-batch"),
         Assumption(name="device memory", value=POLICIES[decisions.memory_policy], option="--memory-policy"),
         Assumption(name="reserve", value=_reserve(simulation)),
         Assumption(
@@ -162,6 +170,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             value=f"PyTorch, flash-attn and Transformer Engine of {question.hardware.eager_libraries}",
             option="--libraries",
         ),
+        *_not_read(question),
     ]
 
 
@@ -174,17 +183,42 @@ def _states(decisions: Decisions) -> str:
     return what
 
 
-def _batch(decisions: Decisions) -> str:
+def _batch(question: Question, decisions: Decisions) -> str:
     tokens = decisions.global_batch * decisions.seq_tokens
-    each = f"dp {decisions.layout.dp} x {counted(decisions.micro_batches, 'micro-batch', 'es')} of"
-    return (
-        f"{counted(decisions.global_batch, 'sequence')} a step ({each} {decisions.micro_batch}),"
-        f" {format_tokens(tokens)} tokens"
-    )
+    each = f"dp {decisions.layout.dp} x {counted(decisions.micro_batches, 'micro-batch', 'es')}"
+    of = f" of {decisions.micro_batch}" if decisions.micro_batch > 1 else ""
+    text = f"{counted(decisions.global_batch, 'sequence')} or {format_tokens(tokens)} tokens a step ({each}{of})"
+    return f"{text}; {question.batch_rule}" if question.batch_rule else text
+
+
+def _not_read(question: Question) -> list[Assumption]:
+    """Return the fields of the model's file that are ignored."""
+    if not question.not_read:
+        return []
+    return [Assumption(name="not read", value=f"of the model's file: {', '.join(question.not_read)}")]
+
+
+def left_out(question: Question) -> list[LeftOut]:
+    """Return what the open searches leave out, with the options that include it; nothing for systems with layouts of
+    their own, and nothing where the degrees are all pinned."""
+    pins, system = question.pins, question.preset
+    pinned = prod(getattr(pins, name) or 1 for name in DEGREES)
+    if question.system not in OPEN or pinned >= question.cluster.devices:
+        return []
+    every = SYSTEMS["every-layout"]
+    more = [f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None]
+    if pins.zero is None:
+        more += [f"zero {level}" for level in every.zeros if level not in system.zeros]
+    found = [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
+    if pins.metp is None:
+        found.append(LeftOut(what="metp above 1", option="--system metp"))
+    if pins.subsequences is None:
+        found.append(LeftOut(what="subsequences", option="--subsequences auto"))
+    return found
 
 
 def _reserve(simulation: Simulation) -> str:
     """Return the reserve of the fullest stage, by item."""
     items = sorted(simulation.memory.reserve.items(), key=lambda item: -item[1])
-    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in items if size)
+    listed = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in items if size)
     return f"{format_bytes(simulation.memory.reserve_bytes)} beside the plan's buffers ({listed or 'nothing'})"

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -197,7 +197,7 @@ def sweep(
     """
     if jobs is not None and jobs < 1:
         raise UsageError("not a number of processes", got=jobs, wanted="from 1")
-    asked = [asked_by(values) for values in questions]
+    asked = list(_asked(questions))
     with nullcontext() if path is None else opened(path) as file:
         known = {line.key: line for line in file.lines} if file else {}
         found = {key: line for key, line in known.items() if line.status != "failed"}
@@ -213,6 +213,19 @@ def sweep(
                 if progress:
                     progress(done, every)
     return [found[each.key] for each in asked]
+
+
+def _asked(questions: Iterable[Values]) -> Iterator[Asked]:
+    for number, values in enumerate(questions, start=1):
+        if not isinstance(values, Mapping):
+            raise UsageError(
+                "not a question", where=f"question {number}", got=repr(values), wanted="a mapping: grid makes them"
+            )
+        try:
+            yield asked_by(values)
+        except MemoError as error:
+            where = f"question {number}" + (f", {error.where}" if error.where else "")
+            raise type(error)(error.what, where=where, got=error.got, wanted=error.wanted, hint=error.hint) from None
 
 
 def usable_cpus() -> int:
@@ -250,7 +263,8 @@ def _answers(missing: list[Asked], workers: list[_Worker], unit: Unit) -> Iterat
                 tries[asked.key] = tries.get(asked.key, 0) + 1
                 running[_submitted(worker, unit, asked)] = asked, worker
                 worker.held += 1
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
+        done = wait(running, return_when=FIRST_COMPLETED).done
+        for future in [each for each in running if each in done]:
             asked, worker = running.pop(future)
             worker.held -= 1
             error = _lost(future)
@@ -336,5 +350,9 @@ def dask_executor(address: str) -> Iterator[Executor]:
     except (OSError, ValueError) as error:
         hint = "start one with: dask scheduler, and workers with: dask worker ADDRESS"
         raise CannotRun("no dask scheduler answers", where=address, got=str(error), hint=hint) from None
-    with client, client.get_executor() as executor:
-        yield executor
+    with client:
+        executor = client.get_executor()
+        try:
+            yield executor
+        finally:  # what a sweep has not taken, after an interruption, is not waited for
+            executor.shutdown(wait=False)

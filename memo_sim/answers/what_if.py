@@ -42,7 +42,9 @@ LEAST_EXACT = 3
 fit. With subsequences no more ranks are exact, because playing one such plan takes seconds."""
 
 
-UNNAMED_FRAMEWORK = "No interval: a plan on PyTorch's allocator does not say which framework it was made for."
+UNNAMED_FRAMEWORK = (
+    "The step has no interval: a plan on PyTorch's allocator does not say which framework it was made for."
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Outputs:
     picture: Path | None = None
     timeline: Path | None = None
     report: Path | None = None
+    full_timeline: bool = False
+    """Whether the timeline has the instructions of every micro-batch."""
     read: tuple[Path, ...] = ()
 
     def check(self) -> None:
@@ -185,6 +189,7 @@ def _summary(
     interval: StepInterval | None,
     price_per_device_hour: float | None,
     ways: list[str],
+    searched: bool = True,
 ) -> Summary | None:
     """Return the verdict about the best plan, or about the nearest; None where no plan can be evaluated."""
     shown = found.best or found.ranked[0]
@@ -198,6 +203,7 @@ def _summary(
         planned_arena=simulation.prediction.status == "ok" and shown.decisions.memory_policy == "planned",
         price_per_device_hour=price_per_device_hour,
         ways_out=ways,
+        searched=searched,
     )
 
 
@@ -271,8 +277,8 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)
     simulation, arena = _best_that_fits(question, found)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
-    # A plan does not say which framework it was made for. In planned memory that does not matter.
-    named = plan.decisions.memory_policy == "planned"
+    # A plan does not say which framework it was made for; a job does. In planned memory that does not matter.
+    named = plan.decisions.memory_policy == "planned" or question.system != "any"
     interval = interval_of(question, plan.decisions, found.ranked[0].prediction) if simulation and named else None
     line = msgspec.structs.replace(line, interval=interval)
     sure = _certainty(question, simulation, interval) if named else [UNNAMED_FRAMEWORK]
@@ -298,6 +304,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
             interval=interval,
             price_per_device_hour=price_per_device_hour,
             ways=ways,
+            searched=False,
         ),
         decisions=plan.decisions if simulation else None,
     )
@@ -380,7 +387,7 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
-        write_chrome_trace(traces, outputs.timeline)
+        write_chrome_trace(traces, outputs.timeline, full=outputs.full_timeline)
     if not (outputs.plan or outputs.report):
         return
     plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)

@@ -50,8 +50,8 @@ LISTS = ("cluster", "system", "seq_len")
 def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **options: Any) -> None:
     """Ask what-if for every combination of models, clusters, systems and lengths.
 
-    Lists are joined by commas; every other option holds for all questions. --questions has them in a file instead: a
-    line {"model": "llama3-8b", "cluster": "h100-1x8", "seq_len": "1m", "tp": 8} names options as here, with underscores.
+    Lists are joined by commas; every other option holds for all questions. --questions has them in a file instead, with
+    the names of the options: a line is {"model": "llama3-8b", "cluster": "h100-1x8", "seq_len": "1m", "loss_chunk": 0}.
 
     Every answer is written at once. After an interruption the same command asks only what is missing. That nothing fits
     is an answer; the exit code tells whether questions failed.
@@ -132,6 +132,7 @@ def _check_failed(lines: list[SweepLine], output: Path) -> None:
     failures = [line.failure for line in lines if line.failure is not None]
     if failures:
         say(
-            f"memo-sim: {len(failures)} of {len(lines)} questions failed; {output} says why. They are asked again next time."
+            f"memo-sim: {len(failures)} of {len(lines)} questions failed\n"
+            f"  where: {output}\n  next: the same command asks them again, and nothing else"
         )
         sys.exit(failures[0].exit_code or MemoError.exit_code)

@@ -10,15 +10,13 @@ from typing import Any
 
 import click
 
-from memo_sim.question_options import question_of, question_options
+from memo_sim.question_options import cluster_options, question_of, question_options
 from memo_sim.views.command_line import show, show_document, with_progress
-
-CLUSTER = "a800-1x8, a cluster file, or a hardware profile file."
 
 
 @click.command("oom")
 @click.argument("model", required=False)
-@click.option("--cluster", required=True, help=CLUSTER)
+@cluster_options
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option(
     "--plan", "plan_path", type=click.Path(), help="The run of this plan.json, in place of MODEL and options."
@@ -39,7 +37,7 @@ def oom_command(*, top: int, as_json: bool, **options: Any) -> None:
 
     plan, question = question_of(options)
     if plan is not None:
-        question = question_of_plan(plan.decisions, question.cluster, question.hardware)
+        question = question_of_plan(plan.decisions, question.cluster, question.hardware, system=plan.provenance.system)
     found = with_progress("changes", lambda tell: shortage(question, progress=tell))
     if as_json:
         show_document(encode(found))
@@ -61,19 +59,40 @@ def compare_command(
     Each argument is a plan, the result of what-if --json (its best plan), the comparison of memo-exec run --json, or a
     trace. A plan without its trace beside it, and a result, are simulated again on their cluster, or on --cluster.
     """
-    from memo_sim.answers.difference import compare
-    from memo_sim.contract.codec import check_not_read, encode
+    from memo_sim.api import compare
+    from memo_sim.contract.codec import check_not_read
     from memo_sim.views.chart import check_chart
-    from memo_sim.views.difference_chart import draw_difference
     from memo_sim.views.difference_table import difference_table
 
     if plot is not None:
         check_chart(plot)
         check_not_read([plot], map(Path, compared))
-    found = with_progress("sides", lambda tell: compare(compared, cluster=cluster, progress=tell))
+    found = with_progress("sides", lambda tell: compare(*compared, cluster=cluster, progress=tell))
     if plot is not None:
-        draw_difference(found, plot)
+        found.plot(plot)
+    if as_json:
+        show_document(found.to_json().encode())
+    else:
+        show(difference_table(found.document, top=top))
+
+
+@click.command("explain")
+@click.argument("explained", type=click.Path(), metavar="PLAN|RESULT")
+@click.option("--cluster", help="Explain the plan on this cluster, in place of the one that it was made for.")
+@click.option("--top", type=click.IntRange(1), default=8, show_default=True, help="Rivals to list.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.explanation/1 document.")
+def explain_command(explained: str, cluster: str | None, *, top: int, as_json: bool) -> None:
+    """Say what binds a plan, what would help most and by how much, and why each rival loses.
+
+    The argument is a plan, or the result of what-if --json. Rivals of a plan differ from it in one decision; those of a
+    result are its ranked plans.
+    """
+    from memo_sim.answers.explanation import explain
+    from memo_sim.contract.codec import encode
+    from memo_sim.views.explanation_table import explanation_text
+
+    found = with_progress("simulations", lambda tell: explain(explained, cluster=cluster, progress=tell))
     if as_json:
         show_document(encode(found))
     else:
-        show(difference_table(found, top=top))
+        show(explanation_text(found, top=top))

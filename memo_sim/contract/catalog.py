@@ -27,7 +27,7 @@ from memo_sim.contract.datasheet import DATASHEET, REFERENCES, parse_datasheet, 
 from memo_sim.contract.diagnosis import explain_schema
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.hardware import Curve, Hardware, Quantity, Source
-from memo_sim.contract.huggingface import model_from_config
+from memo_sim.contract.huggingface import model_from_config, not_read
 from memo_sim.contract.model import Model
 from memo_sim.contract.plain_text import encodable
 from memo_sim.contract.units import MOST_DEVICES
@@ -95,8 +95,25 @@ def load_model(name_or_path: str) -> Model:
     if "model_type" not in fields:
         hint = f'start it with "schema": "{_MODEL_TAG}", or give a config.json with its model_type'
         raise BadInput("neither a model nor a Hugging Face config", where=name_or_path, got="no schema", hint=hint)
-    folder = encodable(Path(name_or_path).resolve().parent.name, "utf-8")
-    return model_from_config(fields, where=name_or_path, name=folder)
+    path = Path(name_or_path).resolve()
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return model_from_config(fields, where=name_or_path, name=encodable(name, "utf-8"))
+
+
+def fields_not_read(name_or_path: str) -> tuple[str, ...]:
+    """Return the fields of a Hugging Face ``config.json`` that memo ignores and that are about training or arithmetic.
+
+    None for presets and ``memo.model/1`` files, whose fields are all read.
+
+    Raises:
+            BadInput: as ``load_model``.
+    """
+    if name_or_path in list_models() or not _is_file_name(name_or_path):
+        return ()
+    raw = codec.read_raw(name_or_path)
+    if codec.schema_of(raw, where=name_or_path) is not None:
+        return ()
+    return not_read(codec.decode_object(raw, where=name_or_path), where=name_or_path)
 
 
 def load_hardware(name_or_path: str) -> Hardware:

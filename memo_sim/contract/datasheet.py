@@ -33,12 +33,12 @@ from memo_sim.contract.hardware import (
     CollectiveTable,
     CopyRates,
     Curve,
-    DtypeName,
     GemmTable,
     Hardware,
     Quantity,
     Source,
 )
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.units import DTYPE_BYTES, GIB
 
 OPTION = "--from-datasheet"
@@ -382,6 +382,7 @@ class _Maker:
             h2d=self._copies(like.h2d),
             devices_per_uplink=Quantity(value=float(sheet.uplink), source=self._uplink_source()),
             collectives=self._collectives(),
+            peers_over_host_link=sheet.nvlink is None,
             eager_libraries=like.eager_libraries,
             compute_slowdown={name: kept(factor) for name, factor in like.compute_slowdown.items()},
             device_malloc_s=kept(like.device_malloc_s),
@@ -523,7 +524,7 @@ class _Maker:
         if self.sheet.nvlink is None and self.sheet.devices > 1:
             shares = " and ".join(f"{share:.0%}" for _, share in PCIE_SHARES[self.sheet.p2p])
             where = "NVIDIA/nccl-tests#178" if self.sheet.p2p else "NVIDIA/nccl#1639"
-            parts.append(f"collectives {shares} of it ({where}), not slowed by copies on the same link")
+            parts.append(f"collectives {shares} of it ({where}), shared with copies")
         if self.sheet.bandwidth is None:
             parts.append(f"bandwidth {self.bus_bytes_per_s / 1e9:.4g} GB/s, to the peak as {like.name}'s (bandwidth=)")
         if self.sheet.host is None:

@@ -32,7 +32,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cluster: str = ""
     """Name of the cluster that the prediction is for; empty where it is not known."""
     decisions: Decisions | None = None
-    """Null where the document does not hold them."""
+    """Of a measured run: those of another side with the same program; null where no side holds them."""
     program_sha256: str = ""
     step_s: Seconds
     mfu: float | None = None

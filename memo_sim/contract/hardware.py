@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
-from memo_sim.contract.knobs import FrameworkLibrary
+from memo_sim.contract.knobs import DtypeName, FrameworkLibrary
 from memo_sim.contract.units import Degree, NonNegative, PerNode, Rate, Width
 
 LEAST_DIVISOR = 1e-30
@@ -20,7 +20,6 @@ SourceKind = Literal["measured", "datasheet", "derived", "fitted", "assumed"]
 GemmPass = Literal["fprop", "dgrad", "wgrad"]
 AttentionPass = Literal["forward", "backward"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "reduce"]
-DtypeName = Literal["fp32", "bf16", "fp16"]
 FusedKernel = Literal["triton"]
 """Fused implementations of row-wise operators that can replace torch's own."""
 AccessPattern = Literal[
@@ -110,7 +109,8 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured matrix products ``(m x k) @ (k x n)`` of one pass and dtype; each row is [m, n, k, FLOP/s].
 
     For fprop and dgrad, m is the number of tokens. For wgrad, m x n is the weight's shape and k is the number of
-    tokens.
+    tokens. ``tiles_at_once`` is the number of 128 x 128 output tiles that the device computes at a time, its
+    multiprocessors; without it, products have no waves of tiles.
     """
 
     dtype: DtypeName
@@ -118,6 +118,7 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=4, max_length=4)]], msgspec.Meta(min_length=1)]
     source: str
     spread: NonNegative = 0.0
+    tiles_at_once: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
 
 
 class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -244,6 +245,8 @@ class Hardware(
     h2d: CopyRates
     devices_per_uplink: Quantity
     collectives: list[CollectiveTable]
+    peers_over_host_link: bool = False
+    """Whether devices of a node reach each other over their links to the host (PCIe), which copies use, too."""
     eager_libraries: Libraries = "2024"
     """Year of the libraries that a question on this device gets unless it names another.
 

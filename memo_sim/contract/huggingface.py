@@ -23,6 +23,17 @@ T = TypeVar("T")
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _BEYOND_FLOATS = 10**300
+_OF_NO_STEP = frozenset(
+    (
+        *("_attn_implementation", "_name_or_path", "architectures", "auto_map", "id2label", "label2id"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "layer_norm_eps"),
+        *("model_type", "output_attentions", "output_hidden_states", "pretraining_tp", "return_dict"),
+        *("transformers_version", "use_cache", "use_bfloat16", "task_specific_params", "summary_activation"),
+        *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "n_ctx"),
+        *("reorder_and_upcast_attn", "gradient_checkpointing", "chunk_size_feed_forward", "problem_type"),
+    )
+)
+"""Fields that change neither the shape nor what a training step computes, so that no answer mentions them."""
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
@@ -33,7 +44,23 @@ def model_from_config(fields: dict[str, Any], *, where: str, name: str) -> Model
             BadInput: for an unsupported ``model_type``, a shape key that is missing or not a positive whole number, or
             a feature that is not modelled; ``where`` names the file and the key.
     """
+    return _read(_Config(fields, where), name)
+
+
+def not_read(fields: dict[str, Any], *, where: str) -> tuple[str, ...]:
+    """Return the fields of a ``config.json`` that are ignored and may change a training step, in alphabetical order.
+
+    Raises:
+            BadInput: as ``model_from_config``.
+    """
     config = _Config(fields, where)
+    _read(config, "model")
+    given = {key for key, value in fields.items() if value not in (None, False, {}, [])}
+    return tuple(sorted(given - config.read - _OF_NO_STEP))
+
+
+def _read(config: _Config, name: str) -> Model:
+    fields, where = config.fields, config.where
     model_type = config.text("model_type", "")
     if model_type not in SUPPORTED:
         raise config.refusal(
@@ -147,6 +174,8 @@ class _Config:
         self.fields = fields
         self.where = where
         self.path = path
+        self.read: set[str] = set()
+        """The keys that were read or checked."""
 
     def refusal(self, key: str, what: str, *, wanted: str | None = None, hint: str | None = None) -> BadInput:
         """Return the error about one key."""
@@ -188,8 +217,13 @@ class _Config:
             raise self.refusal(key, "a wrong value", wanted=wanted)
         return value
 
+    def given(self, key: str) -> Any:
+        """Return the value of a key, of any type; None where it is missing."""
+        self.read.add(key)
+        return self.fields.get(key)
+
     def _get(self, key: str, default: object) -> object:
-        value = self.fields.get(key)
+        value = self.given(key)
         if value is None and default is None:
             raise self.refusal(key, "a field that the model's shape needs is missing")
         return default if value is None else value
@@ -234,7 +268,7 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     if model_type != "llama" and "num_key_value_heads" not in config.fields:  # the first Llama configs lack this key
         raise config.refusal("num_key_value_heads", "a field that the model's shape needs is missing")
-    if model_type == "qwen3" or config.fields.get("head_dim") is not None:
+    if model_type == "qwen3" or config.given("head_dim") is not None:
         head_dim = config.whole("head_dim")
     else:
         head_dim = _even_split(config, "hidden_size", hidden, heads)
@@ -279,7 +313,7 @@ def _all_biased(config: _Config, model_type: str) -> bool:
 
 def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
     """Return base and scaling of the rotary tables; keys of transformers 4 take precedence over those of version 5."""
-    table = config.part("rope_scaling" if config.fields.get("rope_scaling") else "rope_parameters")
+    table = config.part("rope_scaling" if config.given("rope_scaling") else "rope_parameters")
     for part in (config, table):
         if part.number("partial_rotary_factor", 1.0) != 1.0:
             raise part.refusal(
@@ -309,26 +343,28 @@ def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
 
 def _refuse_unmodelled(config: _Config) -> None:
     """Refuse nested models, encoder-decoders and experts."""
-    if config.fields.get("text_config") is not None:
+    if config.given("text_config") is not None:
         hint = "save the object under text_config as its own config.json"
         raise config.refusal("text_config", "a model inside a model is not supported", hint=hint)
     if config.flag("is_encoder_decoder", False):
         raise config.refusal("is_encoder_decoder", "only decoders are modelled", wanted="false")
     for key in _EXPERT_KEYS:
-        if config.fields.get(key):
+        if config.given(key):
             raise config.refusal(key, "mixtures of experts are not modelled", wanted="no such key")
 
 
 def _refuse_windows(config: _Config, layers: int) -> None:
     """Refuse sliding-window attention in any layer; a window that is configured but not used is allowed."""
-    kinds = config.fields.get("layer_types")
+    kinds = config.given("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             raise config.refusal(
                 "layer_types", "only full attention is modelled", wanted="full_attention in each layer"
             )
         return
-    if not config.flag("use_sliding_window", False) or config.fields.get("sliding_window") is None:
+    window = config.given("sliding_window")
+    config.given("max_window_layers")
+    if not config.flag("use_sliding_window", False) or window is None:
         return
     if config.whole("max_window_layers", 1) < layers:
         raise config.refusal("use_sliding_window", "sliding windows are not modelled", wanted="false")

@@ -24,13 +24,12 @@ This module imports neither msgspec nor click: ``memo-sim --help`` reads it at e
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from memo_sim.contract.attention_kernels import AttentionName, Libraries
 
-if TYPE_CHECKING:
-    from memo_sim.contract.hardware import DtypeName
-
+DtypeName = Literal["fp32", "bf16", "fp16"]
+"""Dtype of parameters, activations and products."""
 Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise"]
 """What backward recomputes.
 
@@ -261,15 +260,7 @@ class LayerChoice:
         return "all, every-N, first-K or groups-N"
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    """A name that is looked up elsewhere, such as an attention kernel's."""
-
-    def __str__(self) -> str:
-        return "a name"
-
-
-Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | LayerChoice | Name
+Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | LayerChoice
 """What values a knob has; ``str()`` says it in a table."""
 
 
@@ -318,6 +309,8 @@ class Knob:
     """The knob that has to be above its default for this one to have an effect; a question that pins it without is
     refused."""
     on_command_line: bool = True
+    unless_given: str = ""
+    """Where the command line chooses a value that is not given: how. The default is then that of Python alone."""
     name: str = ""
     default: object = None
     """Of the pin; None: left to the search, or to the system."""
@@ -350,9 +343,10 @@ def _knob(
     labels: tuple[Label, ...] = (),
     needs: str = "",
     on_command_line: bool = True,
+    unless_given: str = "",
 ) -> T:
     """Return a dataclass field that carries the declaration of the knob it is named for."""
-    declared = Knob(kind, help, at, labels, needs, on_command_line)
+    declared = Knob(kind, help, at, labels, needs, on_command_line, unless_given)
     return field(default=default, metadata={_DECLARED: declared})
 
 
@@ -646,10 +640,11 @@ class Pins:
     """Not searched: it is a choice of the framework's configuration."""
     dtype: DtypeName | None = _knob(
         None,
-        Name(),
-        "Dtype of parameters and activations. bf16 where the device has it unless given, else fp32.",
-        on_command_line=False,
+        _one_of(DtypeName),
+        "Dtype of parameters and activations. bf16 where the device has it unless given, else fp32. A profile has to"
+        " have rates of it.",
     )
+    """Not searched: it changes what is learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -707,7 +702,12 @@ class Chosen:
         " result inside the MLP. auto: the system's own, else operators.",
     )
     micro_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences that a rank plays at once.")
-    global_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences of a step.")
+    global_batch: int = _knob(
+        1,
+        Whole(1, MOST_SEQUENCES),
+        "Sequences of a step.",
+        unless_given="what-if: as few as keep every device busy (docs/questions.md); longest: 1 for each replica",
+    )
 
 
 def _declared(holder: type[Pins | Chosen]) -> tuple[Knob, ...]:

@@ -12,13 +12,13 @@ import msgspec
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
 from memo_sim.contract.errors import did_you_mean
-from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
     MOST_LIMIT_GIB,
     MOST_METRICS,
     MOST_WINDOW,
     AdamwKernels,
     CpExchange,
+    DtypeName,
     GradSums,
     Loss,
     MemoryPolicy,

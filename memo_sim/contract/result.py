@@ -22,6 +22,8 @@ class MoreMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds by which the step becomes shorter; null when no plan fits, before or with the added memory."""
     seq_tokens: Tokens | None = None
     """The longest sequence that then fits; null unless it was asked for."""
+    text: str = ""
+    """The gain in a sentence."""
 
 
 class Result(

@@ -11,6 +11,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.difference import Difference
 from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.explanation import Explanation
 from memo_sim.contract.figure import Figure
 from memo_sim.contract.gpus import Gpus
 from memo_sim.contract.hardware import Hardware
@@ -50,6 +51,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "validation": Validation,
     "comparison": Comparison,
     "difference": Difference,
+    "explanation": Explanation,
     "verdict": Verdict,
     "figure": Figure,
     "recorded": RecordedStep,

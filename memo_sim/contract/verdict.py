@@ -6,8 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from memo_sim.contract.hardware import DtypeName
-from memo_sim.contract.knobs import Recompute
+from memo_sim.contract.knobs import DtypeName, Recompute
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import Positive, Seconds
 

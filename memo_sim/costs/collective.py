@@ -92,6 +92,10 @@ class CollectiveTimes:
         self._devices_per_node = cluster.devices_per_node
         self._network = cluster.network
         self._across = NetworkTimes(cluster.network, cluster.devices_per_node) if cluster.network else None
+        self._copies: dict[Lane, float] = {}
+        """Rates of large copies on the links of a node, where devices reach each other over those to the host."""
+        if hardware.peers_over_host_link:
+            self._copies = {Lane.D2H: hardware.d2h.alone.y[-1], Lane.H2D: hardware.h2d.alone.y[-1]}
         self._tables: dict[CollectiveKind, list[tuple[float, float, LogCurve]]] = {}
         for table in sorted(hardware.collectives, key=lambda table: table.ranks):
             entry = (log2(table.ranks), table.alpha_s, LogCurve.of(table.bus_bytes_per_s))
@@ -124,7 +128,8 @@ class CollectiveTimes:
         A device's link inside its node carries at most what the fastest measured transfer moves through it. A group
         inside a node uses the fraction that its own rate is of that. Across nodes it uses the cards that its size and
         place allow, and of the link inside the node as much as keeps up with them. A collective and a hop of a ring use
-        both directions, and a transfer between pipeline stages uses one.
+        both directions, and a transfer between pipeline stages or a copy on the same link (``peers_over_host_link``)
+        uses one.
         """
         layout = self._layout
         found: dict[Lane, dict[Link, float]] = {}
@@ -151,6 +156,8 @@ class CollectiveTimes:
             node, network = map(max, zip(*(self._used("send_recv", each) for each in hops), strict=True))
             found[Lane.SEND] = _shares(node, network, "out")
             found[Lane.RECV] = _shares(node, network, "in")
+        for lane, bytes_per_s in self._copies.items():
+            found[lane] = _shares(bytes_per_s / self._link_bytes_per_s, 0.0, "out" if lane is Lane.D2H else "in")
         return found
 
     def _used(self, kind: CollectiveKind, placement: Placement) -> tuple[float, float]:
@@ -172,13 +179,15 @@ class CollectiveTimes:
 
     @cached_property
     def _link_bytes_per_s(self) -> float:
-        """The most that a device's link inside its node carries in one direction: the highest measured bus rate.
+        """The most that a device's link inside its node carries in one direction: the highest measured bus rate, or
+        that of copies on the same link.
 
         An all-reduce counts only where nothing else was measured. Where switches add (NVLS), its bus rate is higher
         than what the links carry.
         """
         rates = {kind: max(curve(LARGE_BYTES) for _, _, curve in tables) for kind, tables in self._tables.items()}
-        return max((rate for kind, rate in rates.items() if kind != "all_reduce"), default=rates.get("all_reduce", 1.0))
+        most = max((rate for kind, rate in rates.items() if kind != "all_reduce"), default=rates.get("all_reduce", 1.0))
+        return max(most, *self._copies.values()) if self._copies else most
 
     def _cards(self, kind: CollectiveKind, placement: Placement) -> float:
         """Return how many of a node's cards the group uses, or one rank of it in an all-to-all or p2p transfer."""

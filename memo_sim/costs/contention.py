@@ -19,7 +19,8 @@ together demand more than a link has, each gets the same fraction of its demand:
     gather over several nodes      node 0.4, network 1.0
     send to another node           network 1.0                beside the all-to-all: no link is shared, each runs at 1
 
-A link's two directions are shared apart: a collective uses both, a send one, and a receive the other.
+A link's two directions are shared apart: a collective uses both, a send one, and a receive the other. Where devices
+reach each other over PCIe (``Hardware.peers_over_host_link``), copies from and to the host demand these links, too.
 
 Multipliers are rates relative to the instruction running alone, in (0, 1].
 """
@@ -86,7 +87,7 @@ class NodeRates:
         left = min(1.0, share / (down + up + host)) if busy & (COPY | (1 << Lane.HOST)) else 1.0
         for lane, rate in ((Lane.D2H, down), (Lane.H2D, up)):
             if rate:
-                slowed[lane] = min(1.0, rate * left / self._alone(lane))
+                slowed[lane] = min(slowed[lane], rate * left / self._alone(lane))
         if host:
             slowed[Lane.HOST] = left
         return tuple(slowed)

@@ -126,8 +126,8 @@ def explain(
         lines.append(f"Outside the calibrated range: {listed}. Treat the figures as extrapolations.")
     lines += _profile(question)
     if found.refused:
-        skipped = f"{counted(len(found.refused), 'layout')} {'does' if len(found.refused) == 1 else 'do'}"
-        lines.append(f"{skipped} not divide the model, the sequence or the batch; the first is {found.refused[0]}.")
+        skipped = f"{counted(len(found.refused), 'layout')} cannot be played with this model, sequence and batch"
+        lines.append(f"{skipped}; the first is {found.refused[0]}.")
     return lines
 
 

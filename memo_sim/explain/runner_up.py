@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.plan import Decisions, PlanRow, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds
 from memo_sim.engine.simulate import ALLOCATOR
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
@@ -37,24 +37,48 @@ def runner_up(found: SearchResult) -> list[str]:
     first_s, second_s = best[0].prediction.step_s or 0.0, others[0].prediction.step_s or 0.0
     if ranked_s(first_s) == ranked_s(second_s):
         return [f"Runner-up: {label(others[0])}, equally fast."]
-    loss = second_s - first_s
-    text = f"Runner-up: {label(others[0])}, {format_seconds(loss)} ({loss / first_s:.1%}) slower"
+    lost_s = second_s - first_s
+    text = f"Runner-up: {label(others[0])}, {format_seconds(lost_s)} ({lost_s / first_s:.1%}) slower"
     return [f"{text}{_where_lost(best[0], others[0])}."]
 
 
 def _where_lost(best: Evaluated, other: Evaluated) -> str:
     """Return the larger of the two causes of a loss: more compute, or more waiting."""
-    mine, theirs = best.prediction, other.prediction
-    busier = theirs.lanes.get("compute", 0.0) - mine.lanes.get("compute", 0.0)
-    idle = (theirs.step_s or 0.0) - (mine.step_s or 0.0) - busier
-    if busier >= idle:
-        return f": {format_seconds(busier)} more compute" if busier > 0 else ""
+    lost = loss(best.prediction, other.prediction)
+    if lost is None:
+        return ""
+    if lost.compute_s >= lost.waits_s:
+        return f": {format_seconds(lost.compute_s)} more compute" if lost.compute_s > 0 else ""
+    return f": {format_seconds(lost.waits_s)} more waiting" + (
+        f", mostly for {lost.waits_for}" if lost.waits_for else ""
+    )
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Seconds by which a step is longer than another one: more busy time of compute, and more waiting of it.
+
+    ``waits_for`` is the wait that grew most.
+    """
+
+    slower_s: float
+    compute_s: float
+    waits_s: float
+    waits_for: str
+
+
+def loss(mine: Prediction | PlanRow, theirs: Prediction | PlanRow) -> Loss | None:
+    """Return what ``theirs`` loses against ``mine``; None where one of them has no step."""
+    if mine.step_s is None or theirs.step_s is None:
+        return None
     waits, before = _waits_s(theirs), _waits_s(mine)
-    grew = max(waits, key=lambda name: waits[name] - before.get(name, 0.0), default="")
-    return f": {format_seconds(idle)} more waiting" + (f", mostly for {grew}" if grew else "")
+    slower_s, waits_s = theirs.step_s - mine.step_s, sum(waits.values()) - sum(before.values())
+    grew = {name: seconds - before.get(name, 0.0) for name, seconds in waits.items()}
+    longest = max(grew, key=lambda name: grew[name], default="")
+    return Loss(slower_s, slower_s - waits_s, waits_s, longest if waits_s > 0 else "")
 
 
-def _waits_s(prediction: Prediction) -> dict[str, float]:
+def _waits_s(prediction: Prediction | PlanRow) -> dict[str, float]:
     """Return the seconds that compute waits, by what it waits for."""
     return {stall.waits_for: stall.seconds for stall in prediction.stalls if stall.lane == "compute"}
 
@@ -154,13 +178,15 @@ def closer_than_the_interval(close: Closeness | None) -> list[str]:
     if close.plans:
         plans = "1 other plan is" if close.plans == 1 else f"{close.plans} other plans are"
         known = f"{counted(close.pairs, 'pair')} of plans in {counted(close.sources, 'source')}"
-        text = f"{plans} within {close.margin:.1%} of the best, closer than the interval of their difference"
-        text += f" ({100 * close.level:.0f} %, from {known}); measured, one of them may be faster."
+        text = f"{plans} within {close.margin:.1%} of the best, too close to tell apart (the ratio of two steps is"
+        text += (
+            f" predicted that exactly in {100 * close.level:.0f} % of {known}); measured, one of them may be faster."
+        )
         lines.append(text)
     if close.others:
         plans = "1 plan" if close.others == 1 else f"{close.others} plans"
         text = f"{plans} with another kind of memory, or with and without allocation retries, may be faster too"
-        lines.append(f"{text}: errors of such plans are not shared, and their intervals meet.")
+        lines.append(f"{text}: errors of such plans are not shared.")
     return lines
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -326,7 +327,8 @@ def _from_recipe(source: Source, given: Mapping[str, str], recipe: str, found: F
         BadInput: when the file is no Python, or has several recipes and none is named.
     """
     try:
-        tree = ast.parse(source.text)
+        with warnings.catch_warnings(action="ignore"):  # about the file's own style
+            tree = ast.parse(source.text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadInput("not a Python file", where=source.name, got=str(error)) from None
     functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef) and _is_recipe(f)}

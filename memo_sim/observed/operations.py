@@ -14,7 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
-from memo_sim.contract.hardware import CollectiveKind, DtypeName, GemmPass
+from memo_sim.contract.hardware import CollectiveKind, GemmPass
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.observed.kineto import CollectiveCall, Operator, Recording
 from memo_sim.observed.kineto import Work as Recorded
 from memo_sim.observed.whole_operators import OPERANDS, QUERY

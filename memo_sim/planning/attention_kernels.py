@@ -63,11 +63,13 @@ def attention_kernel(question: Question) -> str:
         return PLAIN
     fastest = _backward_rates(question)
     if not fastest:
+        measured = sorted({table.dtype for table in question.hardware.attention})
         raise Infeasible(
             "the profile has no attention kernel for this dtype and year",
             where=question.hardware.name,
             got=f"{question.dtype}, libraries of {question.hardware.eager_libraries}",
-            hint="calibrate the device again, or other --libraries",
+            wanted=" or ".join(measured) or "a profile with attention kernels",
+            hint="another --dtype or --libraries, --attention plain, or calibrate the device again",
         )
     if asked is None:
         own = (kernel for kernel in question.preset.attention if kernel in fastest)

@@ -105,10 +105,7 @@ class LowerBounds:
 
         Subsequences are priced one by one instead, because lowering hundreds of them takes seconds.
         """
-        device, host = self._states(decisions)
-        layers, parts = self._layers(decisions)
-        device += 0 if any_alpha else self._held_bytes(layers, parts)
-        bound = LowerBound(0.0, device, (host + self._swapped_bytes(layers, parts)) * self._local(decisions))
+        bound = self.memory(decisions, any_alpha=any_alpha)
         if self.shortfall_bytes(bound):
             return bound
         if decisions.layout.subsequences > 1:
@@ -121,6 +118,19 @@ class LowerBounds:
         if decisions.layout.multiplexed or in_chunks(decisions):
             return replace(bound, step_s=self._shared_s(_compute(whole, again), decisions.layout.pp))
         return replace(bound, step_s=self._step_s(decisions, _compute(whole, again), _compute(layer, again)))
+
+    def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
+        """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
+
+        - ``any_alpha``: bounds for all plans that swap at least as much.
+        - ``eager_too``: an eager framework is taken to hold what the program holds. It may hold a little less, so this
+          is no bound, but an estimate.
+        """
+        device, host = self._states(decisions)
+        layers, parts = self._layers(decisions)
+        if not any_alpha and (eager_too or decisions.memory_policy != "eager"):
+            device += self._held_bytes(layers, parts)
+        return LowerBound(0.0, device, (host + self._swapped_bytes(layers, parts)) * self._local(decisions))
 
     def reach(self, decisions: Decisions, limit_s: float) -> bool:
         """Return whether the plan is known not to fit, or to take at least ``limit_s``."""
@@ -172,7 +182,7 @@ class LowerBounds:
         are recomputed differently.
         """
         decisions = parts[0].decisions
-        if decisions.offload_window or decisions.layout.multiplexed or decisions.memory_policy == "eager":
+        if decisions.offload_window or decisions.layout.multiplexed:
             return 0
         if decisions.recompute_layers != ALL:
             return 0

@@ -34,11 +34,11 @@ _OWN_HOST_BLOCKS = "memo"
 """The system whose host memory is pinned block by block; the others have one slab of exact size."""
 
 
-def question_of_plan(decisions: Decisions, cluster: Cluster, hardware: Hardware) -> Question:
-    """Return the question that ``decisions`` answer with every knob pinned."""
-    system = _OWN_HOST_BLOCKS if decisions.host_allocator == "power_of_two" else "any"
+def question_of_plan(decisions: Decisions, cluster: Cluster, hardware: Hardware, *, system: str = "") -> Question:
+    """Return the question that ``decisions`` answer with every knob pinned, of ``system`` where it is known."""
+    own = _OWN_HOST_BLOCKS if decisions.host_allocator == "power_of_two" else "any"
     asked = Question(
-        model=decisions.model, cluster=cluster, hardware=hardware, seq_tokens=decisions.seq_tokens, system=system
+        model=decisions.model, cluster=cluster, hardware=hardware, seq_tokens=decisions.seq_tokens, system=system or own
     )
     return pinned_to(asked, decisions)
 

@@ -9,11 +9,12 @@ import msgspec
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, Libraries
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
-from memo_sim.contract.hardware import SAFETY, DtypeName, Hardware, Quantity, Source
+from memo_sim.contract.hardware import SAFETY, Hardware, Quantity, Source
 from memo_sim.contract.knobs import (
     MOST_ZERO,
     AdamwKernels,
     Chosen,
+    DtypeName,
     Loss,
     MemoryPolicy,
     Modules,
@@ -51,6 +52,10 @@ class Question(Chosen):
     seq_tokens: int
     system: str = "any"
     pins: Pins = field(default_factory=Pins)
+    batch_rule: str = ""
+    """Why the batch is what it is, where the question did not name it (``default_batch.py``)."""
+    not_read: tuple[str, ...] = ()
+    """Fields of the model's file that memo does not read and that may change what a step takes."""
     preset: System = field(init=False, repr=False)
     """The system that is called ``system``, looked up here and nowhere else."""
 

@@ -36,10 +36,38 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class Commands(click.Group):
-    """A group of commands that ends with 141 when its output is no longer read; click itself would exit with 1."""
+    """A group of commands that ends with 141 when its output is no longer read; click itself would exit with 1.
+
+    A command refuses an option that is given twice and takes one value; click itself would take the last one.
+    """
 
     make_context = while_read()(click.Group.make_context)
     invoke = while_read()(click.Group.invoke)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command and its arguments, whose options are each given once at most."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not isinstance(command, click.Group) and not ctx.resilient_parsing:
+            _check_given_once(click.Context(command, ctx, name, **command.context_settings), rest)
+        return name, command, rest
+
+
+def _check_given_once(context: click.Context, arguments: list[str]) -> None:
+    """Refuse an option that takes one value and is given more than once.
+
+    Raises:
+        click.UsageError: naming the option.
+    """
+    _, _, given = context.command.make_parser(context).parse_args(list(arguments))
+    for option in dict.fromkeys(given):
+        single = isinstance(option, click.Option) and not (option.multiple or option.count or option.is_eager)
+        if single and given.count(option) > 1:
+            names = "/".join([*option.opts, *option.secondary_opts])
+            raise click.BadParameter(
+                f"given {given.count(option)} times, but it takes one value.", context, option, f"'{names}'"
+            )
 
 
 class Finite(click.FloatRange):

@@ -33,9 +33,9 @@ def verdict_line(difference: Difference, at: int) -> str:
     if abs(ratio) < EQUAL:
         text = f"{letter(at)} is as fast as A ({steps})"
     else:
-        speed = percent(abs(ratio))
-        text = f"{letter(at)} is {speed} {'slower' if ratio > 0 else 'faster'} than A ({steps})"
-        text += _where(difference.groups, at, side.step_s - first.step_s)
+        slower = f"takes {1 + ratio:.3g} times as long as A" if ratio >= 1 else f"is {percent(ratio)} slower than A"
+        speed = slower if ratio > 0 else f"takes {percent(-ratio)} less time than A"
+        text = f"{letter(at)} {speed} ({steps}){_where(difference.groups, at, side.step_s - first.step_s)}"
     if side.tgs and first.tgs and abs(side.tgs / first.tgs / (1 / (1 + ratio)) - 1) > EQUAL:
         change = percent(side.tgs / first.tgs - 1, signed=True)
         text += f"; per GPU and second it does {side.tgs:.1f} tokens against {first.tgs:.1f} ({change})"

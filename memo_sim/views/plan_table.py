@@ -6,19 +6,14 @@ A plan that does not fit is shown with the reason and its shortfall, never with 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from textwrap import shorten
 
 from memo_sim.contract.knobs import PINNED, Listed, Mark
-from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Layout, PlanRow, Stall, StepInterval
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.accuracy import class_label
 from memo_sim.views.palette import ordered_classes
-from memo_sim.views.text_table import number, percent, text_table, warning_lines
-
-REASON_WIDTH = 80
-"""A longer reason is shortened to this many characters; the document holds all of it."""
+from memo_sim.views.text_table import number, percent, text_table
 
 LEAST_DIGITS, MOST_DIGITS = 3, 6
 """Significant digits of the step times in one table."""
@@ -48,24 +43,18 @@ def layout_label(layout: Layout) -> str:
     return " ".join(parts.values())
 
 
-def result_table(result: Result, *, top: int | None = None) -> str:
-    """Return the answer: the question, the ranked plans, the plans that do not fit. ``result.why`` explains it.
+def plans_table(result: Result, *, top: int | None = None) -> str:
+    """Return how many plans were evaluated, the ranked plans, and those that do not fit.
 
     ``top`` limits the rows of each table.
     """
-    question = f"{result.model} on {result.cluster}, {format_tokens(result.seq_tokens)} tokens"
-    count = f"{counted(result.evaluated, 'plan')} evaluated, {result.pruned} pruned"
     fitting = [p for p in result.plans if p.status == "ok"]
     others = [p for p in result.plans if p.status != "ok"]
-    blocks = [*warning_lines(result.warnings), f"{one_line(question)}: {count}"]
+    blocks = [f"{counted(result.evaluated, 'plan')} evaluated, {result.pruned} pruned"]
     if fitting:
-        blocks.append(ranked_table(fitting, top=top))
-    else:
-        blocks.append("no plan fits")
+        blocks[0] += ":\n" + ranked_table(fitting, top=top)
     if others:
         blocks.append("does not fit:\n" + infeasible_table(others, top=top))
-    if result.front_is_whole:
-        blocks.append(f"Pareto front of step time, device memory and host memory:\n{ranked_table(result.front)}")
     return "\n\n".join(blocks)
 
 
@@ -103,7 +92,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
                 f"{rank}{'*' if plan.outside_calibration else ' '}",
                 plan.system or None,
                 layout_label(plan.layout),
-                f"{plan.alpha:.3f}{f' w{plan.offload_window}' if plan.offload_window else ''}",
+                _alpha(plan),
                 _recompute(plan),
                 None if plan.step_s is None else format_seconds(plan.step_s, digits),
                 *([interval_label(plan.interval) if plan.interval else None] if sure else []),
@@ -146,6 +135,19 @@ def _digits(steps_s: Sequence[float]) -> int:
     return MOST_DIGITS
 
 
+def _alpha(plan: PlanRow) -> str:
+    """Return a plan's alpha, with its offload window where it has one."""
+    return f"{plan.alpha:.3f}{f' w{plan.offload_window}' if plan.offload_window else ''}"
+
+
+def _reason(plan: PlanRow) -> str:
+    """Return a reason without the list of what is alive there; the document holds all of it."""
+    if plan.status == "invalid":
+        return plan.reason
+    stage, colon, rest = plan.reason.partition(": ") if plan.reason.startswith("stage") else ("", "", plan.reason)
+    return f"{stage}{colon}{rest.partition(': ')[0]}"
+
+
 def _recompute(plan: PlanRow) -> str:
     """Return the recompute mode, which layers it is about, and the chunk sizes of MLP and attention in chunks."""
     cut = {"mlp": plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
@@ -168,11 +170,11 @@ def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str
         [
             plan.system or None,
             layout_label(plan.layout),
-            f"{plan.alpha:.3f}",
+            _alpha(plan),
             _recompute(plan),
             plan.status,
             format_bytes(plan.shortfall_bytes) if plan.shortfall_bytes else None,
-            shorten(plan.reason, REASON_WIDTH, placeholder=" ...") or None,
+            _reason(plan) or None,
         ]
         for plan in plans[:top]
     ]

@@ -15,9 +15,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from memo_sim.contract.comparison import Comparison
+from memo_sim.contract.difference import Difference
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import PlanRow
+from memo_sim.views.difference_table import letter
 from memo_sim.views.plan_table import layout_label
 
 Cell = str | int | float | bool | None
@@ -108,6 +110,17 @@ def kind_rows(seconds: Mapping[str, Mapping[str, float]], step_s: float) -> list
         for lane, kinds in seconds.items()
         for kind, busy_s in sorted(kinds.items(), key=lambda item: -item[1])
     ]
+
+
+def difference_rows(document: Difference) -> list[Row]:
+    """Return one row a part of the step: its seconds on each side (``A_s``), and what the others have more than A."""
+    rows = []
+    for share in document.shares:
+        row: Row = {"group": share.group, "name": share.name}
+        row |= {f"{letter(at)}_s": seconds for at, seconds in enumerate(share.seconds)}
+        row |= {f"{letter(at)}_minus_A_s": more for at, more in enumerate(share.difference_s) if at}
+        rows.append(row)
+    return rows
 
 
 def buffer_rows(placement: Placement) -> list[Row]:

@@ -29,13 +29,14 @@ def summary_lines(summary: Summary) -> list[str]:
         for each in summary.assumptions:
             option = f" ({each.option})" if each.option else ""
             lines.append(f"  {each.name.ljust(width)}  {one_line(each.value)}{option}")
-    lines += [f"Not tried: {one_line(each.what)} ({each.option})." for each in summary.left_out]
+    if summary.left_out:
+        lines.append(f"Not tried: {'; '.join(f'{one_line(each.what)} ({each.option})' for each in summary.left_out)}.")
     return lines
 
 
 def verdict_lines(summary: Summary) -> list[str]:
-    """Return whether the plan fits and by how much, how fast it is (of a plan that fits), and the plan in words."""
-    speed = _speed(summary) if summary.fits else []
+    """Return whether the plan fits and by how much, how fast it is or why it does not fit, and the plan in words."""
+    speed = _speed(summary) if summary.fits else [f"Why: {one_line(summary.reason)}."]
     return [_memory(summary), *speed, f"Plan: {one_line(summary.plan)}."]
 
 

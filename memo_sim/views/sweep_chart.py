@@ -139,5 +139,5 @@ def _front(ax: Axes, best: list[SweepLine]) -> None:
     ax.grid(visible=True, alpha=0.3)
 
 
-def _number(value: float, _: int | None = None) -> str:
+def _number(value: float, _: float) -> str:
     return f"{value:,.10g}"

@@ -15,7 +15,19 @@ from memo_sim.views.text_table import text_table
 
 OWN = ("model", "cluster", "system", "seq_len")
 """Values of a question that have a column of their own; the others stand together."""
-HEADS = ("model", "cluster", "system", "tokens", "asked", "", "layout", "step", "MFU %", "tokens/GPU/s", "device GiB")
+HEADS = (
+    "model",
+    "cluster",
+    "system",
+    "tokens",
+    "asked",
+    "answer",
+    "layout",
+    "step",
+    "MFU %",
+    "tokens/GPU/s",
+    "device GiB",
+)
 ALIGN = "lllrlllrrrr"
 
 
@@ -51,7 +63,7 @@ def sweep_cells(line: SweepLine) -> list[str | None]:
             None if best.step_s is None else format_seconds(best.step_s),
             None if best.mfu is None else f"{100 * best.mfu:.2f}",
             None if best.tgs is None else f"{best.tgs:.1f}",
-            f"{best.peak_device_bytes / GIB:.1f}",
+            f"{best.peak_device_bytes / GIB:.2f}",
         ]
     about = [line.model, line.cluster, line.system, format_tokens(line.seq_tokens), others or None]
     return [*about, line.status, *figures]

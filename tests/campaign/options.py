@@ -27,6 +27,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "path": ("b.csv", "plan.json", "r.json", "s.pickle", "a.log"),
     "predicted": ("plan.json", "plan.trace.json"),
     "measured": ("measured.json",),
+    "compared": ("plan.json", "plan.trace.json"),
+    "explained": ("plan.json",),
     "name": ("model", "plan", "cases", "6"),
     "figures": ("tflops=165,memory=24,pcie=4x16", "tflops=165 memory=24 pcie=4x16 nvlink=600 devices=2"),
 }
@@ -45,6 +47,9 @@ ALWAYS = {
     ("memo-sim", "what-if"): ("--cluster", "machine.json", "--seq-len", "1k", "--system", "full-recompute"),
     ("memo-sim", "longest"): ("--cluster", "machine.json", "--step", "1024m", "--system", "full-recompute"),
     ("memo-sim", "gpus"): ("--cluster", "a800", "--most-gpus", "2", "--system", "full-recompute"),
+    ("memo-sim", "oom"): ("--seq-len", "1k", "--system", "full-recompute"),
+    ("memo-sim", "explain"): ("--cluster", "machine.json"),
+    ("memo-sim", "compare"): ("plan.json", "--cluster", "machine.json"),
     ("memo-exec", "run"): ("--steps", "1"),
     ("memo-exec", "profile"): ("--steps", "1", "--trace", "out/t.json", "-o", "out/m.json"),
 }
@@ -72,7 +77,7 @@ KNOB_VALUES: dict[type, tuple[str, ...]] = {
 """Quick legal values of knobs that click takes as text."""
 NEVER = {"every", "jobs", "help", "version"}
 """Options left out: --all takes minutes, --jobs starts processes. --accept alone is refused, so it stays."""
-RARE = {"fit": 0.1, "longest": 0.3, "gpus": 0.3, "compare": 0.4}
+RARE = {"fit": 0.1, "longest": 0.3, "gpus": 0.3, "compare": 0.4, "oom": 0.3, "explain": 0.3}
 """Commands that take their time, and how often they are drawn beside one that is quick."""
 FILES = (
     *("snapshot", "buffers in CSV", "requests", "allocator log", "model", "hardware profile", "cases", "trace"),

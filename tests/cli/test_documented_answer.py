@@ -19,9 +19,9 @@ FILES = {"-o", "--plot", "--trace"}
 """Options of the command in README.md that only write files."""
 
 SLOWER = {
-    "docs/questions.md: gpt-7b on a800-1x8, any": "longest gpt-7b --cluster a800-1x8 --step 128k",
+    "docs/questions.md: gpt-7b on a800-1x8, any": "longest gpt-7b --cluster a800-1x8 --step 128k --why",
     "docs/subsequences.md:     system           layout": "what-if gpt-7b --cluster a100-4x8-hdr4 --seq-len 512k "
-    "--system sppo --tp 8 --pp 4 --subsequences 32 --top 1",
+    "--system sppo --tp 8 --pp 4 --subsequences 32 --top 1 --why",
     "docs/metp.md:     system ": "what-if gpt-7b --cluster a100-1x8 --seq-len 2m --system metp --top 3",
     "docs/validation.md: case  ": "validate memo-table5",
 }

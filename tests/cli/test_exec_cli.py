@@ -362,3 +362,7 @@ def test_progress_is_told_without_a_terminal(
 def test_options_that_would_change_nothing_are_refused(plan: Path, line: str, fields: dict[str, Expected]) -> None:
     done = memo_exec(*(str(plan) if part == "PLAN" else part for part in line.split()))
     check_refused(done, 2, fields)
+
+
+def test_an_option_with_one_value_is_given_once() -> None:
+    check_refused(memo_exec("run", "plan.json", "--steps", "2", "--steps", "3"), 2, "--steps")

@@ -13,7 +13,8 @@ from tests.cli.commands import Named, check_refused, memo_sim
 
 SHORT = ("--seq-len", "8k", "--global-batch", "4", "--recompute", "none", "--alpha", "0")
 STAGES = "--schedule interleaved with --virtual-stages 2"
-QUESTION = ("what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "64k")
+WITHOUT_LENGTH = ("what-if", "gpt-7b", "--cluster", "a800-1x8")
+QUESTION = (*WITHOUT_LENGTH, "--seq-len", "64k")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,8 @@ QUESTION = ("what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "64k")
 def test_a_layout_is_planned_as_asked_for(
     options: tuple[str, ...], layout: dict[str, object], recompute: str, tmp_path: Path
 ) -> None:
-    done = memo_sim(*QUESTION, *options, "--json", "-o", "plan.json", cwd=tmp_path)
+    question = WITHOUT_LENGTH if "--seq-len" in options else QUESTION
+    done = memo_sim(*question, *options, "--json", "-o", "plan.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     best = json.loads(done.stdout)["best"]
     assert best["recompute"] == recompute
@@ -117,8 +119,14 @@ def test_a_layout_is_planned_as_asked_for(
         (("--recompute", "selective", "--alpha", "0.5"), 2, {"what": "selective", "got": "alpha 0.5"}),
         (("--plan", "p.json", "--ulysses", "2"), 2, {"what": "--plan", "got": "--ulysses"}),
         (("--plan", "p.json", "--pareto"), 2, {"what": "--plan", "got": "--pareto"}),
-        (("--dp", "2"), 4, {"got": "micro_batch x dp = 2", "hint": "--global-batch 2,"}),
-        (("--dp", "2", "--micro-batch", "3"), 4, {"got": "micro_batch x dp = 6", "hint": "--global-batch 6,"}),
+        (
+            ("--dp", "2", "--global-batch", "1"),
+            *(4, {"got": "dp 2 needs a global batch of at least 2", "hint": "--global-batch 2,"}),
+        ),
+        (
+            ("--dp", "2", "--micro-batch", "3", "--global-batch", "9"),
+            *(4, {"got": "dp 2 with micro-batches of 3 needs a global batch that is a multiple of 6"}),
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_refused(options: tuple[str, ...], code: int, named: Named, tmp_path: Path) -> None:
@@ -154,10 +162,10 @@ def test_a_plan_on_a_larger_cluster_says_what_stays_idle(tmp_path: Path) -> None
     """``--top`` may be given: it is no knob of the plan."""
     plan = memo_sim(*QUESTION, "--tp", "4", "--cp", "2", "--alpha", "0", "-o", "p.json", cwd=tmp_path)
     assert plan.returncode == 0, plan.stderr
-    done = memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-2x8", "--top", "3", cwd=tmp_path)
+    done = memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-2x8", "--top", "3", "--why", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "The plan uses 8 of the 16 devices of a800-2x8: 8 stay idle" in done.stdout
-    assert "idle" not in memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-1x8", cwd=tmp_path).stdout
+    assert "idle" not in memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-1x8", "--why", cwd=tmp_path).stdout
 
 
 def test_the_range_of_memory_can_be_read() -> None:

@@ -72,7 +72,7 @@ def Result_of(done: Done) -> Result:  # noqa: N802 - reads as a constructor
 
 
 def test_an_alpha_that_is_no_row_block_says_what_it_becomes() -> None:
-    done = memo_sim("what-if", *SMALL[:5], "--tp", "8", "--alpha", "0.3")
+    done = memo_sim("what-if", *SMALL[:5], "--tp", "8", "--alpha", "0.3", "--why")
     assert done.returncode == 0
     assert "Alpha 0.3 is rounded to 0.297" in done.stdout
 
@@ -115,20 +115,52 @@ def test_a_plan_leaves_nothing_to_search(written: Path) -> None:
 
 
 def test_a_question_without_any_layout_has_a_document_too() -> None:
-    done = memo_sim("what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "1000001", "--json")
+    done = memo_sim("what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "1000001", "--tp", "8", "--json")
     assert done.returncode == 4
     result = Result_of(done)
     assert result.best is None
     assert "no layout divides" in result.why[0]
 
 
-def test_the_table_says_why() -> None:
+def test_the_answer_is_short_unless_details_are_asked_for() -> None:
     done = memo_sim("what-if", *SMALL)
     assert done.returncode == 0, done.stderr
-    assert "tp8+sp" in done.stdout
-    assert "full recompute" in done.stdout
-    assert "Device memory peaks at" in done.stdout
+    head, fits, step, plan, *rest = done.stdout.splitlines()
+    assert head == "gpt-7b on a800-1x8, 64k tokens"
+    assert fits.startswith("FITS with ")
+    assert step.startswith("Step ")
+    assert plan.startswith("Plan: tp8+sp cp1 dp1 on 8 GPUs; full recompute, MLP in blocks; ")
+    assert rest[0] == "Assumed:"
+    assert "More: --why" in rest[-1]
+    assert len(rest) < 14
     assert done.stderr == ""
+    more = memo_sim("what-if", *SMALL, "--why", "--top", "1", "--price-per-gpu-hour", "3").stdout
+    assert "price " in more
+    assert "plans evaluated" in more or "plan evaluated" in more
+    assert "Device memory peaks at" in more
+
+
+def test_a_batch_that_is_not_given_fills_the_cluster() -> None:
+    question = ("what-if", "llama3-8b", "--cluster", "h100-1x8", "--seq-len", "8k", "--recompute", "full", "--json")
+    filled, pinned = (Result_of(memo_sim(*question, *more)) for more in ((), ("--global-batch", "2")))
+    assert filled.summary is not None
+    assert pinned.summary is not None
+    assert filled.summary.tokens_per_step == 8 * 8192
+    assert pinned.summary.tokens_per_step == 2 * 8192
+    batch, given = (
+        next(each.value for each in found.summary.assumptions if each.name == "batch") for found in (filled, pinned)
+    )
+    assert "; not given: enough for dp 8" in batch
+    assert "not given" not in given
+
+
+def test_fields_that_are_not_read_are_listed(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "vocab_size": 512, "quantization_config": {"bits": 4}, "bos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = memo_sim("what-if", "config.json", "--cluster", "a800-1x1", "--seq-len", "2k", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "not read          of the model's file: quantization_config\n" in done.stdout
 
 
 def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
@@ -143,8 +175,9 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     shown = memo_sim("what-if", *question)
     assert shown.returncode == 4
-    assert "No plan fits" in shown.stdout
-    assert "MFU" not in shown.stderr
+    assert "DOES NOT FIT: " in shown.stdout
+    assert "\nWays out:\n  leave --recompute, --tp to the search\n" in shown.stdout
+    assert "MFU" not in shown.stdout + shown.stderr
 
 
 @pytest.mark.parametrize(
@@ -168,7 +201,7 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
         (["what-if", *SMALL[:-1], "selective", "--alpha", "0.5"], 2, {"what": "selective", "got": "alpha 0.5"}),
         (["what-if", *SMALL[:-1], "none", "--mlp-chunk", "4k"], 2, {"got": "4096", "hint": "--recompute full"}),
         (
-            ["what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "65537"],
+            ["what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "65537", "--cp", "8"],
             *(4, {"where": "65537 tokens", "got": "seq_tokens", "hint": "--seq-len 65536"}),
         ),
         (["what-if", "--cluster", "a800-1x8"], 2, {"what": ("MODEL", "--seq-len", "--plan"), "hint": "--help"}),
@@ -177,6 +210,11 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
         (["schema", "plam"], 2, {"got": "'plam'", "wanted": "hardware", "hint": "'plan'"}),
         (["what-if", *SMALL, "--metp", "2"], 2, {"got": "tp 8, metp 2", "wanted": "8 devices"}),
         (["what-if", *SMALL, "--alpha", "nan"], 2, "--alpha"),
+        (["what-if", *SMALL, "--tp", "4"], 2, "--tp"),
+        (["what-if", *SMALL, "--compile", "--eager"], 2, "--compile"),
+        (["plan-memory", "x.json", "--solver", "mip", "--solver", "greedy"], 2, "--solver"),
+        (["what-if", *SMALL, "--eager", "--rowwise", "torch"], 2, {"got": "--eager, --rowwise torch"}),
+        (["what-if", *SMALL, "--dtype", "fp16"], 4, {"got": "fp16", "wanted": "bf16", "hint": "--dtype"}),
         (
             ["what-if", *SMALL[:7], "--system", "full-swap", "--alpha", "0.5"],
             *(2, {"what": "full-swap", "got": "alpha 0.5", "hint": ("--alpha", "--system")}),

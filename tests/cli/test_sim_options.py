@@ -35,7 +35,7 @@ def memo_sim(*arguments: str) -> Result:
         ((*SMALL[:-1], "0"), {"got": "'0'", "wanted": "from 1 to 1024m", "hint": "--seq-len"}),
         (("figure", "tabel3"), {"got": "'tabel3'", "hint": "'table3'"}),
         (("figure", "nosuch"), {"got": "'nosuch'", "wanted": "metp-7, table3, table4, table5", "hint": None}),
-        (("schema", "nosuch"), {"got": "'nosuch'", "wanted": "figure, cases", "hint": None}),
+        (("schema", "nosuch"), {"got": "'nosuch'", "wanted": "job, cases", "hint": None}),
     ],
 )
 def test_what_cannot_be_asked_is_said(arguments: tuple[str, ...], fields: dict[str, Expected]) -> None:
@@ -48,17 +48,17 @@ def test_help_names_every_kind_of_picture(command: str) -> None:
 
 
 def test_an_overlap_that_nothing_has_is_said() -> None:
-    alone = memo_sim(*SMALL, "--tp", "2", "--overlap", "both", "--alpha", "0", "--recompute", "none")
+    alone = memo_sim(*SMALL, "--tp", "2", "--overlap", "both", "--alpha", "0", "--recompute", "none", "--why")
     assert "Overlap both is replaced by none: no two ranks hold the same parameters" in alone.output
-    shared = memo_sim(*SMALL, "--cp", "2", "--overlap", "both", "--alpha", "0", "--recompute", "none")
+    shared = memo_sim(*SMALL, "--cp", "2", "--overlap", "both", "--alpha", "0", "--recompute", "none", "--why")
     assert shared.exit_code == 0
     assert "Overlap both" not in shared.output
 
 
 def test_the_line_on_alpha_says_of_which_plan_it_is() -> None:
     """On a short sequence, keep is fastest; the linear program is about the best token-wise plan."""
-    kept = memo_sim(*SMALL, "--tp", "2", "--system", "memo")
+    kept = memo_sim(*SMALL, "--tp", "2", "--system", "memo", "--top", "1", "--why")
     assert "1*  memo: keep" in kept.output
     assert "\nAlpha of the best token-wise plan, which is not the best plan, on tp2+sp cp1 dp1" in kept.output
-    own = memo_sim(*SMALL, "--tp", "2", "--system", "memo", "--recompute", "tokenwise")
+    own = memo_sim(*SMALL, "--tp", "2", "--system", "memo", "--recompute", "tokenwise", "--why")
     assert "\nAlpha on tp2+sp cp1 dp1" in own.output

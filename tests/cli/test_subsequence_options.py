@@ -54,7 +54,7 @@ def test_a_window_is_asked_for_and_shown_or_refused() -> None:
     done = memo_sim(*swapped, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["best"]["offload_window"] == 3
-    shown = memo_sim(*swapped).stdout
+    shown = memo_sim(*swapped, "--why", "--top", "1").stdout
     assert " 1.000 w3 " in shown
     assert "alpha 1.00, copied while the next 3 passes are computed" in shown
     for options in (("--subsequences", "8", *KEPT), ("--alpha", "1")):
@@ -66,7 +66,7 @@ def test_a_window_is_asked_for_and_shown_or_refused() -> None:
 
 def test_part_of_each_subsequence_is_swapped_as_the_plan_says(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    done = memo_sim("--subsequences", "4", "--recompute", "tokenwise", "--alpha", "0.5", "-o", str(plan))
+    done = memo_sim("--subsequences", "4", "--recompute", "tokenwise", "--alpha", "0.5", "--why", "-o", str(plan))
     assert done.exit_code == 0, done.output
     decisions = json.loads(plan.read_text())["decisions"]
     each = decisions["subsequence_swapped_tokens"]

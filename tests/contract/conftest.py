@@ -9,6 +9,7 @@ from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, Pu
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.difference import Choice, Difference, Share, Side
+from memo_sim.contract.explanation import Explanation, Rival, Room, Sensitivity, Use
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.gpus import Gpus, Sized, TriedCount
 from memo_sim.contract.hardware import (
@@ -43,6 +44,7 @@ from memo_sim.contract.result import MoreMemory, Result
 from memo_sim.contract.results import Results
 from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Summary
+from memo_sim.contract.sweep import Failure, SweepLine
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Reduction, Verdict
@@ -304,6 +306,24 @@ def longest() -> Longest:
     )
 
 
+def sweep_line() -> SweepLine:
+    return SweepLine(
+        key="ab" * 32,
+        question={"model": "sample", "seq_len": "64k", "tp": 8, "alpha": 0.5, "pp_layers": [1, 2], "keep_norms": True},
+        memo_version="0.1.0",
+        model="sample",
+        cluster="a800-1x8",
+        system="memo",
+        seq_tokens=65536,
+        status="failed",
+        best=result().plans[0],
+        warnings=["one"],
+        why=["one"],
+        failure=Failure(exit_code=6, message="the worker died"),
+        elapsed_s=1.5,
+    )
+
+
 def gpus() -> Gpus:
     memory = DeviceMemory(
         peak="arena", peak_bytes=10, live_bytes=9, reserve_bytes=1, needed_bytes=11, capacity_bytes=20
@@ -480,6 +500,52 @@ def difference() -> Difference:
     )
 
 
+def explanation() -> Explanation:
+    sensitivity = Sensitivity(
+        resource="copies",
+        change="+25%",
+        decisions="fixed",
+        status="ok",
+        plan="keep on tp1 cp1 dp1",
+        step_s=1.0,
+        tgs=10.0,
+        gain=0.1,
+        reason="none",
+    )
+    rival = Rival(
+        options="--tp 2",
+        plan="keep on tp2 cp1 dp1",
+        status="ok",
+        step_s=2.0,
+        slower_s=1.0,
+        compute_s=0.5,
+        waits_s=0.5,
+        waits_for="all_gather",
+        peak_device_bytes=1,
+        peak_host_bytes_per_node=1,
+        shortfall_bytes=0,
+    )
+    return Explanation(
+        name="plan.json",
+        model="sample",
+        cluster="sample-1x1",
+        seq_tokens=1024,
+        plan="keep on tp1 cp1 dp1",
+        decisions=plan().decisions,
+        step_s=1.0,
+        mfu=0.5,
+        tgs=9.0,
+        uses=[Use(lane="compute", busy_s=0.5, of_step=0.5, compute_waits_s=0.5)],
+        rooms=[Room(memory="device", needed_bytes=1, live_bytes=1, capacity_bytes=2)],
+        searched_step_s=1.0,
+        searched_plan="keep on tp1 cp1 dp1",
+        sensitivities=[sensitivity],
+        rivals=[rival],
+        rivals_are="one decision changed",
+        notes=["a note"],
+    )
+
+
 def figure() -> Figure:
     points = [Point(x=8, y=1048576, note="tp 4"), Point(x=16, y=None, note="nothing fits")]
     return Figure(
@@ -564,11 +630,13 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "result": result,
     "results": results,
     "longest": longest,
+    "sweep": sweep_line,
     "gpus": gpus,
     "shortage": shortage,
     "validation": validation,
     "comparison": comparison,
     "difference": difference,
+    "explanation": explanation,
     "verdict": verdict,
     "accuracy": accuracy,
     "errors": errors,

@@ -227,7 +227,8 @@ def test_a_hugging_face_config_is_recognised_by_its_content(tmp_path: Path) -> N
         '{"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 99}'
     )
     model = load_model(str(path))
-    assert (model.name, model.family, model.hidden, model.max_positions) == ("my-gpt2", "gpt", 64, 32)
+    assert (model.name, model.family, model.hidden, model.max_positions) == ("model", "gpt", 64, 32)
+    assert load_model(str(path.rename(path.with_name("config.json")))).name == "my-gpt2"
 
 
 def test_a_file_that_is_neither(tmp_path: Path) -> None:

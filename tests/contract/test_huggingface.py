@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memo_sim.contract.errors import BadInput
-from memo_sim.contract.huggingface import SUPPORTED, model_from_config
+from memo_sim.contract.huggingface import SUPPORTED, model_from_config, not_read
 from memo_sim.contract.model import Model, RopeScaling
 from tests.refusals import check_fields
 
@@ -285,3 +285,13 @@ def test_mutated_configs_never_escape(data: st.DataObject) -> None:
     except BadInput:
         return
     assert model.total_params > 0
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, GPT2], ids=lambda config: config["model_type"])
+def test_fields_that_are_ignored_are_listed(config: dict[str, Any]) -> None:
+    unused = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 3} if config is QWEN2 else {}
+    harmless = {"architectures": ["X"], "bos_token_id": 1, "use_cache": True, "transformers_version": "5.0"}
+    ignored = {"quantization_config": {"bits": 4}, "torch_dtype": "float16", "attention_multiplier": 2.0, "odd": None}
+    assert not_read({**config, **unused, **harmless}, where="config.json") == ()
+    found = not_read({**config, **unused, **harmless, **ignored}, where="config.json")
+    assert found == ("attention_multiplier", "quantization_config", "torch_dtype")

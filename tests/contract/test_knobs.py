@@ -16,7 +16,6 @@ from memo_sim.cli import cli
 from memo_sim.contract import codec, knobs
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
     CHOSEN,
     DEGREES,
@@ -32,7 +31,6 @@ from memo_sim.contract.knobs import (
     Length,
     Listed,
     Mark,
-    Name,
     Numbers,
     OneOf,
     Part,
@@ -69,7 +67,6 @@ VALUES = {
     CountOrAuto: int,
     Numbers: tuple,
     LayerChoice: str,
-    Name: str,
 }
 
 
@@ -101,7 +98,7 @@ def words_of(hint: object) -> set[object]:
 @pytest.mark.parametrize("knob", [k for k in KNOBS.values() if isinstance(k.kind, OneOf)], ids=lambda knob: knob.name)
 def test_the_words_of_an_option_are_those_of_the_plan_and_of_the_pin(knob: Knob) -> None:
     assert isinstance(knob.kind, OneOf)
-    declared = get_type_hints(Pins if knob in PINNED else Chosen, vars(knobs) | {"DtypeName": DtypeName})
+    declared = get_type_hints(Pins if knob in PINNED else Chosen, vars(knobs))
     decided = get_type_hints(holder_of(knob))
     assert words_of(declared[knob.name]) == set(knob.kind.words)
     # A question may name a generation of attention; the plan names the kernel that was found for it.
@@ -125,8 +122,8 @@ def test_systems_name_knobs() -> None:
         assert system.searched <= KNOBS.keys()
 
 
-@pytest.mark.parametrize("command", ["what-if", "longest"])
-def test_every_knob_is_an_option_of_both_questions(command: str) -> None:
+@pytest.mark.parametrize("command", ["what-if", "longest", "oom"])
+def test_every_knob_is_an_option_of_every_question(command: str) -> None:
     options = {name: parameter.opts for parameter in cli.commands[command].params if (name := parameter.name)}
     for knob in KNOBS.values():
         assert (knob.name in options) == knob.on_command_line

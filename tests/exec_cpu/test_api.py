@@ -39,7 +39,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"step": 3}, {"got": "'step'", "hint": "did you mean 'steps'?"}),
     ({"steps": 0}, {"what": "not a value of steps", "wanted": "a whole number from 1"}),
     ({"steps": 1.5}, {"what": "not a value of steps"}),
-    ({"lr": "much"}, {"what": "not a value of a hyperparameter"}),
+    ({"lr": "much"}, {"what": "not a value of lr", "wanted": "a number or None"}),
+    ({"lr": 0.0}, {"what": "not a value of a hyperparameter"}),
     ({"beta1": 1.0}, {"what": "not a value of a hyperparameter"}),
     ({"save_every": 3}, {"hint": "add --save DIR"}),
 ]

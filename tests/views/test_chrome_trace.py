@@ -5,9 +5,12 @@ import json
 import random
 from collections import defaultdict
 
+import msgspec
 import pytest
 
 from memo_sim.contract.errors import UsageError
+from memo_sim.contract.trace import Spans, Trace
+from memo_sim.views import chrome_trace as chrome_trace_module
 from memo_sim.views.chrome_trace import _microseconds, chrome_trace, write_chrome_trace
 from tests.refusals import refused
 
@@ -48,7 +51,7 @@ def test_every_instruction_that_took_time_is_there_once(document, played) -> Non
 def test_events_are_sorted_and_name_their_process(document) -> None:
     timed = [e for e in document["traceEvents"] if e["ph"] != "M"]
     assert [e["ts"] for e in timed] == sorted(e["ts"] for e in timed)
-    assert {e["ph"] for e in timed} == {"X", "C", "i"}
+    assert {e["ph"] for e in timed} == {"X", "C", "i", "s", "f"}
     assert all(e["pid"] > 0 and e["tid"] > 0 for e in document["traceEvents"])
     assert all(e["s"] == "t" for e in timed if e["ph"] == "i")
 
@@ -105,3 +108,61 @@ def test_the_file_is_deterministic_json_plain_or_compressed(tmp_path, played) ->
 
 def test_no_trace_is_an_empty_file() -> None:
     assert chrome_trace([])["traceEvents"] == []
+
+
+def innermost(document, event) -> str:
+    """Return the id of the innermost slice of an event's thread at its time."""
+    found = [
+        e
+        for e in document["traceEvents"]
+        if e["ph"] == "X" and (e["pid"], e["tid"]) == (event["pid"], event["tid"])
+        if e["ts"] <= event["ts"] < e["ts"] + e["dur"]
+    ]
+    return min(found, key=lambda e: (e["dur"], "id" not in e["args"]))["args"]["id"]
+
+
+def test_an_arrow_leads_from_each_cause_to_what_waited(document, played) -> None:
+    waits = {(w.instruction, w.waits_for) for w in played().waits}
+    begins = {e["id"]: e for e in document["traceEvents"] if e["ph"] == "s" and e["pid"] == 1}
+    ends = {e["id"]: e for e in document["traceEvents"] if e["ph"] == "f" and e["pid"] == 1}
+
+    found = {(innermost(document, ends[n]), innermost(document, begins[n])) for n in begins}
+
+    assert begins.keys() == ends.keys()
+    assert len(found) > 10
+    assert found <= waits
+    assert all(e["bp"] == "e" for e in ends.values())
+
+
+def test_a_send_has_an_arrow_to_its_receive_on_the_other_rank(played) -> None:
+    def rank(number: int, kind: str) -> Trace:
+        spans = Spans(ids=[f"m0/s0/l{number}/pp/{kind}.x"], ops=[kind], lanes=[kind], start_s=[1.0], end_s=[1.001])
+        return msgspec.structs.replace(played(), rank=number, spans=spans, waits=[])
+
+    events = chrome_trace([rank(0, "send"), rank(1, "recv")])["traceEvents"]
+
+    assert [(e["ph"], e["pid"]) for e in events if e.get("cat") == "transfer"] == [("s", 1), ("f", 2)]
+
+
+def test_a_long_step_has_the_instructions_of_its_first_micro_batches(played, monkeypatch) -> None:
+    trace = played(layers=2, global_batch=6)
+    monkeypatch.setattr(chrome_trace_module, "MOST_SLICES", len(trace.spans.ids) // 3)
+    short, whole = chrome_trace([trace]), chrome_trace([trace], full=True)
+
+    def of(document, key: str) -> set[str]:
+        return {e["args"][key] for e in document["traceEvents"] if e["ph"] == "X" and key in e["args"]}
+
+    def peak(document) -> int:
+        counters = (e for e in document["traceEvents"] if e["ph"] == "C" and e["name"] == "device_bytes")
+        return max(e["args"]["total"] for e in counters)
+
+    assert {"m0", "step"} <= {name.split("/")[0] for name in of(short, "id")} < {"step", *(f"m{n}" for n in range(5))}
+    assert of(whole, "id") == {i for i, s, e in zip(*columns(trace), strict=True) if e > s}
+    assert of(short, "place") == of(whole, "place")
+    assert peak(short) == peak(whole)
+    assert "m0/s0" in short["otherData"]["note"]
+    assert "note" not in whole["otherData"]
+
+
+def columns(trace: Trace) -> tuple[list[str], list[float], list[float]]:
+    return trace.spans.ids, trace.spans.start_s, trace.spans.end_s

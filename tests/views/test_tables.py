@@ -13,7 +13,7 @@ from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.views.accuracy import summarise
 from memo_sim.views.plan_table import interval_label, layout_label, peak_table, stall_table, step_line
-from memo_sim.views.tables import comparison_table, fit_table, result_table, text_table, validation_table
+from memo_sim.views.tables import comparison_table, fit_table, plans_table, text_table, validation_table
 
 
 def plan(**changed) -> PlanRow:
@@ -65,13 +65,13 @@ def result(*plans: PlanRow) -> Result:
 
 def test_plans_without_planned_memory_show_reserved_memory_and_retries() -> None:
     cached = plan(memory_policy="eager", reserved_bytes=77 * GIB, allocation_retries=95)
-    lines = result_table(result(cached, plan())).splitlines()
-    assert "device GiB  memory   reserved GiB  retries  host GiB/node" in lines[2]
-    assert lines[3].split()[-8:-3] == ["71.0", "eager", "77.0", "95", "1200.0"]
-    assert lines[4].split()[-8:-3] == ["71.0", "planned", "-", "-", "1200.0"]
-    assert "reserved" not in result_table(result(plan()))
+    lines = plans_table(result(cached, plan())).splitlines()
+    assert "device GiB  memory   reserved GiB  retries  host GiB/node" in lines[1]
+    assert lines[2].split()[-8:-3] == ["71.0", "eager", "77.0", "95", "1200.0"]
+    assert lines[3].split()[-8:-3] == ["71.0", "planned", "-", "-", "1200.0"]
+    assert "reserved" not in plans_table(result(plan()))
     limited = plan(memory_policy="eager", reserved_bytes=42 * GIB, allocation_retries=31, allocator_limit_gib=44)
-    assert "  eager in 44 GiB          42.0       31  " in result_table(result(limited))
+    assert "  eager in 44 GiB          42.0       31  " in plans_table(result(limited))
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,9 @@ def test_layout_labels(layout, label) -> None:
 def test_ranked_plans() -> None:
     slower = plan(step_s=90.0, mfu=0.48, tgs=1456.0, outside_calibration=["gemm", "attention"])
 
-    assert result_table(result(plan(), slower, infeasible())) == dedent(
+    assert plans_table(result(plan(), slower, infeasible())) == dedent(
         """\
-        gpt-7b on a800-1x8, 1m tokens: 12 plans evaluated, 3 pruned
-
+        12 plans evaluated, 3 pruned:
             system  layout          alpha  recompute    step  MFU %     TGS  device GiB  host GiB/node  compute waits for
         1   memo    tp4+sp cp2 dp1  0.125  tokenwise  83.6 s  52.31  1567.2        71.0         1200.0  all_gather 1.5 s
         2*  memo    tp4+sp cp2 dp1  0.125  tokenwise    90 s  48.00  1456.0        71.0         1200.0  all_gather 1.5 s
@@ -115,11 +114,11 @@ INTERVAL = StepInterval(
 
 
 def test_plans_show_the_interval_of_their_step() -> None:
-    lines = result_table(result(plan(interval=INTERVAL), plan())).splitlines()
-    assert "  step      interval  MFU %" in lines[2]
-    assert "83.6 s  81 to 91.5 s  52.31" in lines[3]
-    assert "83.6 s             -  52.31" in lines[4]
-    assert "interval" not in result_table(result(plan()))
+    lines = plans_table(result(plan(interval=INTERVAL), plan())).splitlines()
+    assert "  step      interval  MFU %" in lines[1]
+    assert "83.6 s  81 to 91.5 s  52.31" in lines[2]
+    assert "83.6 s             -  52.31" in lines[3]
+    assert "interval" not in plans_table(result(plan()))
 
 
 def test_a_step_is_told_with_its_interval_and_where_that_comes_from() -> None:
@@ -133,16 +132,18 @@ def test_a_step_is_told_with_its_interval_and_where_that_comes_from() -> None:
 
 
 def test_plans_that_do_not_fit_show_no_speed() -> None:
-    text = result_table(result(infeasible(), infeasible(status="host_oom", reason="")))
+    reason = "stage1: device memory runs out at m0/s0/l3/fwd/qkv: 85.89 GiB (state 46.45 GiB) are needed of 79.25 GiB"
+    text = plans_table(result(infeasible(offload_window=1, reason=reason), infeasible(status="host_oom", reason="")))
 
-    assert "no plan fits" in text
+    assert "1.000 w1" in text
+    assert "stage1: device memory runs out at m0/s0/l3/fwd/qkv\n" in text
     for word in ("MFU", "TGS", "step"):
         assert word not in text
     assert "host_oom" in text
 
 
 def test_top_limits_the_rows() -> None:
-    text = result_table(result(*[plan()] * 5, *[infeasible()] * 4), top=3)
+    text = plans_table(result(*[plan()] * 5, *[infeasible()] * 4), top=3)
 
     assert text.count("tokenwise") == text.count("full-swap") == 3
     assert "... and 2 more" in text

@@ -51,7 +51,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.data_parallel.optimizer import Optimizer

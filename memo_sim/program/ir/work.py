@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memo_sim.contract.hardware import CollectiveKind, DtypeName, GemmPass
+from memo_sim.contract.hardware import CollectiveKind, GemmPass
+from memo_sim.contract.knobs import DtypeName
 
 Mask = Literal["none", "causal"]
 Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied"]

@@ -11,7 +11,7 @@ it does not occupy memory during the loss.
 
 from __future__ import annotations
 
-from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 
-from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 

@@ -131,7 +131,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
     _check_heads(decisions)
     _degree_divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
     _degree_divides("ffn_hidden", model.ffn_hidden, "metp", layout.metp)
-    _divides("global_batch", decisions.global_batch, "micro_batch x dp", decisions.micro_batch * layout.dp)
+    _check_batch(decisions)
     if model.learned_positions and decisions.seq_tokens > model.max_positions:
         raise Infeasible(
             "the sequence is longer than the model's position table",
@@ -178,6 +178,22 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
         metp=layout.metp,
         keep_norms=decisions.keep_norms,
+    )
+
+
+def _check_batch(decisions: Decisions) -> None:
+    """Reject a batch that does not give every replica whole micro-batches."""
+    least, dp = decisions.micro_batch * decisions.layout.dp, decisions.layout.dp
+    if decisions.global_batch % least == 0:
+        return
+    of = f" with micro-batches of {decisions.micro_batch}" if decisions.micro_batch > 1 else ""
+    enough = decisions.global_batch > least
+    raise Infeasible(
+        f"dp {dp}{of} needs a global batch {'that is a multiple of' if enough else 'of at least'} {least}",
+        where="global_batch",
+        got=decisions.global_batch,
+        wanted=f"a multiple of {least}",
+        hint=f"--global-batch {-(-decisions.global_batch // least) * least}, or another --dp",
     )
 
 

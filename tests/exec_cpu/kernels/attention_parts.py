@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.memory.dtypes import TORCH_DTYPES
-from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.plan import Kernels, Layout
 from memo_sim.program.ir.work import Attention
 from tests.exec_cpu.kernels.hand_call import play

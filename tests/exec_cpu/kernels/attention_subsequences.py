@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memo_exec.kernels import KERNELS, Call, Context
 from memo_exec.memory.dtypes import TORCH_DTYPES
-from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Kernels, Layout
 from memo_sim.program.ir.instruction import Family

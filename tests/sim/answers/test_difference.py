@@ -81,7 +81,7 @@ def test_a_result_without_decisions_compares_by_its_row(answers: dict[str, Answe
     check_sums(found)
     assert found.detail == "lanes"
     assert {share.group for share in found.groups} == {"compute", "waits"}
-    assert "not in the file" in difference_table(found)
+    assert "are not known" in difference_table(found)
 
 
 def test_a_plan_has_its_own_prediction_where_its_trace_lies_beside_it(
@@ -128,6 +128,8 @@ def test_measured_runs_compare_with_predictions(answers: dict[str, Answer], plan
     assert found.detail == "kinds"
     assert [side.origin for side in found.sides] == ["predicted", "measured"]
     assert found.sides[1].step_s == pytest.approx(1.5 * found.sides[0].step_s)
+    assert found.sides[1].decisions == plans["full"].decisions
+    assert found.sides[1].tgs == pytest.approx((found.sides[0].tgs or 0) / 1.5)
     assert any(note.startswith("Predicted: number 1; measured: number 2") for note in found.notes)
     assert any("the same program" in note for note in found.notes)
     coarse = compare([plans["full"], comparison])

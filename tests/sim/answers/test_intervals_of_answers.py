@@ -35,7 +35,7 @@ def test_a_profile_of_an_unknown_gpu_says_why_there_is_none(asked) -> None:
     unknown = replace(asked, hardware=msgspec.structs.replace(asked.hardware, generation=""))
     result = what_if(unknown).result
     assert result.best.interval is None
-    assert result.why[0].startswith("No interval: the hardware profile names no GPU generation")
+    assert result.why[0].startswith("The step has no interval: the hardware profile names no GPU generation")
 
 
 def test_a_plan_file_holds_the_interval_and_a_priced_plan_has_it_again(asked) -> None:
@@ -70,8 +70,10 @@ def test_plans_that_a_comparison_cannot_tell_apart_are_counted(generation: str) 
     mine = setting_of(asked.system, answer.best.decisions, asked.hardware, answer.best.prediction)
     half = shipped_spread().margin(mine, mine).half
     near = [p for p in result.plans[1:] if p.step_s and p.step_s <= result.best.step_s * exp(half)]
-    said = next(line for line in result.why if "closer than the interval of their difference" in line)
+    said = next(line for line in result.why if "measured, one of them may be faster" in line)
     assert len(near) > 0
     assert said.startswith(f"{len(near)} other plan")
     assert f"within {expm1(half):.1%} of the best" in said
-    assert result.why[0].startswith("Step" if generation == "Ampere" else "No interval: 0 published rows of Hopper")
+    assert result.why[0].startswith(
+        "Step" if generation == "Ampere" else "The step has no interval: 0 published rows of Hopper"
+    )

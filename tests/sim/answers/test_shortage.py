@@ -94,6 +94,7 @@ def test_the_text_names_the_peak_and_the_options(found: Shortage) -> None:
     assert in_words("stage1: m0/s0/head/fwd/x") == "in the head with the loss (stage1: m0/s0/head/fwd/x)"
 
 
+@pytest.mark.slow
 def test_where_no_single_change_is_enough_the_nearest_is_shown() -> None:
     asked = question(1024, system="full-swap")
     cluster, hardware = with_memory(asked.cluster, asked.hardware, device_bytes=GIB, host_bytes=None)

@@ -20,6 +20,7 @@ from memo_sim.cli import cli
 from memo_sim.contract import codec
 from memo_sim.contract import named_knobs as module
 from memo_sim.contract.catalog import load_model
+from memo_sim.contract.difference import Difference
 from memo_sim.contract.knobs import ARGUMENTS, OF_A_QUESTION
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.memory_report import MemoryReport
@@ -148,7 +149,7 @@ def test_that_nothing_fits_is_a_result() -> None:
     for found in (memo.what_if("gpt-tiny", **NOTHING_FITS), memo.what_if("gpt-tiny", **{**TINY, "seq_len": "64k"})):
         assert found.best is None
         assert found.why
-        assert "no plan fits" in repr(found)
+        assert (found.refused.what if found.refused else "no plan fits") in repr(found)
         assert escape(found.why[0]) in found._repr_html_()
         for act in (found.save, found.plot, found.save_timeline):
             with pytest.raises(memo.Infeasible):
@@ -202,6 +203,29 @@ def test_a_wrong_value_is_refused(name: str, value: object) -> None:
         question_of({"model": "gpt-tiny", **TINY, name: value})
 
 
+WRONG_TYPES = [
+    (memo.simulate, {"plan": 3}, "Plan or text or a path"),
+    (memo.plan_memory, {"path": "plan.json", "solver": "gredy"}, "portfolio, bilevel-mip, mip, greedy, cp-sat"),
+    (memo.plan_memory, {"path": "plan.json", "time_limit": -1}, "a number from"),
+    (memo.longest, {"model": "gpt-tiny", "cluster": "a800-1x2", "max_step_s": "long"}, "a number or None"),
+    (memo.longest, {"model": "gpt-tiny", "cluster": "a800-1x2", "max_step_s": 0}, "a number from"),
+    (memo.longest, {"model": "gpt-tiny", "cluster": "a800-1x2", "step": "long"}, "a whole number"),
+    (memo.what_if, {"model": "gpt-tiny", **TINY, "top": "3"}, "a whole number"),
+    (memo.what_if, {"model": "gpt-tiny", **TINY, "top": 0}, "from 1"),
+    (memo.what_if, {"model": "gpt-tiny", **TINY, "pareto": "yes"}, "True or False"),
+    (memo.what_if, {"model": "gpt-tiny", **TINY, "price_per_gpu_hour": -1}, "a number from"),
+    (memo.sweep, {"questions": [3]}, "a mapping"),
+    (memo.sweep, {"questions": [], "executor": 3}, "Executor or None"),
+]
+
+
+@pytest.mark.parametrize(("function", "named", "wanted"), WRONG_TYPES)
+def test_a_value_of_another_type_is_refused(function: Any, named: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(memo.UsageError) as refused:
+        function(**named)
+    check_fields(refused.value, memo.UsageError, wanted=wanted)
+
+
 def test_values_are_those_of_the_command_line() -> None:
     same = [
         ("loss_chunk", "4k", 4096),
@@ -240,6 +264,38 @@ def test_a_price_is_in_the_summary(answer: memo.WhatIfResult) -> None:
         assert found.summary is not None
         assert found.summary.price_per_device_hour == 2
         assert found.summary.price_per_step == pytest.approx(2 * 2 * (found.summary.step_s or 0) / 3600)
+
+
+def test_answers_and_files_are_compared(answer: memo.WhatIfResult, tmp_path: Path) -> None:
+    other = memo.what_if("gpt-tiny", **{**TINY, "system": "any", "device_memory_gib": 40})
+    answer.save(tmp_path / "plan.json")
+    found = memo.compare(answer, other, tmp_path / "plan.json")
+    assert answer.best is not None
+    assert other.best is not None
+    assert [side.step_s for side in found.document.sides[:2]] == [answer.best.step_s, other.best.step_s]
+    assert found.document.sides[1].source == "as simulated on a800-1x2"
+    rows = found.table()
+    assert sum(float(row["B_s"] or 0) for row in rows) == pytest.approx(other.best.step_s)
+    more = (other.best.step_s or 0) - (answer.best.step_s or 0)
+    assert sum(float(row["B_minus_A_s"] or 0) for row in rows) == pytest.approx(more)
+    assert {row["C_minus_A_s"] for row in rows} == {0.0}
+    assert found.verdict[0].split()[0] in str(found)
+    assert "<table>" in found._repr_html_()
+    found.save(tmp_path / "difference.json")
+    assert codec.read(tmp_path / "difference.json", Difference) == found.document
+    with pytest.raises(memo.UsageError, match="nothing to compare"):
+        memo.compare(answer)
+    elsewhere = memo.compare(answer, other, cluster="a100-1x2")
+    assert {side.cluster for side in elsewhere.document.sides} == {"a100-1x2"}
+
+
+def test_a_cluster_comes_from_a_name_or_a_data_sheet() -> None:
+    sheet = {**TINY, "cluster": None, "from_datasheet": "tflops=165,memory=24,pcie=4x16", "tp": None}
+    found = memo.what_if("gpt-tiny", **sheet, safety_gib=1)
+    assert found.best is not None
+    for wrong in ({"cluster": None}, {"from_datasheet": "tflops=165,memory=24,pcie=4x16"}, {"safety_gib": -1}):
+        with pytest.raises(memo.UsageError):
+            memo.what_if("gpt-tiny", **{**TINY, **wrong})
 
 
 def test_names_from_files_are_escaped(answer: memo.WhatIfResult) -> None:

@@ -34,8 +34,15 @@ def memory(path: str) -> int:
         return error.exit_code
 
 
+def many(files: list[Path]) -> list[str]:
+    questions = memo.grid(model=["gpt-7b", "gpt-13b"], cluster="a800-1x8", seq_len=["64k", 131072], tp=8)
+    answers = memo.sweep(questions, "sweep.jsonl", jobs=2, progress=print)
+    memo.SweepResult([*answers.front, *memo.load_sweep(*files).lines]).save("sweep.csv")
+    return memo.compare(files[0], memo.simulate(files[1]), cluster="h100-1x8").verdict
+
+
 def wrong() -> None:
-    memo.what_if("llama3-8b", cluster="h100-1x8")  # type: ignore[call-arg]
+    memo.what_if("llama3-8b", seq_length="1m")  # type: ignore[call-arg]
     memo.what_if("llama3-8b", cluster="h100-1x8", seq_len="1m", tpp=8)  # type: ignore[call-arg]
     memo.what_if("llama3-8b", cluster="h100-1x8", seq_len="1m", tp="8")  # type: ignore[arg-type]
     memo.what_if("llama3-8b", cluster="h100-1x8", seq_len="1m", recompute="nothing")  # type: ignore[arg-type]

@@ -314,6 +314,20 @@ class TestDemands:
         share = large("reduce_scatter", 4) / self.most
         assert found[Lane.REPLICA] == pytest.approx({"node out": share, "node in": share})
 
+    def test_without_nvlink_copies_demand_the_same_link(self) -> None:
+        """An RTX 4090's ring over eight takes .44 of PCIe, a copy .79: together more than copies alone can have."""
+        rtx4090 = load_hardware("rtx4090-pcie-24gb")
+        found = times(cluster(), Layout(tp=8), rtx4090).demands
+        assert found[Lane.D2H] == pytest.approx({"node out": 1.0})
+        assert found[Lane.H2D] == pytest.approx({"node in": 24.8 / 25.0})
+        share = 0.44 * 31.504 / 25.0
+        assert found[Lane.TP]["node out"] == pytest.approx(share, rel=1e-3)
+        rates = NodeRates(rtx4090, cluster(), demands=found).rates
+        beside = rates(mask(Lane.D2H, Lane.TP))
+        assert beside[Lane.D2H] == beside[Lane.TP] == pytest.approx(1 / (1 + share), rel=1e-3)
+        assert rates(mask(Lane.D2H))[Lane.D2H] == rates(mask(Lane.TP))[Lane.TP] == 1.0
+        assert Lane.D2H not in times(cluster(), Layout(tp=8)).demands
+
     def test_a_ring_over_nodes_is_as_fast_inside_them_as_their_cards(self) -> None:
         links = times(cluster(2, nics=4), Layout(dp=16)).demands[Lane.REPLICA]
         node = 4 * 20 * GB / self.most

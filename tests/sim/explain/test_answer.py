@@ -172,9 +172,12 @@ def test_plans_closer_than_the_interval_are_counted() -> None:
             Closeness(margin=0.1, level=0.8, pairs=90, sources=6, plans=plans, others=others)
         )
 
-    known = "closer than the interval of their difference (80 %, from 90 pairs of plans in 6 sources)"
+    known = (
+        "too close to tell apart (the ratio of two steps is predicted that exactly in 80 % of 90 pairs of plans in 6"
+    )
+    known += " sources)"
     assert said(1) == [f"1 other plan is within 10.0% of the best, {known}; measured, one of them may be faster."]
-    assert said(2)[0].startswith("2 other plans are within 10.0% of the best, closer than the interval")
+    assert said(2)[0].startswith("2 other plans are within 10.0% of the best, too close to tell apart ")
     assert said(0, 1)[0].startswith("1 plan with another kind of memory, or with and without allocation retries, may")
     assert [line.split(" ")[0] for line in said(3, 2)] == ["3", "2"]
     assert said(0) == closer_than_the_interval(None) == []

@@ -29,7 +29,10 @@ def asked(system: str) -> Question:
     return replace(question(8 * 1024, system=system), pins=ASKED[system], global_batch=8)
 
 
-@pytest.mark.parametrize("system", ASKED)
+SLOW = {"sppo", "megatron-core"}
+
+
+@pytest.mark.parametrize("system", [pytest.param(s, marks=pytest.mark.slow if s in SLOW else ()) for s in ASKED])
 def test_a_question_pinned_to_a_plan_has_that_plan_alone(system: str) -> None:
     before = asked(system)
     plan = search(before, enough_s=float("inf")).ranked[0].decisions

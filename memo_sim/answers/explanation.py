@@ -1,0 +1,255 @@
+"""Answers what binds a plan, what would help most, and why each rival loses.
+
+Sensitivities change one resource at a time. The plan stays as it is, except where more of a resource is only of use to
+another plan (memory, a larger micro-batch): then what happens to activations is searched again on the plan's layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from memo_sim.answers.given_plan import GivenPlan, of_plan, of_result, read_any
+from memo_sim.contract import codec
+from memo_sim.contract.errors import BadInput, Infeasible, UsageError
+from memo_sim.contract.explanation import Explanation, Resource, Rival, Room, Sensitivity, Use
+from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction
+from memo_sim.contract.progress import Progress
+from memo_sim.contract.result import Result
+from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.explain.other_machine import MEMORIES, RATES, with_more
+from memo_sim.explain.remedies import Change, changes, evaluated
+from memo_sim.explain.runner_up import label, loss
+from memo_sim.planning.outcome import Evaluated, SearchResult
+from memo_sim.planning.plan_question import question_of_plan, with_open_policy
+from memo_sim.planning.presets import Policy
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import best_with_more_memory, search
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.views.plan_table import layout_label
+
+MORE = 1.25
+"""How much more of a resource is asked about."""
+TWICE = 2
+COMPUTE = Lane.COMPUTE.label
+Explained = Plan | Result
+KINDS: tuple[type[Explained], ...] = (Plan, Result)
+
+
+def explain(
+    explained: str | Path | Explained, *, cluster: str | None = None, progress: Progress | None = None
+) -> Explanation:
+    """Return the explanation of a plan, or of the best plan of a result, on ``cluster`` or on the one that it names.
+
+    Rivals of a plan differ from it in one decision: a degree doubled and another one halved, another recompute or
+    alpha, ZeRO, states, loss, chunks, micro-batch or overlap. Rivals of a result are its ranked plans.
+
+    Raises:
+        UsageError: when the cluster is not known, or no plan of the result fits.
+        BadInput: when the file cannot be read or is no such document, or the plan does not fit the cluster.
+    """
+    name, document = "the plan", explained
+    if isinstance(document, str | Path):
+        name, document = str(document), read_any(Path(document), KINDS)
+    with codec.of_file(name):
+        if isinstance(document, Plan):
+            given, system = of_plan(document, name, cluster=cluster), document.provenance.system
+            rows = None
+        else:
+            given, system = of_result(document, name, cluster=cluster), document.system
+            rows = document.plans if cluster is None else None
+        return _Explaining(given, system, progress).explanation(rows)
+
+
+@dataclass
+class _Explaining:
+    """One plan, and how far its explanation has come."""
+
+    given: GivenPlan
+    system: str
+    progress: Progress | None
+    done: int = 0
+    steps: int = 0
+
+    def explanation(self, rows: list[PlanRow] | None) -> Explanation:
+        given, prediction = self.given, self.given.simulation.prediction
+        if prediction.step_s is None or prediction.tgs is None:
+            raise BadInput(
+                f"the plan does not fit {given.cluster.name}",
+                got=prediction.reason,
+                hint="memo-sim oom --plan PLAN names ways out; or give another --cluster",
+            )
+        question = question_of_plan(given.decisions, given.cluster, given.hardware, system=self.system)
+        near = changes(question, given.decisions, near=True) if rows is None else []
+        self.steps = len(RATES) + len(MEMORIES) + 3 + len(near)
+        found = self._search(with_open_policy(question))
+        best = found.best if found else None
+        fixed = [self._with_rate(resource) for resource in RATES]
+        searched = [self._with_memory(question, found, resource) for resource in MEMORIES]
+        listed = [*fixed, *searched, self._twice_the_batch(), self._twice_the_micro_batch(question, best)]
+        known = [each for each in listed if each is not None]
+        return Explanation(
+            name=given.name,
+            model=given.decisions.model.name,
+            cluster=given.cluster.name,
+            seq_tokens=given.decisions.seq_tokens,
+            plan=label(_evaluated(given.decisions, prediction)),
+            decisions=given.decisions,
+            step_s=prediction.step_s,
+            mfu=prediction.mfu,
+            tgs=prediction.tgs,
+            uses=uses(given.simulation),
+            rooms=rooms(given.simulation),
+            searched_step_s=best.prediction.step_s if best else None,
+            searched_plan=label(best) if best else "",
+            sensitivities=sorted(known, key=lambda each: -(each.gain if each.gain is not None else -1.0)),
+            rivals=self._neighbours(question, near) if rows is None else _ranked(prediction, rows),
+            rivals_are="one decision changed" if rows is None else "ranked plans",
+            notes=[given.note] if given.note else [],
+        )
+
+    def _tell(self) -> None:
+        self.done += 1
+        if self.progress:
+            self.progress(self.done, self.steps)
+
+    def _search(self, question: Question) -> SearchResult | None:
+        """Return the plans on the same layout; None when the layout goes with no other policy."""
+        try:
+            return search(question)
+        except (Infeasible, UsageError):
+            return None
+        finally:
+            self._tell()
+
+    def _with_rate(self, resource: Resource) -> Sensitivity | None:
+        self._tell()
+        given = self.given
+        machine = with_more(given.cluster, given.hardware, resource, MORE)
+        if machine is None:
+            return None
+        cluster, hardware = machine
+        prediction = simulate(given.decisions, hardware, cluster).prediction
+        return self._sensitivity(resource, f"+{MORE - 1:.0%}", _evaluated(given.decisions, prediction), "fixed")
+
+    def _with_memory(self, question: Question, before: SearchResult | None, resource: Resource) -> Sensitivity | None:
+        self._tell()
+        machine = with_more(question.cluster, question.hardware, resource, MORE)
+        if machine is None or before is None or before.best is None:
+            return None
+        cluster, hardware = machine
+        asked = with_open_policy(replace(question, cluster=cluster, hardware=hardware))
+        best = best_with_more_memory(asked, before)
+        if best is None:
+            return None
+        return self._sensitivity(resource, f"+{MORE - 1:.0%}", best, "searched", against=before.best)
+
+    def _twice_the_batch(self) -> Sensitivity:
+        self._tell()
+        given = self.given
+        more = msgspec.structs.replace(given.decisions, global_batch=TWICE * given.decisions.global_batch)
+        prediction = simulate(more, given.hardware, given.cluster).prediction
+        return self._sensitivity("batch", f"x{TWICE}", _evaluated(more, prediction), "fixed")
+
+    def _twice_the_micro_batch(self, question: Question, best: Evaluated | None) -> Sensitivity | None:
+        given = self.given
+        sizes = {name: TWICE * getattr(given.decisions, name) for name in ("micro_batch", "global_batch")}
+        found = self._search(with_open_policy(replace(question, **sizes)))
+        if found is None or best is None:
+            return None
+        return self._sensitivity("micro-batch", f"x{TWICE}", found.ranked[0], "searched", against=best)
+
+    def _sensitivity(
+        self, resource: Resource, change: str, one: Evaluated, decisions: str, *, against: Evaluated | None = None
+    ) -> Sensitivity:
+        before = against.prediction.tgs if against else self.given.simulation.prediction.tgs
+        tgs = one.prediction.tgs
+        return Sensitivity(
+            resource=resource,
+            change=change,
+            decisions="searched" if decisions == "searched" else "fixed",
+            status=one.prediction.status,
+            plan=label(one),
+            step_s=one.prediction.step_s,
+            tgs=tgs,
+            gain=tgs / before - 1 if tgs is not None and before else None,
+            reason=one.prediction.reason,
+        )
+
+    def _neighbours(self, question: Question, near: list[Change]) -> list[Rival]:
+        found = dict[Decisions, tuple[Evaluated, Rival]]()
+        mine = self.given.simulation.prediction
+        for change in near:
+            one = evaluated(change, self.given.decisions)
+            self._tell()
+            if one is not None and one.decisions not in found:
+                rival = _rival(mine, one.prediction, plan=label(one), options=change.typed(one.decisions))
+                found[one.decisions] = (one, rival)
+        return [rival for _, rival in sorted(found.values(), key=lambda pair: pair[0].rank_key)]
+
+
+def _evaluated(decisions: Decisions, prediction: Prediction) -> Evaluated:
+    return Evaluated(Policy.of(decisions), decisions, prediction)
+
+
+def _ranked(mine: Prediction, rows: list[PlanRow]) -> list[Rival]:
+    """Return the plans of a result but the best."""
+    return [_rival(mine, row, plan=_row_label(row)) for row in rows[1:]]
+
+
+def _row_label(row: PlanRow) -> str:
+    alpha = f" at alpha {row.alpha:.3g}" if 0 < row.alpha < 1 else ""
+    return f"{row.system}{alpha} on {layout_label(row.layout)}"
+
+
+def _rival(mine: Prediction, other: Prediction | PlanRow, *, plan: str, options: str = "") -> Rival:
+    lost = loss(mine, other)
+    return Rival(
+        options=options,
+        plan=plan,
+        status=other.status,
+        step_s=other.step_s,
+        slower_s=lost.slower_s if lost else None,
+        compute_s=lost.compute_s if lost else None,
+        waits_s=lost.waits_s if lost else None,
+        waits_for=lost.waits_for if lost else "",
+        peak_device_bytes=other.peak_device_bytes,
+        peak_host_bytes_per_node=other.peak_host_bytes_per_node,
+        shortfall_bytes=other.shortfall_bytes,
+    )
+
+
+def uses(simulation: Simulation) -> list[Use]:
+    """Return every lane's busy time of the stage that sets the pace, and what the compute lane waits for it."""
+    prediction, program = simulation.prediction, simulation.program
+    lane_of: dict[str, str] = {}
+    for template in program.templates:
+        for instruction in template.instructions:
+            host = " on the host" if instruction.lane is Lane.HOST else ""
+            if instruction.lane is not Lane.COMPUTE:
+                lane_of.setdefault(f"{instruction.op}{host}", instruction.lane.label)
+    waits: dict[str, float] = defaultdict(float)
+    for stall in prediction.stalls:
+        if stall.lane == COMPUTE:
+            waits[lane_of.get(stall.waits_for, COMPUTE)] += stall.seconds
+    step_s = prediction.step_s or 0.0
+    found = [
+        Use(lane=lane, busy_s=busy_s, of_step=busy_s / step_s if step_s else 0.0, compute_waits_s=waits.get(lane, 0.0))
+        for lane, busy_s in prediction.lanes.items()
+    ]
+    return sorted(found, key=lambda use: (use.lane != COMPUTE, -use.compute_waits_s, -use.busy_s, use.lane))
+
+
+def rooms(simulation: Simulation) -> list[Room]:
+    """Return how full a device of the fullest stage is, and the fullest node's host memory."""
+    prediction, memory = simulation.prediction, simulation.memory
+    held, capacity = prediction.reserved_bytes, memory.device_capacity_bytes
+    device = (prediction.peak_device_bytes if held is None else held) + memory.reserve_bytes
+    host, there = prediction.peak_host_bytes_per_node, memory.host_capacity_bytes
+    return [
+        Room(memory="device", needed_bytes=device, live_bytes=memory.device_total_bytes, capacity_bytes=capacity),
+        Room(memory="host", needed_bytes=host, live_bytes=host, capacity_bytes=there),
+    ]

@@ -1,0 +1,90 @@
+"""Chooses the sequences of a step for a question that does not name them.
+
+The batch is the smallest that gives every device work: one micro-batch for each replica, and for each pipeline stage of
+a replica. Replicas count as far as memory can hold them: the layout with most of them is taken whose states and
+activations are not known to be too large (``lower_bounds.py``, nothing is lowered). Plans that run every layer forward
+twice do not count where others can fit, because replicas that cost a second forward win nothing.
+
+    llama3-8b, 8k tokens, eight H100      dp 8 fits                          8 sequences
+    gpt-7b, 1m tokens, eight A800         two replicas do not fit            1 sequence
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.knobs import MOST_SEQUENCES
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.planning.blocks import loss_chunk
+from memo_sim.planning.layouts import layouts
+from memo_sim.planning.lower_bounds import LowerBounds
+from memo_sim.planning.presets import Policy
+from memo_sim.planning.question import Question
+from memo_sim.planning.space import policies, with_alpha
+from memo_sim.program.layout.compatibility import check_compatible
+from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
+
+
+def with_filling_batch(question: Question) -> Question:
+    """Return the question with the smallest batch that gives every device work, and why it is that batch.
+
+    Raises:
+        UsageError: when pinned knobs contradict each other or the cluster.
+    """
+    if question.preset.solver and question.pins.dp is None:
+        rule = "not given: one micro-batch, as in SPPO's solver"
+        return replace(question, global_batch=question.micro_batch, batch_rule=rule)
+    found = sorted(layouts(question), key=lambda layout: _sequences(question, layout), reverse=True)
+    bounds = LowerBounds(question.hardware, question.cluster)
+    tried = policies(question)
+    for chosen in (tuple(p for p in tried if p.recompute != "full"), tried):
+        for layout in found:
+            if _can_fit(question, bounds, layout, chosen):
+                return _with(question, layout, "the largest that may fit")
+    least = min(found, key=lambda layout: _sequences(question, layout))
+    return _with(question, least, "the smallest, as none may fit")
+
+
+def with_one_sequence(question: Question) -> Question:
+    """Return the question with one micro-batch for each pinned replica: the batch with the longest sequences."""
+    batch = question.micro_batch * (question.pins.dp or 1)
+    return replace(question, global_batch=batch, batch_rule="not given: the fewest, so that sequences can be longest")
+
+
+def _with(question: Question, layout: Layout, which: str) -> Question:
+    sequences = _sequences(question, layout)
+    degrees = f"dp {layout.dp}" + (f" x pp {layout.pp}" if sequences > question.micro_batch * layout.dp else "")
+    return replace(question, global_batch=sequences, batch_rule=f"not given: enough for {degrees}, {which}")
+
+
+def _sequences(question: Question, layout: Layout) -> int:
+    """Return the sequences of one micro-batch for each replica and stage; subsequences fill stages themselves."""
+    stages = layout.pp if layout.subsequences == 1 else 1
+    return min(MOST_SEQUENCES, question.micro_batch * layout.dp * stages)
+
+
+def _can_fit(question: Question, bounds: LowerBounds, layout: Layout, tried: tuple[Policy, ...]) -> bool:
+    """Return whether some policy is not known to need more memory than there is on a layout that divides the model."""
+    base = replace(question, global_batch=_sequences(question, layout)).decisions(layout)
+    try:
+        check_compatible(base)
+        stages_of(base)
+        partition(base)
+        base = msgspec.structs.replace(base, loss_chunk_tokens=loss_chunk(question, base, shape_of(base)))
+    except Infeasible:
+        return False
+    return any(_may_hold(bounds, base, policy) for policy in tried)
+
+
+def _may_hold(bounds: LowerBounds, base: Decisions, policy: Policy) -> bool:
+    """Return whether a policy may fit: with an open alpha, the device at full swap, and the host without swap."""
+    low = with_alpha(base, policy.recompute, policy.alpha or 0.0)
+    high = with_alpha(base, policy.recompute, 1.0) if policy.alpha is None and policy.recompute == "none" else low
+    device = bounds.memory(high, eager_too=True).device_bytes
+    host = bounds.memory(low).host_bytes_per_node
+    return device <= bounds.device_room_bytes and host <= bounds.host_room_bytes

@@ -1,0 +1,105 @@
+"""Shows answers as text: the verdict and what it assumes first, then only the details that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memo_sim.contract.longest import Longest
+from memo_sim.contract.plain_text import one_line
+from memo_sim.contract.plan import PlanRow
+from memo_sim.contract.result import Result
+from memo_sim.contract.units import counted, format_tokens
+from memo_sim.views.longest_table import tried_table
+from memo_sim.views.plan_table import plans_table, ranked_table
+from memo_sim.views.summary_text import summary_lines
+from memo_sim.views.text_table import warning_lines
+
+NEAR = 0.01
+"""Plans of a Pareto front within this fraction of a listed one, in time and both memories, are not listed."""
+FRONT = "Pareto front of step time, device memory and host memory"
+
+
+def answer_text(result: Result, *, why: bool = False, top: int | None = None, searched: bool = True) -> str:
+    """Return the answer to a what-if question, without a final newline.
+
+    ``why`` adds the reasons, ``top`` a table of so many ranked plans; a whole Pareto front is shown where there is one.
+    ``searched``: plans were compared, so that there is more to ask for.
+    """
+    head = one_line(f"{result.model} on {result.cluster}, {format_tokens(result.seq_tokens)} tokens")
+    if result.summary is None:  # no plan can be evaluated: the reasons are the answer
+        return _blocks([*warning_lines(result.warnings), f"{head}: no plan", plans_table(result, top=top), *result.why])
+    blocks = [*warning_lines(result.warnings), "\n".join([head, *summary_lines(result.summary)])]
+    blocks += ["\n".join(one_line(more.text) for more in result.more_memory)] if result.more_memory else []
+    if top is not None:
+        blocks.append(plans_table(result, top=top))
+    if result.front_is_whole:
+        blocks.append(_front(result.front))
+    if why:
+        blocks.append("\n".join(map(one_line, result.why)))
+    details = {
+        "--why (reasons)": not why,
+        "--top 3 (ranked plans)": searched and top is None,
+        "--pareto (time against memory)": searched and not result.front_is_whole,
+        "--one-more-gib (what more memory buys)": searched and not result.more_memory,
+    }
+    return _blocks([*blocks, *_more(details)])
+
+
+def longest_text(document: Longest, *, why: bool = False) -> str:
+    """Return the answer to how long sequences can be, without a final newline; ``why`` adds lengths and reasons."""
+    head = one_line(f"{document.model} on {document.cluster}, {document.system}")
+    if document.seq_tokens:
+        head += f": {format_tokens(document.seq_tokens)} tokens at most (limited by {document.bound})"
+    else:
+        head += f": not even {format_tokens(document.step_tokens)} tokens fit ({document.bound})"
+    first, *others = document.why or [""]
+    verdict = [head, *(summary_lines(document.summary) if document.summary else []), one_line(first)]
+    blocks = [*warning_lines(document.warnings), "\n".join(verdict)]
+    blocks += ["\n".join(one_line(more.text) for more in document.more_memory)] if document.more_memory else []
+    if why or document.summary is None:
+        blocks += [tried_table(document), "\n".join(map(one_line, others))]
+    return _blocks(
+        [
+            *blocks,
+            *_more(
+                {
+                    "--why (lengths tried, reasons)": not why and document.summary is not None,
+                    "--one-more-gib (what more memory buys)": not document.more_memory,
+                }
+            ),
+        ]
+    )
+
+
+def thinned(front: Sequence[PlanRow]) -> list[PlanRow]:
+    """Return the front without plans that are within 1 % of a listed one in time, device and host memory alike."""
+    found: list[PlanRow] = []
+    for plan in front:
+        if not any(_alike(plan, other) for other in found):
+            found.append(plan)
+    return found
+
+
+def _alike(plan: PlanRow, other: PlanRow) -> bool:
+    return all(abs(mine - theirs) <= NEAR * theirs for mine, theirs in zip(_costs(plan), _costs(other), strict=True))
+
+
+def _costs(plan: PlanRow) -> tuple[float, int, int]:
+    return plan.step_s or 0.0, plan.peak_device_bytes, plan.peak_host_bytes_per_node
+
+
+def _front(front: Sequence[PlanRow]) -> str:
+    listed = thinned(front)
+    left = len(front) - len(listed)
+    note = f" ({counted(left, 'plan')} within 1 % of a listed one left out)" if left else ""
+    return f"{FRONT}{note}:\n{ranked_table(listed)}"
+
+
+def _more(details: dict[str, bool]) -> list[str]:
+    """Return the line that names the details that were not asked for."""
+    names = [name for name, there in details.items() if there]
+    return [f"More: {', '.join(names)}."] if names else []
+
+
+def _blocks(blocks: Sequence[str]) -> str:
+    return "\n\n".join(block for block in blocks if block)

@@ -1,0 +1,55 @@
+"""The batch of a question that names none: the smallest that keeps every device busy, as far as memory allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
+from memo_sim.planning.few_layers import Passes
+from memo_sim.planning.question import Pins, Question
+
+
+def asked(model: str, cluster: str, seq_tokens: int, *, system: str = "any", **pins: Any) -> Question:
+    machine, hardware = load_cluster(cluster)
+    return Question(
+        model=load_model(model),
+        cluster=machine,
+        hardware=hardware,
+        seq_tokens=seq_tokens,
+        system=system,
+        pins=Pins(**pins),
+    )
+
+
+@pytest.mark.parametrize(
+    ("question", "sequences"),
+    [
+        (asked("llama3-8b", "h100-1x8", 8 << 10), 8),
+        (asked("gpt-7b", "a800-1x8", 1 << 20), 1),
+        (asked("llama3-8b", "h100-1x8", 8 << 10, tp=4), 2),
+        (asked("llama3-8b", "h100-1x8", 8 << 10, tp=8), 1),
+        (asked("llama3-8b", "h100-1x8", 8 << 10, system="fsdp"), 8),
+        (asked("llama3-8b", "h100-1x8", 8 << 10, tp=2, pp=4), 4),  # one micro-batch for each stage
+        (asked("llama3-8b", "h100-1x8", 8 << 10, tp=2, pp=4, subsequences=8), 1),  # subsequences fill the stages
+        (asked("gpt-7b", "a800-1x8", 128 << 10, system="sppo"), 1),
+        (replace(asked("gpt-7b", "a800-1x8", 4 << 10), micro_batch=2), 16),
+        (asked("llama3-8b", "h100-64x8-ndr8", 8 << 10), 512),
+        (asked("llama3-70b", "h100-1x8", 8 << 10), 1),
+    ],
+)
+def test_the_batch_gives_every_device_work(question: Question, sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Passes, "of", None)  # nothing is lowered
+    filled = with_filling_batch(question)
+    assert filled.global_batch == sequences
+    assert filled.batch_rule.startswith("not given: ")
+    assert replace(filled, global_batch=1, batch_rule="") == replace(question, global_batch=1)
+
+
+def test_the_longest_sequence_is_asked_for_one() -> None:
+    question = asked("gpt-7b", "a800-1x8", 64 << 10)
+    assert with_one_sequence(question).global_batch == 1
+    assert with_one_sequence(replace(question, pins=Pins(dp=2), micro_batch=3)).global_batch == 6

@@ -1,0 +1,124 @@
+"""The printed answer: the verdict first, details only where they are asked for."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memo_sim.contract.longest import Longest, Tried
+from memo_sim.contract.result import MoreMemory
+from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, Summary
+from memo_sim.contract.units import GIB
+from memo_sim.views.answer_text import answer_text, longest_text, thinned
+from memo_sim.views.summary_text import summary_lines
+from tests.views.test_tables import INTERVAL, infeasible, plan, result
+
+SUMMARY = Summary(
+    fits=True,
+    status="ok",
+    devices=8,
+    tokens_per_step=1 << 20,
+    step_s=83.6,
+    interval=INTERVAL,
+    mfu=0.5231,
+    tokens_per_device_s=1567.25,
+    device_hours_per_billion_tokens=177.2,
+    price_per_device_hour=2.5,
+    price_per_step=0.4644,
+    price_per_billion_tokens=443.1,
+    device_memory=DeviceMemory(
+        peak="arena",
+        peak_bytes=71 * GIB,
+        live_bytes=70 * GIB,
+        reserve_bytes=4 * GIB,
+        needed_bytes=75 * GIB,
+        capacity_bytes=80 * GIB,
+        free_bytes=5 * GIB,
+    ),
+    host_memory=HostMemory(needed_bytes=1200 * GIB, capacity_bytes=1800 * GIB),
+    plan="tp4+sp cp2 dp1 on 8 GPUs; keep",
+    assumptions=[Assumption(name="dtype", value="bf16", option="--dtype"), Assumption(name="reserve", value="4 GiB")],
+    left_out=[LeftOut(what="Ulysses", option="--system every-layout"), LeftOut(what="METP", option="--system metp")],
+)
+VERDICT = """\
+FITS with 5.00 GiB free on a device: planned arena 71.00 GiB + reserve 4.00 GiB = 75.00 GiB of 80.00 GiB; \
+host: 1200.00 GiB of 1800.00 GiB a node, for all its ranks.
+Step 83.6 s (81 to 91.5 s, 80 %), MFU 52.3 %, 1567 tokens per GPU and second, 177 GPU-hours per billion tokens, \
+price 443 per billion tokens, 0.464 a step (at 2.5 a GPU-hour).
+Plan: tp4+sp cp2 dp1 on 8 GPUs; keep.
+Assumed:
+  dtype    bf16 (--dtype)
+  reserve  4 GiB
+Not tried: Ulysses (--system every-layout); METP (--system metp)."""
+
+
+def test_the_verdict_says_what_each_memory_figure_includes() -> None:
+    assert "\n".join(summary_lines(SUMMARY)) == VERDICT
+    stages = msgspec.structs.replace(SUMMARY.device_memory, stage=1, stages=4, peak="reserved")
+    (first, *_) = summary_lines(msgspec.structs.replace(SUMMARY, device_memory=stages))
+    assert "on a device (stage 1 of 4, the fullest): reserved by PyTorch's allocator 71.00 GiB" in first
+
+
+def test_details_are_shown_only_where_they_are_asked_for() -> None:
+    answer = msgspec.structs.replace(result(plan()), summary=SUMMARY, why=["Because."])
+    short = answer_text(answer)
+    assert short.startswith(f"gpt-7b on a800-1x8, 1m tokens\n{VERDICT}\n\nMore: --why (reasons), --top 3 ")
+    assert len(short.splitlines()) == len(VERDICT.splitlines()) + 3
+    assert answer_text(answer, why=True).count("Because.") == 1
+    assert "12 plans evaluated, 3 pruned:\n" in answer_text(answer, top=3)
+    assert answer_text(answer, searched=False).endswith("\n\nMore: --why (reasons).")
+    bought = msgspec.structs.replace(
+        answer, more_memory=[MoreMemory(space="host", added_bytes=GIB, best=None, text="A GiB helps.")]
+    )
+    assert "\n\nA GiB helps.\n\nMore: " in answer_text(bought)
+
+
+def test_what_does_not_fit_is_told_with_ways_out_and_without_speed() -> None:
+    device = msgspec.structs.replace(SUMMARY.device_memory, peak="live", needed_bytes=90 * GIB, free_bytes=0)
+    short = msgspec.structs.replace(
+        SUMMARY,
+        fits=False,
+        status="gpu_oom",
+        device_memory=device,
+        shortfall_bytes=10 * GIB,
+        reason="device memory runs out",
+        ways_out=["more devices", "--states host"],
+    )
+    text = answer_text(msgspec.structs.replace(result(infeasible()), summary=short))
+    assert "\nDOES NOT FIT: 10.00 GiB are missing on a device: live bytes 71.00 GiB + reserve 4.00 GiB = 90.00" in text
+    assert "\nWhy: device memory runs out.\n" in text
+    assert "\nWays out:\n  more devices\n  --states host\n" in text
+    assert "Step" not in text
+    host = msgspec.structs.replace(short, status="host_oom")
+    assert summary_lines(host)[0].startswith("DOES NOT FIT: 10.00 GiB of host memory a node are missing; host: ")
+
+
+def test_near_duplicates_of_a_front_are_left_out() -> None:
+    near = plan(step_s=84.0, peak_device_bytes=int(70.9 * GIB))
+    less = plan(step_s=84.0, peak_device_bytes=60 * GIB)
+    no_host = plan(step_s=84.0, peak_host_bytes_per_node=0)
+    assert thinned([plan(), near, less, no_host]) == [plan(), less, no_host]
+    whole = msgspec.structs.replace(
+        result(plan()), summary=SUMMARY, front=[plan(), near, less, no_host], front_is_whole=True
+    )
+    assert "host memory (1 plan within 1 % of a listed one left out):\n" in answer_text(whole)
+
+
+def test_the_longest_sequence_comes_before_the_lengths_that_were_tried() -> None:
+    document = Longest(
+        model="gpt-7b",
+        cluster="a800-1x8",
+        system="any",
+        step_tokens=1 << 16,
+        seq_tokens=1 << 20,
+        best=plan(),
+        bound="device memory",
+        tried=[Tried(seq_tokens=1 << 20, fits=True, step_s=83.6)],
+        why=["1088k tokens do not fit.", "The search evaluated 1 multiple."],
+        summary=SUMMARY,
+    )
+    short, whole = longest_text(document), longest_text(document, why=True)
+    assert short.startswith("gpt-7b on a800-1x8, any: 1m tokens at most (limited by device memory)\nFITS with ")
+    assert "\n1088k tokens do not fit.\n\nMore: --why" in short
+    assert "evaluated" not in short
+    assert "a plan's step" in whole
+    assert "The search evaluated 1 multiple." in whole
