@@ -87,14 +87,6 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     return ways
 
 
-def _dividing_length(question: Question) -> list[str]:
-    """Return the next shorter length that every layout divides, where this one is no such length."""
-    tokens, whole = question.seq_tokens, tokens_that_divide(question)
-    if tokens % whole == 0 or tokens < whole:
-        return []
-    return [f"--seq-len {tokens // whole * whole}, which more layouts divide"]
-
-
 def changes(question: Question, decisions: Decisions, *, near: bool = False) -> list[Change]:
     """Return every plan that differs from ``decisions``, an outcome of ``question``, in one decision.
 
@@ -113,6 +105,14 @@ def changes(question: Question, decisions: Decisions, *, near: bool = False) -> 
         *_chunks(fixed, decisions),
         *_others(fixed, decisions),
     ]
+
+
+def _dividing_length(question: Question) -> list[str]:
+    """Return the next shorter length that every layout divides, where this one is no such length."""
+    tokens, whole = question.seq_tokens, tokens_that_divide(question)
+    if tokens % whole == 0 or tokens < whole:
+        return []
+    return [f"--seq-len {tokens // whole * whole}, which more layouts divide"]
 
 
 def evaluated(change: Change, before: Decisions, *, enough_s: float | None = None) -> Evaluated | None:

@@ -32,7 +32,7 @@ from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import CONFIG, hub_name
 
-ACCELERATE, LAUNCH = "accelerate.yaml", "launch.sh"
+ACCELERATE, LAUNCH = "accelerate.yaml", "train.sh"
 
 _NO_STAGES = "it has no pipeline stages; replicas take their place"
 _OF_HUGGING_FACE = {
@@ -193,7 +193,7 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     return {
         ACCELERATE: yaml_text(accelerate_yaml(job, launch.devices, launch.nodes), header),
         TRAIN: TRAIN_TEXT,
-        LAUNCH: launch.script(start, header=header, before=model_variable(job), accelerate=ACCELERATE),
+        LAUNCH: launch.script(start, header=header, before=model_variable(job), accelerate=ACCELERATE, inside=True),
         **model_files(job),
     }
 

@@ -83,10 +83,10 @@ def test_a_plan_of_the_framework_comes_back_with_its_hash(name: str) -> None:
 
 
 GOLDEN = [
-    *(("torchtitan", "stages", file) for file in ("memo_plan.py", "launch.sh")),
-    *(("trl", "context", file) for file in ("sft.yaml", "accelerate.yaml", "launch.sh")),
-    *(("accelerate", "hybrid", file) for file in ("accelerate.yaml", "launch.sh")),
-    *(("deepspeed", "ulysses", file) for file in ("ds_config.json", "launch.sh")),
+    *(("torchtitan", "stages", file) for file in ("memo_plan.py", "train.sh")),
+    *(("trl", "context", file) for file in ("sft.yaml", "accelerate.yaml", "train.sh")),
+    *(("accelerate", "hybrid", file) for file in ("accelerate.yaml", "train.sh")),
+    *(("deepspeed", "ulysses", file) for file in ("ds_config.json", "train.sh")),
 ]
 
 
@@ -103,7 +103,7 @@ def test_files_are_as_they_were(name: str, case: str, file: str) -> None:
 @pytest.mark.parametrize("name", EAGER)
 def test_the_launcher_changes_nothing(name: str) -> None:
     job = JOBS[name]["sharded"]
-    script = FRAMEWORKS[name].files(job, Launch(2, 4, "slurm"), ())["launch.sh"]
+    script = FRAMEWORKS[name].files(job, Launch(2, 4, "slurm"), ())["train.sh"]
     assert "#SBATCH --nodes=2" in script
     check_same(job, read_again(name, job, Launch(2, 4, "slurm")).job)
 
@@ -244,7 +244,7 @@ def mine() -> Trainer.Config:
 
 def test_a_recipe_that_changes_another_one() -> None:
     source = Source("config_registry.py", RECIPES)
-    found = FRAMEWORKS["torchtitan"].read((source,), {"devices": "8", "config": "mine"})
+    found = FRAMEWORKS["torchtitan"].read((source,), {"devices": "8", "recipe": "mine"})
     job, pins = found.job, found.job.pins
     assert (job.seq_tokens, job.micro_batch, job.global_batch) == (32768, 2, 8)
     assert (pins.tp, pins.cp, pins.pp, pins.dp, pins.recompute) == (1, 2, 1, 4, "full")
@@ -256,7 +256,7 @@ def test_a_recipe_that_changes_another_one() -> None:
 
 def test_stages_are_divided_as_torchtitan_divides_them() -> None:
     source = Source("config_registry.py", RECIPES)
-    found = FRAMEWORKS["torchtitan"].read((source,), {"devices": "8", "config": "llama3_8b"})
+    found = FRAMEWORKS["torchtitan"].read((source,), {"devices": "8", "recipe": "llama3_8b"})
     assert (found.job.micro_batch, found.job.global_batch) == (1, 2)
     assert found.job.pins.pp_layers is None
     assert "16, 16" in found.assumed[-1]
