@@ -134,7 +134,6 @@ def what_if_command(**options: Any) -> None:
 @PRICE
 @WHY
 @question_options
-@PRICE
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
 @click.option("--plot", type=click.Path(), help="Draw its timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
