@@ -143,7 +143,8 @@ def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None,
     plan, picture, timeline, report = (
         Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
     )
-    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path", "job_path") if options.get(n))
+    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options.get(n))
+    read += tuple(map(Path, options.get("job_paths", ())))
     full = bool(options.get("full_trace"))
     if full and timeline is None:
         raise UsageError("--full-trace is about the file of --trace", hint="add --trace FILE")
@@ -169,15 +170,17 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
 
-    job_path: str | None = options.get("job_path")
+    job_paths, given_values = options.get("job_paths", ()), options.get("given", ())
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
-    if plan is not None and job_path:
+    if given_values and not job_paths:
+        raise UsageError("--set is about the files of --from", got=given_values[0], hint="leave it out, or name them")
+    if plan is not None and job_paths:
         raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
-    if plan is None and not job_path:
+    if plan is None and not job_paths:
         if not (options["model"] and options["seq_len"]):
             raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
         return None, named_values.question_of(values_of(options), fill=fill)
-    option = "--from" if job_path else "--plan"
+    option = "--from" if job_paths else "--plan"
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
     if given := typed(*decided):
         raise UsageError(f"{option} brings its own knobs", got=", ".join(given), hint="leave those out")
@@ -186,9 +189,10 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
         raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     values, system = {name: options[name] for name in OF_A_MACHINE}, options["system"]
     if plan is None:
-        from memo_sim.answers.import_job import plan_of_files
+        from memo_sim.answers.import_job import parse_given, plan_of_files
 
-        plan, system = plan_of_files([str(job_path)], {}, None, named_values.machine_of(values))
+        machine = named_values.machine_of(values)
+        plan, system = plan_of_files(job_paths, parse_given(given_values), None, machine)
     return plan, named_values.question_of_plan(plan, values, system=system)
 
 

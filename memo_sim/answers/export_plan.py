@@ -16,8 +16,9 @@ from memo_sim.contract.interchange import Export, LostDecision, OwnDecision
 from memo_sim.contract.knobs import KNOBS
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Decisions, Plan, Prediction
+from memo_sim.contract.units import format_tokens
 from memo_sim.interchange.framework import Framework
-from memo_sim.interchange.job import Job
+from memo_sim.interchange.job import Job, part_of
 from memo_sim.interchange.launch import Launcher, launch_of
 from memo_sim.interchange.plan_paths import differences, plan_paths, value_at
 from memo_sim.planning.question import Question
@@ -35,6 +36,8 @@ class Exported:
 
     document: Export
     files: dict[str, bytes]
+    search_command: str
+    """What finds a plan that the framework can run whole."""
 
     @property
     def fits(self) -> bool:
@@ -67,6 +70,7 @@ def export_plan(
         UsageError: when the plan does not fit on the cluster's devices.
     """
     decisions = plan.decisions
+    part_of(cluster, decisions.layout.devices)
     there = _nearest(decisions, framework, cluster, hardware)
     layout = there.decisions.layout
     launch = launch_of(layout.devices, cluster.devices_per_node, launcher)
@@ -92,7 +96,14 @@ def export_plan(
     files = {name: text.encode() for name, text in written.items()}
     files[LOST_PAGE] = lost_page(document).encode()
     files[PLAN_FILE] = encode(plan)
-    return Exported(document, files)
+    return Exported(document, files, search_command(decisions, framework, cluster))
+
+
+def search_command(decisions: Decisions, framework: Framework, cluster: Cluster) -> str:
+    """Return the command line that searches a plan of the framework for the same question."""
+    asked = f"--cluster {cluster.name} --seq-len {format_tokens(decisions.seq_tokens)}"
+    batch = f"--global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
+    return f"memo-sim what-if {decisions.model.name} {asked} {batch} --system {framework.system} -o plan.json"
 
 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
@@ -116,7 +127,7 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             where=first.where,
             got=f"{first.what}: {first.got}" if first.got else first.what,
             wanted=first.wanted,
-            hint=f"search a plan that it can run: memo-sim what-if ... --system {framework.system}",
+            hint=f"search a plan that it can run: {search_command(decisions, framework, cluster)}",
         )
     return min(found, key=lambda there: there.order)
 
@@ -130,6 +141,7 @@ def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[
             why=framework.sayings[path].lost,
         )
         for path in differences(decisions, there)
+        if not (_has_no_effect(decisions, path) and _has_no_effect(there, path))
     ]
 
 

@@ -111,7 +111,7 @@ def import_job(
     of, read = read_files(paths, given, framework=framework, devices=machine[0].devices if machine else 0)
     job = read.job
     document = ImportedJob(
-        framework=read.framework,
+        framework=of.title,
         version=of.version,
         files=list(paths),
         model=job.model,

@@ -99,19 +99,6 @@ def question_of_plan(plan: Plan, values: Values, *, system: str = "any") -> Ques
     )
 
 
-def question_without_batch(values: Values) -> tuple[Question, bool]:
-    """Return the question as ``question_of`` reads it, and whether its batch is still to be chosen.
-
-    Whether knobs contradict each other is not looked at; choosing the batch does.
-
-    Raises:
-        UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
-        BadInput: when a file cannot be read.
-    """
-    _check_needed(values)
-    return _without_batch(values, *named_cluster(values)), values.get("global_batch") is None
-
-
 def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
     """Return the question that the values ask about a cluster; ``fill`` as in ``question_of``.
 
@@ -123,6 +110,19 @@ def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, fill: b
     if values.get("global_batch") is not None:
         return question
     return with_filling_batch(question) if fill else with_one_sequence(question)
+
+
+def question_without_batch(values: Values) -> tuple[Question, bool]:
+    """Return the question as ``question_of`` reads it, and whether its batch is still to be chosen.
+
+    Whether knobs contradict each other is not looked at; choosing the batch does.
+
+    Raises:
+        UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
+        BadInput: when a file cannot be read.
+    """
+    _check_needed(values)
+    return _without_batch(values, *named_cluster(values)), values.get("global_batch") is None
 
 
 def _without_batch(values: Values, cluster: Cluster, hardware: Hardware) -> Question:

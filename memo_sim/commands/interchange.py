@@ -10,8 +10,17 @@ import click
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.views.command_line import show, show_document, with_progress
 
-TO = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl")
+TO = ("megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "trl", "deepspeed")
 """Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
+
+GIVEN = click.option(
+    "--set",
+    "given",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A variable that a script leaves open, or an option of the job (repeat).",
+)
+"""Values for what the files of a job leave open."""
 
 
 @click.command("export")
@@ -65,7 +74,7 @@ def export_command(
         raise Infeasible(
             "the plan does not fit as the framework would run it",
             where=str(output / "lost.md"),
-            hint=f"search one that does: memo-sim what-if ... --system {exported.document.system}",
+            hint=f"search one that does: {exported.search_command}",
         )
 
 
@@ -73,13 +82,7 @@ def export_command(
 @click.argument("files", nargs=-1, required=True, type=click.Path())
 @click.option("--cluster", help="Where the job runs: says what it costs there, and what would be better.")
 @click.option("--framework", type=click.Choice(TO), help="Whose files they are, where they do not show it.")
-@click.option(
-    "--set",
-    "given",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A variable that a script leaves open, or an option of the job (repeat).",
-)
+@GIVEN
 @click.option("--no-search", is_flag=True, help="Do not search for something better.")
 @click.option("--all", "everything", is_flag=True, help="Show every option that was ignored with its value.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.job/1 document.")

@@ -193,7 +193,7 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     return {
         ACCELERATE: yaml_text(accelerate_yaml(job, launch.devices, launch.nodes), header),
         TRAIN: TRAIN_TEXT,
-        LAUNCH: launch.script(start, header=header, before=model_variable(job), accelerate=ACCELERATE),
+        LAUNCH: launch.script(start, header=header, before=model_variable(job), accelerate=ACCELERATE, inside=True),
         **model_files(job),
     }
 

@@ -42,7 +42,7 @@ SAYINGS = hugging_face_sayings(
         "layout.cp_exchange": Saying("none", lost=_NO_CP),
         "layout.ulysses": exact("sequence_parallel_size", lost=_NO_CP),
         "layout.uneven_heads": Saying("none", lost="the heads have to divide by the ranks of Ulysses"),
-        "layout.dp": exact("train_batch_size"),
+        "layout.dp": exact("nproc-per-node"),
         "layout.zero": exact("zero_optimization.stage"),
         "layout.zero_ranks": Saying("none", lost="ZeRO divides over all replicas"),
         "decisions.overlap": near(
@@ -135,10 +135,9 @@ def configuration(job: Job) -> dict[str, Any]:
     if job.states == "pure-bf16":
         bf16 |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     said: dict[str, Any] = {
-        "train_batch_size": job.global_batch,
         "train_micro_batch_size_per_gpu": job.micro_batch,
         "gradient_accumulation_steps": max(job.global_batch // (job.micro_batch * (pins.dp or 1)), 1),
-        "sequence_parallel_size": pins.ulysses or 1,
+        **({"sequence_parallel_size": pins.ulysses} if (pins.ulysses or 1) > 1 else {}),
         "zero_optimization": zero,
         "bf16": bf16,
         "fp16": {"enabled": pins.dtype == "fp16"},
@@ -168,7 +167,7 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     return {
         CONFIGURATION: json.dumps(configuration(job), indent=2) + "\n",
         TRAIN: TRAIN_TEXT,
-        LAUNCH: launch.script(command, header=header, before=model_variable(job)),
+        LAUNCH: launch.script(command, header=header, before=model_variable(job), inside=True),
         **model_files(job),
     }
 

@@ -51,8 +51,9 @@ class Source:
 class Read:
     """What was read of a framework's files.
 
-    ``devices``: how many devices the files start, 0 where they do not say. ``assumed``: what the files leave open, with
-    the framework's default.
+    ``framework``: the name of the one that runs the job, which may not be the one whose files were read. ``devices``:
+    how many devices the files start, 0 where they do not say. ``assumed``: what the files leave open, with the
+    framework's default.
     """
 
     framework: str

@@ -44,6 +44,8 @@ class Files:
     names: dict[str, str] = field(default_factory=dict)
     """Name of the file that each of them is from."""
     devices: int = 0
+    left_out: list[str] = field(default_factory=list)
+    """What a script does that only running it would tell."""
     trl: bool = False
     """Whether TRL is started, whose defaults differ."""
 
@@ -112,8 +114,9 @@ def _json(source: Source) -> dict[str, Any]:
 
 def _script(source: Source, given: Mapping[str, str], files: Files) -> None:
     """Add the options of the command that starts the training: the launcher's, then those of the program."""
-    commands = read_script(source.text, given, where=source.name).commands
-    found = next((words for words in commands if _starter(words) is not None), None)
+    script = read_script(source.text, given, where=source.name)
+    files.left_out += script.left_out
+    found = next((words for words in script.commands if _starter(words) is not None), None)
     if found is None:
         return
     at = _starter(found) or 0
@@ -285,7 +288,7 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
         devices=parallel.devices,
         read=tuple(option for settings in every for option in settings.read),
         ignored=tuple(option for settings in every for option in settings.ignored),
-        assumed=tuple(assumed),
+        assumed=(*assumed, *files.left_out),
     )
 
 

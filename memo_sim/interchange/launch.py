@@ -29,6 +29,7 @@ _SRUN = (
     "srun torchrun --nnodes %d --nproc-per-node %d --rdzv-id ${SLURM_JOB_ID} --rdzv-backend c10d"
     " --rdzv-endpoint ${MASTER_ADDR}:${MASTER_PORT}"
 )
+_INSIDE = 'cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")}"'
 _ACCELERATE = (
     "accelerate launch --config_file %s --num_machines %s --num_processes %d%s"
     " --main_process_ip ${MASTER_ADDR} --main_process_port ${MASTER_PORT}"
@@ -56,17 +57,21 @@ class Launch:
         environment: Mapping[str, str] | None = None,
         before: str = "",
         accelerate: str = "",
+        inside: bool = False,
     ) -> str:
         """Return a bash script that starts ``command`` (the program and its arguments, quoted) on every device.
 
         ``header`` is written as comments, ``environment`` is exported, and ``before`` stands before the command.
         ``accelerate`` names a configuration of accelerate, which then starts the processes in place of torchrun.
+        ``inside``: the command runs in the script's folder (under SLURM the one where it was submitted).
         """
         lines = ["#!/bin/bash"]
         if self.launcher == "slurm":
             lines += _SBATCH.format(nodes=self.nodes, per_node=self.per_node).splitlines()
         lines += [f"# {line}" for line in header]
         lines += ["set -euo pipefail", ""]
+        if inside:
+            lines.append(_INSIDE)
         lines += [f"export {name}={value}" for name, value in (environment or {}).items()]
         if self.launcher == "slurm":
             lines.append('MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST}" | head -n 1)')

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -27,7 +28,7 @@ from memo_sim.interchange.megatron_words import SAYINGS, Settings, nearest_jobs,
 from memo_sim.interchange.shell_script import read_script
 from memo_sim.interchange.yaml_file import read_yaml
 
-TITLE = "Megatron-Bridge"
+NAME, TITLE = "megatron-bridge", "Megatron-Bridge"
 VERSION = "Megatron-Bridge (NVIDIA-NeMo/Megatron-Bridge@067f987, 2026-08-22)"
 
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -233,7 +234,7 @@ def _job(found: Found, sources: tuple[Source, ...], given: Mapping[str, str], no
         config.model = load_model(MODELS.get(hub, hub))
     fallback = whole_or_zero(given.get(FALLBACK, ""))
     name = PurePath(sources[0].name).stem
-    read = read_job(config, framework=TITLE, name=name, devices=found.devices, fallback_devices=fallback)
+    read = read_job(config, framework=NAME, name=name, devices=found.devices, fallback_devices=fallback)
     told = tuple(option for option in read.read if option.key not in unsaid)
     left = tuple(option for option in read.ignored if option.key not in unsaid)
     assumed = read.assumed
@@ -326,7 +327,8 @@ def _from_recipe(source: Source, given: Mapping[str, str], recipe: str, found: F
         BadInput: when the file is no Python, or has several recipes and none is named.
     """
     try:
-        tree = ast.parse(source.text)
+        with warnings.catch_warnings(action="ignore"):  # about the file's own style
+            tree = ast.parse(source.text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadInput("not a Python file", where=source.name, got=str(error)) from None
     functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef) and _is_recipe(f)}
@@ -412,7 +414,7 @@ def _sayings() -> dict[str, Saying]:
 
 
 FRAMEWORK = Framework(
-    name="megatron-bridge",
+    name=NAME,
     title=TITLE,
     version=VERSION,
     system="megatron-core",

@@ -20,7 +20,7 @@ from memo_sim.interchange.megatron_command import find
 from memo_sim.interchange.megatron_reading import Configuration, read_job
 from memo_sim.interchange.megatron_words import nearest_jobs, settings_of
 
-TITLE = "Megatron-LM"
+NAME, TITLE = "megatron-lm", "Megatron-LM"
 VERSION = "Megatron-LM (NVIDIA/Megatron-LM@d98e8a6, 2026-08-22)"
 
 OPTIONS: dict[str, str] = {
@@ -191,7 +191,7 @@ def _read(sources: tuple[Source, ...], given: Mapping[str, str]) -> Read:
     config.undecided += found.undecided
     fallback = int(given[FALLBACK]) if given.get(FALLBACK, "").isdigit() else 0
     name = PurePath(sources[0].name).stem
-    return read_job(config, framework=TITLE, name=name, devices=found.devices, fallback_devices=fallback)
+    return read_job(config, framework=NAME, name=name, devices=found.devices, fallback_devices=fallback)
 
 
 def _sayings() -> dict[str, Saying]:
@@ -208,7 +208,7 @@ def _sayings() -> dict[str, Saying]:
 
 
 FRAMEWORK = Framework(
-    name="megatron-lm",
+    name=NAME,
     title=TITLE,
     version=VERSION,
     system="megatron-core",

@@ -9,7 +9,7 @@ from memo_sim.contract.errors import BadInput
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
 from memo_sim.interchange.framework import FALLBACK
 
-DEVICES, LENGTH, MODEL, RECIPE = "devices", "seq_len", "model", "config"
+DEVICES, LENGTH, MODEL, RECIPE = "devices", "seq_len", "model", "recipe"
 """Names under which ``--set`` gives what files leave open."""
 _GIVEN = (DEVICES, LENGTH, MODEL, RECIPE, FALLBACK)
 NOT_ABOUT_COST = "says nothing about time or memory"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -19,8 +20,10 @@ from memo_sim.contract.errors import BadInput
 OPEN = "\ue000"
 """Surrounds the name of what is unresolved, inside a word; no script has this character."""
 
-_BLANK = "\ue001"
-"""Stands for a blank of what is unresolved while a value is split."""
+_BLANK, _HELD = "\ue001", "\ue002"
+"""Stand for a blank of what is unresolved, and for one in quotes of a default, while a value is split."""
+_ALL = re.compile(r'"\$(?:@|\{(\w+)\[@\]\})"', re.ASCII)
+"""All of an array, or of the script's arguments, each as it is: nothing at all where there are none."""
 
 MOST_WORDS = 200_000
 """More are no training script; arrays that double themselves would fill memory."""
@@ -262,6 +265,9 @@ class _Reader:
                 return value == "" or (is_unresolved(value) and value.count(OPEN) == 2 and self._is_variable(value))
             case ["-n", value]:
                 return known and value != ""
+            case ["-e" | "-f" | "-r" | "-s", value]:  # a script tests for the files that it needs
+                self.script.left_out.append(f"a condition, {values[0]} {shown(value)}: the file is taken to be there")
+                return True
             case [left, "=" | "==", right] if known:
                 return left == right
             case [left, "!=", right] if known:
@@ -352,6 +358,9 @@ class _Reader:
         """Return the fields of a raw word; ``quoted``: one, as on the right of an assignment."""
         if depth > MOST_DEPTH:
             raise self.bad("the script nests deeper than any")
+        all_of = _ALL.fullmatch(raw)
+        if all_of is not None and not self.script.variables.get(all_of[1] or "@"):
+            return []
         fields, current, started, at, inside = list[str](), "", False, 0, False
         while at < len(raw):
             char = raw[at]
@@ -387,7 +396,7 @@ class _Reader:
         if started:
             fields.append(current)
         self._count(len(fields) + sum(map(len, fields)) // 64)
-        return fields
+        return [field_.replace(_HELD, " ") for field_ in fields]
 
     def _expansion(self, raw: str, at: int, depth: int) -> tuple[list[str], int]:  # noqa: PLR0911
         """Return the values of the expansion that begins at ``at``, and the position behind it."""
@@ -395,8 +404,8 @@ class _Reader:
             end = raw.find("`", at + 1)
             return [self._unresolved("(...)")], (len(raw) if end < 0 else end) + 1
         if raw.startswith("$((", at):
-            end = raw.find("))", at)
-            return [self._arithmetic(raw[at + 3 : end], depth)], end + 2
+            end = _closing(raw, at + 1, "(", ")")
+            return [self._arithmetic(raw[at + 3 : end - 2], depth)], end
         if raw.startswith("$(", at):
             return [self._unresolved("(...)")], _closing(raw, at + 1, "(", ")")
         if raw.startswith("${", at):
@@ -425,10 +434,14 @@ class _Reader:
             if rest.startswith(sign):
                 if not (empty if sign[0] == ":" else not known):
                     return self._value(name)
-                return [" ".join(self.expand(rest[len(sign) :], quoted=True, depth=depth + 1))]
+                return [self._default(rest[len(sign) :], depth)]
         if rest.startswith((":+", "+")):
-            return [] if empty else [" ".join(self.expand(rest.lstrip(":+"), quoted=True, depth=depth + 1))]
+            return [] if empty else [self._default(rest.lstrip(":+"), depth)]
         return [self._unresolved(inside)] if not rest.startswith((":?", "?")) else self._value(name)
+
+    def _default(self, raw: str, depth: int) -> str:
+        """Return a default with its fields apart: blanks that its own quotes hold do not split it."""
+        return " ".join(field_.replace(" ", _HELD) for field_ in self.expand(raw, depth=depth + 1))
 
     def _value(self, name: str) -> list[str]:
         return self.script.variables[name] if name in self.script.variables else [self._unresolved(name)]
@@ -442,7 +455,8 @@ class _Reader:
         if is_unresolved(named):
             return self._unresolved(f"(({shown(named)}))")
         try:
-            return str(_whole(ast.parse(named.strip(), mode="eval").body))
+            with warnings.catch_warnings(action="ignore"):  # of Python about digits before a word
+                return str(_whole(ast.parse(named.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return self._unresolved(f"(({text}))")
 

@@ -25,6 +25,7 @@ from memo_sim.interchange.job import Job
 from memo_sim.interchange.model_names import model_of
 from memo_sim.interchange.python_recipe import MADE_BY, functions_of, settings_of
 from memo_sim.interchange.settings import DEVICES, MODEL, Settings, devices_of, flat, overrides
+from memo_sim.interchange.settings import RECIPE as RECIPE_NAME
 from memo_sim.interchange.torchtitan_recipe import FLAVORS, NAME, RECIPE, model_of_flavor, recipe
 from memo_sim.interchange.torchtitan_words import (
     RECOMPUTES,
@@ -191,7 +192,8 @@ def files(job: Job, launch: Any, header: tuple[str, ...]) -> dict[str, str]:
     script = launch.script(
         command,
         header=header,
-        environment={"PYTHONPATH": '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)${PYTHONPATH:+:${PYTHONPATH}}"'},
+        inside=True,
+        environment={"PYTHONPATH": '"${PWD}${PYTHONPATH:+:${PYTHONPATH}}"'},
         before="# The model's tokenizer (and weights), as torchtitan's scripts/download_hf_assets.py fetches them.\n"
         "ASSETS=${ASSETS:-./assets}\n",
     )
@@ -248,7 +250,7 @@ def _of_recipe(
 ) -> tuple[dict[str, Any], tuple[str, str] | None]:
     """Return the settings of a recipe, and module and flavor of its model where the recipe's name says them."""
     functions = functions_of(source.text, source.name)
-    asked = given.get("config") or started.get("config")
+    asked = given.get(RECIPE_NAME) or started.get("config")
     if asked is None and len(functions) == 1:
         asked = next(iter(functions))
     if asked not in functions:
@@ -257,7 +259,7 @@ def _of_recipe(
             where=source.name,
             got=asked or f"{len(functions)} functions without parameters",
             wanted=", ".join(functions) or "a function that returns a Trainer.Config",
-            hint=(did_you_mean(asked, functions) if asked else None) or "--set config=NAME",
+            hint=(did_you_mean(asked, functions) if asked else None) or f"--set {RECIPE_NAME}=NAME",
         )
     values = settings_of(asked, functions)
     module = _module(source, [started.get("module", ""), asked, *functions])

@@ -25,6 +25,7 @@ from memo_sim.interchange.hf_read import kind_of, read_files
 from memo_sim.interchange.hf_words import accelerate_yaml, arguments_of, yaml_text
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
+from memo_sim.interchange.model_names import hub_name
 
 ARGUMENTS = "sft.yaml"
 
@@ -71,6 +72,7 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     """Return the arguments, accelerate's configuration, and the script that starts both."""
     cp = job.pins.cp or 1
     arguments = {
+        "model_name_or_path": hub_name(job.model) or ".",
         "dataset_name": "trl-lib/Capybara",
         **arguments_of(job),
         "packing": False,
@@ -87,7 +89,7 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     return {
         ARGUMENTS: yaml_text(arguments, (*header, note)),
         ACCELERATE: yaml_text(accelerate_yaml(job, launch.devices, launch.nodes), header),
-        LAUNCH: launch.script(command, header=header, before=model_variable(job), accelerate=ACCELERATE),
+        LAUNCH: launch.script(command, header=header, before=model_variable(job), accelerate=ACCELERATE, inside=True),
         **model_files(job),
     }
 

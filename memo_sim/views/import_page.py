@@ -76,6 +76,9 @@ def _costs(document: ImportedJob, job: PlanRow) -> list[str]:
         if best is None:
             lines.append(f"Best of {title}: nothing fits.")
             continue
+        if job.status == "ok" and job.step_s and best.step_s and best.step_s >= job.step_s:
+            lines.append(f"Best of {title}: nothing is faster than the job. {_figures(best)}")
+            continue
         change = f"{job.step_s / best.step_s:.2f} times as fast, " if job.step_s and best.step_s else ""
         lines.append(f"Best of {title}: {change}{_figures(best)}")
     return lines

@@ -209,7 +209,7 @@ class Options:
 
 
 def _paths(name: str) -> list[str]:
-    read = {"plan_path": "plan.json", "job_path": "train.sh", "data": "ids.npy", "weights": "run/weights"}
+    read = {"plan_path": "plan.json", "job_paths": "train.sh", "data": "ids.npy", "weights": "run/weights"}
     if name in read:
         return [read[name]]
     if name == "save":

@@ -35,7 +35,7 @@ def memo_sim(*arguments: str) -> Result:
         ((*SMALL[:-1], "0"), {"got": "'0'", "wanted": "from 1 to 1024m", "hint": "--seq-len"}),
         (("figure", "tabel3"), {"got": "'tabel3'", "hint": "'table3'"}),
         (("figure", "nosuch"), {"got": "'nosuch'", "wanted": "metp-7, table3, table4, table5", "hint": None}),
-        (("schema", "nosuch"), {"got": "'nosuch'", "wanted": "figure, cases", "hint": None}),
+        (("schema", "nosuch"), {"got": "'nosuch'", "wanted": "job, cases", "hint": None}),
     ],
 )
 def test_what_cannot_be_asked_is_said(arguments: tuple[str, ...], fields: dict[str, Expected]) -> None:

@@ -540,7 +540,7 @@ class Timeline {
     this.font(11, "600");
     g.textAlign = "left";
     g.fillStyle = this.ink;
-    const of = this.steps.length > 1 ? ` of ${step.name.split(" · ")[0]}` : "";
+    const of = this.steps.length > 1 ? `, ${step.name.split(" · ")[0]}` : "";
     const heading = side === "device" ? `Device memory${of}` : `Host memory, one rank${of}`;
     g.fillText(heading, 4, y - 11);
     const after = 4 + g.measureText(heading).width + 12;

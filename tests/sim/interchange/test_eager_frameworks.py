@@ -244,7 +244,7 @@ def mine() -> Trainer.Config:
 
 def test_a_recipe_that_changes_another_one() -> None:
     source = Source("config_registry.py", RECIPES)
-    found = FRAMEWORKS["torchtitan"].read((source,), {"devices": "8", "config": "mine"})
+    found = FRAMEWORKS["torchtitan"].read((source,), {"devices": "8", "recipe": "mine"})
     job, pins = found.job, found.job.pins
     assert (job.seq_tokens, job.micro_batch, job.global_batch) == (32768, 2, 8)
     assert (pins.tp, pins.cp, pins.pp, pins.dp, pins.recompute) == (1, 2, 1, 4, "full")
@@ -256,7 +256,7 @@ def test_a_recipe_that_changes_another_one() -> None:
 
 def test_stages_are_divided_as_torchtitan_divides_them() -> None:
     source = Source("config_registry.py", RECIPES)
-    found = FRAMEWORKS["torchtitan"].read((source,), {"devices": "8", "config": "llama3_8b"})
+    found = FRAMEWORKS["torchtitan"].read((source,), {"devices": "8", "recipe": "llama3_8b"})
     assert (found.job.micro_batch, found.job.global_batch) == (1, 2)
     assert found.job.pins.pp_layers is None
     assert "16, 16" in found.assumed[-1]

@@ -2,6 +2,7 @@
 # Written by memo.
 set -euo pipefail
 
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")}"
 # On each of several nodes: NODE_RANK=0, 1, ... and MASTER_ADDR, the first node's name or address.
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}

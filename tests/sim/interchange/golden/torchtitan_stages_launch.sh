@@ -2,7 +2,8 @@
 # Written by memo.
 set -euo pipefail
 
-export PYTHONPATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)${PYTHONPATH:+:${PYTHONPATH}}"
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")}"
+export PYTHONPATH="${PWD}${PYTHONPATH:+:${PYTHONPATH}}"
 # On each of several nodes: NODE_RANK=0, 1, ... and MASTER_ADDR, the first node's name or address.
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
