@@ -131,6 +131,7 @@ def what_if_command(**options: Any) -> None:
 @click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
+@PRICE
 @WHY
 @question_options
 @PRICE
