@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE_IN = (13.0, 8.0)
+ROOM = 1.08
+"""Where an axis ends, over its largest value: no marker is cut off."""
 MOST_NAMED = 24
 """Lines that the legend names; more would not fit beside the axes."""
 MOST_TICKS = 14
@@ -92,7 +94,7 @@ def _figure(lines: Sequence[SweepLine]) -> Figure:
     for ax, (label, _) in zip(axes, PANELS, strict=False):
         _lengths(ax, lengths)
         ax.set_ylabel(label)
-        ax.set_ylim(bottom=0)
+        _from_zero(ax)
         ax.yaxis.set_major_formatter(_number)
         ax.grid(visible=True, alpha=0.3)
     _front(axes[3], front(lines))
@@ -133,10 +135,17 @@ def _front(ax: Axes, best: list[SweepLine]) -> None:
     ax.set_title("dashed: no other question is faster in less memory", fontsize=9, color=QUIET_TEXT)
     ax.set_xlabel("device memory at its peak, GiB")
     ax.set_ylabel("tokens per GPU and second")
-    ax.set_xlim(left=0)
-    ax.set_ylim(bottom=0)
+    _from_zero(ax)
+    if ax.dataLim.xmax > 0:
+        ax.set_xlim(0, ROOM * ax.dataLim.xmax)
     ax.yaxis.set_major_formatter(_number)
     ax.grid(visible=True, alpha=0.3)
+
+
+def _from_zero(ax: Axes) -> None:
+    """Begin the y axis at zero, with room for the highest marker."""
+    if ax.dataLim.ymax > 0:
+        ax.set_ylim(0, ROOM * ax.dataLim.ymax)
 
 
 def _number(value: float, _: float) -> str:
