@@ -49,7 +49,7 @@ def test_a_way_out_costs_what_what_if_prints_for_its_options() -> None:
     assert result.best is not None
     assert result.best.step_s == way.step_s
     text = memo_sim("oom", *asked, *pins, "--top", 1).stdout
-    assert "gpt-7b on a800-1x8, 256k tokens: the run does not fit" in text
+    assert "gpt-7b on a800-1x8, 256k tokens, global batch 1: the run does not fit" in text
     assert way.options in text
 
 

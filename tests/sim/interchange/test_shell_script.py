@@ -67,11 +67,19 @@ def test_given_values_win() -> None:
 
 
 def test_what_is_left_out_is_said() -> None:
-    text = 'for i in 1 2; do A=$i; done\nwhile true; do break; done\nf() { A=2; }\nif [ -f x ]; then A=3; fi\nshow "$A"'
+    text = 'for i in 1 2; do A=$i; done\nwhile true; do break; done\nf() { A=2; }\nif [ -d x ]; then A=3; fi\nshow "$A"'
     script = read_script(text, {}, where="a script")
     assert [shown(word) for word in script.commands[-1]] == ["show", "$A"]
     assert len(script.left_out) == 4
     assert script.undecided == []
+
+
+def test_a_file_that_is_tested_for_is_taken_to_be_there() -> None:
+    script = read_script(
+        "if [ -f x ]; then A=1; else A=2; fi\nif [ ! -s y ]; then A=3; fi\nshow $A", {}, where="a script"
+    )
+    assert script.commands[-1] == ["show", "1"]
+    assert [text.partition(":")[0] for text in script.left_out] == ["a condition, -f x", "a condition, -s y"]
 
 
 @pytest.mark.parametrize("text", ['A="x', "A=(1", "show ${A", "show $(", "A=1\n" + "A=$A$A$A$A\n" * 40])
