@@ -236,15 +236,15 @@ class WhatIfResult:
         return GivenPlan(name, simulation.decisions, simulation.cluster, simulation.hardware, simulation)
 
     def write(self, outputs: what_if_answer.Outputs) -> None:
-        """Write the best plan to all the files of a command line; nothing when no plan fits.
+        """Write the best plan to all the files of a command line; when no plan fits, only the report, which says why.
 
         Raises:
             UsageError: when a file cannot be written.
         """
         outputs.check()
-        if self.answer is not None:
-            made = {"created": what_if_answer.now(), "command": self.command}
-            what_if_answer.write_files(self.answer, self.question, outputs, **made)
+        answer = self.answer or what_if_answer.Answer(self.document, None, None)
+        made = {"created": what_if_answer.now(), "command": self.command}
+        what_if_answer.write_files(answer, self.question, outputs, **made)
 
     def to_json(self) -> str:
         """Return the document ``memo.result/2``."""

@@ -114,9 +114,9 @@ def what_if_command(**options: Any) -> None:
         return
     outputs, plan, question = asked(options)
     result = _ask(plan, question, options, *prices_of(options, [question.cluster.name]))
+    result.write(outputs)
     if result.refused and not options["as_json"]:
         raise result.refused
-    result.write(outputs)
     if options["as_json"]:
         show_document(result.to_json().encode())
     else:

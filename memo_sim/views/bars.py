@@ -39,6 +39,7 @@ LEAST_BUBBLE_S = 1e-9
 
 _LAYER = re.compile(r"l(\d+)")
 _MICRO_BATCH = re.compile(r"m(\d+)/")
+_PASS = re.compile(r"m(\d+)/s(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,11 @@ class Bar:
 class Pass:
     """A micro-batch's forward, backward with its recompute, or deferred weight gradients on one stage's compute lane.
 
-    Other work has the micro-batch -1 and its own phase. ``busy_s`` leaves out the gaps.
+    ``number`` is the micro-batch's; in a step of one micro-batch its subsequence's. Other work has -1 and its own
+    phase. ``busy_s`` leaves out the gaps.
     """
 
-    micro_batch: int
+    number: int
     phase: str
     start_s: float
     end_s: float
@@ -202,11 +204,12 @@ def passes_of(trace: Trace, *, bridge_s: float) -> list[Pass]:
     for name, lane, start, end in zip(spans.ids, spans.lanes, spans.start_s, spans.end_s, strict=True):
         if lane != "compute" or end <= start:
             continue
-        micro_batch = _MICRO_BATCH.match(name)
+        found_in = _PASS.match(name)
         phase = name.rsplit("/", 2)[-2] if name.count("/") > 1 else "other"
-        key = (int(micro_batch[1]), "bwd" if phase == "rec" else phase) if micro_batch else (-1, phase)
+        number = -1 if found_in is None else int(found_in[2 if trace.micro_batches == 1 else 1])
+        key = (number, "bwd" if found_in and phase == "rec" else phase)
         last = found[-1] if found else None
-        if last is not None and (last.micro_batch, last.phase) == key and start - last.end_s <= bridge_s:
+        if last is not None and (last.number, last.phase) == key and start - last.end_s <= bridge_s:
             found[-1] = Pass(*key, last.start_s, end, last.busy_s + end - start)
         else:
             found.append(Pass(*key, start, end, end - start))

@@ -32,8 +32,8 @@ Event = dict[str, Any]
 STEP_THREAD = 1
 """The thread above the lanes. Processes and threads count from 1: in Perfetto, 0 is the idle process of Linux."""
 NS_PER_S = 1e9
-MOST_SLICES = 30_000
-"""Instructions in a file that is not full; with phases, waits and memory about 15 MB."""
+MOST_SLICES = 20_000
+"""Instructions in a file that is not full; with the phases of eight stages, waits and memory 15 MB."""
 
 _PASS = re.compile(r"m\d+/s\d+(?=/)")
 _TRANSFER = re.compile(r"(m\d+/s\d+)/.*/(send|recv)\.(\w+)")

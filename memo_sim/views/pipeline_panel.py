@@ -72,11 +72,11 @@ class PipelinePanel:
                 ax.broken_barh(bar, (bottom, height), facecolors=colour, linewidth=0, snap=False)
         for one in passes:
             width = (one.end_s - one.start_s) / pixel_s
-            if one.micro_batch >= 0 and width > DIGIT_PIXELS * (len(str(one.micro_batch)) + 0.8):
+            if one.number >= 0 and width > DIGIT_PIXELS * (len(str(one.number)) + 0.8):
                 ax.text(
                     (one.start_s + one.end_s) / 2 / self.unit_s,
                     bottom + ROW / 2 - 0.04,
-                    str(one.micro_batch),
+                    str(one.number),
                     ha="center",
                     va="center",
                     fontsize=6.5,
@@ -89,4 +89,4 @@ class PipelinePanel:
 def _shade(one: Pass) -> str:
     """Return a block's colour: its phase's, lighter for odd micro-batches so that neighbours differ."""
     colour = phase_colour(one.phase)
-    return lighter(colour, 0.28) if one.micro_batch > 0 and one.micro_batch % 2 else colour
+    return lighter(colour, 0.28) if one.number > 0 and one.number % 2 else colour

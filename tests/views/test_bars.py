@@ -2,8 +2,19 @@
 
 from itertools import pairwise
 
+import msgspec
+
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
-from memo_sim.views.bars import InstructionPlace, bars_of, first_micro_batch, lanes_of, place_of, played_s, stalls_of
+from memo_sim.views.bars import (
+    InstructionPlace,
+    bars_of,
+    first_micro_batch,
+    lanes_of,
+    passes_of,
+    place_of,
+    played_s,
+    stalls_of,
+)
 
 
 def trace_of(*spans: tuple[str, str, float, float], waits: list[Wait] | None = None) -> Trace:
@@ -92,6 +103,26 @@ def test_bars_hold_the_busy_time_of_their_lane(played) -> None:
     assert abs(sum(b.busy_s for b in bars) - busy) < 1e-9
     assert all(a.end_s <= b.start_s for a, b in pairwise(bars))
     assert len(bars) < len(trace.spans.ids) / 5
+
+
+def test_passes_have_the_number_of_their_micro_batch_or_subsequence() -> None:
+    spans = [
+        ("m0/s0/l0/fwd/a", "compute", 0.0, 1.0),
+        ("m0/s1/l0/fwd/a", "compute", 1.0, 2.0),
+        ("m0/s1/l0/rec/a", "compute", 2.0, 3.0),
+        ("m0/s1/l0/bwd/a", "compute", 3.1, 4.0),
+        ("step/l0/opt/a", "compute", 9.0, 10.0),
+    ]
+    one = trace_of(*spans)
+    several = msgspec.structs.replace(one, micro_batches=2)
+
+    def found(trace: Trace, bridge_s: float) -> list[tuple[int, str, float]]:
+        return [(p.number, p.phase, p.end_s - p.start_s) for p in passes_of(trace, bridge_s=bridge_s)]
+
+    assert found(one, 0.5) == [(0, "fwd", 1.0), (1, "fwd", 1.0), (1, "bwd", 2.0), (-1, "opt", 1.0)]
+    assert found(several, 0.5) == [(0, "fwd", 2.0), (0, "bwd", 2.0), (-1, "opt", 1.0)]
+    assert len(passes_of(one, bridge_s=0.05)) == 5
+    assert passes_of(one, bridge_s=0.5)[2].busy_s == 1.9
 
 
 def test_a_wait_is_divided_over_what_caused_it() -> None:
