@@ -7,6 +7,7 @@ Everything heavier than click is imported inside the functions that need it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -279,7 +280,7 @@ def names_in(text: str) -> list[str]:
     """
     from memo_sim.contract.datasheet import is_datasheet
 
-    if is_datasheet(text) or Path(text).is_file():
+    if is_datasheet(text) or os.path.isfile(text):
         return [text]
     names = [name.strip() for name in text.split(",")]
     if not all(names):

@@ -135,7 +135,7 @@ def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def fields_of(directory: Path) -> dict[str, Any]:
     """Return the fields of a directory's ``config.json``.
 
     Raises:
@@ -147,7 +147,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def _check_config(directory: Path, model: Model) -> str:
     """Return the model type of a directory's ``config.json``, after comparing it with ``model``."""
-    path, fields = directory / "config.json", read_config(directory)
+    path, fields = directory / "config.json", fields_of(directory)
     theirs = model_from_config(fields, where=str(path), name=model.name)
     unlike = {"name", "source"} | (set() if model.learned_positions else {"max_positions"})
     for field in msgspec.structs.fields(Model):

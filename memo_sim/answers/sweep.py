@@ -33,7 +33,7 @@ from memo_sim.answers.named_values import Values, check_names, question_without_
 from memo_sim.answers.sweep_file import opened
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract import codec
-from memo_sim.contract.errors import BadInput, CannotRun, Infeasible, MemoError, UsageError, shortage
+from memo_sim.contract.errors import BadInput, CannotRun, Infeasible, MemoError, UsageError, missing_package, shortage
 from memo_sim.contract.files import read_regular
 from memo_sim.contract.model import Model
 from memo_sim.contract.progress import Progress
@@ -344,10 +344,12 @@ def dask_executor(address: str) -> Iterator[Executor]:
     """Return an executor on the workers of a dask scheduler; they need this version of memo.
 
     Raises:
-        CannotRun: when no scheduler answers there.
-        ModuleNotFoundError: when dask.distributed is not installed.
+        CannotRun: when no scheduler answers there, or dask.distributed is not installed.
     """
-    from distributed import Client
+    try:
+        from distributed import Client
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from None
 
     try:
         client = Client(address, timeout=10)

@@ -10,7 +10,7 @@ import click
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.views.command_line import show, show_document, with_progress
 
-TO = ("megatron-lm", "megatron-bridge", "torchtitan", "accelerate", "trl", "deepspeed")
+TO = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl")
 """Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
 
 GIVEN = click.option(

@@ -81,7 +81,7 @@ def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **opt
         raise UsageError("--questions brings its own values", got=", ".join(given), hint=hint)
     with _executor(options["dask"]) as executor:
         lines = with_progress(
-            "questions",
+            "sweep",
             lambda tell: sweep(questions, output, executor=executor, jobs=options["jobs"], progress=tell),
             told="questions",
         )

@@ -32,7 +32,7 @@ from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import CONFIG, hub_name
 
-ACCELERATE, LAUNCH = "accelerate.yaml", "launch.sh"
+ACCELERATE, LAUNCH = "accelerate.yaml", "train.sh"
 
 _NO_STAGES = "it has no pipeline stages; replicas take their place"
 _OF_HUGGING_FACE = {

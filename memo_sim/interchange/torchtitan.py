@@ -36,7 +36,7 @@ from memo_sim.interchange.torchtitan_words import (
 )
 from memo_sim.program.layout.stage import layers_of_runs
 
-LAUNCH = "launch.sh"
+LAUNCH = "train.sh"
 
 _TWO_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS")
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)(?:[= ]+|$)([^\s\\]*)")

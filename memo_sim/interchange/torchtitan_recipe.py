@@ -90,7 +90,7 @@ def recipe(job: Job, stage_layers: Sequence[int], header: Sequence[str]) -> str:
     choice = pins.recompute_layers or "all"
     lines = [
         *(f"# {line}" for line in header),
-        f"# Start: bash launch.sh, or torchrun ... -m torchtitan.train --module {NAME} --config {NAME}",
+        f"# Start: bash train.sh, or torchrun ... -m torchtitan.train --module {NAME} --config {NAME}",
     ]
     lines += ["", *_imports(flavor, chunks, choice, pins.recompute, job.seq_tokens), ""]
     body = "\n".join(lines)

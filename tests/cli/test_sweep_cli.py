@@ -24,7 +24,7 @@ def test_every_combination_is_asked_once(tmp_path: Path) -> None:
     asked = [[line.question[name] for name in ("cluster", "system", "seq_len", "tp")] for line in lines]
     systems = ("full-recompute", "memo")
     assert asked == [[c, s, n, 2] for c in ("a800-1x2", "h100-1x2") for s in systems for n in ("1k", "2k")]
-    assert done.stdout.startswith("8 questions: 8 fits\n\nmodel ")
+    assert done.stdout.startswith("8 questions: 8 fits; all with tp=2\n\nmodel ")
     assert len((tmp_path / "s.csv").read_text().splitlines()) == 9
     assert "<svg" in (tmp_path / "s.svg").read_text()
     printed = memo_sim("sweep", "gpt-tiny", "--tp", "2", *lists, "-o", tmp_path / "s.jsonl", "--json")
@@ -46,7 +46,7 @@ def test_questions_that_fail_decide_the_exit_code(tmp_path: Path) -> None:
     done = memo_sim("sweep", "gpt-tiny", *TINY, "--dp", "3", "-o", tmp_path / "s.jsonl")
     assert done.returncode == 2
     assert "1 of 1 questions failed" in done.stderr
-    assert "failed:\n- the pinned layout does not fill the cluster" in done.stdout
+    assert "the pinned layout does not fill the cluster" in done.stdout
 
 
 def refusal(*arguments: str | Path) -> Done:

@@ -1,6 +1,6 @@
 """Run by a Python with accelerate, TRL and transformers: reads exported files by their own parsers, prints JSON.
 
-Usage: python parse_huggingface.py accelerate|trl|deepspeed FOLDER, with launch.sh's command in the environment as
+Usage: python parse_huggingface.py accelerate|trl|deepspeed FOLDER, with train.sh's command in the environment as
 COMMAND (JSON).
 """
 

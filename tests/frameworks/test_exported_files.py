@@ -44,8 +44,8 @@ def written(framework: Framework, job: Job, folder: Path) -> list[str]:
     files = framework.files(job, Launch(max(devices // 8, 1), min(devices, 8)), ("written by a test",))
     for name, text in files.items():
         (folder / name).write_text(text)
-    script = files["launch.sh"]
-    commands = read_script(script, {}, where="launch.sh").commands
+    script = files["train.sh"]
+    commands = read_script(script, {}, where="train.sh").commands
     return next(words for words in commands if words[0] in ("torchrun", "accelerate"))[:-1]
 
 

@@ -83,10 +83,10 @@ def test_a_plan_of_the_framework_comes_back_with_its_hash(name: str) -> None:
 
 
 GOLDEN = [
-    *(("torchtitan", "stages", file) for file in ("memo_plan.py", "launch.sh")),
-    *(("trl", "context", file) for file in ("sft.yaml", "accelerate.yaml", "launch.sh")),
-    *(("accelerate", "hybrid", file) for file in ("accelerate.yaml", "launch.sh")),
-    *(("deepspeed", "ulysses", file) for file in ("ds_config.json", "launch.sh")),
+    *(("torchtitan", "stages", file) for file in ("memo_plan.py", "train.sh")),
+    *(("trl", "context", file) for file in ("sft.yaml", "accelerate.yaml", "train.sh")),
+    *(("accelerate", "hybrid", file) for file in ("accelerate.yaml", "train.sh")),
+    *(("deepspeed", "ulysses", file) for file in ("ds_config.json", "train.sh")),
 ]
 
 
@@ -103,7 +103,7 @@ def test_files_are_as_they_were(name: str, case: str, file: str) -> None:
 @pytest.mark.parametrize("name", EAGER)
 def test_the_launcher_changes_nothing(name: str) -> None:
     job = JOBS[name]["sharded"]
-    script = FRAMEWORKS[name].files(job, Launch(2, 4, "slurm"), ())["launch.sh"]
+    script = FRAMEWORKS[name].files(job, Launch(2, 4, "slurm"), ())["train.sh"]
     assert "#SBATCH --nodes=2" in script
     check_same(job, read_again(name, job, Launch(2, 4, "slurm")).job)
 

@@ -74,6 +74,14 @@ def test_what_is_left_out_is_said() -> None:
     assert script.undecided == []
 
 
+def test_a_file_that_is_tested_for_is_taken_to_be_there() -> None:
+    script = read_script(
+        "if [ -f x ]; then A=1; else A=2; fi\nif [ ! -s y ]; then A=3; fi\nshow $A", {}, where="a script"
+    )
+    assert script.commands[-1] == ["show", "1"]
+    assert [text.partition(":")[0] for text in script.left_out] == ["a condition, -f x", "a condition, -s y"]
+
+
 @pytest.mark.parametrize("text", ['A="x', "A=(1", "show ${A", "show $(", "A=1\n" + "A=$A$A$A$A\n" * 40])
 def test_what_never_ends_is_refused(text: str) -> None:
     with pytest.raises(BadInput):
