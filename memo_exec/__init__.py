@@ -22,8 +22,12 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("RunResult", "run"):
-        from memo_exec import api
+        try:
+            from memo_exec import api
+        except ModuleNotFoundError as error:
+            from memo_sim.contract.errors import missing_package
 
+            raise missing_package(error) or error from None
         return api.RunResult if name == "RunResult" else api.run
     from memo_exec import offload
 

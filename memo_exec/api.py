@@ -77,7 +77,7 @@ class RunResult:
 
         Raises:
             UsageError: when there is no predicted timeline, or the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         traces = [self.measured] if self.predicted is None else [self.predicted, self.measured]
         return picture_in(lambda file: draw_both(traces, file), path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,6 +35,7 @@ from memo_sim.views.command_line import (
 if TYPE_CHECKING:
     from memo_exec.commands.run import Outcome
     from memo_sim.contract.comparison import Comparison
+    from memo_sim.contract.trace import Trace
 
 Options = dict[str, Any]
 
@@ -127,6 +129,7 @@ def cli() -> None:
     "--trace", "trace_path", type=FILE, help="Write the predicted and the measured timeline for ui.perfetto.dev."
 )
 @click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
+@click.option("--report", type=FILE, help="Write the measured step beside its prediction as one HTML page.")
 @click.option(
     "--debug", is_flag=True, help="Check the program first, then every value, copy and order of a step (slow)."
 )
@@ -153,13 +156,16 @@ def run_command(**options: Any) -> None:
         options[name] = options[name] and of_rank(options[name])
     chosen = run_options(options if typed("save_every") else options | {"save_every": None})
     read = (options["plan"], options["data"], options["weights"])
-    check_outputs(options["trace_path"], options["measured_path"], read=read)
+    check_outputs(options["trace_path"], options["measured_path"], options["report"], read=read)
+    _check_report(options["report"])
     outcome = run(options["plan"], chosen, tell=lambda figure: say(figure.line()), note=say)
     if outcome is None:
         return
     if not outcome.stopped_by and outcome.rank == 0:
         _print_comparison(outcome.comparison, as_json=options["as_json"])
     _write_traces(outcome, options["trace_path"], options["measured_path"])
+    if options["report"] is not None and outcome.rank == 0:
+        _write_report(outcome.comparison, [outcome.predicted, outcome.measured], options["report"], options["plan"])
     if outcome.stopped_by:
         if outcome.rank == 0:
             say(f"interrupted after step {outcome.steps}")
@@ -292,6 +298,7 @@ def _profile_requests(plan: Path, output: Path) -> None:
 )
 @click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
 @click.option("--plot", type=FILE, help="Draw both timelines on one time axis (.png, .svg or .pdf).")
+@click.option("--report", type=FILE, help="Write both timelines and all figures as one HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.comparison/1 document.")
 def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options: Any) -> None:
     """Compare a prediction with a measured step, by lane and by kind of instruction.
@@ -303,13 +310,16 @@ def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options
     from memo_exec.commands.outputs import check_outputs, draw_both, write_perfetto
 
     trace_path, picture = options["trace_path"], options["plot"]
-    check_outputs(trace_path, read=(predicted, measured), picture=picture)
+    check_outputs(trace_path, options["report"], read=(predicted, measured), picture=picture)
+    _check_report(options["report"])
     comparison, traces = compare_files(predicted, measured)
     if picture is not None:
         draw_both(traces, picture)
     _print_comparison(comparison, as_json=as_json)
     if trace_path is not None:
         write_perfetto(traces, trace_path)
+    if options["report"] is not None:
+        _write_report(comparison, traces, options["report"], predicted)
     _check_tolerance(comparison, options["tolerance"])
 
 
@@ -395,6 +405,20 @@ def _write_traces(outcome: Outcome, trace_path: Path | None, measured_path: Path
         write_perfetto([trace for trace in both if trace is not None], trace_path)
     if measured_path is not None:
         write(measured_path, outcome.measured)
+
+
+def _check_report(path: Path | None) -> None:
+    """Refuse a report that cannot be written, before any work."""
+    from memo_sim.views.report.page import check_page
+
+    if path is not None:
+        check_page(path)
+
+
+def _write_report(comparison: Comparison, traces: Sequence[Trace | None], path: Path, plan: Path) -> None:
+    from memo_exec.commands.report import write_report
+
+    write_report(comparison, traces, path, plan=plan, command=_command_line())
 
 
 def _rank_prefix() -> str:

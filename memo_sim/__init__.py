@@ -57,12 +57,22 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """Load what a public name stands for when it is first used."""
+    """Load what a public name stands for when it is first used.
+
+    Raises:
+        CannotRun: when a package that it needs is not installed.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value: object = getattr(import_module("memo_sim.contract.errors" if name in _ERRORS else "memo_sim.api"), name)
+    try:
+        module = import_module("memo_sim.contract.errors" if name in _ERRORS else "memo_sim.api")
+    except ModuleNotFoundError as error:
+        from memo_sim.contract.errors import missing_package
+
+        raise missing_package(error) or error from None
+    value: object = getattr(module, name)
     globals()[name] = value
     return value
 

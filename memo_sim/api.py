@@ -192,7 +192,7 @@ class WhatIfResult:
         Raises:
             Infeasible: when no plan fits.
             UsageError: when the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         self._fitting()
         return picture_in(lambda file: self.write(what_if_answer.Outputs(picture=file)), path)
@@ -371,7 +371,7 @@ class MemoryResult:
 
         Raises:
             UsageError: when the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         return picture_in(lambda file: memory_answer.write_files(self.made, None, file), path)
 
@@ -419,7 +419,7 @@ class SweepResult:
 
     @property
     def front(self) -> list[SweepLine]:
-        """The answers that no other beats in tokens per GPU and second and in device memory."""
+        """The answers that no other about the same model and length beats in speed and device memory."""
         return front(self.lines)
 
     def table(self) -> list[Row]:
@@ -431,7 +431,7 @@ class SweepResult:
 
         Raises:
             UsageError: when the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         return picture_in(lambda file: draw_sweep(self.lines, file), path)
 
@@ -455,7 +455,7 @@ class SweepResult:
         return f"<SweepResult: {len(self.lines)} questions, {len(self.failed)} failed>"
 
     def _repr_html_(self) -> str:
-        return html_table(repr(self)[1:-1], HEADS, list(map(sweep_cells, self.lines)))
+        return html_table(repr(self)[1:-1], HEADS, sweep_cells(self.lines))
 
 
 @dataclass(frozen=True, repr=False)
@@ -481,7 +481,7 @@ class CompareResult:
 
         Raises:
             UsageError: when the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         return picture_in(lambda file: draw_difference(self.document, file), path)
 

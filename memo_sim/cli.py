@@ -59,7 +59,7 @@ def cli() -> None:
 
 WHY = click.option("--why", is_flag=True, help="Add the reasons: what limits the plan, and why others lose.")
 IN_JSON, IN_TEXT = 10, 3
-"""Exact ranks of an answer without --top: those that a document has, and those that its reasons need."""
+"""Exact ranks of an answer without --top: those that a document or a page has, and those that its reasons need."""
 
 
 @cli.command("what-if")
@@ -81,7 +81,7 @@ IN_JSON, IN_TEXT = 10, 3
 @click.option(
     "--top",
     type=click.IntRange(1),
-    help="Add a table of so many ranked plans (--json: 10 unless given); with subsequences the first three are exact.",
+    help="Add a table of so many ranked plans (--json, --report: 10 unless given); with subsequences three are exact.",
 )
 @click.option(
     "--pareto",
@@ -131,8 +131,10 @@ def what_if_command(**options: Any) -> None:
 @click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
+@PRICE
 @WHY
 @question_options
+@PRICE
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
 @click.option("--plot", type=click.Path(), help="Draw its timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
@@ -169,7 +171,7 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
     if plan is not None:
         where = options["plan_path"] or options["job_paths"][0]
         return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
-    top = options["top"] or (IN_JSON if options["as_json"] else IN_TEXT)
+    top = options["top"] or (IN_JSON if options["as_json"] or options["report"] else IN_TEXT)
     wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
     wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}
     return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))
@@ -181,7 +183,11 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
 @click.option("--source", help="Only the rows of this source.")
 @click.option("--system", help="Only the rows of this system.")
 @click.option("--max-error", type=Finite(0), help="Exit 5 when a mean absolute error exceeds this fraction.")
-@click.option("--report", type=click.Path(path_type=Path), help="Write accuracy, worst and all cases as Markdown.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    help="Write accuracy, worst and all cases as Markdown, or as a page: .md, .html.",
+)
 @click.option("--accept", "accepting", is_flag=True, help="With --all: hold this accuracy from now on.")
 @click.option(
     "--jobs", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that share the cases."
@@ -198,6 +204,8 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     from memo_sim.validation.cases import list_case_files, load_cases, load_notes, path_of
     from memo_sim.validation.intervals import held_out, shipped_errors
     from memo_sim.validation.validate import check_error, check_evaluated, validate
+    from memo_sim.views.report.page import SUFFIX, check_page, write_page
+    from memo_sim.views.report.validation import validation_page
     from memo_sim.views.tables import validation_report, validation_table
 
     if every == (cases is not None):
@@ -207,7 +215,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
         raise UsageError("only all cases can be accepted", wanted="--all --accept without --source and --system")
     files = list_case_files() if cases is None else [cases]
     if report:
-        check_writable(report)
+        check_page(report) if report.suffix.lower() == SUFFIX else check_writable(report)
         check_not_read([report], map(path_of, files))
     known = [case for file in files for case in load_cases(file)]
     rows = [c for c in known if source in (None, c.source) and system in (None, c.question.system)]
@@ -221,8 +229,11 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
         show(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows], held_out=tested))
     if report:
         told = {"command": command_line("memo-sim"), "created": now(), "version": __version__}
-        page = validation_report(found, accuracy_of(found).groups, tested, load_notes(), **told)
-        write_bytes(report, page.encode())
+        groups, notes = accuracy_of(found).groups, load_notes()
+        if report.suffix.lower() == SUFFIX:
+            write_page(validation_page(found, groups, tested, notes, **told), report)
+        else:
+            write_bytes(report, validation_report(found, groups, tested, notes, **told).encode())
     check_evaluated(found)
     if accepting:
         accept(found)

@@ -7,6 +7,7 @@ Everything heavier than click is imported inside the functions that need it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -170,16 +171,16 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
 
-    job_paths: tuple[str, ...] = options.get("job_paths", ())
+    job_paths, given_values = options.get("job_paths", ()), options.get("given", ())
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
+    if given_values and not job_paths:
+        raise UsageError("--set is about the files of --from", got=given_values[0], hint="leave it out, or name them")
     if plan is not None and job_paths:
         raise UsageError("both say which plan to price", got="--plan and --from", wanted="one of them")
-    if options.get("given") and not job_paths:
-        raise UsageError("--set is about the files of a job", wanted="--from FILE --set NAME=value")
     if plan is None and not job_paths:
         if not (options["model"] and options["seq_len"]):
             raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
-        return None, named_values.question_of(_values(options), fill=fill)
+        return None, named_values.question_of(values_of(options), fill=fill)
     option = "--from" if job_paths else "--plan"
     decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
     if given := typed(*decided):
@@ -191,8 +192,8 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     if plan is None:
         from memo_sim.answers.import_job import parse_given, plan_of_files
 
-        given_values = parse_given(options.get("given", ()))
-        plan, system = plan_of_files(job_paths, given_values, None, named_values.machine_of(values))
+        machine = named_values.machine_of(values)
+        plan, system = plan_of_files(job_paths, parse_given(given_values), None, machine)
     return plan, named_values.question_of_plan(plan, values, system=system)
 
 
@@ -205,14 +206,14 @@ def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Quest
     """
     from memo_sim.answers import named_values
 
-    return named_values.question_on(_values(options), cluster, hardware)
+    return named_values.question_on(values_of(options), cluster, hardware)
 
 
-def _values(options: Options) -> Options:
-    """Return the options' values by the names of Python's arguments.
+def values_of(options: Options) -> Options:
+    """Return the options' values by the names of Python's arguments; None: not given.
 
     Raises:
-        UsageError: as ``_rowwise``.
+        UsageError: when one knob is given by two names.
     """
     values = {name: options[name] for name in OF_A_QUESTION if name in options}
     return values | {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE} | {"rowwise": _rowwise(options)}
@@ -261,27 +262,25 @@ def gpu_kinds(options: Options) -> list[GpuKind]:
         UsageError: when what is given names no kind, or one twice.
         BadInput: when a file cannot be read.
     """
-    from memo_sim.contract.catalog import cluster_from_datasheet
-    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, GpuKind, load_gpu_kind
+    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, load_gpu_kind
 
     named, sheet = options["cluster"], options["from_datasheet"]
     names = names_in(named) if named is not None else ([] if sheet is not None else list(DEFAULT_KINDS))
-    kinds = [load_gpu_kind(name) for name in names]
-    if sheet is not None:
-        cluster, hardware = cluster_from_datasheet(sheet)
-        kinds.append(GpuKind(hardware.name, cluster, hardware))
+    kinds = [load_gpu_kind(name) for name in [*names, *([sheet] if sheet is not None else [])]]
     if len({kind.name for kind in kinds}) < len(kinds):
         raise UsageError("a kind of GPU is named twice", got=", ".join(kind.name for kind in kinds))
     return kinds
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names that a list joined by commas has; a file whose name has commas is one name.
+    """Return the names that a list joined by commas has; a file whose name has commas, or a data sheet, is one name.
 
     Raises:
         UsageError: when a name is empty.
     """
-    if Path(text).is_file():
+    from memo_sim.contract.datasheet import is_datasheet
+
+    if is_datasheet(text) or os.path.isfile(text):
         return [text]
     names = [name.strip() for name in text.split(",")]
     if not all(names):

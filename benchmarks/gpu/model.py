@@ -50,8 +50,10 @@ class Positions:
     """Cosines and sines of every position, (tokens, 1, head_dim / 2); models with learned positions have none."""
 
     def __init__(self, model: Model, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        angles = torch.outer(torch.arange(tokens).float(), inverse_frequencies(model)).unsqueeze(1).to(device)
-        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        frequencies = inverse_frequencies(model, tokens)
+        angles = torch.outer(torch.arange(tokens).float(), frequencies).unsqueeze(1).to(device)
+        factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
+        self.cos, self.sin = (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
 
 
 class Layer(nn.Module):

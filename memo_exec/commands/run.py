@@ -44,6 +44,7 @@ from memo_exec.training.loop import StepFigure, Training
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.errors import CannotRun, UsageError
+from memo_sim.contract.files import check_regular
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import counted
@@ -72,6 +73,8 @@ LEAST = {"steps": 1, "save_every": 1, "seed": 0}
 
 WEIGHTS = "weights"
 """The folder in ``--save`` for the trained weights as Hugging Face files."""
+SOURCE = "source_config.json"
+"""The file in ``--save`` with the config.json of the weights that the run began from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +157,7 @@ def run(
         KeyboardInterrupt: when a signal came before the first step had ended.
     """
     launch, plan = launched(), codec.read(plan_path, Plan)
+    _check_inputs(options)
     if launch.world > 1:
         side_by_side()
     program = preflight.checked_program(plan, where=str(plan_path), rank=launch.rank)
@@ -205,6 +209,7 @@ def run(
         _refuse_other_checkpoints(world, state)
         if options.save is not None:
             _use_folder(options.save, training, saved, state, open_until_end)
+            _keep_source(options, training, resumed=state is not None)
         _begin(training, options, saved, state)
         if options.save is not None and training.step == options.steps:
             _save_weights(training, options.save, note)
@@ -222,6 +227,17 @@ def run(
             steps = counted(len(training.records), "step")
             note(f"debug: {steps} without a fault; the times include the checks, so do not compare them")
         return _outcome(training, machine, plan_path, predicted)
+
+
+def _check_inputs(options: RunOptions) -> None:
+    """Refuse data and weights that are not there before anything else is read or computed.
+
+    Raises:
+        BadInput: naming the file.
+    """
+    for path in (options.data, options.weights / "config.json" if options.weights else None):
+        if path is not None:
+            check_regular(path)
 
 
 def _begin(training: Training, options: RunOptions, saved: Path | None, state: checkpoint.RunState | None) -> None:
@@ -343,6 +359,24 @@ def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
     return observe_fake(plan.decisions, program)
 
 
+def _keep_source(options: RunOptions, training: Training, *, resumed: bool) -> None:
+    """Keep the config.json of the weights that a run begins from, for its own weights, also after a resume.
+
+    Raises:
+        BadInput: when it cannot be read.
+    """
+    assert options.save is not None
+    kept = options.save / SOURCE
+
+    def keep() -> None:
+        if options.weights is not None and not resumed:
+            codec.write_bytes(kept, codec.read_raw(options.weights / "config.json"))
+        elif not resumed:
+            kept.unlink(missing_ok=True)
+
+    training.world.by_first(keep)
+
+
 def _save_weights(training: Training, directory: Path, note: Callable[[str], None]) -> None:
     """Write the trained weights as Hugging Face files. A model that Hugging Face lacks is only in the checkpoint.
 
@@ -353,7 +387,9 @@ def _save_weights(training: Training, directory: Path, note: Callable[[str], Non
         interpreter = training.interpreter
         saved = checkpoint.latest(directory) if training.world.size > 1 else None
         named = checkpoint.parameters(saved, interpreter) if saved is not None else None
-        weights.save(interpreter, directory / WEIGHTS, named=named)
+        kept = directory / SOURCE
+        source = codec.decode_object(codec.read_raw(kept), where=str(kept)) if kept.exists() else None
+        weights.save(interpreter, directory / WEIGHTS, named=named, source=source)
 
     try:
         training.world.by_first(write)

@@ -59,7 +59,7 @@ class Context:
     def __post_init__(self) -> None:
         """Allocate the constants once, so that no kernel allocates them."""
         self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
-        self.inverse_frequencies = inverse_frequencies(self.model).to(self.device)
+        self.inverse_frequencies = inverse_frequencies(self.model, self.decisions.seq_tokens).to(self.device)
         """Rotary frequencies in fp32; the length is half of head_dim."""
         self.mesh = MeshCoordinates(self.decisions.layout, self.rank)
         """This rank's mesh coordinates."""

@@ -1,4 +1,4 @@
-"""Rotary frequencies, computed as in Hugging Face transformers: unscaled, linear scaling, Llama 3 scaling."""
+"""Rotary frequencies, computed as in Hugging Face transformers, with every scaling that a model can have."""
 
 from __future__ import annotations
 
@@ -10,16 +10,48 @@ from torch import Tensor
 from memo_sim.contract.model import Model, RopeScaling
 
 
-def inverse_frequencies(model: Model) -> Tensor:
-    """Return ``theta ** (-2 i / head_dim)`` for i < head_dim / 2 in fp32, with the model's scaling applied."""
+def inverse_frequencies(model: Model, seq_tokens: int) -> Tensor:
+    """Return ``theta ** (-2 i / head_dim)`` for i < head_dim / 2 in fp32, with the model's scaling applied.
+
+    ``seq_tokens``, the sequence's length, matters for dynamic and longrope.
+    """
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
     plain = 1.0 / (model.rope_theta**exponents)
     scaling = model.rope_scaling
     if scaling is None:
         return plain
-    if scaling.kind == "linear":
-        return plain / scaling.factor
-    return _llama3(plain, scaling)
+    match scaling.kind:
+        case "linear":
+            return plain / scaling.factor
+        case "llama3":
+            return _llama3(plain, scaling)
+        case "yarn":
+            return _yarn(plain, scaling, model)
+        case "dynamic":
+            longer = max(seq_tokens, scaling.original_max_positions) / scaling.original_max_positions
+            power = model.head_dim / (model.head_dim - 2)
+            base = model.rope_theta * (scaling.factor * longer - (scaling.factor - 1)) ** power
+            return 1.0 / torch.pow(base, exponents)
+        case "longrope":
+            long = seq_tokens > scaling.original_max_positions
+            divisors = torch.tensor(scaling.long_factors if long else scaling.short_factors, dtype=torch.float32)
+            return 1.0 / (divisors * torch.pow(model.rope_theta, exponents))
+
+
+def _yarn(plain: Tensor, scaling: RopeScaling, model: Model) -> Tensor:
+    """Divide by the factor what turns less than ``beta_slow`` times, keep what turns more than ``beta_fast`` times."""
+
+    def frequency_of(turns: float) -> float:
+        spread = math.log(scaling.original_max_positions / (turns * 2 * math.pi))
+        return model.head_dim * spread / (2 * math.log(model.rope_theta))
+
+    low, high = frequency_of(scaling.beta_fast), frequency_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, model.head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:

@@ -48,6 +48,10 @@ class Tables:
         torch.outer(positions[:rows], self._call.context.inverse_frequencies, out=sines[:rows])
         torch.cos(sines[:rows], out=cosines[:rows])
         sines[:rows].sin_()
+        scaling = self._call.context.model.rope_scaling
+        if scaling is not None and scaling.attention_factor != 1:
+            cosines[:rows].mul_(scaling.attention_factor)
+            sines[:rows].mul_(scaling.attention_factor)
         if self._narrow is None:
             return cosines[:rows], sines[:rows]
         return self._narrow[0][:rows].copy_(cosines[:rows]), self._narrow[1][:rows].copy_(sines[:rows])

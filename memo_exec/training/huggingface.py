@@ -1,7 +1,8 @@
-"""Reads and writes weights as Hugging Face directories: GPT-2, Llama, Qwen2 and Qwen3.
+"""Reads and writes weights as Hugging Face directories: GPT-2, Llama, Mistral, Phi-3, Qwen2 and Qwen3.
 
 - Our matrices are (out, in). Q, K, V are packed into one, and so are [gate; up].
-- GPT-2 stores matrices as (in, out), because it uses Conv1D. The other models store Q, K, V, gate and up separately.
+- GPT-2 stores matrices as (in, out), because it uses Conv1D.
+- Phi-3 packs Q, K, V and [gate; up] as we do; the others store them separately.
 - A tied classifier is not stored.
 """
 
@@ -46,9 +47,10 @@ class Entry:
         return own[::-1] if self.transposed else own
 
 
-def entries(model: Model) -> list[Entry]:
-    """Return one entry for every tensor of ``model``."""
-    return _gpt2(model) if model_type(model) == "gpt2" else _llama(model)
+def entries(model: Model, kind: str = "") -> list[Entry]:
+    """Return one entry for every tensor of ``model``, as the model type ``kind`` stores it; empty: the model's own."""
+    kind = kind or model_type(model)
+    return _gpt2(model) if kind == "gpt2" else _llama(model, packed=kind == "phi3")
 
 
 def _gpt2(model: Model) -> list[Entry]:
@@ -70,21 +72,23 @@ def _gpt2(model: Model) -> list[Entry]:
     return found + _classifier(model)
 
 
-def _llama(model: Model) -> list[Entry]:
+def _llama(model: Model, *, packed: bool) -> list[Entry]:
     h, f, q, kv = model.hidden, model.ffn_hidden, model.q_width, model.kv_width
-    packed = {
+    products = {
         "qkv": [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
         "proj": [("self_attn.o_proj", h)],
         "ffn_up": [("mlp.gate_proj", f), ("mlp.up_proj", f)],
         "ffn_down": [("mlp.down_proj", h)],
     }
+    if packed:
+        products |= {"qkv": [("self_attn.qkv_proj", q + 2 * kv)], "ffn_up": [("mlp.gate_up_proj", 2 * f)]}
     norms = [("norm1", "input_layernorm", h), ("norm2", "post_attention_layernorm", h)]
     if model.qk_norm:
         norms += [("q_norm", "self_attn.q_norm", model.head_dim), ("k_norm", "self_attn.k_norm", model.head_dim)]
     found = [Entry("embed/tokens.weight", (("model.embed_tokens.weight", model.vocab),))]
     for i in range(model.layers):
         at = f"model.layers.{i}."
-        for ours, theirs in packed.items():
+        for ours, theirs in products.items():
             found.append(
                 Entry(f"layer.{i}/{ours}.weight", tuple((f"{at}{name}.weight", rows) for name, rows in theirs))
             )
@@ -101,6 +105,19 @@ def _classifier(model: Model) -> list[Entry]:
     return [] if model.tied_embeddings else [Entry("head/classifier.weight", (("lm_head.weight", model.vocab),))]
 
 
+def published(model: Model, positions: int, source: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the ``config.json`` of trained weights: that of the weights that training began from, with every field.
+
+    Three things are no longer as they were: the positions, where training used more; the dtype; and a quantization,
+    which these weights do not have.
+    """
+    kept = {key: value for key, value in source.items() if key != "quantization_config"}
+    dynamic = model.rope_scaling is not None and model.rope_scaling.kind == "dynamic"  # it scales from these positions
+    if not model.learned_positions and not dynamic:
+        kept["max_position_embeddings"] = max(source.get("max_position_embeddings") or 0, positions)
+    return kept | {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in source}
+
+
 def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield (our name, tensor in our form) for every name in ``wanted``.
 
@@ -109,8 +126,7 @@ def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str
     Raises:
         BadInput: when the directory is of another model, or a tensor is missing, unknown or of another shape.
     """
-    _check_config(directory, model)
-    chosen = {entry.ours: entry for entry in entries(model)}
+    chosen = {entry.ours: entry for entry in entries(model, _check_config(directory, model))}
     stored = _find(directory, [chosen[name] for name in wanted], model)
     for name in wanted:
         parts = [_tensor(*stored[part]) for part, _ in chosen[name].parts]
@@ -119,15 +135,26 @@ def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _check_config(directory: Path, model: Model) -> None:
+def fields_of(directory: Path) -> dict[str, Any]:
+    """Return the fields of a directory's ``config.json``.
+
+    Raises:
+        BadInput: when it cannot be read.
+    """
     path = directory / "config.json"
-    fields = codec.decode_object(codec.read_raw(path), where=str(path))
+    return codec.decode_object(codec.read_raw(path), where=str(path))
+
+
+def _check_config(directory: Path, model: Model) -> str:
+    """Return the model type of a directory's ``config.json``, after comparing it with ``model``."""
+    path, fields = directory / "config.json", fields_of(directory)
     theirs = model_from_config(fields, where=str(path), name=model.name)
     unlike = {"name", "source"} | (set() if model.learned_positions else {"max_positions"})
     for field in msgspec.structs.fields(Model):
         got, want = getattr(theirs, field.name), getattr(model, field.name)
         if field.name not in unlike and got != want:
             raise BadInput("the weights are of another model", where=f"{path}: {field.name}", got=got, wanted=want)
+    return str(fields["model_type"])
 
 
 Stored = tuple[Path, str]
@@ -190,15 +217,23 @@ def _tensor(file: Path, name: str) -> Tensor:
         raise BadInput("cannot read weights", where=f"{file}: {name}", got=str(error)) from None
 
 
-def write(directory: Path, model: Model, tensors: dict[str, Tensor], *, positions: int) -> None:
+def write(
+    directory: Path,
+    model: Model,
+    tensors: dict[str, Tensor],
+    *,
+    positions: int,
+    source: dict[str, Any] | None = None,
+) -> None:
     """Write ``tensors``, which are ours by name, as a Hugging Face directory.
 
-    ``positions`` is the maximum number of positions in its config.json.
+    ``positions`` are those of training; its config.json has at least as many. ``source`` is the config.json of the
+    weights that training began from: all its fields are kept.
 
     Raises:
         UsageError: when no model type has this shape, or the directory cannot be written.
     """
-    chosen = entries(model)
+    chosen = entries(model, source["model_type"] if source is not None else "")
     shards = _shards(chosen, tensors)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -218,7 +253,9 @@ def write(directory: Path, model: Model, tensors: dict[str, Tensor], *, position
             _write_json(
                 directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
             )
-        _write_json(directory / "config.json", config_of(model, positions))
+        dtype = next(iter(tensors.values())).dtype
+        fields = config_of(model, positions) if source is None else published(model, positions, source, dtype)
+        _write_json(directory / "config.json", fields)
     except OSError as error:
         raise UsageError("cannot write the weights", where=str(directory), got=str(error)) from None
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,17 +83,24 @@ def load(interpreter: Interpreter, directory: Path) -> None:
             held.view.copy_(held.of(whole))
 
 
-def save(interpreter: Interpreter, directory: Path, *, named: dict[str, Tensor] | None = None) -> None:
+def save(
+    interpreter: Interpreter,
+    directory: Path,
+    *,
+    named: dict[str, Tensor] | None = None,
+    source: dict[str, Any] | None = None,
+) -> None:
     """Write a Hugging Face directory that ``transformers`` can load, in the parameters' dtype.
 
-    ``named`` are the whole parameters. Give them when this process does not hold all of them.
+    ``named`` are the whole parameters. Give them when this process does not hold all of them. ``source`` is the
+    config.json of the weights that training began from, whose fields are kept.
 
     Raises:
         UsageError: when no model type of Hugging Face has this shape, or the directory cannot be written.
     """
     decisions = interpreter.decisions
     whole = named_parameters(interpreter) if named is None else named
-    huggingface.write(directory, decisions.model, whole, positions=decisions.seq_tokens)
+    huggingface.write(directory, decisions.model, whole, positions=decisions.seq_tokens, source=source)
 
 
 def named_parameters(interpreter: Interpreter) -> dict[str, Tensor]:

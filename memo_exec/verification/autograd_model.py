@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import Model, RopeScaling
 
 HELD_SCORES = 2**23
 """Attention scores of a layer that autograd saves; with more of them one head at a time runs again in its backward."""
@@ -85,20 +85,47 @@ class AutogradModel:
 
     def _rotated(self, x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
-        angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * self._frequencies().to(x.dtype)
-        turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+        angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * self._frequencies(x.shape[2]).to(x.dtype)
+        scaling = self.model.rope_scaling
+        size = torch.full_like(angles, 1.0 if scaling is None else scaling.attention_factor)
+        turned = torch.complex(first, second) * torch.polar(size, angles)
         return torch.cat((turned.real, turned.imag), dim=-1)
 
-    def _frequencies(self) -> Tensor:
+    def _frequencies(self, tokens: int) -> Tensor:
         m = self.model
         found = []
         for i in range(m.head_dim // 2):
             frequency = m.rope_theta ** (-2 * i / m.head_dim)
-            if (s := m.rope_scaling) is not None and s.kind == "linear":
-                frequency /= s.factor
-            elif s is not None:
-                turns = s.original_max_positions * frequency / (2 * math.pi)
-                share = min(1.0, max(0.0, (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)))
-                frequency = (1 - share) * frequency / s.factor + share * frequency
+            if (s := m.rope_scaling) is not None:
+                frequency = self._scaled(s, frequency, i, tokens)
             found.append(frequency)
         return torch.tensor(found, dtype=torch.float64)
+
+    def _scaled(self, s: RopeScaling, frequency: float, i: int, tokens: int) -> float:
+        """Return frequency number ``i`` of a sequence of ``tokens`` after scaling."""
+        turns = s.original_max_positions * frequency / (2 * math.pi)
+        match s.kind:
+            case "linear":
+                return frequency / s.factor
+            case "llama3":
+                share = min(1.0, max(0.0, (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)))
+            case "yarn":
+                share = 1.0 - self._interpolated(s, i)
+            case "dynamic":
+                longer = max(1.0, tokens / s.original_max_positions)
+                grown = s.factor * longer - s.factor + 1
+                return float(frequency * grown ** (-2 * i / (self.model.head_dim - 2)))
+            case "longrope":
+                return frequency / (s.long_factors if tokens > s.original_max_positions else s.short_factors)[i]
+        return (1 - share) * frequency / s.factor + share * frequency
+
+    def _interpolated(self, s: RopeScaling, i: int) -> float:
+        """Return yarn's ramp at frequency number ``i``: 0 keeps the frequency, 1 divides it."""
+        size, theta = self.model.head_dim, self.model.rope_theta
+        ends = [
+            size * math.log(s.original_max_positions / (2 * math.pi * b), theta) / 2 for b in (s.beta_fast, s.beta_slow)
+        ]
+        if s.truncate:
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        low, high = max(0, ends[0]), min(size - 1, ends[1])
+        return min(1.0, max(0.0, (i - low) / ((high - low) or 0.001)))

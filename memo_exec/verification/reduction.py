@@ -315,7 +315,13 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
     width = max(16, 16 * round(min(ratio, 4.0) * hidden / divided / 16))
     scaling = model.rope_scaling
     if scaling is not None:
-        scaling = msgspec.structs.replace(scaling, original_max_positions=min(ROWS, scaling.original_max_positions))
+        original, frequencies = min(ROWS, scaling.original_max_positions), head_dim // 2
+        scaling = msgspec.structs.replace(
+            scaling,
+            original_max_positions=original,
+            short_factors=scaling.short_factors[:frequencies],
+            long_factors=scaling.long_factors[:frequencies],
+        )
     return msgspec.structs.replace(
         here.model,
         hidden=hidden,

@@ -25,6 +25,7 @@ from memo_sim.contract.gpus import Gpus, Role, Sized, TriedCount
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import counted, format_seconds
 from memo_sim.planning.question import Question
+from memo_sim.planning.search import search
 
 MOST_DEVICES = 1024
 """The most devices that are tried unless a question says otherwise."""
@@ -165,16 +166,20 @@ class _Scan:
             return devices in self.answers
         cluster, reason, step_s = self.kind.of(devices), "", None
         try:
-            answer = what_if(self.asked(devices), top=1, price_per_device_hour=self.price)
+            if not self.answers:  # a search that ends at the first plan that fits is quicker than an answer
+                found = search(self.asked(devices), enough_s=inf)
+                reason = "" if found.best else found.ranked[0].prediction.reason
+            answer = None if reason else what_if(self.asked(devices), top=1, price_per_device_hour=self.price)
         except UsageError as error:
             self.refused, reason = error, f"{error.what}: {error.got}"
         except Infeasible as error:
             reason = f"{error.what}: {error.got}"
         else:
-            if answer.result.best is None:
-                reason = answer.result.plans[0].reason if answer.result.plans else "no plan could be evaluated"
-            else:
-                self.answers[devices], step_s = answer, answer.result.best.step_s
+            best = answer.result.best if answer else None
+            if answer is not None and best is not None:
+                self.answers[devices], step_s = answer, best.step_s
+            elif answer is not None:  # live bytes fit, but no arena does
+                reason = answer.result.plans[0].reason
         fits = devices in self.answers
         self.tried.append(
             TriedCount(

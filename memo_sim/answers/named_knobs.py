@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from inspect import getsource
 
-from memo_sim.contract import attention_kernels, hardware, knobs
+from memo_sim.contract import attention_kernels, knobs
 from memo_sim.contract.knobs import (
     KNOBS,
     Chosen,
@@ -38,8 +38,8 @@ class Knobs(TypedDict, total=False):
     """A value pins its knob; None, and a knob that is left out, are searched or left to the system."""
 
 '''
-WORDS = (knobs, attention_kernels, hardware)
-"""Modules that declare words of knobs; the last one is heavy, so that only type checkers import it."""
+WORDS = (knobs, attention_kernels)
+"""Modules that declare words of knobs."""
 
 
 def named_knobs() -> str:
@@ -51,12 +51,8 @@ def named_knobs() -> str:
     for name in sorted(text for text in used if text.isidentifier() and text not in ("int", "float", "bool", "str")):
         declaring = next(module for module in WORDS if f"\n{name} = " in getsource(module))
         named.setdefault(declaring.__name__, []).append(name)
-    late = hardware.__name__ in named
-    lines = [_HEAD, "from collections.abc import Sequence\n"]
-    lines.append(f"from typing import {'TYPE_CHECKING, ' if late else ''}Literal, TypedDict\n\n")
-    lines += [_import(module, names) for module, names in sorted(named.items()) if module != hardware.__name__]
-    if late:
-        lines.append(f"\nif TYPE_CHECKING:\n    {_import(hardware.__name__, named[hardware.__name__])}")
+    lines = [_HEAD, "from collections.abc import Sequence\n", "from typing import Literal, TypedDict\n\n"]
+    lines += [_import(module, names) for module, names in sorted(named.items())]
     lines.append(_CLASS)
     lines += [f"    {name}: {text}\n" for name, text in typed.items()]
     return "".join(lines)

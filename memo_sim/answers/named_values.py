@@ -73,9 +73,7 @@ def question_of(values: Values, *, fill: bool = True) -> Question:
         UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
         BadInput: when a file cannot be read.
     """
-    check_names(values)
-    if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
-        raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
+    _check_needed(values)
     return question_on(values, *named_cluster(values), fill=fill)
 
 
@@ -108,11 +106,31 @@ def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, fill: b
         UsageError: when a value is wrong.
         BadInput: when a file cannot be read.
     """
+    question = _without_batch(values, cluster, hardware)
+    if values.get("global_batch") is not None:
+        return question
+    return with_filling_batch(question) if fill else with_one_sequence(question)
+
+
+def question_without_batch(values: Values) -> tuple[Question, bool]:
+    """Return the question as ``question_of`` reads it, and whether its batch is still to be chosen.
+
+    Whether knobs contradict each other is not looked at; choosing the batch does.
+
+    Raises:
+        UsageError: when a name or a value is wrong, or one of ``NEEDED`` is missing.
+        BadInput: when a file cannot be read.
+    """
+    _check_needed(values)
+    return _without_batch(values, *named_cluster(values)), values.get("global_batch") is None
+
+
+def _without_batch(values: Values, cluster: Cluster, hardware: Hardware) -> Question:
     cluster, hardware = _limited(values, cluster, hardware)
     knobs = {knob.name: checked(knob, values.get(name)) for name, knob in ARGUMENTS.items()}
     model, system = values["model"], values.get("system")
     known = isinstance(model, Model)
-    question = Question(
+    return Question(
         model=model if known else load_model(_text(model, "model")),
         cluster=cluster,
         hardware=hardware,
@@ -121,9 +139,12 @@ def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, fill: b
         not_read=() if known else fields_not_read(_text(model, "model")),
         **_held(knobs),
     )
-    if values.get("global_batch") is not None:
-        return question
-    return with_filling_batch(question) if fill else with_one_sequence(question)
+
+
+def _check_needed(values: Values) -> None:
+    check_names(values)
+    if missing := [name for name in NEEDED if values.get(name) in (None, "")]:
+        raise UsageError("a question lacks values", got=f"no {', no '.join(missing)}", wanted=", ".join(NEEDED))
 
 
 def machine_of(values: Values) -> tuple[Cluster, Hardware]:

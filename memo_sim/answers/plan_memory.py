@@ -6,11 +6,13 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, encode, of_file, write_bytes
 from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.contract.knobs import MemoryPolicy
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plain_text import encodable, in_csv
@@ -59,9 +61,10 @@ def plan_memory(
 
     Raises:
         BadInput: when the file holds no requests that can be read.
-        UsageError: for an unknown solver, or a device that is not there.
+        UsageError: for an unknown solver, a device that is not there, or a memory policy in place of a file.
         ModuleNotFoundError: when the solver's package is missing.
     """
+    _check_names_no_policy(path)
     source = read_requests(path, device=device)
     requests, chosen = source.requests, None
     if solver == "bilevel-mip" and time_limit_s > 0:
@@ -98,8 +101,19 @@ def plan_memory(
         caching_replayed=not caching.out_of_time,
         reserved_caching_bytes=None if _unknown(caching) else caching.reserved_peak_bytes,
         allocation_retries=None if _unknown(caching) else caching.steady.allocation_retries,
+        reserved_eager_bytes=source.reserved_eager_bytes,
     )
     return MemoryPlan(source, placement, caching, report)
+
+
+def _check_names_no_policy(path: str) -> None:
+    if path in get_args(MemoryPolicy) and not Path(path).exists():
+        raise UsageError(
+            "INPUT is a file, not a memory policy",
+            got=path,
+            wanted="a plan, requests, a table, a log or a snapshot",
+            hint=f"memo-sim what-if MODEL ... --memory-policy {path} -o plan.json, then memo-sim plan-memory plan.json",
+        )
 
 
 def _bilevel(requests: Requests, time_limit_s: float) -> tuple[tuple[Placement, BilevelPlan] | None, list[str]]:

@@ -150,7 +150,8 @@ def _sorted(found: list[tuple[Evaluated, WayOut]]) -> list[WayOut]:
 
 
 def _way(question: Question, change: Change, one: Evaluated, *, on_host: bool) -> WayOut:
-    prediction, options = one.prediction, change.typed(one.decisions)
+    prediction, changed = one.prediction, change.typed(one.decisions)
+    options = _with_batch(question, changed)
     short = on_host if prediction.status == "ok" else None
     return WayOut(
         knob=change.knob,
@@ -163,8 +164,13 @@ def _way(question: Question, change: Change, one: Evaluated, *, on_host: bool) -
         needed_bytes=_need(prediction, play(question, one.decisions), on_host=short),
         shortfall_bytes=prediction.shortfall_bytes,
         reason=prediction.reason,
-        note=NOTES.get(options, ""),
+        note=NOTES.get(changed, ""),
     )
+
+
+def _with_batch(question: Question, options: str) -> str:
+    """Return the options with the batch, where the asked run has a default, which its other options decide."""
+    return f"{options} --global-batch {question.global_batch}".lstrip() if question.batch_rule else options
 
 
 def _left_out(question: Question, change: Change, options: str) -> list[str]:

@@ -29,15 +29,16 @@ from typing import Any
 import msgspec
 
 import memo_sim
-from memo_sim.answers.named_values import Values, check_names, question_of
+from memo_sim.answers.named_values import Values, check_names, question_without_batch
 from memo_sim.answers.sweep_file import opened
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract import codec
-from memo_sim.contract.errors import BadInput, CannotRun, Infeasible, MemoError, UsageError, shortage
+from memo_sim.contract.errors import BadInput, CannotRun, Infeasible, MemoError, UsageError, missing_package, shortage
 from memo_sim.contract.files import read_regular
 from memo_sim.contract.model import Model
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.sweep import Failure, Named, SweepLine
+from memo_sim.planning.default_batch import with_filling_batch
 from memo_sim.planning.question import Question
 
 MOST_TRIES = 2
@@ -55,6 +56,8 @@ class Asked:
     key: str
     named: dict[str, Named]
     question: Question
+    fill: bool
+    """Whether its batch is to be chosen where it is answered (``planning/default_batch.py``)."""
 
 
 Unit = Callable[[Asked], SweepLine]
@@ -100,9 +103,9 @@ def asked_by(values: Values) -> Asked:
         UsageError: when a name or a value is wrong.
         BadInput: when a file cannot be read.
     """
-    question = question_of(values)
+    question, fill = question_without_batch(values)
     named = {name: _named(value) for name, value in values.items() if value is not None}
-    return Asked(key_of(question), named, question)
+    return Asked(key_of(question, fill=fill), named, question, fill)
 
 
 def _named(value: Any) -> Named:
@@ -122,10 +125,10 @@ def _plain(value: Any) -> Named:
     return str(os.fspath(value))
 
 
-def key_of(question: Question) -> str:
+def key_of(question: Question, *, fill: bool) -> str:
     """Return the SHA-256 of everything that the answer to a question depends on, the version of memo included."""
     parts = {field.name: getattr(question, field.name) for field in fields(question) if field.init}
-    text = msgspec.json.encode({**parts, "memo_version": memo_sim.__version__}, order="sorted")
+    text = msgspec.json.encode({**parts, "fill": fill, "memo_version": memo_sim.__version__}, order="sorted")
     return hashlib.sha256(text).hexdigest()
 
 
@@ -133,7 +136,8 @@ def answer_to(asked: Asked) -> SweepLine:
     """Return the answer to one question, as a line; whatever goes wrong is in the line."""
     begun = time.monotonic()
     try:
-        result = what_if(asked.question, top=1).result
+        question = with_filling_batch(asked.question) if asked.fill else asked.question
+        result = what_if(question, top=1).result
     except Infeasible as error:
         return _line(asked, "does not fit", begun, why=[line.strip() for line in error.message().splitlines()])
     except Exception as error:
@@ -340,10 +344,12 @@ def dask_executor(address: str) -> Iterator[Executor]:
     """Return an executor on the workers of a dask scheduler; they need this version of memo.
 
     Raises:
-        CannotRun: when no scheduler answers there.
-        ModuleNotFoundError: when dask.distributed is not installed.
+        CannotRun: when no scheduler answers there, or dask.distributed is not installed.
     """
-    from distributed import Client
+    try:
+        from distributed import Client
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from None
 
     try:
         client = Client(address, timeout=10)

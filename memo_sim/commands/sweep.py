@@ -15,7 +15,7 @@ import click
 
 from memo_sim.contract.errors import MemoError, UsageError
 from memo_sim.contract.knobs import OF_A_QUESTION
-from memo_sim.question_options import ON_COMMAND_LINE, Options, question_options
+from memo_sim.question_options import IN_A_PLAN, ON_COMMAND_LINE, Options, question_options, values_of
 from memo_sim.views.command_line import say, show, typed, with_progress
 
 if TYPE_CHECKING:
@@ -74,12 +74,14 @@ def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **opt
     if plot is not None:
         check_chart(plot)
     questions = _questions(models, options) if source is None else read_questions(source)
-    if source is not None and (given := typed("models", *OF_A_QUESTION, *(knob.name for knob in ON_COMMAND_LINE))):
+    if source is not None and (
+        given := typed("models", *IN_A_PLAN, *OF_A_QUESTION, *(knob.name for knob in ON_COMMAND_LINE))
+    ):
         hint = "leave these out, or write them into the file"
         raise UsageError("--questions brings its own values", got=", ".join(given), hint=hint)
     with _executor(options["dask"]) as executor:
         lines = with_progress(
-            "questions",
+            "sweep",
             lambda tell: sweep(questions, output, executor=executor, jobs=options["jobs"], progress=tell),
             told="questions",
         )
@@ -106,9 +108,9 @@ def _questions(models: tuple[str, ...], options: Options) -> list[dict[str, Any]
         raise UsageError(
             "a sweep needs MODEL, --cluster and --seq-len, or --questions", got=f"no {missing[0]}", hint=hint
         )
-    knobs = {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE if options[knob.name] != knob.default}
-    others = {name: options[name] for name in OF_A_QUESTION if name not in lists and options.get(name) is not None}
-    return grid(**lists, **others, **knobs)
+    defaults = {knob.argument: knob.default for knob in ON_COMMAND_LINE}
+    values = {name: value for name, value in values_of(options).items() if value not in (None, defaults.get(name))}
+    return grid(**lists, **{name: value for name, value in values.items() if name not in lists})
 
 
 def _listed(text: str) -> list[str]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from memo_sim import __version__
 from memo_sim.question_options import cluster_options, question_of, question_options
-from memo_sim.views.command_line import show, show_document, with_progress
+from memo_sim.views.command_line import command_line, now, show, show_document, with_progress
 
 
 @click.command("oom")
@@ -50,9 +51,10 @@ def oom_command(*, top: int, as_json: bool, **options: Any) -> None:
 @click.option("--cluster", help="Simulate plans and results on this cluster, in place of their own predictions.")
 @click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Operators to list.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw step and memory side by side (.png, .svg, .pdf).")
+@click.option("--report", type=click.Path(path_type=Path), help="Write the comparison as one HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.difference/1 document.")
 def compare_command(
-    compared: tuple[str, ...], cluster: str | None, plot: Path | None, *, top: int, as_json: bool
+    compared: tuple[str, ...], cluster: str | None, plot: Path | None, report: Path | None, *, top: int, as_json: bool
 ) -> None:
     """Say what differs between plans, results and measured runs: decisions, step time, memory.
 
@@ -60,16 +62,25 @@ def compare_command(
     trace. A plan without its trace beside it, and a result, are simulated again on their cluster, or on --cluster.
     """
     from memo_sim.api import compare
-    from memo_sim.contract.codec import check_not_read
+    from memo_sim.contract.codec import check_distinct, check_not_read
     from memo_sim.views.chart import check_chart
     from memo_sim.views.difference_table import difference_table
+    from memo_sim.views.report.difference import difference_page
+    from memo_sim.views.report.page import check_page, write_page
 
+    written = [path for path in (plot, report) if path is not None]
     if plot is not None:
         check_chart(plot)
-        check_not_read([plot], map(Path, compared))
+    if report is not None:
+        check_page(report)
+    check_not_read(written, map(Path, compared))
+    check_distinct(written)
     found = with_progress("sides", lambda tell: compare(*compared, cluster=cluster, progress=tell))
     if plot is not None:
         found.plot(plot)
+    if report is not None:
+        told = {"command": command_line("memo-sim"), "created": now(), "version": __version__}
+        write_page(difference_page(found.document, **told), report)
     if as_json:
         show_document(found.to_json().encode())
     else:

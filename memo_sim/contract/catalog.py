@@ -23,7 +23,7 @@ import msgspec
 from memo_sim.contract import codec
 from memo_sim.contract.boards import with_board
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY, Cluster, Network
-from memo_sim.contract.datasheet import DATASHEET, REFERENCES, parse_datasheet, rough_profile
+from memo_sim.contract.datasheet import DATASHEET, REFERENCES, is_datasheet, parse_datasheet, rough_profile
 from memo_sim.contract.diagnosis import explain_schema
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.hardware import Curve, Hardware, Quantity, Source
@@ -133,12 +133,15 @@ def load_hardware(name_or_path: str) -> Hardware:
 def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
     """Return a cluster and the profile of its devices.
 
-    The text is a cluster name, a cluster file, or a profile file (which stands for one node).
+    The text is a cluster name, a cluster file, a profile file (which stands for one node), or the figures of a data
+    sheet.
 
     Raises:
-        UsageError: when the text is neither a cluster name nor a file.
+        UsageError: when the text is none of these.
         BadInput: when the file, or the profile that it names, cannot be read or is wrong.
     """
+    if is_datasheet(name_or_path) and not os.path.exists(name_or_path):
+        return cluster_from_datasheet(name_or_path)
     match = _CLUSTER_NAME.fullmatch(name_or_path)
     gpu = _gpu_of(match[1]) if match else None
     if match and gpu and match[4] in (None, *_CARDS.get(gpu, _OLDER_CARDS)):

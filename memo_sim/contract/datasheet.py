@@ -103,6 +103,8 @@ DIGITS = 6
 T = TypeVar("T")
 _NAME = re.compile(r"[a-z0-9]{1,32}(-[a-z0-9]{1,32}){0,4}")
 _GENERATION = re.compile(r"[A-Za-z0-9 ]{1,32}")
+_PAIRS = re.compile(r"[,\s]+")
+_PAIR = re.compile(r"[a-z0-9-]+=[^=/]*")
 _PCIE = re.compile(r"([3-6])x(1|2|4|8|16)")
 
 
@@ -212,6 +214,11 @@ KEYS: dict[str, _Key] = {
 REQUIRED = ("tflops", "memory", "pcie")
 
 
+def is_datasheet(text: str) -> bool:
+    """Whether ``text`` is written as a data sheet: ``key=value`` pairs and nothing else."""
+    return all(_PAIR.fullmatch(pair) for pair in _PAIRS.split(text.strip()))
+
+
 def parse_datasheet(text: str) -> DataSheet:
     """Return the data sheet that ``text`` writes as ``key=value`` pairs, joined by commas or spaces.
 
@@ -219,7 +226,7 @@ def parse_datasheet(text: str) -> DataSheet:
         UsageError: when a key is unknown, missing or given twice, or a value is none of its key's.
     """
     given: dict[str, object] = {}
-    for pair in re.split(r"[,\s]+", text.strip()):
+    for pair in _PAIRS.split(text.strip()):
         key, equals, value = pair.partition("=")
         if not equals or key not in KEYS:
             raise UsageError(

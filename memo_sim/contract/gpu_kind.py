@@ -14,6 +14,7 @@ import msgspec
 
 from memo_sim.contract.catalog import list_clusters, load_cluster
 from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.datasheet import is_datasheet
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.units import MOST_DEVICES
@@ -71,6 +72,8 @@ def load_gpu_kind(text: str) -> GpuKind:
     if match and not text.endswith((".json", ".toml")):
         _refuse(text, nodes)
     cluster, hardware = load_cluster(text)
+    if is_datasheet(text) and cluster.hardware == hardware.name:
+        return GpuKind(hardware.name, cluster, hardware)
     word, _, rest = cluster.name.partition("-")
     cards = rest[rest.index("-") :] if cluster.name == text and "-" in rest else ""
     name = f"{word}{cards}" if cluster.name == text else cluster.name

@@ -109,8 +109,7 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured matrix products ``(m x k) @ (k x n)`` of one pass and dtype; each row is [m, n, k, FLOP/s].
 
     For fprop and dgrad, m is the number of tokens. For wgrad, m x n is the weight's shape and k is the number of
-    tokens. ``tiles_at_once`` is the number of 128 x 128 output tiles that the device computes at a time, its
-    multiprocessors; without it, products have no waves of tiles.
+    tokens.
     """
 
     dtype: DtypeName
@@ -118,7 +117,6 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=4, max_length=4)]], msgspec.Meta(min_length=1)]
     source: str
     spread: NonNegative = 0.0
-    tiles_at_once: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
 
 
 class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

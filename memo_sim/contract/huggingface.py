@@ -1,13 +1,14 @@
-"""Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Qwen2, Qwen3 and GPT-2.
+"""Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Mistral, Phi-3, Qwen2, Qwen3 and GPT-2.
 
 Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
 belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
-arithmetic and are not modelled are refused: sliding windows in use, experts, other rotary scalings, and biases on some
-of the products.
+arithmetic and are not modelled are refused: sliding windows in use, experts, rotary positions on a part of a head, and
+biases on some of the products.
 """
 
 from __future__ import annotations
 
+from math import log, sqrt
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.contract.units import MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
-SUPPORTED = ("gpt2", "llama", "qwen2", "qwen3")
+SUPPORTED = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 
 T = TypeVar("T")
 
@@ -143,7 +144,7 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": _positions(model, positions),
         "rms_norm_eps": model.norm_eps,
         "hidden_act": "silu",
         "rope_theta": model.rope_theta,
@@ -152,19 +153,28 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
     }
 
 
+def _positions(model: Model, positions: int) -> int:
+    """Return the maximum number of positions, from which dynamic frequencies are scaled."""
+    scaling = model.rope_scaling
+    return scaling.original_max_positions if scaling is not None and scaling.kind == "dynamic" else positions
+
+
 def _scaling_of(model: Model) -> dict[str, Any] | None:
     scaling = model.rope_scaling
     if scaling is None:
         return None
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
+    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        found |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind in ("llama3", "yarn", "longrope"):
+        found["original_max_position_embeddings"] = scaling.original_max_positions
+    if scaling.kind in ("yarn", "longrope"):
+        found["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "yarn":
+        found |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+    if scaling.kind == "longrope":
+        found |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+    return found
 
 
 class _Config:
@@ -198,6 +208,13 @@ class _Config:
                 return float(value)
         wanted = "a positive number" if least is None else f"a number of at least {least:g}"
         raise self.refusal(key, "a wrong value", wanted=wanted)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of numbers above zero."""
+        found = self._typed(key, [], list, "a list of positive numbers")
+        if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < _BEYOND_FLOATS for x in found):
+            raise self.refusal(key, "a wrong value", wanted="a list of positive numbers")
+        return tuple(float(x) for x in found)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
@@ -260,11 +277,11 @@ def _gpt2(config: _Config) -> dict[str, Any]:
 
 
 def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
-    """Return the shape of a Llama or Qwen: rotary positions, a gated FFN, grouped-query heads."""
+    """Return the shape of a Llama, Mistral, Phi-3 or Qwen: rotary positions, a gated FFN, grouped-query heads."""
     if config.text("hidden_act", "silu") != "silu":
         raise config.refusal("hidden_act", "only FFNs gated by silu are modelled", wanted="silu")
     layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
-    _refuse_windows(config, layers)
+    _refuse_windows(config, layers, always=model_type in ("mistral", "phi3"))
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     if model_type != "llama" and "num_key_value_heads" not in config.fields:  # the first Llama configs lack this key
         raise config.refusal("num_key_value_heads", "a field that the model's shape needs is missing")
@@ -338,7 +355,61 @@ def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
             original_max_positions=table.whole("original_max_position_embeddings", most=MOST_TOKENS),
         )
         return theta, scaling
-    raise table.refusal(kind_key, "this rotary scaling is not modelled", wanted="default, linear or llama3")
+    if kind in ("dynamic", "ntk"):
+        most = config.whole("max_position_embeddings", most=MOST_TOKENS)
+        factor = table.number("factor", least=1.0)
+        return theta, RopeScaling(kind="dynamic", factor=factor, original_max_positions=most)
+    if kind == "yarn":
+        return theta, _yarn(config, table)
+    if kind in ("longrope", "su"):
+        return theta, _longrope(config, table)
+    raise table.refusal(
+        kind_key, "this rotary scaling is not modelled", wanted="default, linear, llama3, yarn, dynamic or longrope"
+    )
+
+
+def _stretch(config: _Config, table: _Config) -> tuple[float, int]:
+    """Return by how much yarn or longrope make the context longer, and the length before."""
+    of = table if table.given("original_max_position_embeddings") is not None else config
+    original = of.whole("original_max_position_embeddings", most=MOST_TOKENS)
+    if table.given("factor") is not None:
+        return table.number("factor", least=1.0), original
+    return max(1.0, config.whole("max_position_embeddings", most=MOST_TOKENS) / original), original
+
+
+def _yarn(config: _Config, table: _Config) -> RopeScaling:
+    """Return YaRN's scaling; without ``attention_factor`` it follows from the factor, as the paper suggests."""
+    factor, original = _stretch(config, table)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * log(factor) + 1.0
+
+    own = scale(1.0)
+    if table.given("mscale") and table.given("mscale_all_dim"):
+        own = scale(table.number("mscale")) / scale(table.number("mscale_all_dim"))
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=table.number("attention_factor", own),
+        beta_fast=table.number("beta_fast", 32.0),
+        beta_slow=table.number("beta_slow", 1.0),
+        truncate=table.flag("truncate", True),
+    )
+
+
+def _longrope(config: _Config, table: _Config) -> RopeScaling:
+    """Return LongRoPE's scaling (Phi-3)."""
+    factor, original = _stretch(config, table)
+    own = sqrt(1 + log(factor) / log(original)) if factor > 1 and original > 1 else 1.0
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=table.number("attention_factor", own),
+        short_factors=table.numbers("short_factor"),
+        long_factors=table.numbers("long_factor"),
+    )
 
 
 def _refuse_unmodelled(config: _Config) -> None:
@@ -353,17 +424,26 @@ def _refuse_unmodelled(config: _Config) -> None:
             raise config.refusal(key, "mixtures of experts are not modelled", wanted="no such key")
 
 
-def _refuse_windows(config: _Config, layers: int) -> None:
-    """Refuse sliding-window attention in any layer; a window that is configured but not used is allowed."""
+def _refuse_windows(config: _Config, layers: int, *, always: bool) -> None:
+    """Refuse sliding-window attention in any layer; a window that is configured but not used is allowed.
+
+    ``always``: models that have no switch for it. A window as long as the longest sequence changes nothing.
+    """
     kinds = config.given("layer_types")
+    window = config.given("sliding_window")
+    config.given("max_window_layers")
     if kinds is not None:
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             raise config.refusal(
                 "layer_types", "only full attention is modelled", wanted="full_attention in each layer"
             )
         return
-    window = config.given("sliding_window")
-    config.given("max_window_layers")
+    if always:
+        if window is not None and config.whole("sliding_window", most=MOST_TOKENS) < config.whole(
+            "max_position_embeddings", 1, most=MOST_TOKENS
+        ):
+            raise config.refusal("sliding_window", "sliding windows are not modelled", wanted="null")
+        return
     if not config.flag("use_sliding_window", False) or window is None:
         return
     if config.whole("max_window_layers", 1) < layers:

@@ -62,3 +62,7 @@ class MemoryReport(
     Null also where it was not replayed."""
     allocation_retries: Tokens | None = None
     """Allocation retries in one steady iteration: the allocator frees its whole cache and asks the device again."""
+    reserved_eager_bytes: Bytes | None = None
+    """What an eager framework reserves, as an eager plan's file predicts it; null for other inputs.
+
+    It asks for more than the program does; the figure is that of the pipeline stage where it is largest."""

@@ -12,6 +12,7 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.knobs import (
     AdamwKernels,
     CpExchange,
+    DtypeName,
     GradSums,
     Loss,
     MemoryPolicy,
@@ -75,6 +76,7 @@ class Knobs(TypedDict, total=False):
     libraries: Libraries | None
     rowwise: RowwiseKernel | None
     adamw: AdamwKernels | None
+    dtype: DtypeName | None
     states: States | None
     zero_params: ZeroParams | None
     grad_sums: GradSums | None

@@ -29,6 +29,7 @@ from memo_sim.planning.layouts import WITHIN_A_STAGE
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.plan_question import pinned_to, with_open_policy
 from memo_sim.planning.question import Question
+from memo_sim.planning.refusals import tokens_that_divide
 from memo_sim.planning.search import search
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.shape import shape_of
@@ -68,6 +69,7 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     pins = question.pins
     pinned = [KNOBS[name].option for name in LEFT_TO_THE_SEARCH if getattr(pins, name) is not None]
     ways = [f"leave {', '.join(pinned)} to the search"] if pinned else []
+    ways += _dividing_length(question)
     if nearest.prediction.status == "host_oom":
         return [*ways, "more host memory per node", "more nodes"]
     ways.append("more devices")
@@ -103,6 +105,14 @@ def changes(question: Question, decisions: Decisions, *, near: bool = False) -> 
         *_chunks(fixed, decisions),
         *_others(fixed, decisions),
     ]
+
+
+def _dividing_length(question: Question) -> list[str]:
+    """Return the next shorter length that every layout divides, where this one is no such length."""
+    tokens, whole = question.seq_tokens, tokens_that_divide(question)
+    if tokens % whole == 0 or tokens < whole:
+        return []
+    return [f"--seq-len {tokens // whole * whole}, which more layouts divide"]
 
 
 def evaluated(change: Change, before: Decisions, *, enough_s: float | None = None) -> Evaluated | None:

@@ -43,7 +43,6 @@ LLAMA3_SCALING = (1.0, 4.0, 8192)
 _KEPT = (
     "tp",
     "sequence_parallel",
-    "tp_overlap",
     "cp",
     "ulysses",
     "pp",
@@ -91,7 +90,9 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
         "zero": zero,
         "overlap": "gradients" if decisions.overlap == "both" and not zero else decisions.overlap,
         "states": states,
-        "loss": "fused" if decisions.loss == "fused" else "auto",
+        # Deterministic mode refuses both (training/determinism.py; Megatron-Bridge's training/config.py).
+        "tp_overlap": "none" if decisions.deterministic else layout.tp_overlap,
+        "loss": "fused" if decisions.loss == "fused" and not decisions.deterministic else "auto",
         "attention": _generation(decisions.kernels.attention),
     }
     model = replace(decisions.model, vocab=-(-decisions.model.vocab // tp) * tp)
@@ -279,6 +280,7 @@ _NO_SWAP = "Megatron swaps no tokens: its activation offloading is by whole tens
 _OWN_ALLOCATOR = "memory comes from PyTorch's caching allocator; no addresses are planned."
 _NO_PARTS = "Megatron plays a sequence whole."
 _OWN = "Megatron's own."
+_LOSSES = "over the vocabulary, unfused, or fused outside of deterministic mode."
 
 SAYINGS: dict[str, Saying] = {
     "model.family": Saying("exact", ("normalization", "gated_linear_unit")),
@@ -305,7 +307,7 @@ SAYINGS: dict[str, Saying] = {
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),
     "layout.tp": Saying("exact", ("tensor_model_parallel_size",)),
     "layout.sequence_parallel": Saying("exact", ("sequence_parallel",)),
-    "layout.tp_overlap": Saying("exact", ("tp_comm_overlap",)),
+    "layout.tp_overlap": Saying("exact", ("tp_comm_overlap",), "not in deterministic mode."),
     "layout.cp": Saying("exact", ("context_parallel_size", "cp_comm_type")),
     "layout.cp_exchange": Saying("exact", ("cp_comm_type",), "p2p or all_gather; beside a2a only p2p."),
     "layout.ulysses": Saying("exact", ("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes")),
@@ -357,9 +359,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.overlap": Saying(
         "exact", ("overlap_grad_reduce", "overlap_param_gather"), "parameters are gathered with ZeRO alone."
     ),
-    "decisions.loss": Saying(
-        "exact", ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), "over the vocabulary, unfused or fused."
-    ),
+    "decisions.loss": Saying("exact", ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), _LOSSES),
     "decisions.loss_metrics": Saying("none", (), "no metrics are computed from the logits."),
     "decisions.streams": Saying("own", (), _OWN),
     "decisions.sharding": Saying("own", (), _OWN),

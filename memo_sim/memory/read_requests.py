@@ -73,4 +73,11 @@ def _read_document(raw: bytes, where: str) -> Source:
         programs = lower(plan.decisions)
     check_pinned(plan, programs, where=where)
     notes = [f"the first of {len(programs)} pipeline stages, {programs[0].stage}"] if len(programs) > 1 else []
-    return Source(arena_requests(programs[0], plan.decisions), "plan", notes)
+    predicted = plan.prediction.reserved_bytes if plan.prediction else None
+    if plan.decisions.memory_policy != "eager":
+        predicted = None
+    elif predicted is None:
+        notes.append(
+            "an eager framework asks for more than the program: `memo-sim what-if --plan` says what it reserves"
+        )
+    return Source(arena_requests(programs[0], plan.decisions), "plan", notes, reserved_eager_bytes=predicted)

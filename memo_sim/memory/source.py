@@ -23,6 +23,8 @@ class Source:
     notes: list[str] = field(default_factory=list)
     header: list[str] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
+    reserved_eager_bytes: int | None = None
+    """What an eager framework reserves for the plan, as predicted in its file; None for other inputs."""
 
 
 def check_countable(requests: Requests, where: str) -> None:

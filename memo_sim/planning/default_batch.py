@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import msgspec
 
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MOST_SEQUENCES
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.blocks import loss_chunk
@@ -33,9 +33,15 @@ from memo_sim.program.layout.stage import stages_of
 def with_filling_batch(question: Question) -> Question:
     """Return the question with the smallest batch that gives every device work, and why it is that batch.
 
-    Raises:
-        UsageError: when pinned knobs contradict each other or the cluster.
+    A question whose pins contradict each other or the cluster comes back as it is: the search says why.
     """
+    try:
+        return _filled(question)
+    except UsageError:
+        return question
+
+
+def _filled(question: Question) -> Question:
     if question.preset.solver and question.pins.dp is None:
         rule = "not given: one micro-batch, as in SPPO's solver"
         return replace(question, global_batch=question.micro_batch, batch_rule=rule)

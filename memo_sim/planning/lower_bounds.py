@@ -132,6 +132,10 @@ class LowerBounds:
             device += self._held_bytes(layers, parts)
         return LowerBound(0.0, device, (host + self._swapped_bytes(layers, parts)) * self._local(decisions))
 
+    def host_states_bytes(self, decisions: Decisions) -> int:
+        """Return the bytes of one rank's states in host memory."""
+        return self._states(decisions)[1]
+
     def reach(self, decisions: Decisions, limit_s: float) -> bool:
         """Return whether the plan is known not to fit, or to take at least ``limit_s``."""
         if self.lack_host(decisions):

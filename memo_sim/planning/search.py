@@ -382,7 +382,8 @@ class _Search:
                 break
         if simulation.prediction.status != "ok" or self._enough(simulation.prediction):
             return Evaluated(policy, decisions, simulation.prediction)
-        program = _linear_program(self.question, base, simulation)
+        states_bytes = self.bounds.host_states_bytes(base)
+        program = _linear_program(self.question, base, simulation, states_bytes=states_bytes)
         best = best_alpha(base, self.predict, start=program.alpha, most=most / grid.steps, bounds=bounds)
         # Swapping every token recomputes nothing. That is the full swap, which is a candidate of its own.
         full_swap = best.decisions.alpha == 1 and any(p == FULL_SWAP for p in policies(self.question))
@@ -430,14 +431,15 @@ def play(question: Question, decisions: Decisions) -> Simulation:
     return simulate(decisions, question.hardware, question.cluster)
 
 
-def _linear_program(question: Question, base: Decisions, simulation: Simulation) -> LinearProgram:
+def _linear_program(question: Question, base: Decisions, simulation: Simulation, *, states_bytes: int) -> LinearProgram:
+    """Return the paper's problem for a plan; ``states_bytes`` of a rank's host memory hold optimizer states."""
     host = question.cluster.host_memory_bytes or question.hardware.host_memory_bytes
     local = min(question.cluster.devices_per_node, base.layout.devices)
     program = linear_program(
         base,
         layer_forward_s=simulation.layer_forward_s,
         bandwidth_bytes_per_s=1.0,
-        host_bytes=host.value / local,
+        host_bytes=max(0.0, host.value / local - states_bytes),
     )
     size = program.input_bytes + program.attention_bytes + program.others_bytes
     return replace(program, bandwidth_bytes_per_s=offload_bandwidth(question, base, size))

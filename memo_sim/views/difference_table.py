@@ -30,15 +30,18 @@ def verdict_line(difference: Difference, at: int) -> str:
     first, side = difference.sides[0], difference.sides[at]
     ratio = side.step_s / first.step_s - 1 if first.step_s else 0.0
     steps = f"{format_seconds(side.step_s)} against {format_seconds(first.step_s)}"
-    if abs(ratio) < EQUAL:
+    where = _where(difference.groups, at, side.step_s - first.step_s)
+    rates = side.tgs / first.tgs if side.tgs and first.tgs else None
+    if rates is not None and abs(rates * (1 + ratio) - 1) > EQUAL:
+        change = percent(rates - 1, signed=True)
+        text = f"{letter(at)} does {side.tgs:.1f} tokens per GPU and second, A {first.tgs:.1f} ({change}); steps differ"
+        text += f" in tokens or GPUs: {steps}{where}"
+    elif abs(ratio) < EQUAL:
         text = f"{letter(at)} is as fast as A ({steps})"
     else:
         slower = f"takes {1 + ratio:.3g} times as long as A" if ratio >= 1 else f"is {percent(ratio)} slower than A"
         speed = slower if ratio > 0 else f"takes {percent(-ratio)} less time than A"
-        text = f"{letter(at)} {speed} ({steps}){_where(difference.groups, at, side.step_s - first.step_s)}"
-    if side.tgs and first.tgs and abs(side.tgs / first.tgs / (1 / (1 + ratio)) - 1) > EQUAL:
-        change = percent(side.tgs / first.tgs - 1, signed=True)
-        text += f"; per GPU and second it does {side.tgs:.1f} tokens against {first.tgs:.1f} ({change})"
+        text = f"{letter(at)} {speed} ({steps}){where}"
     more = side.peak_device_bytes - first.peak_device_bytes
     if more:
         text += f"; it needs {format_bytes(abs(more))} {'more' if more > 0 else 'less'} device memory"
@@ -48,7 +51,7 @@ def verdict_line(difference: Difference, at: int) -> str:
 def _where(groups: Sequence[Share], at: int, total_s: float) -> str:
     named = sorted(groups, key=lambda share: -abs(share.difference_s[at]))
     named = [share for share in named if abs(share.difference_s[at]) >= WORTH_NAMING * abs(total_s)][:MOST_PARTS]
-    if not named:
+    if not named or not total_s:
         return ""
     listed = ", ".join(f"{share.group} {signed_seconds(share.difference_s[at])}" for share in named)
     most = MOST < named[0].difference_s[at] / total_s <= 1 + WORTH_NAMING

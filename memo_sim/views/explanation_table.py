@@ -15,6 +15,10 @@ FULL = 0.95
 """A memory is called full from this fraction on."""
 WORTH_NAMING = 0.0005
 """Smaller gains are called none."""
+TIED = 0.005
+"""Step times within this fraction count as equal: no prediction is more exact."""
+DIGITS = 6
+"""Decimals of seconds: smaller differences are rounding."""
 
 
 def explanation_text(found: Explanation, *, top: int | None = None) -> str:
@@ -62,7 +66,7 @@ def _most(found: Explanation) -> list[str]:
         gain = percent(best.gain, signed=True)
         lines = [f"What would help most: {best.resource} {best.change}, {gain} tokens per GPU and second."]
     first = found.rivals[0] if found.rivals else None
-    if first is not None and first.slower_s is not None and -first.slower_s > WORTH_NAMING * found.step_s:
+    if first is not None and first.slower_s is not None and -first.slower_s > TIED * found.step_s:
         lines.append(f"A rival is faster: {first.options or first.plan}, {why(first)}.")
     return lines
 
@@ -139,8 +143,8 @@ def why(rival: Rival) -> str:
         short = f": {format_bytes(rival.shortfall_bytes)} short" if rival.shortfall_bytes else ""
         return f"does not fit ({rival.status}){short}"
     changed = f"{format_seconds(abs(rival.slower_s))} {'slower' if rival.slower_s > 0 else 'faster'}"
-    if abs(rival.slower_s) < WORTH_NAMING * (rival.step_s or 0.0):
-        return f"equally fast ({changed})" if rival.slower_s else "equally fast"
+    if not round(rival.slower_s, DIGITS):
+        return "equally fast"
     parts = _parts(rival)
     return f"{changed}: {', '.join(parts)}" if parts else changed
 

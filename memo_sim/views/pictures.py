@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from memo_sim.contract import codec
-from memo_sim.contract.errors import UsageError
+from memo_sim.contract.errors import UsageError, missing_package
 from memo_sim.contract.plain_text import one_line, printable
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Picture:
         """The drawing as text of an SVG file."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / "picture.svg"
-            self._draw(path)
+            self._drawn(path)
             return path.read_text(encoding="utf-8")
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -92,11 +92,17 @@ class Picture:
 
         Raises:
             UsageError: when the format is unknown or the file cannot be written.
-            ModuleNotFoundError: when matplotlib is not installed.
+            CannotRun: when matplotlib is not installed.
         """
         check_kind(Path(path))
         codec.check_writable(Path(path))
-        self._draw(Path(path))
+        self._drawn(Path(path))
+
+    def _drawn(self, path: Path) -> None:
+        try:
+            self._draw(path)
+        except ModuleNotFoundError as error:
+            raise missing_package(error) or error from None
 
     def _repr_svg_(self) -> str:
         return self.svg

@@ -33,6 +33,9 @@ def _figures(report: MemoryReport) -> str:
             _caching(report),
         ],
     ]
+    if (eager := report.reserved_eager_bytes) is not None:
+        what = "reserved under an eager framework, on the stage with most: the plan's prediction"
+        rows.append(["eager", _size(eager), _above(eager, live), None, None, what])
     for other in report.others:
         name = "bi-level" if _is_bilevel(other.solver) else "flat"
         proven = "yes" if other.proven else "no"

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.difference import Difference
+from memo_sim.contract.knobs import DEGREES
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import PlanRow
@@ -25,7 +26,7 @@ from memo_sim.views.plan_table import layout_label
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
 
-DEGREES = ("tp", "cp", "ulysses", "metp", "pp", "dp", "zero", "subsequences")
+OF_A_LAYOUT = (*DEGREES, "zero", "subsequences")
 PARTS = (("memory_", "_bytes"), ("busy_", "_s"), ("wait_", "_s"))
 """Beginnings and ends of the names that only some plans have."""
 
@@ -43,7 +44,7 @@ def plan_row(plan: PlanRow | None) -> Row:
         "status": plan.status,
         "system": plan.system,
         "layout": layout_label(plan.layout),
-        **{name: getattr(plan.layout, name) for name in DEGREES},
+        **{name: getattr(plan.layout, name) for name in OF_A_LAYOUT},
         "alpha": plan.alpha,
         "recompute": plan.recompute,
         "memory_policy": plan.memory_policy,

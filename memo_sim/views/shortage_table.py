@@ -47,7 +47,8 @@ def shortage_text(found: Shortage, *, top: int = 3) -> str:
 
 
 def _verdict(found: Shortage) -> str:
-    whole = f"{found.model} on {found.cluster}, {format_tokens(found.seq_tokens)} tokens"
+    batch = f"global batch {found.decisions.global_batch}"
+    whole = f"{found.model} on {found.cluster}, {format_tokens(found.seq_tokens)} tokens, {batch}"
     which = "the run" if found.candidates == 1 else f"the best of {found.candidates} plans"
     if found.fits:
         step = f", step {format_seconds(found.step_s)}" if found.step_s is not None else ""
@@ -123,7 +124,8 @@ def _ways(found: Shortage, top: int) -> list[str]:
     if found.open is not None:
         left = ", ".join(found.open.leave_out)
         step = format_seconds(found.open.step_s or 0.0)
-        notes.append(f"With {left} left to the search: {found.open.plan}, {step}.")
+        batch = f" and {found.open.options}" if found.open.options else ""
+        notes.append(f"With {left} left to the search{batch}: {found.open.plan}, {step}.")
     if not best:
         notes.append("What helps besides: more devices, or a shorter sequence (memo-sim longest finds how long).")
     return [*blocks, *(["\n".join(map(one_line, notes))] if notes else [])]

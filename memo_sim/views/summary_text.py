@@ -63,7 +63,9 @@ def _device(device: DeviceMemory) -> str:
 def _speed(summary: Summary) -> list[str]:
     if summary.step_s is None or summary.mfu is None or summary.tokens_per_device_s is None:
         return []
-    sure = f" ({interval_label(summary.interval)}, {100 * summary.interval.level:.0f} %)" if summary.interval else ""
+    sure = " (no interval is known)"
+    if summary.interval:
+        sure = f" ({interval_label(summary.interval)}, {100 * summary.interval.level:.0f} %)"
     hours = summary.device_hours_per_billion_tokens or 0.0
     parts = [
         f"Step {format_seconds(summary.step_s)}{sure}",

@@ -1,13 +1,15 @@
-"""Draws a sweep: length against MFU, speed and device memory, and which questions no other beats in speed and memory.
+"""Draws a sweep: length against MFU, speed and memory, and which questions no other of their length beats in both.
 
 A line joins the lengths of questions that are otherwise the same; a length at which nothing fits is a gap in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.sweep import SweepLine
@@ -24,6 +26,8 @@ SIZE_IN = (13.0, 8.0)
 MOST_NAMED = 24
 """Lines that the legend names; more would not fit beside the axes."""
 MOST_TICKS = 14
+WIDE = 16.0
+"""An axis whose greatest value is so many times its least is logarithmic."""
 Value = Callable[[PlanRow], float | None]
 PANELS: tuple[tuple[str, Value], ...] = (
     ("MFU, %", lambda plan: None if plan.mfu is None else 100 * plan.mfu),
@@ -59,7 +63,20 @@ def _about(line: SweepLine) -> dict[str, object]:
 
 
 def front(lines: Sequence[SweepLine]) -> list[SweepLine]:
-    """Return the answers that no other beats in tokens per GPU and second and in device memory, least memory first."""
+    """Return the answers that no other beats in tokens per GPU and second and in device memory.
+
+    Only answers about one model and one length are compared; those of a front stand together, least memory first.
+    """
+    return [line for mine in fronts(lines).values() for line in mine]
+
+
+def fronts(lines: Sequence[SweepLine]) -> dict[tuple[str, int], list[SweepLine]]:
+    """Return the front of each model and length that has a plan, the shortest length first."""
+    tasks = sorted({(line.model, line.seq_tokens) for line in lines if line.best})
+    return {task: _front(line for line in lines if (line.model, line.seq_tokens) == task) for task in tasks}
+
+
+def _front(lines: Iterable[SweepLine]) -> list[SweepLine]:
     best: list[SweepLine] = []
     for line in sorted((line for line in lines if line.best), key=_memory_and_speed):
         if not best or _memory_and_speed(line)[1] < _memory_and_speed(best[-1])[1]:
@@ -92,16 +109,14 @@ def _figure(lines: Sequence[SweepLine]) -> Figure:
     for ax, (label, _) in zip(axes, PANELS, strict=False):
         _lengths(ax, lengths)
         ax.set_ylabel(label)
-        ax.set_ylim(bottom=0)
-        ax.yaxis.set_major_formatter(_number)
-        ax.grid(visible=True, alpha=0.3)
-    _front(axes[3], front(lines))
-    figure.suptitle("The best plan of each question", fontsize=12)
+        _scale(ax)
+    _draw_fronts(axes[3], fronts(lines))
+    models = sorted({line.model for line in lines})
+    title = "the best plan of each question"
+    figure.suptitle(f"{drawn(models[0])}: {title}" if len(models) == 1 else title.capitalize(), fontsize=12)
     if len(by_name) > 1:
         handles = [line for line in axes[0].get_lines() if not str(line.get_label()).startswith("_")]
         figure.legend(handles=handles, loc="outside right center", frameon=False)
-    else:
-        figure.suptitle(drawn(next(iter(by_name), "no question")), fontsize=12)
     missing = len(lines) - sum(line.best is not None for line in lines)
     if missing:
         figure.supxlabel(
@@ -126,15 +141,42 @@ def _lengths(ax: Axes, lengths: list[int]) -> None:
     ax.set_xlabel("tokens of a sequence")
 
 
-def _front(ax: Axes, best: list[SweepLine]) -> None:
-    """Join the answers that no other beats."""
-    points = [_memory_and_speed(line) for line in best]
-    ax.plot([x for x, _ in points], [-y for _, y in points], "--", color=QUIET_TEXT, linewidth=1, zorder=0)
-    ax.set_title("dashed: no other question is faster in less memory", fontsize=9, color=QUIET_TEXT)
+def _draw_fronts(ax: Axes, by_task: Mapping[tuple[str, int], Sequence[SweepLine]]) -> None:
+    """Join the answers of each model and length that no other beats, and name them at the fastest."""
+    several = len({model for model, _ in by_task}) > 1
+    for (model, tokens), best in by_task.items():
+        points = [_memory_and_speed(line) for line in best]
+        ax.plot([x for x, _ in points], [-y for _, y in points], "--", color=QUIET_TEXT, linewidth=1, zorder=0)
+        if len(by_task) <= MOST_NAMED:
+            x, y = points[-1]
+            name = f"{model} {format_tokens(tokens)}" if several else format_tokens(tokens)
+            ax.annotate(
+                drawn(name),
+                (x, -y),
+                xytext=(6, 5),
+                textcoords="offset points",
+                fontsize=8,
+                color=QUIET_TEXT,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
+            )
+    ax.set_title("dashed: at its length no other question is faster in less memory", fontsize=9, color=QUIET_TEXT)
     ax.set_xlabel("device memory at its peak, GiB")
     ax.set_ylabel("tokens per GPU and second")
+    ax.margins(0.1)
     ax.set_xlim(left=0)
-    ax.set_ylim(bottom=0)
+    _scale(ax)
+
+
+def _scale(ax: Axes) -> None:
+    """Begin the vertical axis at zero, or make it logarithmic where values differ much."""
+    from matplotlib.ticker import LogLocator
+
+    values = [y for line in ax.get_lines() for y in np.asarray(line.get_ydata(), dtype=float).tolist() if y > 0]
+    if values and max(values) >= WIDE * min(values):
+        ax.set_yscale("log", subs=())
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    else:
+        ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter(_number)
     ax.grid(visible=True, alpha=0.3)
 

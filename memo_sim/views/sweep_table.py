@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from memo_sim.contract.plain_text import in_csv, one_line
 from memo_sim.contract.sweep import SweepLine
-from memo_sim.contract.units import GIB, counted, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.rows import Row, alike, plan_row
 from memo_sim.views.text_table import text_table
@@ -16,19 +16,12 @@ from memo_sim.views.text_table import text_table
 OWN = ("model", "cluster", "system", "seq_len")
 """Values of a question that have a column of their own; the others stand together."""
 HEADS = (
-    "model",
-    "cluster",
-    "system",
-    "tokens",
-    "asked",
-    "answer",
-    "layout",
-    "step",
-    "MFU %",
-    "tokens/GPU/s",
-    "device GiB",
+    *("model", "cluster", "system", "tokens", "asked", "answer", "layout"),
+    *("step", "MFU %", "tokens/GPU/s", "device GiB", "why not"),
 )
-ALIGN = "lllrlllrrrr"
+ALIGN = "lllrlllrrrrl"
+MOST_WORDS = 60
+"""Characters of a reason that a table shows; the file has all of it."""
 
 
 def sweep_rows(lines: Sequence[SweepLine]) -> list[Row]:
@@ -42,7 +35,21 @@ def _row(line: SweepLine) -> Row:
     plan |= {"plan_status": plan.pop("status", None), "plan_system": plan.pop("system", None)}
     about: Row = {"model": line.model, "cluster": line.cluster, "system": line.system, "seq_tokens": line.seq_tokens}
     why = line.failure.message.splitlines()[0] if line.failure else " ".join(line.why[:1])
-    return {**about, "status": line.status, **asked, **plan, "why": why, "elapsed_s": line.elapsed_s}
+    return {**about, "status": line.status, **asked, **_sums(line), **plan, "why": why, "elapsed_s": line.elapsed_s}
+
+
+def _sums(line: SweepLine) -> Row:
+    """Return the figures of the verdict that a plan's row does not have."""
+    summary = line.summary
+    if summary is None:
+        return {}
+    return {
+        "devices": summary.devices,
+        "tokens_per_step": summary.tokens_per_step,
+        "device_hours_per_billion_tokens": summary.device_hours_per_billion_tokens,
+        "needed_device_bytes": summary.device_memory.needed_bytes,
+        "device_capacity_bytes": summary.device_memory.capacity_bytes,
+    }
 
 
 def _text(value: object) -> str | int | float | bool:
@@ -52,9 +59,13 @@ def _text(value: object) -> str | int | float | bool:
     return value
 
 
-def sweep_cells(line: SweepLine) -> list[str | None]:
-    """Return one question as the cells of a table with ``HEADS``."""
-    others = " ".join(f"{name}={_text(value)}" for name, value in line.question.items() if name not in OWN)
+def sweep_cells(lines: Sequence[SweepLine]) -> list[list[str | None]]:
+    """Return the questions as the cells of a table with ``HEADS``; what all of them have in common is left out."""
+    return [_cells(line, common(lines)) for line in lines]
+
+
+def _cells(line: SweepLine, shared: Collection[str]) -> list[str | None]:
+    others = " ".join(f"{n}={_text(v)}" for n, v in line.question.items() if n not in OWN and n not in shared)
     best = line.best
     figures: list[str | None] = [None] * 5
     if best is not None:
@@ -66,16 +77,36 @@ def sweep_cells(line: SweepLine) -> list[str | None]:
             f"{best.peak_device_bytes / GIB:.2f}",
         ]
     about = [line.model, line.cluster, line.system, format_tokens(line.seq_tokens), others or None]
-    return [*about, line.status, *figures]
+    return [*about, line.status, *figures, _why_not(line)]
+
+
+def common(lines: Sequence[SweepLine]) -> dict[str, str]:
+    """Return the values that several questions have in common, beside those with a column of their own."""
+    if len(lines) < 2:
+        return {}
+    first = lines[0].question
+    same = {n: v for n, v in first.items() if n not in OWN and all(line.question.get(n) == v for line in lines)}
+    return {name: str(_text(value)) for name, value in same.items()}
+
+
+def _why_not(line: SweepLine) -> str | None:
+    """Return in short why there is no plan: what runs out and by how much, or the first words of the reason."""
+    if line.best is not None:
+        return None
+    if line.summary is not None and line.summary.shortfall_bytes:
+        memory = "host" if line.summary.status == "host_oom" else "device"
+        return f"{memory} memory is short by {format_bytes(line.summary.shortfall_bytes)}"
+    text = line.failure.message.splitlines()[0] if line.failure else next(iter(line.why), "")
+    return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}..."
 
 
 def sweep_table(lines: Sequence[SweepLine]) -> str:
-    """Return a table of the questions with their best plans, and below it why questions failed."""
+    """Return a table of the questions with their best plans; above it how many fit, and what all have in common."""
     count = {status: sum(line.status == status for line in lines) for status in ("fits", "does not fit", "failed")}
     head = f"{counted(len(lines), 'question')}: " + ", ".join(f"{n} {status}" for status, n in count.items() if n)
-    table = text_table(HEADS, [sweep_cells(line) for line in lines], ALIGN)
-    reasons = dict.fromkeys(one_line(line.failure.message.splitlines()[0]) for line in lines if line.failure)
-    return "\n\n".join([head, table, *(["failed:\n" + "\n".join(f"- {text}" for text in reasons)] if reasons else [])])
+    if shared := common(lines):
+        head += f"; all with {', '.join(f'{one_line(name)}={one_line(text)}' for name, text in shared.items())}"
+    return f"{head}\n\n{text_table(HEADS, sweep_cells(lines), ALIGN)}"
 
 
 def sweep_csv(lines: Sequence[SweepLine]) -> str:

@@ -1,4 +1,4 @@
-"""Writes a validation as a Markdown page: accuracy by system, model and length, the worst cases, every case.
+"""Writes a validation as Markdown or a page: accuracy by system, model and length, the worst cases, every case.
 
 An error is predicted / measured - 1; a bias is the mean of signed errors. Fitted rows are counted apart.
 """
@@ -14,6 +14,7 @@ from memo_sim.contract.units import format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.views.accuracy import JUDGED, Accuracy, HeldOut, judged_error, rank_correlation, summarise
 from memo_sim.views.plan_table import layout_label
+from memo_sim.views.report.page import Block, Bullets, Heading, Paragraph, Section, Table
 from memo_sim.views.text_table import number, percent
 from memo_sim.views.validation_table import INTERVAL_HEADERS, LABELS, case_warnings, interval_rows
 
@@ -43,7 +44,7 @@ other sources. 80 % is what the interval promises in the mean over sources ("by 
 (high - low) / predicted; 80 % of the rows held out have a smaller error than the last column, so a width of twice that
 figure is what a perfect interval around the prediction would have. A class of few sources is above or below, because
 the errors of sources differ by a factor of two, and those of a new source are unknown. The last line is about two plans
-of one question: whether the ratio of their measured steps lies as close to the predicted one as `what-if` says."""
+of one question: whether the ratio of their measured steps lies as close to the predicted one as what-if says."""
 
 
 def validation_report(
@@ -56,37 +57,59 @@ def validation_report(
     created: str,
     version: str,
 ) -> str:
-    """Return the page; ``notes`` are (pattern of case names, text).
+    """Return the report as Markdown; ``notes`` are (pattern of case names, text).
 
     ``accuracies`` have keys ``<source>/<system>``.
     """
-    cases, typed = validation.cases, one_line(command).replace("`", "'")
-    parts = [
-        "# Validation: every published case",
-        f"Written by `{typed}`, {created}, memo {version}; no GPU was used.",
-        *_impossible(cases),
-        HOW_TO_READ,
-        "## By source and system",
-        _summary(cases, accuracies),
-        *_intervals(held_out),
-        *_longest(cases),
-        "## By model",
-        _by(cases, [BETWEEN.join((c.source, c.system, c.model)) for c in cases]),
-        "## By length",
-        _by(cases, [BETWEEN.join((c.source, c.system, format_tokens(c.seq_tokens))) for c in cases]),
-        "## The largest errors of speed, and where their predicted steps go",
-        _worst(cases, notes),
-        *_wrong(cases, notes),
-        "## Every case",
-        *_every(cases),
-    ]
+    typed = one_line(command).replace("`", "'")
+    parts = ["# Validation: every published case", f"Written by `{typed}`, {created}, memo {version}; no GPU was used."]
+    for section in validation_sections(validation, accuracies, held_out, notes):
+        parts += [f"## {section.heading}"] if section.heading else []
+        parts += map(_as_markdown, section.blocks)
     return "\n\n".join(parts) + "\n"
 
 
-def _impossible(cases: Sequence[CaseReport]) -> list[str]:
+def validation_sections(
+    validation: Validation,
+    accuracies: Mapping[str, GroupAccuracy],
+    held_out: Sequence[HeldOut],
+    notes: Sequence[tuple[str, str]],
+) -> list[Section]:
+    """Return the report's sections, for Markdown and for a page; arguments as in ``validation_report``."""
+    cases = validation.cases
+    by_model = [BETWEEN.join((c.source, c.system, c.model)) for c in cases]
+    by_length = [BETWEEN.join((c.source, c.system, format_tokens(c.seq_tokens))) for c in cases]
+    return [
+        *_impossible(cases),
+        Section("", [*map(Paragraph, HOW_TO_READ.split("\n\n"))]),
+        Section("By source and system", [_summary(cases, accuracies)]),
+        *_intervals(held_out),
+        *_longest(cases),
+        Section("By model", [_by(cases, by_model)]),
+        Section("By length", [_by(cases, by_length)]),
+        Section("The largest errors of speed, and where their predicted steps go", [_worst(cases, notes)]),
+        *_wrong(cases, notes),
+        Section("Every case", _every(cases)),
+    ]
+
+
+def _as_markdown(block: Block) -> str:
+    match block:
+        case Table(headers, rows, alignment):
+            return markdown_table(headers, rows, alignment)
+        case Bullets(items):
+            return "\n".join(f"- {in_markdown(item)}" for item in items)
+        case Heading(text):
+            return f"### {in_markdown(text)}"
+        case Paragraph(text):
+            return text
+    raise AssertionError(type(block).__name__)
+
+
+def _impossible(cases: Sequence[CaseReport]) -> list[Section]:
     """Return what no chip can do, first of all."""
     told = case_warnings(cases)
-    return ["## Above what the chip can do", "\n".join(f"- {in_markdown(text)}" for text in told)] if told else []
+    return [Section("Above what the chip can do", [Bullets(told)])] if told else []
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], align: str) -> str:
@@ -106,14 +129,15 @@ def _grouped(cases: Sequence[CaseReport], name: Callable[[CaseReport], str]) -> 
     return groups
 
 
-def _intervals(held_out: Sequence[HeldOut]) -> list[str]:
+def _intervals(held_out: Sequence[HeldOut]) -> list[Section]:
     """Return how the intervals do on sources that they were made without."""
     if not held_out:
         return []
-    return ["## Intervals", HOW_INTERVALS_DO, markdown_table(INTERVAL_HEADERS, interval_rows(held_out), "lrrlrrrr")]
+    table = Table(INTERVAL_HEADERS, interval_rows(held_out), "lrrlrrrr")
+    return [Section("Intervals", [Paragraph(HOW_INTERVALS_DO), table])]
 
 
-def _summary(cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy]) -> str:
+def _summary(cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy]) -> Table:
     headers = ["source", "system", "", "rows", "not evaluated", "status right", "quantity", "n", "bias", "mean error"]
     headers += ["largest", "rank correlation", "80 % within"]
     rows: list[list[str | None]] = []
@@ -124,7 +148,7 @@ def _summary(cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy
             head: list[str | None] = [members[0].source, members[0].system, _kind(accuracy), str(accuracy.rows)]
             head.append(str(invalid) if invalid else None)
             rows += _quantities(accuracy, head, chosen, accuracies.get(name))
-    return markdown_table(headers, rows, "lllrrrlrrrrrr")
+    return Table(headers, rows, "lllrrrlrrrrrr")
 
 
 def _quantities(
@@ -161,7 +185,7 @@ def _inside(case: CaseReport) -> bool:
     return bool(case.interval.low <= measured <= case.interval.high)
 
 
-def _longest(cases: Sequence[CaseReport]) -> list[str]:
+def _longest(cases: Sequence[CaseReport]) -> list[Section]:
     """Return the longest sequence that fits, predicted and measured, where a source tried several lengths."""
     rows: list[list[str | None]] = []
     for name, members in _grouped(cases, lambda c: BETWEEN.join((c.source, c.system, c.model))).items():
@@ -176,10 +200,10 @@ def _longest(cases: Sequence[CaseReport]) -> list[str]:
     if not rows:
         return []
     headers = ["source", "system", "model", "predicted", "measured", "steps apart"]
-    return ["## Longest sequence that fits", markdown_table(headers, rows, "lllrrr")]
+    return [Section("Longest sequence that fits", [Table(headers, rows, "lllrrr")])]
 
 
-def _by(cases: Sequence[CaseReport], names: Sequence[str]) -> str:
+def _by(cases: Sequence[CaseReport], names: Sequence[str]) -> Table:
     rows: list[list[str | None]] = []
     for accuracy in summarise(cases, names):
         source, system, group = accuracy.group.split(BETWEEN, 2)
@@ -192,16 +216,16 @@ def _by(cases: Sequence[CaseReport], names: Sequence[str]) -> str:
             row += [LABELS[speed] if speed else None, str(errors.count), *shown]
         rows.append(row + [None] * (11 - len(row)))
     headers = ["source", "system", "", "", "rows", "status right", "quantity", "n", "bias", "mean error", "largest"]
-    return markdown_table(headers, rows, "llllrrlrrrr")
+    return Table(headers, rows, "llllrrlrrrr")
 
 
-def _worst(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> str:
+def _worst(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> Table:
     known = [(abs(error), c) for c in cases if not c.fitted and (error := judged_error(c)) is not None]
     chosen = [case for _, case in sorted(known, key=lambda pair: -pair[0])[:WORST]]
     rows: list[list[str | None]] = [
         [case.case, percent(judged_error(case), signed=True), _terms(case), _note(case, notes)] for case in chosen
     ]
-    return markdown_table(["case", "error", "of the predicted step", "why it stays wrong"], rows, "lrll")
+    return Table(["case", "error", "of the predicted step", "why it stays wrong"], rows, "lrll")
 
 
 def _terms(case: CaseReport) -> str:
@@ -220,7 +244,7 @@ def _note(case: CaseReport, notes: Sequence[tuple[str, str]]) -> str:
     return " ".join(text for pattern, text in notes if fnmatchcase(case.case, pattern))
 
 
-def _wrong(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> list[str]:
+def _wrong(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> list[Section]:
     wrong = [c for c in cases if c.error.status is False]
     if not wrong:
         return []
@@ -230,11 +254,11 @@ def _wrong(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> lis
         note = _note(case, notes)
         told = " ".join(part for part in (reason + "." if reason else "", note) if part)
         rows.append([case.case, case.predicted.status, case.expected.status, told])
-    return ["## Wrong statuses", markdown_table(["case", "predicted", "measured", ""], rows, "llll")]
+    return [Section("Wrong statuses", [Table(["case", "predicted", "measured", ""], rows, "llll")])]
 
 
-def _every(cases: Sequence[CaseReport]) -> list[str]:
-    parts = []
+def _every(cases: Sequence[CaseReport]) -> list[Block]:
+    parts: list[Block] = []
     for source, members in _grouped(cases, lambda c: c.source).items():
         quantities = [q for q in LABELS if any(getattr(c.expected, q) is not None for c in members)]
         headers = ["case", "system", "", "status", "measured", "layout"]
@@ -242,8 +266,8 @@ def _every(cases: Sequence[CaseReport]) -> list[str]:
             headers += [LABELS[quantity], "measured", "error"]
         rows = [_case(case, quantities) for case in members]
         parts += [
-            f"### {in_markdown(source)}",
-            markdown_table([*headers, "interval"], rows, "llllll" + "rrr" * len(quantities) + "r"),
+            Heading(source),
+            Table([*headers, "interval"], rows, "llllll" + "rrr" * len(quantities) + "r"),
         ]
     return parts
 

@@ -21,6 +21,7 @@ from tests.campaign.seeds import OUT, Target
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "model": ("model.json", "llama-tiny", "gpt-tiny"),
+    "models": ("llama-tiny", "gpt-tiny,llama-tiny"),
     "plan": ("plan.json",),
     "files": ("train.sh",),
     "cases": ("cases.csv",),
@@ -47,6 +48,10 @@ ALWAYS = {
     ("memo-sim", "what-if"): ("--cluster", "machine.json", "--seq-len", "1k", "--system", "full-recompute"),
     ("memo-sim", "longest"): ("--cluster", "machine.json", "--step", "1024m", "--system", "full-recompute"),
     ("memo-sim", "gpus"): ("--cluster", "a800", "--most-gpus", "2", "--system", "full-recompute"),
+    ("memo-sim", "sweep"): (
+        *("--cluster", "machine.json", "--seq-len", "1k", "--system", "full-recompute"),
+        *("--jobs", "1"),
+    ),
     ("memo-sim", "oom"): ("--seq-len", "1k", "--system", "full-recompute"),
     ("memo-sim", "explain"): ("--cluster", "machine.json"),
     ("memo-sim", "compare"): ("plan.json", "--cluster", "machine.json"),
@@ -56,6 +61,7 @@ ALWAYS = {
 """Options that make a command quick, or keep its files in one folder. One that is drawn comes later and wins."""
 TEXT_VALUES: dict[str, tuple[str, ...]] = {
     "cluster": ("machine.json", "h100-1x8", "a800-2x8", "b200-1x8"),
+    "dask": ("tcp://127.0.0.1:9",),
     "from_datasheet": ("tflops=165,memory=24,pcie=4x16",),
     "within": ("10m", "1s", "0.5h"),
     "price_per_gpu_hour": ("2.5", "a800=1"),
@@ -77,7 +83,7 @@ KNOB_VALUES: dict[type, tuple[str, ...]] = {
 """Quick legal values of knobs that click takes as text."""
 NEVER = {"every", "jobs", "help", "version"}
 """Options left out: --all takes minutes, --jobs starts processes. --accept alone is refused, so it stays."""
-RARE = {"fit": 0.1, "longest": 0.3, "gpus": 0.3, "compare": 0.4, "oom": 0.3, "explain": 0.3}
+RARE = {"fit": 0.1, "longest": 0.3, "gpus": 0.3, "compare": 0.4, "oom": 0.3, "explain": 0.3, "sweep": 0.3}
 """Commands that take their time, and how often they are drawn beside one that is quick."""
 FILES = (
     *("snapshot", "buffers in CSV", "requests", "allocator log", "model", "hardware profile", "cases", "trace"),

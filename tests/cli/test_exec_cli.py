@@ -36,13 +36,13 @@ from tests.refusals import Expected, check_fields
 
 OPTIONS = {
     "calibrate": {"--output", "--name", "--budget-s"},
-    "compare": {"--tolerance", "--trace", "--plot", "--json"},
+    "compare": {"--tolerance", "--trace", "--plot", "--report", "--json"},
     "doctor": set(),
     "profile": {"--steps", "--trace", "--output", "--requests"},
     "run": {
         *("--data", "--weights", "--steps", "--seed", "--lr", "--warmup-steps", "--decay-steps", "--final-fraction"),
         *("--weight-decay", "--clip", "--beta1", "--beta2", "--eps", "--save", "--save-every", "--resume"),
-        *("--tolerance", "--trace", "--measured", "--debug", "--replay-allocator", "--json"),
+        *("--tolerance", "--trace", "--measured", "--report", "--debug", "--replay-allocator", "--json"),
     },
     "verify": {"--device", "--seed", "--steps", "--layers", "--json"},
 }
@@ -77,7 +77,8 @@ def test_help_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_run_prints_one_document_and_nothing_else(plan: Path, tmp_path: Path) -> None:
-    files = {"--trace": tmp_path / "perfetto.json", "--measured": tmp_path / "measured.json"}
+    names = {"--trace": "perfetto.json", "--measured": "measured.json", "--report": "run.html"}
+    files = {option: tmp_path / name for option, name in names.items()}
     written = [part for pair in files.items() for part in pair]
     done = shell("memo_exec", "run", plan, "--steps", 3, "--json", *written)
     assert done.returncode == 0, done.stderr
@@ -90,6 +91,9 @@ def test_run_prints_one_document_and_nothing_else(plan: Path, tmp_path: Path) ->
     measured = codec.read(files["--measured"], Trace)
     assert measured.origin == "measured"
     assert measured.step_s == comparison.measured.step_s
+    page = files["--report"].read_text()
+    assert "The measured step takes" in page
+    assert "Gradient norm" in page
 
 
 def test_run_prints_a_table_for_people(plan: Path) -> None:

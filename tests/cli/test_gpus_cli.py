@@ -75,6 +75,12 @@ def test_several_clusters_are_ranked(tmp_path: Path) -> None:
     assert alone in document["results"]
 
 
+def test_a_data_sheet_stands_in_a_list_of_clusters() -> None:
+    done = memo_sim(*SEVERAL[:-1], "a800-1x2,tflops=165 memory=24 pcie=4x16 devices=2")
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[1] for line in done.stdout.splitlines()[-2:]} == {"a800-1x2", "datasheet-1x2"}
+
+
 def test_what_several_clusters_cannot_have_is_refused() -> None:
     check_fields(memo_sim(*SEVERAL, "--pareto").error, UsageError, got="--pareto")
     twice = (*SEVERAL[:-1], "a800-1x2,a800-1x2")

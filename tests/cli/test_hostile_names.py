@@ -136,11 +136,14 @@ def test_cases_are_listed_in_a_page(tmp_path: Path) -> None:
 
 
 def test_timelines_are_compared_and_drawn(hostile: Path, tmp_path: Path) -> None:
-    outputs = ("--plot", tmp_path / "both.svg", "--trace", tmp_path / "both.json")
+    outputs = ("--plot", tmp_path / "both.svg", "--trace", tmp_path / "both.json", "--report", tmp_path / "both.html")
     check_shown(memo_exec("compare", "trace.json", "trace.json", *outputs, cwd=hostile))
     assert r"\x1b]0;x" in texts(tmp_path / "both.svg")
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
-    assert NAME in {event["args"].get("name") for event in events}
+    assert NAME in {event.get("args", {}).get("name") for event in events}
+    page = (tmp_path / "both.html").read_text()
+    assert page.replace("\n", "").isprintable()
+    assert "<img" not in page
     check_shown(memo_exec("compare", "trace.json", "trace.json", "--json", cwd=hostile))
 
 

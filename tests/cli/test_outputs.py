@@ -81,6 +81,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "profile tiny.json --trace tiny.placement.json",
         "profile tiny.json --requests -o tiny.json",
         "compare tiny.json measured.json --trace tiny.json",
+        "compare tiny.json measured.json --report measured.json",
         "compare tiny.json measured.json --trace measured.json",
         "compare tiny.json measured.json --trace tiny.trace.json",
     ],

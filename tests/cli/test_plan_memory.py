@@ -238,3 +238,17 @@ def test_a_missing_solver_is_named_with_its_extra(tmp_path: Path, solver: str, p
 def test_the_document_is_described() -> None:
     done = memo_sim("schema", "memory")
     assert "reserved_caching_bytes" in json.dumps(json.loads(done.stdout))
+
+
+def test_an_eager_plan_names_what_its_framework_reserves(tmp_path: Path) -> None:
+    question = ("what-if", "gpt-tiny", "--cluster", "a800-1x1", "--seq-len", "2k", "--memory-policy", "eager")
+    assert memo_sim(*question, "-o", "plan.json", cwd=tmp_path).returncode == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    shown = memo_sim("plan-memory", "plan.json", "--json", cwd=tmp_path)
+    reserved = plan["prediction"]["reserved_bytes"]
+    assert json.loads(shown.stdout)["reserved_eager_bytes"] == reserved > 0
+    assert "\neager  " in memo_sim("plan-memory", "plan.json", cwd=tmp_path).stdout
+    (tmp_path / "bare.json").write_text(json.dumps({**plan, "prediction": None}))
+    assert "note: an eager framework asks for more" in memo_sim("plan-memory", "bare.json", cwd=tmp_path).stdout
+    named = {"got": "eager", "hint": "--memory-policy eager -o plan.json"}
+    check_refused(memo_sim("plan-memory", "eager", cwd=tmp_path), 2, named)

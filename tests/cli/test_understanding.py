@@ -49,7 +49,7 @@ def test_a_way_out_costs_what_what_if_prints_for_its_options() -> None:
     assert result.best is not None
     assert result.best.step_s == way.step_s
     text = memo_sim("oom", *asked, *pins, "--top", 1).stdout
-    assert "gpt-7b on a800-1x8, 256k tokens: the run does not fit" in text
+    assert "gpt-7b on a800-1x8, 256k tokens, global batch 1: the run does not fit" in text
     assert way.options in text
 
 
@@ -85,6 +85,8 @@ def test_wrong_arguments_are_refused(folder: Path) -> None:
     check_refused(memo_sim("compare", "full.json", "none.json", cwd=folder), 3, {"what": "no such file"})
     clash = memo_sim("compare", "full.json", "alone.json", "--plot", "full.json", cwd=folder)
     check_refused(clash, 2, {"what": "unknown picture format"})
+    no_page = memo_sim("compare", "full.json", "alone.json", "--report", "page.md", cwd=folder)
+    check_refused(no_page, 2, {"what": "a report is an HTML page"})
     check_refused(memo_sim("explain", "full.trace.json", cwd=folder), 3, {"wanted": "memo.plan/3"})
     unknown = memo_sim("explain", "full.json", "--cluster", "mine", cwd=folder)
     check_refused(unknown, 2, {"what": "the cluster to simulate on is not known", "hint": "--cluster"})

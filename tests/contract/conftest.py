@@ -306,7 +306,7 @@ def longest() -> Longest:
     )
 
 
-def sweep_line() -> SweepLine:
+def sweep() -> SweepLine:
     return SweepLine(
         key="ab" * 32,
         question={"model": "sample", "seq_len": "64k", "tp": 8, "alpha": 0.5, "pp_layers": [1, 2], "keep_norms": True},
@@ -630,7 +630,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "result": result,
     "results": results,
     "longest": longest,
-    "sweep": sweep_line,
+    "sweep": sweep,
     "gpus": gpus,
     "shortage": shortage,
     "validation": validation,

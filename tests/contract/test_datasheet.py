@@ -21,6 +21,7 @@ from memo_sim.contract.catalog import (
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY, Cluster
 from memo_sim.contract.datasheet import DATASHEET, KEYS, REFERENCES, DataSheet, parse_datasheet, text_of
 from memo_sim.contract.errors import UsageError
+from memo_sim.contract.gpu_kind import load_gpu_kind
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.peaks import above_peak, warnings_about
 from memo_sim.question_options import EXAMPLE
@@ -143,6 +144,14 @@ def test_a_shipped_rough_profile_is_made_from_the_data_sheet_that_it_names(name:
     source = {DATASHEET: shipped.sources[DATASHEET]}
     assert msgspec.structs.replace(again, sources={**again.sources, **source}) == shipped
     assert "data sheet" in source[DATASHEET].text or "whitepaper" in source[DATASHEET].text
+
+
+def test_a_data_sheet_is_a_cluster_and_a_kind_of_gpu() -> None:
+    spaced = RTX4090.replace(",", " ")
+    assert load_cluster(spaced) == load_cluster(RTX4090) == cluster_from_datasheet(RTX4090)
+    assert load_gpu_kind(f"{spaced} name=mine").of(4).name == "mine-1x4"
+    with refused(UsageError, got="'tflop=1'", hint="tflops"):
+        load_cluster("tflop=1")
 
 
 def test_every_key_of_a_data_sheet_has_a_field() -> None:

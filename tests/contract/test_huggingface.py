@@ -1,6 +1,7 @@
 """Hugging Face configs: parameter counts agree with transformers and a committed table; other models are refused."""
 
 import json
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ LLAMA: dict[str, Any] = {
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
+PHI3 = {**LLAMA, "model_type": "phi3", "max_position_embeddings": 128, "sliding_window": 128}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "n_embd": 64,
@@ -70,6 +74,8 @@ TINY = {
     "qwen2": QWEN2,
     "qwen2 tied": {**QWEN2, "tie_word_embeddings": True},
     "qwen3": QWEN3,
+    "mistral": MISTRAL,
+    "phi3": {**PHI3, "pad_token_id": 0},
     "gpt2": GPT2,
     "gpt2 with its own inner width": {**GPT2, "n_inner": 80},
     "gpt2 untied": {**GPT2, "tie_word_embeddings": False},
@@ -115,6 +121,28 @@ def test_families() -> None:
             RopeScaling(kind="llama3", factor=8.0),
         ),
         (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32}},
+            1e4,
+            RopeScaling(kind="yarn", factor=4.0, original_max_positions=32, attention_factor=0.1 * log(4) + 1),
+        ),
+        (
+            {"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2}},
+            1e4,
+            RopeScaling(kind="dynamic", factor=2.0, original_max_positions=64),
+        ),
+        (
+            {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_scaling": LONGROPE},
+            1e4,
+            RopeScaling(
+                kind="longrope",
+                factor=4.0,
+                original_max_positions=32,
+                attention_factor=sqrt(1 + log(4) / log(32)),
+                short_factors=(1.0,) * 8,
+                long_factors=(2.0,) * 8,
+            ),
+        ),
+        (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3_ROPE}},
             5e5,
             RopeScaling(kind="llama3", factor=8.0),
@@ -151,8 +179,14 @@ def test_rotary_keys_of_both_generations(keys: dict[str, Any], theta: float, sca
         ({**LLAMA, "text_config": dict(LLAMA)}, "text_config"),
         ({**LLAMA, "is_encoder_decoder": True}, "is_encoder_decoder"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
-        ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.type"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type"),
+        ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "max_position_embeddings"),
+        ({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
+        ({**MISTRAL, "sliding_window": 32, "max_position_embeddings": 64}, "sliding_window"),
+        (
+            {**PHI3, "original_max_position_embeddings": 32, "rope_scaling": {**LONGROPE, "long_factor": ["a"]}},
+            "rope_scaling.long_factor",
+        ),
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor"),
         ({**LLAMA, "rope_scaling": "linear"}, "rope_scaling"),

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.documentation.blocks import PAGES, ROOT, Block, blocks_of, shortened
+from tests.documentation.blocks import PAGES, ROOT, Block, blocks_of, matches, shortened
 from tests.documentation.session import Session
 
 
@@ -35,7 +35,9 @@ def write(page: Path, session: Session) -> bool:
             continue
         lines = []
         for command, output in zip(block.commands, printed, strict=True):
-            lines += [f"$ {command.line}", *shortened(command.output or [], output)]
+            shown = command.output or []
+            kept = shown if matches(shown, output, times=block.times_count) else shortened(shown, output)
+            lines += [f"$ {command.line}", *kept]
         written += text[at : block.start] + "".join(f"{line.rstrip()}\n" for line in lines)
         at = block.end
     written += text[at:]

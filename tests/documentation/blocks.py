@@ -12,7 +12,8 @@ A page has two kinds of blocks with commands (and ``python`` blocks, which run a
 output stands for any number of lines. A comment on the line before a block says what is special about it:
 
 - ``<!-- not run: REASON -->``: it needs what a test does not have, for example a GPU;
-- ``<!-- measured: WHERE AND WHEN -->``: the commands run, but another machine prints other figures.
+- ``<!-- measured: WHERE AND WHEN -->``: the commands run, but another machine prints other figures;
+- ``<!-- times differ -->``: the output is compared without seconds, which say how long the command took.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PAGES = sorted(
 )
 PROGRAMS = ("memo-sim", "memo-exec")
 ANY_LINES = "..."
+SECONDS = re.compile(r"\s+[\d.]+ (?:us|ms|s)\b")
 BLOCK = re.compile(
     r"^(?:<!-- (?P<note>[^\n]+?) -->\n)?```(?P<language>sh|console|python)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -44,7 +46,7 @@ class Command:
     @property
     def of_memo(self) -> list[list[str]]:
         """Return the words of each call of memo-sim or memo-exec in the line, the program first."""
-        if self.line.startswith("python -c"):
+        if self.line.startswith("python -c") or "\n" in self.line:
             return []
         calls = []
         for part in re.split(r"&&|\|\||[|;]", self.line):
@@ -77,6 +79,11 @@ class Block:
         return not self.not_run and not self.note.startswith("measured: ")
 
     @property
+    def times_count(self) -> bool:
+        """Return whether seconds of the output are compared."""
+        return self.note != "times differ"
+
+    @property
     def name(self) -> str:
         """Return where the block stands."""
         return f"{self.page.relative_to(ROOT)}:{self.line_number}"
@@ -98,8 +105,13 @@ def blocks_of(page: Path) -> list[Block]:
     ]
 
 
-def matches(shown: list[str], printed: list[str]) -> bool:
-    """Return whether ``printed`` is what a page shows, with any lines for ``...``; spaces at line ends do not count."""
+def matches(shown: list[str], printed: list[str], *, times: bool = True) -> bool:
+    """Return whether ``printed`` is what a page shows, with any lines for ``...``.
+
+    Spaces at line ends do not count; without ``times``, neither do seconds and the spaces before them.
+    """
+    if not times:
+        shown, printed = ([SECONDS.sub("", line) for line in lines] for lines in (shown, printed))
     pattern = "".join(
         r"(?:.*\n)*?" if line.strip() == ANY_LINES else re.escape(line.rstrip()) + r"\n" for line in shown
     )
@@ -118,6 +130,8 @@ def shortened(shown: list[str], printed: list[str]) -> list[str]:
 def _commands(language: str, text: str) -> list[Command]:
     if language == "python":
         return [Command(f"python -c {shlex.quote(text)}")]
+    if language == "sh" and "<<" in text:  # a here-document: one script
+        return [Command(text)]
     lines = text.replace("\\\n", " ").splitlines()
     if language == "sh":
         return [Command(line) for line in lines if line.strip() and not line.lstrip().startswith("#")]

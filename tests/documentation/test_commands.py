@@ -75,7 +75,8 @@ def check(page: Path, folder: Path) -> None:
         for command in block.commands:
             printed = session.run(block, command)
             if command.output is not None and block.compared:
-                assert matches(command.output, printed), f"{block.name}: $ {command.line}\n" + "\n".join(printed)
+                same = matches(command.output, printed, times=block.times_count)
+                assert same, f"{block.name}: $ {command.line}\n" + "\n".join(printed)
 
 
 @pytest.mark.parametrize("name", ["README.md"])

@@ -14,16 +14,23 @@ import numpy as np
 import pytest
 
 from memo_sim.contract.catalog import load_cluster
+from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
+from memo_sim.contract.difference import Choice, Difference, Share, Side
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Decisions, Layout, Plan, PlanRow
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.result import Result
 from memo_sim.contract.trace import Trace
+from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
+from memo_sim.views.report.curves import _ticks
+from memo_sim.views.report.difference import difference_page
 from memo_sim.views.report.packed import packed
 from memo_sim.views.report.page import Page, Paragraph, Section, Table, check_page, html
+from memo_sim.views.report.run import run_page
 from memo_sim.views.report.shares import shares_of
+from memo_sim.views.report.validation import validation_page
 from memo_sim.views.report.what_if import Best, run_commands, what_if_page
 from memo_sim.views.step import Step
 from tests.refusals import refused
@@ -155,6 +162,103 @@ def test_a_name_from_a_file_adds_no_element_and_runs_nothing(trace) -> None:
     assert "\u202e" not in page
     assert "alert(1)" in page  # the name is shown, as text
     assert "{{ 7 * 7 }}" in page
+
+
+def comparison(name: str, trace: Trace) -> Comparison:
+    figures = StepFigures(
+        step_s=trace.step_s, peak_device_bytes=2**30, moved_bytes=None, lanes={name: 1.0}, ops={name: 2.0}
+    )
+    ratio = Ratio(step_s=1.0, peak_device_bytes=1.0, moved_bytes={}, lanes={name: 1.0}, ops={name: 1.0})
+    return Comparison(
+        program_sha256="0",
+        machine=name,
+        predicted=figures,
+        measured=figures,
+        ratio=ratio,
+        losses=[3.0, 2.5, 2.25],
+        grad_norms=[1.0, 0.5, 0.5],
+        steps_measured=3,
+        step_s_by_rank=[1.0, 2.0],
+        peak_device_bytes_by_rank=[1, 2],
+    )
+
+
+def difference(name: str) -> Difference:
+    side = Side(
+        name=name,
+        kind="plan",
+        origin="predicted",
+        source=name,
+        step_s=2.0,
+        lanes={"compute": 1.0},
+        peak_device_bytes=100,
+        peak_by_class={name: 60, "state": 30},
+    )
+    share = Share(group=name, name=name, seconds=[2.0, 2.0], difference_s=[0.0, 1.0], of_difference=[None, 1.0])
+    return Difference(
+        verdict=[name],
+        sides=[side, side],
+        decisions=[Choice(option="--tp", values=[name, None])],
+        detail="kinds",
+        groups=[share],
+        shares=[share] * 20,
+        notes=[name],
+    )
+
+
+def validation(name: str) -> Validation:
+    case = CaseReport(
+        case=name,
+        source=name,
+        system=name,
+        predicted=CasePrediction(status="ok", mfu=0.5),
+        expected=Expectation(status="ok", mfu=0.4),
+        error=CaseError(status=True, mfu=0.25),
+        fitted=False,
+        model=name,
+    )
+    return Validation(cases=[case])
+
+
+def other_pages(name: str, trace: Trace) -> dict[str, str]:
+    told = {"command": name, "created": name, "version": name}
+    return {
+        "run": html(run_page(comparison(name, trace), [trace, trace], title=name, **told)),
+        "difference": html(difference_page(difference(name), **told)),
+        "validation": html(validation_page(validation(name), {}, [], [(name, name)], **told)),
+    }
+
+
+def test_no_page_takes_a_name_for_an_element(trace) -> None:
+    plain, hostile = other_pages("gpt", trace), other_pages(HOSTILE, trace)
+    for kind, page in hostile.items():
+        assert [t for t, _ in Elements(page).found] == [t for t, _ in Elements(plain[kind]).found], kind
+        assert "\u202e" not in page
+
+
+def test_pages_say_what_their_documents_say(trace) -> None:
+    pages = other_pages("gpt", trace)
+
+    assert "The measured step takes" in pages["run"]
+    assert pages["run"].count("<polyline") == 2  # loss and gradient norm
+    assert "1 (slowest)" in pages["run"]
+    assert "Mean error of speed 25.0 %" in pages["validation"]
+    assert "gpt: +25.0 %" in pages["validation"]  # a point's title
+    assert "5 others" in pages["difference"]
+    assert 'width="600.00"' in pages["difference"]  # 60 of the 100 bytes at the peak
+    assert "not by class" in pages["difference"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (0.0, 1.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (51.2, 53.9, ["51.5", "52.0", "52.5", "53.0", "53.5"]),
+        (0, 110_000, ["0", "20,000", "40,000", "60,000", "80,000", "100,000"]),
+    ],
+)
+def test_ticks_are_round_numbers(low, high, texts) -> None:
+    assert [text for _, text in _ticks(low, high)] == texts
 
 
 def test_a_page_refers_to_nothing_outside_and_allows_only_its_own_script(trace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plain_text import printable
 from memo_sim.contract.units import format_seconds
+from memo_sim.views.report.curves import Chart
 from memo_sim.views.report.packed import packed
 from memo_sim.views.step import Step
 
@@ -85,7 +86,10 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Table:
-    """A table; ``alignment`` has ``l`` or ``r`` for each column, and None is an empty cell."""
+    """A table; ``alignment`` has a letter for each column; None is an empty cell.
+
+    ``l``: left; ``r``: right, in one line; ``n``: left, in one line where the screen is wide.
+    """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -95,7 +99,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Share:
-    """Seconds of one kind of work, divided by colour."""
+    """Seconds of one kind of work (or bytes), divided by colour."""
 
     name: str
     parts: Sequence[tuple[str, float]]
@@ -108,12 +112,18 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """Bars of how ``total_s`` seconds divide; ``legend`` names the colours."""
+    """Bars of how ``total_s`` seconds divide; ``legend`` names the colours, ``of`` what percents are of.
+
+    The same for bytes, with their ``unit`` and how they are ``shown``.
+    """
 
     what: str
     shares: Sequence[Share]
     total_s: float
     legend: Sequence[tuple[str, str]]
+    of: str = "share"
+    unit: str = "time"
+    shown: Callable[[float], str] = format_seconds
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -127,10 +137,15 @@ class Shares:
                 parts.append({"at": f"{at:.2f}", "width": f"{width:.2f}", "colour": colour})
                 at += width
             percent = f"{100 * share.seconds / self.total_s:.1f} %" if self.total_s else ""
-            found.append(
-                {"name": share.name, "time": format_seconds(share.seconds), "percent": percent, "parts": parts}
-            )
+            found.append({"name": share.name, "time": self.shown(share.seconds), "percent": percent, "parts": parts})
         return found
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Charts side by side."""
+
+    charts: Sequence[Chart]
 
 
 @dataclass(frozen=True)
@@ -154,7 +169,7 @@ class Details:
     blocks: Sequence[Block]
 
 
-Block = Details | Paragraph | Notice | Heading | Bullets | Commands | Tiles | Pairs | Table | Shares | Timeline
+Block = Details | Paragraph | Notice | Heading | Bullets | Commands | Tiles | Pairs | Table | Shares | Charts | Timeline
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ LEAST_SHARE = 0.0005
 """A bar below this fraction of the step would read as 0.0 %."""
 BACKWARD = ("bwd", "dgrad", "wgrad")
 """Last parts of operators' names in backward; the colour of a bar says so too."""
-IDLE = "idle after the last kernel"
+IDLE = "idle, without a recorded wait"
 
 
 def shares_of(trace: Trace) -> Shares:

@@ -414,7 +414,8 @@ class Timeline {
     g.textAlign = "right";
     g.fillStyle = row.closed ? this.ink : this.quiet;
     const name = row.closed ? `▸ ${step.name.split(" · ")[0]}` : step.lanes[lane];
-    const percent = share > 0 && share < 0.0995 ? (100 * share).toFixed(1) : (100 * share).toFixed(0);
+    const exact = (share > 0 && share < 0.0995) || (share > 0.99 && share < 1);
+    const percent = (100 * share).toFixed(exact ? 1 : 0);
     const label = this.narrow ? name : `${name}  ${percent} %`;
     g.fillText(label, this.gutter - 8, y + height / 2 + 1, this.gutter - 10);
     g.save();
@@ -540,7 +541,7 @@ class Timeline {
     this.font(11, "600");
     g.textAlign = "left";
     g.fillStyle = this.ink;
-    const of = this.steps.length > 1 ? ` of ${step.name.split(" · ")[0]}` : "";
+    const of = this.steps.length > 1 ? `, ${step.name.split(" · ")[0]}` : "";
     const heading = side === "device" ? `Device memory${of}` : `Host memory, one rank${of}`;
     g.fillText(heading, 4, y - 11);
     const after = 4 + g.measureText(heading).width + 12;

@@ -10,12 +10,15 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Plan, PlanRow
 from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
-from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.palette import phase_colour
 from memo_sim.views.plan_table import interval_label, layout_label
+from memo_sim.views.report.curves import Chart, Line
 from memo_sim.views.report.page import (
     Block,
     Bullets,
     Cell,
+    Charts,
     Commands,
     Details,
     Heading,
@@ -57,9 +60,11 @@ def what_if_page(
     sections = [Section("", [*map(Notice, result.warnings), *([_tiles(summary)] if summary else [])])]
     if best is not None:
         sections += [_timeline(best), _shares(best)]
-    sections += [_plans(result), Section("Why", [Bullets(result.why)])]
+    if summary is not None and summary.ways_out:
+        sections.append(Section("Ways out", [Bullets(summary.ways_out)]))
+    sections += [_plans(result), Section("Why", [Bullets(result.why)] if result.why else [])]
     if summary is not None:
-        sections += _assumptions(summary)
+        sections.append(_assumptions(summary))
     if best is not None:
         sections.append(_how_to_run(best, result, cluster, command))
     sections.append(provenance(cluster, hardware, best.plan if best else None, command=command, created=created))
@@ -141,13 +146,37 @@ def _plans(result: Result) -> Section:
             for plan in others
         ]
         headers = ["plan", "layout", "status", "short by", "reason"]
-        blocks += [Heading("Plans that do not fit"), Table(headers, rows, "lllrl")]
+        blocks += [Heading("Plans that do not fit")] if fitting else []
+        blocks.append(Table(headers, rows, "lnlrl"))
     if result.front_is_whole:
         blocks += [
             Heading("Pareto front of step time, device memory and host memory"),
+            Charts([_front(result.front, side) for side in ("device", "host") if _has(result.front, side)]),
             plans_table(result.front, mark_first=False),
         ]
-    return Section("Ranked plans", blocks)
+    return Section("Ranked plans" if fitting else "Plans that do not fit", blocks)
+
+
+def _has(front: Sequence[PlanRow], side: str) -> bool:
+    return any(_memory_of(plan, side) for plan in front)
+
+
+def _memory_of(plan: PlanRow, side: str) -> int:
+    if side == "host":
+        return plan.peak_host_bytes_per_node
+    return plan.peak_device_bytes if plan.reserved_bytes is None else plan.reserved_bytes
+
+
+def _front(front: Sequence[PlanRow], side: str) -> Chart:
+    """Return the front's plans by memory of a device or of a node's host, and step time."""
+    points = [
+        (_memory_of(plan, side) / GIB, plan.step_s, f"{_policy(plan)}, {layout_label(plan.layout)}")
+        for plan in front
+        if plan.step_s is not None
+    ]
+    label = "device memory, GiB" if side == "device" else "host memory of a node, GiB"
+    line = Line("front", phase_colour("fwd"), points, joined=False)
+    return Chart(f"Step time by {side} memory", label, "step, s", [line])
 
 
 def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
@@ -155,7 +184,6 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
     rows: list[list[Cell]] = []
     for rank, plan in enumerate(plans, start=1):
         stall = max((s for s in plan.stalls if s.lane == "compute"), key=lambda s: s.seconds, default=None)
-        memory = plan.peak_device_bytes if plan.reserved_bytes is None else plan.reserved_bytes
         rows.append(
             [
                 f"{rank}{'*' if plan.outside_calibration else ''}",
@@ -166,7 +194,7 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
                 None if plan.interval is None else interval_label(plan.interval),
                 None if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
                 None if plan.tgs is None else f"{plan.tgs:.1f}",
-                format_bytes(memory),
+                format_bytes(_memory_of(plan, "device")),
                 format_bytes(plan.peak_host_bytes_per_node),
                 None if stall is None else f"{stall.waits_for} {format_seconds(stall.seconds)}",
             ]
@@ -184,7 +212,7 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
         "host a node",
         "longest wait",
     ]
-    return Table(headers, rows, "lllrrrrrrrl", mark_first=mark_first)
+    return Table(headers, rows, "llnrrrrrrrn", mark_first=mark_first)
 
 
 def _policy(plan: PlanRow) -> str:
@@ -197,14 +225,11 @@ def _policy(plan: PlanRow) -> str:
     return f"{name} ({', '.join([*layers, *named])})" if layers or named else name
 
 
-def _assumptions(summary: Summary) -> list[Section]:
+def _assumptions(summary: Summary) -> Section:
     rows = [[each.name, each.value, each.option or "decided by the hardware profile"] for each in summary.assumptions]
-    blocks: list[Block] = [Table(["assumed", "value", "changed by"], rows, "lll")] if rows else []
+    blocks: list[Block] = [Table(["assumed", "value", "changed by"], rows, "nll")] if rows else []
     blocks += [Paragraph(f"Not tried: {each.what} ({each.option}).") for each in summary.left_out]
-    found = [Section("Assumptions", blocks)]
-    if summary.ways_out:
-        found.insert(0, Section("Ways out", [Bullets(summary.ways_out)]))
-    return found
+    return Section("Assumptions", blocks)
 
 
 def _how_to_run(best: Best, result: Result, cluster: Cluster, command: str) -> Section:

@@ -45,7 +45,23 @@ ROPE: dict[str, Any] = {
         "rope_theta": 500.0,
     },
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 100.0,
+        "beta_fast": 4.0,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+        "rope_theta": 10000.0,
+    },
 }
+PHI3 = {**LLAMA, "pad_token_id": 0, "max_position_embeddings": 128}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2 untied, exact gelu": ("GPT2", {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu"}),
@@ -53,6 +69,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
     "llama 3 frequencies": ("Llama", {**LLAMA, "rope_parameters": ROPE["llama3"]}),
     "linear frequencies": ("Llama", {**LLAMA, "rope_parameters": ROPE["linear"]}),
+    "yarn": ("Llama", {**LLAMA, "rope_parameters": ROPE["yarn"]}),
+    "dynamic frequencies": ("Llama", {**LLAMA, "max_position_embeddings": 32, "rope_parameters": ROPE["dynamic"]}),
+    "mistral": ("Mistral", {**LLAMA, "sliding_window": None}),
+    "phi3": ("Phi3", PHI3),
+    "phi3, longrope": ("Phi3", {**PHI3, "original_max_position_embeddings": 32, "rope_parameters": ROPE["longrope"]}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen3 tied": ("Qwen3", {**LLAMA, "head_dim": 32, "tie_word_embeddings": True}),
 }
@@ -118,7 +139,8 @@ def test_logits_agree_with_transformers_both_ways(transformers: Any, name: str, 
         assert_logits_agree(interpreter, hugging_face)
         for value in weights.named_parameters(interpreter).values():
             value.mul_(1.5)
-        weights.save(interpreter, tmp_path / "ours")
+        own = fields["model_type"] not in ("mistral", "phi3")  # without its source, a model of this shape is a Llama
+        weights.save(interpreter, tmp_path / "ours", source=None if own else fields)
         back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
         assert type(back) is type(hugging_face)
         assert_logits_agree(interpreter, back)

@@ -91,12 +91,28 @@ def test_a_planted_fault_is_found(
 
 
 LINEAR = RopeScaling(kind="linear", factor=4.0)
+YARN = RopeScaling(kind="yarn", factor=4.0, original_max_positions=64, attention_factor=1.2, beta_fast=8.0)
+DYNAMIC = RopeScaling(kind="dynamic", factor=2.0, original_max_positions=32)
+LONG = RopeScaling(
+    kind="longrope",
+    original_max_positions=32,
+    attention_factor=1.1,
+    short_factors=(1.0,) * 8,
+    long_factors=(1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5),
+)
 
 
 @pytest.mark.parametrize(
     "model",
-    [gpt(bidirectional=True), llama(rope_scaling=LINEAR), llama(rope_scaling=LLAMA3, qk_norm=True, head_dim=32)],
-    ids=["bidirectional", "linear scaling", "llama 3's scaling, normed heads"],
+    [
+        gpt(bidirectional=True),
+        llama(rope_scaling=LINEAR),
+        llama(rope_scaling=LLAMA3, qk_norm=True, head_dim=32),
+        llama(rope_scaling=YARN),
+        llama(rope_scaling=DYNAMIC),
+        llama(rope_scaling=LONG),
+    ],
+    ids=["bidirectional", "linear scaling", "llama 3's scaling, normed heads", "yarn", "dynamic", "longrope"],
 )
 def test_autograd_knows_the_model(model: Model) -> None:
     verdict = verify(decide(model, recompute="full"), layers=1)

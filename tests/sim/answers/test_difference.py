@@ -68,6 +68,16 @@ def test_the_shares_of_a_difference_sum_to_the_difference_of_the_steps(plans: di
     assert "recompute +" in found.verdict[0]
 
 
+def test_steps_of_other_tokens_compare_by_tokens_per_second(plans: dict[str, Plan]) -> None:
+    plan = plans["full"]
+    twice = msgspec.structs.replace(plan.decisions, global_batch=2 * plan.decisions.global_batch)
+    found = compare([plan, msgspec.structs.replace(plan, decisions=twice)])
+    check_sums(found)
+    assert found.verdict[0].startswith("B does ")
+    assert any("different numbers of tokens" in note for note in found.notes)
+    assert any("its file says" in note for note in found.notes)
+
+
 def test_a_result_compares_as_its_plan(answers: dict[str, Answer], plans: dict[str, Plan]) -> None:
     found = compare([plans["full"], answers["full"].result])
     check_sums(found)

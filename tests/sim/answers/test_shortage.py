@@ -85,6 +85,12 @@ def test_cached_memory_counts_what_the_allocator_holds() -> None:
     assert "held by PyTorch's allocator, not in use" in shortage_text(found)
 
 
+def test_a_default_batch_is_typed_with_every_way_out(asked: Question) -> None:
+    found = shortage(replace(asked, batch_rule="not given"))
+    assert {way.options.rpartition(" --")[2] for way in found.ways} == {"global-batch 1"}
+    assert "global batch 1: the run does not fit" in shortage_text(found)
+
+
 def test_the_text_names_the_peak_and_the_options(found: Shortage) -> None:
     text = shortage_text(found)
     assert "the run does not fit (keep on tp2+sp cp1 dp1)" in text.splitlines()[0]

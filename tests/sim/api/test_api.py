@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -64,7 +66,7 @@ def test_an_answer_is_the_document_of_the_command(answer: memo.WhatIfResult) -> 
     printed = CliRunner().invoke(cli, [*options, "--tp", "2", "--json"]).stdout
     assert codec.decode(printed.encode(), Result, where="stdout") == answer.document
     assert json.loads(answer.to_json()) == json.loads(printed)
-    text = CliRunner().invoke(cli, [*options, "--tp", "2"]).stdout
+    text = CliRunner().invoke(cli, [*options, "--tp", "2", "--why"]).stdout
     assert text == f"{answer}\n"
 
 
@@ -128,6 +130,20 @@ def test_pictures_are_drawn_with_and_without_a_file(answer: memo.WhatIfResult, t
     assert "<svg" in picture.svg
     with pytest.raises(memo.UsageError):
         answer.plot(tmp_path / "step.txt")
+
+
+def test_a_missing_package_is_said(answer: memo.WhatIfResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(memo.CannotRun) as refused:
+        answer.plot().svg  # noqa: B018
+    check_fields(refused.value, memo.CannotRun, got="matplotlib", hint="memo[sim]")
+    without = (
+        "import sys; sys.modules['simpy'] = None; import memo_sim as memo",
+        "try: memo.what_if",
+        "except memo.CannotRun as error: print(error.got)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(without)], capture_output=True, text=True, check=True)
+    assert done.stdout == "simpy\n"
 
 
 def test_the_longest_sequence_brings_the_answer_there() -> None:

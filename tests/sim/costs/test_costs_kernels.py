@@ -30,7 +30,6 @@ CPU_ROWS = [
 ]
 
 # Output features, input features and TFLOP/s: EleutherAI/cookbook@e6b8f2bf sizing/results/transformer_data/h_sweep.out.
-# The clock on the host adds 45 us (products of hidden 384 and less take 55 to 90 us there, and 3 to 50 us as kernels).
 WIDE_LAYER_PRODUCTS = [
     (36864, 12288, 252.2),
     (12288, 12288, 247.4),
@@ -46,24 +45,10 @@ WIDE_LAYER_PRODUCTS = [
     (12288, 1536, 201.9),
     (6144, 12288, 243.3),
 ]
-HOST_S = 45e-6
-
-# m, n, k of a weight gradient and the fraction of 312 TFLOP/s on an A100-PCIe, 24K and 32K tokens, added up in fp32:
-# MooreThreads/SimuMax@4dcaae5 configs/system/a100_pcie.json. Clocks of SXM are 1.07 times as fast.
-LONG_WEIGHT_GRADIENTS = [
-    (3072, 5120, 24640, 0.7605),
-    (5120, 1536, 24640, 0.7249),
-    (4096, 7168, 33024, 0.7554),
-    (7168, 2048, 33024, 0.7424),
-]
 
 
 def gemm_table(profile: str, index: int) -> GemmTable:
     return load_hardware(profile).gemm[index]
-
-
-def model_of(table: GemmTable) -> GemmModel:
-    return GemmModel(table.rows, table.tiles_at_once)
 
 
 def seconds(model: GemmModel, m: float, n: float, k: float) -> float:
@@ -97,30 +82,29 @@ class TestGemm:
     @pytest.mark.parametrize(("profile", "index"), TABLES)
     def test_table_points_are_exact(self, profile: str, index: int) -> None:
         rows = gemm_table(profile, index).rows
-        model = model_of(gemm_table(profile, index))
+        model = GemmModel(rows)
         assert [model.rate(m, n, k) for m, n, k, _ in rows] == pytest.approx([rate for *_, rate in rows])
 
     @pytest.mark.parametrize(("profile", "index"), TABLES[:3])
-    def test_more_work_hardly_ever_takes_less_time(self, profile: str, index: int) -> None:
-        # In one wave of tiles more work is free, and measured products differ: 4096 x 576 took longer than 4096 x 768.
-        model = model_of(gemm_table(profile, index))
+    def test_more_work_never_takes_less_time(self, profile: str, index: int) -> None:
+        model = GemmModel(gemm_table(profile, index).rows)
         sizes = [2.0**i for i in range(7, 21)]
         for m in sizes:
             for n in sizes:
                 for k in sizes:
                     base = seconds(model, m, n, k)
-                    assert base <= 1.06 * seconds(model, m * 1.3, n, k)
-                    assert base <= 1.06 * seconds(model, m, n * 1.3, k)
-                    assert base <= 1.06 * seconds(model, m, n, k * 1.3)
+                    assert base <= seconds(model, m * 1.3, n, k)
+                    assert base <= seconds(model, m, n * 1.3, k)
+                    assert base <= seconds(model, m, n, k * 1.3)
 
     @given(st.tuples(*[st.floats(1, 1e7)] * 3))
     def test_never_above_the_largest_measured_rate(self, shape: tuple[float, float, float]) -> None:
         table = gemm_table("a800-sxm4-80gb", 0)
-        assert 0 < model_of(table).rate(*shape) <= max(row[3] for row in table.rows)
+        assert 0 < GemmModel(table.rows).rate(*shape) <= max(row[3] for row in table.rows)
 
     def test_small_k_and_a_small_grid_fall_off(self) -> None:
         tables = [t for t in load_hardware("a800-sxm4-80gb").gemm if t.dtype == "bf16"]
-        fprop, _, wgrad = (model_of(table) for table in tables)
+        fprop, _, wgrad = (GemmModel(table.rows) for table in tables)
         assert fprop.rate(65536, 4096, 1024) < 0.95 * fprop.rate(65536, 4096, 8192)
         assert wgrad.rate(4096, 1024, 65536) < 0.9 * wgrad.rate(4096, 16384, 65536)
 
@@ -128,38 +112,12 @@ class TestGemm:
         # The source of sustained_gemm: fp16 on A100-SXM4, 8192 tokens, hidden 12,288, tensor parallelism 1 to 8.
         hardware = load_hardware("a100-sxm4-80gb")
         assert hardware.sustained_gemm is not None
-        (model,) = (model_of(t) for t in hardware.gemm if (t.dtype, t.gemm_pass) == ("fp16", "fprop"))
+        (model,) = (GemmModel(t.rows) for t in hardware.gemm if (t.dtype, t.gemm_pass) == ("fp16", "fprop"))
         ratios = [
-            (2 * 8192 * n * k / rate / 1e12 - HOST_S)
-            * hardware.sustained_gemm.value
-            * model.rate(8192, n, k)
-            / (2 * 8192 * n * k)
-            for n, k, rate in WIDE_LAYER_PRODUCTS
+            hardware.sustained_gemm.value * model.rate(8192, n, k) / (rate * 1e12) for n, k, rate in WIDE_LAYER_PRODUCTS
         ]
-        assert max(abs(ratio - 1) for ratio in ratios) < 0.13
+        assert max(abs(ratio - 1) for ratio in ratios) < 0.12
         assert sorted(ratios)[len(ratios) // 2] == pytest.approx(1.0, abs=0.02)
-
-    @pytest.mark.parametrize(("m", "n", "k", "fraction"), LONG_WEIGHT_GRADIENTS)
-    def test_a_long_weight_gradient_left_out_is_predicted(self, m: int, n: int, k: int, fraction: float) -> None:
-        # From products of 4096 tokens alone, narrow weights would be 9 to 18 % slow.
-        table = gemm_table("a100-sxm4-80gb", 2)
-        rows = [row for row in table.rows if row[:3] != [m, n, k]]
-        assert len(rows) == len(table.rows) - 1
-        rate = GemmModel(rows, table.tiles_at_once).rate(m, n, k)
-        assert rate == pytest.approx(1.07 * 312e12 * fraction, rel=0.03)
-
-    def test_waves_of_tiles(self) -> None:
-        # 100 tiles at a time, 1 ms a wave, k 1000: 10 x 10 tiles take one wave, one more row of tiles takes two.
-        wave_s, full = 1e-3, 100 * 128 * 128
-        shapes = [(1280, 1280), (1280, 1408), (2560, 1280), (2560, 1408), (2560, 2560), (1280, 640)]
-        waves = [1, 2, 2, 3, 4, 1]
-        rows = [[m, n, 1000.0, 2 * m * n * 1000.0 / (w * wave_s)] for (m, n), w in zip(shapes, waves, strict=True)]
-        model = GemmModel(rows, 100)
-        assert model.share == 1.0
-        assert model.coefficients[0] * 2 * full * 1000 == pytest.approx(wave_s)
-        assert seconds(model, 1280, 1300, 1000) == pytest.approx(2 * wave_s)
-        assert seconds(model, 128, 128, 1000) == pytest.approx(wave_s)
-        assert GemmModel(rows).rate(1280, 1300, 1000) > 1.1 * model.rate(1280, 1300, 1000)
 
     def test_a_cpu_table_interpolates_between_its_rows(self) -> None:
         model = GemmModel(CPU_ROWS)

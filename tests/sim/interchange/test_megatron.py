@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
-import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -439,14 +437,10 @@ def test_layouts_of_stages(text: str, runs: tuple[int, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
 @pytest.mark.parametrize("name", PLANS)
-def test_the_framework_parses_every_option(name: str) -> None:
-    sys.path.insert(0, os.environ["MEGATRON_LM"])
-    if importlib.util.find_spec("megatron.training") is None:
-        pytest.skip("the checkout has no megatron/training")
-    from argparse import ArgumentParser
-
-    add_megatron_arguments = importlib.import_module("megatron.training.arguments").add_megatron_arguments
-    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+def test_the_framework_parses_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(os.environ["MEGATRON_LM"])
+    module = pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
+    parser = module.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     (job,) = FRAMEWORK.jobs(PLANS[name])
     words = [word for options in arguments(job).values() for option in options for word in option]
     parser.parse_args([*words, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50304"])

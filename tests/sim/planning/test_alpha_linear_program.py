@@ -8,10 +8,13 @@ import random
 import mip
 import pytest
 
-from memo_sim.contract.catalog import load_model
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.knobs import Pins, States
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.planning.alpha_linear_program import LinearProgram, linear_program
 from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import search
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import skeletal_tensors
 
@@ -138,3 +141,21 @@ def test_binds_names_the_limit() -> None:
         program = LinearProgram(**sizes, bandwidth_bytes_per_s=bandwidth, layer_forward_s=1.0, host_bytes=host)
         assert program.binds == expected
         assert program.full_overlap_bandwidth == 16.0
+
+
+@pytest.mark.parametrize("states", ["fp32", "host"])
+def test_the_program_knows_that_states_take_host_memory(states: States) -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    asked = Question(
+        model=load_model("gpt-7b"),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=1 << 20,
+        pins=Pins(tp=8, cp=1, recompute="tokenwise"),
+        states=states,
+    )
+    best = search(asked).best
+    assert best is not None
+    assert best.linear_program is not None
+    assert best.linear_program.binds == "host memory"
+    assert 0 <= best.linear_program.alpha - best.decisions.alpha < 1 / 64

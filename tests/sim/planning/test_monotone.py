@@ -170,10 +170,10 @@ CASES = [
 ]
 SMALL_GIB = {"memo": 24, "full-swap": 24, "metp": 24, "sppo": 24}
 """Device memory of the systems that swap where they must; the others have all 80 GiB."""
-BY_SPPOS_RULE = 1.015
+BY_SPPOS_RULE = 1.01
 """SPPO offloads as much as hides under the next subsequence (its section 5.2), whether the device needs room or not.
 With a faster bus it offloads more, compute runs slower beside more copies, and blocks of the few tokens that it keeps
-are short: their products fill part of a wave. The system's plan is the paper's, so it may lose 1.5 %."""
+are short. The system's plan is the paper's, so it may lose a percent."""
 
 
 def swept_s(case: tuple[str, int, int], what: str, factor: float) -> float:
@@ -214,7 +214,7 @@ def more_bandwidth_is_no_slower(what: str, case: tuple[str, int, int], factors: 
     assert fast <= slow * (BY_SPPOS_RULE if by_rule else EXACT)
 
 
-def test_by_sppos_own_rule_it_can_by_more_than_a_percent() -> None:
+def test_by_sppos_own_rule_it_can_by_a_percent() -> None:
     asked = ask(("sppo", 64, 4), load_cluster("a100-1x8"), tp=2, pp=1)
     slow, fast = (
         search(replace(asked, cluster=cluster, hardware=hardware)).best

@@ -1,0 +1,63 @@
+"""Trained weights are published with the config.json they began from; missing inputs stop a run at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memo_exec.commands.run import RunOptions, run
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.training import weights
+from memo_sim.contract.errors import BadInput
+from memo_sim.program.lower import lower
+from tests.exec_cpu.plans import byte_decisions, write_plan
+from tests.exec_cpu.small import llama
+from tests.refusals import refused
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a plan of a Llama over bytes, and weights to begin from whose config says more than the shape."""
+    folder = tmp_path_factory.mktemp("begun")
+    decisions = byte_decisions(model=llama(vocab=256))
+    write_plan(folder / "plan.json", decisions)
+    with Interpreter(decisions, lower(decisions)[0]) as interpreter:
+        weights.initialize(interpreter, seed=3)
+        weights.save(interpreter, folder / "base")
+    config = json.loads((folder / "base/config.json").read_text())
+    config |= {"max_position_embeddings": 131072, "eos_token_id": 7, "torch_dtype": "bfloat16", "my_field": [1]}
+    (folder / "base/config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+    return folder
+
+
+def test_every_field_of_the_source_is_published_also_after_a_resume(begun: Path) -> None:
+    source = json.loads((begun / "base/config.json").read_text())
+    run(begun / "plan.json", RunOptions(steps=1, weights=begun / "base", save=begun / "run"))
+    first = json.loads((begun / "run/weights/config.json").read_text())
+    run(begun / "plan.json", RunOptions(steps=2, save=begun / "run", resume=True))
+    assert json.loads((begun / "run/weights/config.json").read_text()) == first
+    source.pop("quantization_config")  # the trained weights have none
+    assert first == {**source, "torch_dtype": "float32"}
+
+
+def test_positions_grow_with_what_training_used_and_other_runs_have_no_source(begun: Path) -> None:
+    config = json.loads((begun / "base/config.json").read_text())
+    (begun / "base/config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    run(begun / "plan.json", RunOptions(steps=1, weights=begun / "base", save=begun / "longer"))
+    assert json.loads((begun / "longer/weights/config.json").read_text())["max_position_embeddings"] == 256
+    run(begun / "plan.json", RunOptions(steps=1, save=begun / "random"))
+    assert "my_field" not in json.loads((begun / "random/weights/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [({"data": Path("nofile")}, "nofile"), ({"weights": Path("none")}, "none/config.json")],
+)
+def test_missing_inputs_are_refused_before_anything_is_computed(
+    begun: Path, options: dict[str, Path], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memo_exec.commands.run.preflight", None)
+    with refused(BadInput, where=where, what="no such file"):
+        run(begun / "plan.json", RunOptions(steps=1, **options))
