@@ -269,7 +269,9 @@ def test_stages_are_divided_as_torchtitan_divides_them() -> None:
     assert split_of(32, 4, 1, 1) == (8, 9, 8, 7)
 
 
-@pytest.mark.parametrize("text", ["def f(:", "x = 1", "def f(): return 3", "def f(): return g(" + "(" * 300])
+@pytest.mark.parametrize(
+    "text", ["def f(:", "x = 1", "def f(): return 0xfor x in y", "def f(): return 3", "def f(): return g(" + "(" * 300]
+)
 def test_a_python_file_that_is_no_recipe(text: str) -> None:
     with pytest.raises(MemoError):
         FRAMEWORKS["torchtitan"].read((Source("recipe.py", text),), {"devices": "8"})
