@@ -188,7 +188,7 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     if given := typed(*OF_A_SEARCH):
         hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
         raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    values, system = {name: options[name] for name in OF_A_MACHINE}, options["system"]
+    values, system = {name: options[name] for name in OF_A_MACHINE}, ""
     if plan is None:
         from memo_sim.answers.import_job import parse_given, plan_of_files
 

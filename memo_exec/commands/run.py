@@ -230,11 +230,19 @@ def run(
 
 
 def _check_inputs(options: RunOptions) -> None:
-    """Refuse data and weights that are not there before anything else is read or computed.
+    """Refuse data and weights that are not there, or that the run would replace, before anything is computed.
 
     Raises:
         BadInput: naming the file.
+        UsageError: when the weights stand where the trained ones go.
     """
+    save, weights_folder = options.save, options.weights
+    if save and weights_folder and os.path.realpath(weights_folder) == os.path.realpath(save / WEIGHTS):
+        raise UsageError(
+            "the trained weights would replace the weights that the run starts from",
+            where=str(weights_folder),
+            hint="choose another --save directory",
+        )
     for path in (options.data, options.weights / "config.json" if options.weights else None):
         if path is not None:
             check_regular(path)
@@ -405,12 +413,6 @@ def _checkpoint(
         if options.resume:
             raise UsageError("--resume needs the folder of the checkpoints", hint="add --save DIR")
         return None, None
-    if options.weights is not None and os.path.realpath(options.weights) == os.path.realpath(options.save / WEIGHTS):
-        raise UsageError(
-            "the trained weights would replace the weights that the run starts from",
-            where=str(options.weights),
-            hint="choose another --save directory",
-        )
     run_folder.check_directory(options.save)
     found = checkpoint.latest(options.save)
     if found is not None and not options.resume:

@@ -41,6 +41,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import GIB, parse_layer_choice, parse_numbers, parse_tokens
 from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
+from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Question, with_memory
 
 Values = Mapping[str, Any]
@@ -77,10 +78,10 @@ def question_of(values: Values, *, fill: bool = True) -> Question:
     return question_on(values, *named_cluster(values), fill=fill)
 
 
-def question_of_plan(plan: Plan, values: Values, *, system: str = "any") -> Question:
+def question_of_plan(plan: Plan, values: Values, *, system: str = "") -> Question:
     """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``).
 
-    ``system`` is the one that the plan is predicted under.
+    ``system`` is the one that the plan is predicted under; without it, the one that the plan was made under.
 
     Raises:
         UsageError: when a value is wrong.
@@ -94,7 +95,7 @@ def question_of_plan(plan: Plan, values: Values, *, system: str = "any") -> Ques
         cluster=cluster,
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens,
-        system=system,
+        system=system or (made if (made := plan.provenance.system) in SYSTEMS else "any"),
         **_held(knobs | decided),
     )
 

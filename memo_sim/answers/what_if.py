@@ -277,7 +277,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)
     simulation, arena = _best_that_fits(question, found)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
-    # A plan does not say which framework it was made for; a job does. In planned memory that does not matter.
+    # A plan of an earlier version does not say which framework it was made for. In planned memory that does not matter.
     named = plan.decisions.memory_policy == "planned" or question.system != "any"
     interval = interval_of(question, plan.decisions, found.ranked[0].prediction) if simulation and named else None
     line = msgspec.structs.replace(line, interval=interval)

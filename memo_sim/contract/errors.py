@@ -100,6 +100,8 @@ EXTRAS = {
     "simpy": "sim",
     "mip": "sim",
     "matplotlib": "sim",
+    "yaml": "sim",
+    "jinja2": "sim",
     "ortools": "cp-sat",
     "distributed": "dask",
     "torch": "exec",
