@@ -705,8 +705,6 @@ def sweep(
     ``jobs`` processes share the questions, by default one for each CPU; ``executor`` takes them instead: any
     ``concurrent.futures.Executor``, such as dask's. ``progress`` receives (questions done, all).
 
-    A script that calls this needs ``if __name__ == "__main__":``, because processes load it again.
-
     Raises:
         UsageError: when a value of a question is wrong, before anything is asked; or another sweep writes the file.
         BadInput: when a file cannot be read, or ``path`` holds something else than answers.

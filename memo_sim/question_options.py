@@ -197,8 +197,8 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     return plan, named_values.question_of_plan(plan, values, system=system)
 
 
-def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Question:
-    """Return the question that the options ask about a cluster.
+def question_on(options: Options, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
+    """Return the question that the options ask about a cluster; ``fill`` as in ``question_of``.
 
     Raises:
         UsageError: when the options contradict each other, or name what there is not.
@@ -206,7 +206,7 @@ def question_on(options: Options, cluster: Cluster, hardware: Hardware) -> Quest
     """
     from memo_sim.answers import named_values
 
-    return named_values.question_on(values_of(options), cluster, hardware)
+    return named_values.question_on(values_of(options), cluster, hardware, fill=fill)
 
 
 def values_of(options: Options) -> Options:

@@ -24,6 +24,7 @@ from memo_sim.contract.gpu_kind import GpuKind
 from memo_sim.contract.gpus import Gpus, Role, Sized, TriedCount
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import counted, format_seconds
+from memo_sim.planning.default_batch import with_filling_batch
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
 
@@ -53,12 +54,14 @@ def gpus(
 ) -> GpusAnswer:
     """Return how many devices of each kind the question needs.
 
-    ``questions``: the same question for each kind, on any cluster of it; ``prices``: of a device of each kind for an
-    hour, in one currency. ``progress`` receives (numbers tried, most numbers to try).
+    ``questions``: the same question for each kind, on any cluster of it. Where they do not name a batch, it is the
+    largest that fills a whole node of one of the kinds. ``prices``: of a device of each kind for an hour, in one
+    currency. ``progress`` receives (numbers tried, most numbers to try).
 
     Raises:
         UsageError: when pinned knobs contradict each other on every number.
     """
+    questions = _with_one_batch(questions)
     names = [kind.name for kind, _ in questions]
     prices = prices or [None for _ in questions]
     counts = [len(kind.counts(most_devices)) for kind, _ in questions]
@@ -92,6 +95,20 @@ def gpus(
         return GpusAnswer(document)
     scan = found[names.index(chosen.kind)]
     return GpusAnswer(document, scan.asked(chosen.summary.devices), scan.answers[chosen.summary.devices])
+
+
+def _with_one_batch(questions: Sequence[tuple[GpuKind, Question]]) -> list[tuple[GpuKind, Question]]:
+    """Return the questions with the same batch, where they do not name it."""
+    if not any(question.batch_rule for _, question in questions):
+        return list(questions)
+    batches = []
+    for kind, question in questions:
+        try:
+            batches.append(with_filling_batch(replace(question, cluster=kind.of(kind.per_node))).global_batch)
+        except (Infeasible, UsageError):  # such pins need more than a node
+            batches.append(question.global_batch)
+    rule = "not given: enough for a whole node of each kind"
+    return [(kind, replace(question, global_batch=max(batches), batch_rule=rule)) for kind, question in questions]
 
 
 def _from(progress: Progress | None, begun: int, total: int) -> Progress:
@@ -235,7 +252,9 @@ def _warnings(found: Sequence[_Scan]) -> list[str]:
 
 
 def _why(found: Sequence[_Scan], within_s: float | None) -> list[str]:
-    batch = counted(found[0].question.global_batch, "sequence")
+    first = found[0].question
+    rule = f" ({first.batch_rule})" if first.batch_rule else ""
+    batch = f"{counted(first.global_batch, 'sequence')}{rule}"
     lines = [
         f"Every number of GPUs is asked for a step of {batch}; --global-batch asks for another batch.",
         "Numbers are 1, 2, 4 ... a node, then nodes, doubling. Each row is the best plan of its number.",

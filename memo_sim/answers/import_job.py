@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from memo_sim.answers.what_if import row, what_if
+from memo_sim.answers.what_if import row, what_if, without_answer
 from memo_sim.contract.cluster import Cluster
-from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
+from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.files import read_regular
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.interchange import ImportedJob
@@ -27,6 +27,8 @@ from memo_sim.planning.search import play
 
 MOST_BYTES = 4_000_000
 """A script or configuration has some thousand bytes."""
+MOST_SEARCHED = 32
+"""Devices up to which pipeline stages are searched too; a job on more keeps its own."""
 ALTERNATIVES = 3
 """Plans that are listed of each search for something better."""
 
@@ -131,8 +133,17 @@ def import_job(
     used = decisions.layout.devices
     if used < cluster.devices:
         assumed.append(f"the job uses {used} of the {cluster.devices} devices of {cluster.name}")
+    kept = Pins(dtype=decisions.dtype)
+    if decisions.layout.pp > 1 and used > MOST_SEARCHED:
+        layout = decisions.layout
+        chunks = layout.virtual_stages if layout.virtual_stages > 1 else None
+        kept = replace(kept, pp=layout.pp, schedule=layout.schedule, virtual_stages=chunks)
+        if search:
+            assumed.append(
+                f"what is better has pp {layout.pp} too: to search other stages takes minutes (memo-sim what-if)"
+            )
     own = row(decisions, play(question, decisions).prediction, system=of.system)
-    better = _better(job, of, cluster, hardware, progress) if search else []
+    better = _better(job, kept, of.system, machine, progress) if search else []
     return msgspec.structs.replace(document, job=own, better=better, assumed=[*document.assumed, *assumed])
 
 
@@ -151,23 +162,23 @@ def plan_of_files(
 
 
 def _better(
-    job: Job, framework: Framework, cluster: Cluster, hardware: Hardware, progress: Progress | None
+    job: Job, kept: Pins, system: str, machine: tuple[Cluster, Hardware], progress: Progress | None
 ) -> list[Result]:
-    """Return the answers to the job's question with every knob open: in the same framework, then in memo."""
+    """Return the answers to the job's question with all but ``kept`` open: in the same framework, then in memo."""
     found = list[Result]()
-    for system in (framework.system, "any"):
+    for named in (system, "any"):
         question = Question(
             model=job.model,
-            cluster=cluster,
-            hardware=hardware,
+            cluster=machine[0],
+            hardware=machine[1],
             seq_tokens=job.seq_tokens,
-            system=system,
+            system=named,
             micro_batch=job.micro_batch,
             global_batch=job.global_batch,
-            pins=Pins(dtype=job.pins.dtype),
+            pins=kept,
         )
         try:
             found.append(what_if(question, top=ALTERNATIVES, progress=progress).result)
-        except MemoError:
-            continue
+        except (Infeasible, UsageError) as error:
+            found.append(without_answer(question, error))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
+from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.knobs import DEGREES, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
@@ -171,7 +172,17 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_not_read(question),
+        *_network(question),
     ]
+
+
+def _network(question: Question) -> list[Assumption]:
+    """Return that the network's efficiency by size is not the cluster's own, where it is used."""
+    cluster = question.cluster
+    if cluster.nodes == 1 or DEFAULT_EFFICIENCY not in cluster.sources:
+        return []
+    value = "efficiency by size as of the clusters given by name (SimAI's rings); the cluster names none"
+    return [Assumption(name="network", value=value, option="size_efficiency in the cluster's file")]
 
 
 def _states(decisions: Decisions) -> str:

@@ -15,6 +15,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -45,8 +46,6 @@ MOST_TRIES = 2
 """A question whose worker dies twice has failed."""
 IN_FLIGHT = 256
 """Questions that an executor which is not ours holds at once; each takes 100 kB."""
-DIED = 6
-"""Exit code of a question whose workers died."""
 
 
 @dataclass(frozen=True)
@@ -279,11 +278,34 @@ def _answers(missing: list[Asked], workers: list[_Worker], unit: Unit) -> Iterat
             if tries[asked.key] < MOST_TRIES:
                 waiting.append(asked)
                 continue
-            hint = "its memory may not suffice: take fewer --jobs; a Python script needs if __name__ == '__main__'"
+            hint = "its memory may not suffice: take fewer --jobs"
             yield failed(asked, CannotRun("the worker died twice", got=repr(error), hint=hint))
 
 
 def _submitted(worker: _Worker, unit: Unit, asked: Asked) -> Future[SweepLine]:
+    if worker.make is None:
+        return _passed_on(worker, unit, asked)
+    with _without_main():
+        return _passed_on(worker, unit, asked)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the user's script from processes that start here, which would run it again; they need nothing of it.
+
+    multiprocessing finds the script by these two attributes (``multiprocessing.spawn.get_preparation_data``).
+    """
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
+def _passed_on(worker: _Worker, unit: Unit, asked: Asked) -> Future[SweepLine]:
     try:
         return worker.executor.submit(unit, asked)
     except RuntimeError as error:  # broken, or shut down

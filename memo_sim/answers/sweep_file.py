@@ -81,7 +81,7 @@ def opened(path: Path) -> Iterator[SweepFile]:
 
 
 def read_lines(path: Path) -> list[SweepLine]:
-    """Return the whole lines of a file that nobody needs to lock: what a running sweep is writing is left out.
+    """Return the whole lines of a file, without a lock: a line that a running sweep is writing is left out.
 
     Raises:
         BadInput: when it cannot be read or holds something else.

@@ -14,7 +14,7 @@ from memo_sim.answers.summary import summary_of
 from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.attention_kernels import PRICED_ONLY
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
-from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.errors import MemoError, UsageError
 from memo_sim.contract.peaks import warnings_about
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance, StepInterval
@@ -321,7 +321,7 @@ def _idle(decisions: Decisions, question: Question) -> list[str]:
     return [f"{text}. MFU and TGS count only the {used}. Ask with MODEL and --seq-len for a plan that uses all."]
 
 
-def without_answer(question: Question, error: Infeasible) -> Result:
+def without_answer(question: Question, error: MemoError) -> Result:
     """Return the document of a question for which no plan could be evaluated; ``error`` gives the reason."""
     return Result(
         model=question.model.name,

@@ -167,7 +167,7 @@ def gpus_command(**options: Any) -> None:
     profiles = (profile_path(name, kind.cluster) for name, kind in zip(names, kinds, strict=False))
     outputs = Outputs(plan=options["output"], read=(Path(options["model"]), *map(Path, names), *profiles))
     outputs.check()
-    questions = [(kind, question_on(options, kind.cluster, kind.hardware)) for kind in kinds]
+    questions = [(kind, question_on(options, kind.cluster, kind.hardware, fill=False)) for kind in kinds]
     work = with_progress("gpus", lambda tell: gpus(questions, **limits, progress=tell), told="numbers of GPUs")
     if work.answer is not None and work.question is not None:
         write_files(work.answer, work.question, outputs, created=now(), command=command_line("memo-sim"))

@@ -56,12 +56,12 @@ def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **opt
     Every answer is written at once. After an interruption the same command asks only what is missing. That nothing fits
     is an answer; the exit code tells whether questions failed.
     """
-    from memo_sim.answers.sweep import read_questions, sweep
+    from memo_sim.answers.sweep import read_questions
     from memo_sim.answers.sweep_file import encoded
+    from memo_sim.api import sweep
     from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, write_bytes
     from memo_sim.contract.plain_text import json_text
     from memo_sim.views.chart import check_chart
-    from memo_sim.views.sweep_chart import draw_sweep
     from memo_sim.views.sweep_table import sweep_csv, sweep_table
 
     source, csv_path, plot = options["questions"], options["csv_path"], options["plot"]
@@ -80,17 +80,17 @@ def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **opt
         hint = "leave these out, or write them into the file"
         raise UsageError("--questions brings its own values", got=", ".join(given), hint=hint)
     with _executor(options["dask"]) as executor:
-        lines = with_progress(
+        found = with_progress(
             "sweep",
             lambda tell: sweep(questions, output, executor=executor, jobs=options["jobs"], progress=tell),
             told="questions",
         )
     if csv_path is not None:
-        write_bytes(csv_path, sweep_csv(lines).encode())
+        write_bytes(csv_path, sweep_csv(found.lines).encode())
     if plot is not None:
-        draw_sweep(lines, plot)
-    show(json_text(b"".join(map(encoded, lines))).rstrip("\n") if as_json else sweep_table(lines))
-    _check_failed(lines, output)
+        found.plot(plot)
+    show(json_text(b"".join(map(encoded, found.lines))).rstrip("\n") if as_json else sweep_table(found.lines))
+    _check_failed(found.lines, output)
 
 
 def _questions(models: tuple[str, ...], options: Options) -> list[dict[str, Any]]:

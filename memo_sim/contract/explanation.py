@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from memo_sim.contract.plan import Decisions, Status
-from memo_sim.contract.units import Bytes, Fraction, Seconds, Tokens
+from memo_sim.contract.units import Bytes, Seconds, Tokens
 
 Resource = Literal[
     "compute",
@@ -102,7 +102,7 @@ class Explanation(
     plan: str
     decisions: Decisions
     step_s: Seconds
-    mfu: Fraction | None = None
+    mfu: float | None = None
     tgs: float
     uses: list[Use]
     """The compute lane first, then the lanes that it waits for longest."""

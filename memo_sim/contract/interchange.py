@@ -85,5 +85,5 @@ class ImportedJob(
     job: PlanRow | None = None
     """The job, predicted; null without a cluster."""
     better: list[Result] = []
-    """Answers to the same question with everything but model, sequence and batch left open: in the same framework, then
-    in memo. Empty without a cluster."""
+    """Answers to the same question with everything but model, sequence, batch and (of a large job) stages left open: in
+    the same framework, then in memo. Empty without a cluster."""

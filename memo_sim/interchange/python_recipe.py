@@ -9,6 +9,7 @@ A name with ``()`` behind it says which class or function made a value; argument
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,9 @@ def functions_of(text: str, where: str) -> dict[str, ast.FunctionDef]:
         BadInput: when the text is no Python.
     """
     try:
-        tree = ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about numbers and escapes in a text that is not ours
+            tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadInput("not a Python file", where=where, got=str(error), hint="give the recipe's file") from None
     return {

@@ -37,6 +37,8 @@ from memo_sim.interchange.torchtitan_words import (
 from memo_sim.program.layout.stage import layers_of_runs
 
 LAUNCH = "train.sh"
+LOSS_CHUNKS = 8
+"""Chunks of the loss unless a recipe says more (``ChunkedLossWrapper``); tried where a plan cannot be said as it is."""
 
 _TWO_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS")
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)(?:[= ]+|$)([^\s\\]*)")
@@ -77,9 +79,13 @@ def jobs(decisions: Decisions) -> tuple[Job, ...]:
         recomputes = ("full", "operators")
     elif decisions.recompute == "none" and decisions.swapped_tokens:
         recomputes = ("full", "operators", "none")
+    local = decisions.micro_batch * decisions.seq_tokens
+    cut = tuple(dict.fromkeys((decisions.loss_chunk_tokens, local // LOSS_CHUNKS)))
     return tuple(
-        _job(decisions, layers_divided, row, recompute)
-        for layers_divided, row, recompute in product(_layouts(layout), rowwise, recomputes)
+        _job(
+            decisions, divided, row, recompute, chunk=min(chunk, local // divided.cp // LOSS_CHUNKS) if again else chunk
+        )
+        for divided, row, recompute, (again, chunk) in product(_layouts(layout), rowwise, recomputes, enumerate(cut))
     )
 
 
@@ -127,7 +133,7 @@ def _zero(zero: int, *, staged: bool) -> int:
     return {0: 3, 1: 2}.get(zero, zero)
 
 
-def _job(decisions: Decisions, layout: Layout, rowwise: str, recompute: Recompute) -> Job:
+def _job(decisions: Decisions, layout: Layout, rowwise: str, recompute: Recompute, *, chunk: int) -> Job:
     local = decisions.micro_batch * decisions.seq_tokens // layout.cp
     states, kernels = decisions.states, decisions.kernels
     adamw = kernels.adamw if kernels.rowwise in ("eager", "compiled") else "fused"
@@ -147,7 +153,7 @@ def _job(decisions: Decisions, layout: Layout, rowwise: str, recompute: Recomput
         zero_ranks=layout.zero_ranks or None,
         recompute=recompute,
         recompute_layers="all" if choice.startswith("groups-") else choice,
-        loss_chunk_tokens=chunk_of_loss(local, decisions.loss_chunk_tokens)[1],
+        loss_chunk_tokens=chunk_of_loss(local, chunk)[1],
         rowwise="compiled" if rowwise == "compiled" else "eager",
         adamw="fused" if states == "bf16" else adamw,
         cuda_graphs=decisions.cuda_graphs and layout.pp == 1,
@@ -352,6 +358,12 @@ def _read(
     balancer = "parallelism.context_parallel_load_balancer"
     if settings.text(balancer) != "headtail" and settings.has(balancer) and degree["cp"] > 1:
         settings.ignore(balancer, "memo has zigzag chunks (headtail) alone")
+    if not settings.has("parallelism.data_parallel_shard_degree") and dp > 1:
+        assumed.append(f"data_parallel_shard_degree is -1, torchtitan's default: dp {dp}")
+    if graphs:
+        if "training.disable_cuda_graphs" not in settings.values and pins.cuda_graphs:
+            assumed.append("CUDA graphs are on, torchtitan's default")
+        assumed.append("its attention (FlexAttention, or varlen) is priced as torch's flash attention")
     _explain_ignored(settings)
     return Read(
         framework=FRAMEWORK.name,
@@ -624,7 +636,7 @@ def _loss(settings: Settings, local_tokens: int) -> int:
     if "Chunked" not in kind:
         settings.says(made, "all logits at once")
         return 0
-    count = settings.whole("loss.num_chunks") or 8
+    count = settings.whole("loss.num_chunks") or LOSS_CHUNKS
     chunk = local_tokens // count if count > 1 else 0
     settings.says(made, f"loss_chunk_tokens {chunk}")
     settings.says("loss.num_chunks", f"loss_chunk_tokens {chunk}")

@@ -74,7 +74,8 @@ def _costs(document: ImportedJob, job: PlanRow) -> list[str]:
     ):
         best = answer.best
         if best is None:
-            lines.append(f"Best of {title}: nothing fits.")
+            reason = f": {answer.why[0]}" if answer.why and not answer.plans else ""
+            lines.append(f"Best of {title}: nothing fits{reason}.")
             continue
         if job.status == "ok" and job.step_s and best.step_s and best.step_s >= job.step_s:
             lines.append(f"Best of {title}: nothing is faster than the job. {_figures(best)}")

@@ -15,10 +15,10 @@ def results_table(document: Results) -> str:
     """Return the verdict and a row for each cluster, in the document's order."""
     told = dict.fromkeys(text for result in document.results for text in result.warnings)
     priced = document.ranked_by == "price"
-    headers = ["", "cluster", "GPUs", "step", "tokens/s", "MFU %", "tokens/s/GPU", "GPU-h/B tokens"]
+    headers = ["", "cluster", "GPUs", "batch", "step", "tokens/s", "MFU %", "tokens/s/GPU", "GPU-h/B tokens"]
     headers += ["price/B tokens"] if priced else []
     rows = [[str(rank), *_row(result, priced=priced)] for rank, result in enumerate(document.results, start=1)]
-    table = text_table([*headers, "plan"], rows, "rlrrrrrr" + "r" * priced + "l")
+    table = text_table([*headers, "plan"], rows, "rlrrrrrrr" + "r" * priced + "l")
     return "\n\n".join([*warning_lines(list(told)), _verdict(document), table])
 
 
@@ -67,10 +67,11 @@ def _row(result: Result, *, priced: bool) -> list[str | None]:
         short = result.summary.shortfall_bytes if result.summary else 0
         why = f"does not fit: short by {format_bytes(short)}" if short else "does not fit: " + " ".join(result.why[:1])
         devices = str(result.summary.devices) if result.summary else None
-        return [result.cluster, devices, None, None, None, None, None, *([None] if priced else []), why]
+        return [result.cluster, devices, None, None, None, None, None, None, *([None] if priced else []), why]
     return [
         result.cluster,
         str(summary.devices),
+        str(summary.tokens_per_step // result.seq_tokens),
         format_seconds(summary.step_s),
         three_digits(_tokens_per_s(summary)),
         None if summary.mfu is None else f"{100 * summary.mfu:.1f}",

@@ -19,7 +19,7 @@ def test_an_answer_from_a_data_sheet_is_marked_rough_and_has_no_interval() -> No
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("WARNING: The profile datasheet is rough: made from a data sheet (165 TFLOP/s")
     assert "gpt-tiny on datasheet-1x2" in done.stdout
-    assert "No interval: the hardware profile names no GPU generation or is rough" in done.stdout
+    assert "(no interval is known)" in done.stdout
 
 
 def test_a_written_profile_gives_the_same_answer(tmp_path: Path) -> None:
@@ -46,8 +46,9 @@ def test_a_cluster_file_without_efficiency_says_what_is_used(tmp_path: Path) -> 
     sheet = f"{EXAMPLE},devices=2,nodes=2,network-gbps=100"
     asked = ("what-if", "gpt-tiny", "--seq-len", "4k", "--tp", "2", "--cp", "2", "--recompute", "none", "--alpha", "0")
     done = memo_sim(*asked, "--from-datasheet", sheet)
-    assert "names no efficiency of its network by size" in done.stdout
-    assert "SimAI" in done.stdout
+    assert "efficiency by size as of the clusters given by name (SimAI's rings)" in done.stdout
+    why = memo_sim(*asked, "--from-datasheet", sheet, "--why").stdout
+    assert "names no efficiency of its network by size" in why
 
 
 def test_one_of_cluster_and_data_sheet_is_given() -> None:

@@ -103,6 +103,16 @@ def test_a_job_is_priced_and_compared(plans: Path, tmp_path: Path) -> None:
     assert any("uses 2 of the 4 devices" in text for text in shown["assumed"])
 
 
+def test_a_job_in_a_dtype_without_rates_is_priced_in_another(plans: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run("export", plans / "core.json", "--to", "megatron-lm", "-o", out)
+    script = out / "half.sh"
+    script.write_text((out / "train.sh").read_text().replace("--bf16", "--fp16"))
+    shown = run("import", script, "--cluster", "h100-1x2")
+    assert "priced with dtype bf16" in shown
+    assert "Best of the same in Megatron-LM:" in shown
+
+
 def test_wrong_input_is_named(plans: Path, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("torchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size 64 --seq-length 64\n")

@@ -46,7 +46,7 @@ def written(framework: Framework, job: Job, folder: Path) -> list[str]:
         (folder / name).write_text(text)
     script = files["train.sh"]
     commands = read_script(script, {}, where="train.sh").commands
-    return next(words for words in commands if words[0] in ("torchrun", "accelerate"))[:-1]
+    return next(words for words in commands if words[0] in ("torchrun", "accelerate"))
 
 
 def parsed(python: Path, program: str, *words: str, **environment: str) -> dict[str, Any]:

@@ -84,6 +84,17 @@ def test_with_prices_the_cheapest_kind_is_chosen() -> None:
     assert "price" in gpus_verdict(document)
 
 
+def test_all_kinds_are_asked_for_the_same_batch() -> None:
+    """Without a batch, the largest that a whole node of a kind is filled by."""
+    asked = [(kind, replace(question, batch_rule="not given")) for kind, question in map(ask, ("a800", "h100"))]
+    asked = [(kind, replace(question, seq_tokens=KIB)) for kind, question in asked]
+    document = gpus(asked, most_devices=1).document
+    assert document.global_batch == 8
+    assert "8 sequences (not given: enough for a whole node of each kind)" in document.why[0]
+    given = [(kind, replace(question, global_batch=3, batch_rule="")) for kind, question in asked]
+    assert gpus(given, most_devices=1).document.global_batch == 3
+
+
 def test_pins_that_need_more_devices_are_no_refusal_of_the_question() -> None:
     pins = replace(PINS, tp=4)
     document = gpus([ask("a800", device_gib=80, pins=pins)], most_devices=4).document

@@ -271,6 +271,17 @@ def test_a_question_needs_no_file_where_it_is_answered(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_needs_no_guard_around_a_sweep(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import memo_sim as memo\nprint(memo.sweep({QUESTIONS!r}, 's.jsonl', jobs=2))\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    begun = {"cwd": tmp_path, "env": environment}
+    done = subprocess.run([sys.executable, script], **begun, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("3 questions: 3 fits")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads the processes of the system")
 def test_an_interruption_leaves_whole_lines_and_no_process(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"

@@ -60,7 +60,7 @@ def test_an_exported_job_is_read_as_it_was(name: str, case: str) -> None:
     found = read_again(name, job)
     check_same(job, found.job)
     assert found.devices == 8
-    assert found.assumed == ()
+    assert [text for text in found.assumed if "attention" not in text] == []
 
 
 @pytest.mark.parametrize(("name", "case"), PRICED, ids=[f"{name}-{case}" for name, case in PRICED])
@@ -170,6 +170,12 @@ def test_what_comes_near_to_any_plan_can_be_written_and_read(name: str, layout: 
         check_same(job, found.job)
 
 
+def test_torchtitan_may_cut_the_loss_where_a_plan_cannot_be_said_as_it_is() -> None:
+    plan = Decisions(model=model("llama3-8b"), layout=Layout(tp=8, sequence_parallel=True), seq_tokens=65536)
+    found = FRAMEWORKS["torchtitan"].jobs(plan)
+    assert [job.pins.loss_chunk_tokens for job in found[:2]] == [0, 8192]
+
+
 @pytest.mark.parametrize("name", EAGER)
 def test_a_model_that_it_does_not_have_is_refused(name: str) -> None:
     decisions = Decisions(model=model("gpt-7b"), seq_tokens=4096)
@@ -259,11 +265,13 @@ def test_stages_are_divided_as_torchtitan_divides_them() -> None:
     found = FRAMEWORKS["torchtitan"].read((source,), {"devices": "8", "recipe": "llama3_8b"})
     assert (found.job.micro_batch, found.job.global_batch) == (1, 2)
     assert found.job.pins.pp_layers is None
-    assert "16, 16" in found.assumed[-1]
+    assert any("16, 16" in text for text in found.assumed)
     assert split_of(32, 4, 1, 1) == (8, 9, 8, 7)
 
 
-@pytest.mark.parametrize("text", ["def f(:", "x = 1", "def f(): return 3", "def f(): return g(" + "(" * 300])
+@pytest.mark.parametrize(
+    "text", ["def f(:", "x = 1", "def f(): return 0xfor x in y", "def f(): return 3", "def f(): return g(" + "(" * 300]
+)
 def test_a_python_file_that_is_no_recipe(text: str) -> None:
     with pytest.raises(MemoError):
         FRAMEWORKS["torchtitan"].read((Source("recipe.py", text),), {"devices": "8"})
