@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def lines() -> list[SweepLine]:
     return sweep(QUESTIONS, executor=Here())
 
 
-def kills_its_process_first(asked: Asked) -> SweepLine:
+def kills_its_process_first(asked: Asked, notes: Path) -> SweepLine:
     """Answer, but for the first time that the second question is asked: then the process dies."""
-    note = Path(os.environ["MEMO_TEST_NOTES"]) / asked.key
+    note = notes / asked.key
     note.write_text(note.read_text() + "asked " if note.exists() else "asked ")
     if asked.question.seq_tokens == 2048 and note.read_text() == "asked ":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -179,17 +180,16 @@ def test_one_sweep_at_a_time_writes_a_file(tmp_path: Path) -> None:
         sweep(QUESTIONS, tmp_path / "fifo", executor=Here())
 
 
-def test_a_worker_that_dies_costs_its_question_a_second_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_costs_its_question_a_second_try(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
-    monkeypatch.setenv("MEMO_TEST_NOTES", str(notes))
     asked = [asked_by(each) for each in QUESTIONS]
     seen: list[tuple[int, int]] = []
     found = sweep(
         QUESTIONS,
         tmp_path / "s.jsonl",
         jobs=2,
-        unit=kills_its_process_first,
+        unit=partial(kills_its_process_first, notes=notes),
         progress=lambda done, total: seen.append((done, total)),
     )
     assert [line.status for line in found] == ["fits"] * 3
