@@ -60,7 +60,7 @@ def check_names(values: Values, known: Sequence[str] = (*OF_A_QUESTION, *ARGUMEN
     """
     for name in values:
         if name not in known:
-            hint = did_you_mean(name, known) or "docs/knobs.md lists the knobs"
+            hint = did_you_mean(str(name), known) or "docs/knobs.md lists the knobs"
             raise UsageError("a question has no value of this name", got=repr(name), hint=hint)
 
 
