@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 import msgspec
@@ -101,9 +102,11 @@ def export_plan(
 
 def search_command(decisions: Decisions, framework: Framework, cluster: Cluster) -> str:
     """Return the command line that searches a plan of the framework for the same question."""
-    asked = f"--cluster {cluster.name} --seq-len {format_tokens(decisions.seq_tokens)}"
+    asked = f"--cluster {shlex.quote(cluster.name)} --seq-len {format_tokens(decisions.seq_tokens)}"
     batch = f"--global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
-    return f"memo-sim what-if {decisions.model.name} {asked} {batch} --system {framework.system} -o plan.json"
+    return (
+        f"memo-sim what-if {shlex.quote(decisions.model.name)} {asked} {batch} --system {framework.system} -o plan.json"
+    )
 
 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:

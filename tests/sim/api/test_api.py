@@ -245,8 +245,9 @@ def test_a_value_of_another_type_is_refused(function: Any, named: dict[str, Any]
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:
+    wrong: Any = {3: 4}
     with pytest.raises(memo.UsageError) as refused:
-        memo.sweep([{3: 4}])
+        memo.sweep([wrong])
     check_fields(refused.value, memo.UsageError, got="3", where="question 1", hint="docs/knobs.md")
 
 
