@@ -55,8 +55,14 @@ def test_positions_grow_with_what_training_used_and_other_runs_have_no_source(be
 
 
 PHI3 = {
-    **{"model_type": "phi3", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "rms_norm_eps": 1e-5},
-    **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_act": "silu"},
+    "model_type": "phi3",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
