@@ -22,6 +22,7 @@ from memo_sim.interchange.framework import Framework
 from memo_sim.interchange.job import Job, part_of
 from memo_sim.interchange.launch import Launcher, launch_of
 from memo_sim.interchange.plan_paths import differences, plan_paths, value_at
+from memo_sim.planning.presets import known_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 from memo_sim.views.export_page import lost_page
@@ -82,7 +83,13 @@ def export_plan(
         f"Its program: {plan.program_sha256[:16]}. What is lost: {LOST_PAGE}.",
     )
     written = framework.files(there.job, launch, header)
-    question = Question(model=decisions.model, cluster=cluster, hardware=hardware, seq_tokens=decisions.seq_tokens)
+    question = Question(
+        model=decisions.model,
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=decisions.seq_tokens,
+        system=known_system(plan.provenance.system),
+    )
     document = Export(
         framework=framework.title,
         version=framework.version,
