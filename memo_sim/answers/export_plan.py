@@ -29,7 +29,6 @@ from memo_sim.views.export_page import lost_page
 
 LOST_PAGE = "lost.md"
 PLAN_FILE = "plan.json"
-EXPORT_FILE = "export.json"
 
 
 @dataclass(frozen=True)
