@@ -806,6 +806,7 @@ def longest_of(
     """
     tokens = parse_tokens(str(step), option="--step")
     named_values.number("max_step_s", max_step_s, *SECONDS)
+    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *PRICES)
     limits = {"most_step_s": max_step_s, "price_per_device_hour": price_per_gpu_hour}
     found = longest_answer.longest(question, step_tokens=tokens, **limits, progress=progress)
     if one_more_gib:

@@ -340,8 +340,10 @@ def doctor_command(*, output: str | None, as_json: bool, **files: Any) -> None:
         return
     if found.job is not None:
         show(recorded_table(found.job))
-    if output:
-        show("\n".join(["", f"{output} is {found.hardware.name} with:", *map(one_line, found.changes)]).lstrip("\n"))
+    told = [one_line(text) for text in found.changes] or ["nothing: no kind of work has enough calls and time"]
+    if output or found.job is None:
+        head = f"{output} is {found.hardware.name} with:" if output else "measured; -o PROFILE writes a profile with:"
+        show("\n".join([*([""] if found.job is not None else []), head, *told]))
 
 
 @cli.command("list")

@@ -109,13 +109,26 @@ def published(model: Model, positions: int, source: dict[str, Any], dtype: torch
     """Return the ``config.json`` of trained weights: that of the weights that training began from, with every field.
 
     Three things are no longer as they were: the positions, where training used more; the dtype; and a quantization,
-    which these weights do not have.
+    which these weights do not have. Positions stay where more of them would describe another model.
     """
     kept = {key: value for key, value in source.items() if key != "quantization_config"}
-    dynamic = model.rope_scaling is not None and model.rope_scaling.kind == "dynamic"  # it scales from these positions
-    if not model.learned_positions and not dynamic:
-        kept["max_position_embeddings"] = max(source.get("max_position_embeddings") or 0, positions)
+    longer = kept | {"max_position_embeddings": max(source.get("max_position_embeddings") or 0, positions)}
+    if not model.learned_positions and _is_alike(model, longer):
+        kept = longer
     return kept | {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in source}
+
+
+def _is_alike(model: Model, fields: dict[str, Any]) -> bool:
+    """Return whether a config has the model's rotary frequencies and no window.
+
+    Some scalings begin at ``max_position_embeddings`` (dynamic), or stretch to it (yarn and longrope without a factor);
+    and a window that is as long as them is none (Mistral).
+    """
+    try:
+        theirs = model_from_config(fields, where="config.json", name=model.name)
+    except BadInput:
+        return False
+    return theirs.rope_scaling == model.rope_scaling
 
 
 def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from memo_sim.contract.hardware import Hardware, Source
 from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.explain.recorded_step import Priced, memory_of, price_recording, step_of
 from memo_sim.memory.read_requests import read_requests
-from memo_sim.observed.correction import PRODUCTS, corrected, with_collectives, with_copies
+from memo_sim.observed.correction import PRODUCTS, ROWWISE, corrected, with_collectives, with_copies
 from memo_sim.observed.kineto import read_recording
 from memo_sim.observed.link_benchmarks import read_nccl_tests, read_nvbandwidth
 
@@ -55,6 +56,8 @@ def diagnose(
         raise UsageError("doctor needs something that was measured", wanted="--trace, --nccl-tests or --nvbandwidth")
     if memory and not trace:
         raise UsageError("a snapshot is read beside the trace of the same job", wanted="--trace FILE --memory FILE")
+    if not (trace or cluster):
+        raise UsageError("without a trace, the profile that takes the rates has to be named", wanted="--cluster NAME")
     recording = read_recording(read_raw(trace), trace) if trace else None
     machine, hardware = load_cluster(cluster or _cluster_for(recording.device if recording else ""))
     job, changes = None, list[str]()
@@ -67,7 +70,7 @@ def diagnose(
         factors = factors_of(priced, sum(one.operation.recorded.seconds for one in priced))
         text = f"PyTorch profiler trace {Path(trace).name} ({recording.device or 'CPU'})"
         hardware = corrected(hardware, factors, text=text) if factors else hardware
-        changes += [f"{kind}: times {factor:.3f}" for kind, factor in factors.items()]
+        changes += [f"{_corrected(kind, hardware)}: times {factor:.3f}" for kind, factor in factors.items()]
     for path in nccl_tests:
         name = f"nccl-tests-{Path(path).name}"
         table = read_nccl_tests(read_raw(path), path, source=name)
@@ -84,6 +87,14 @@ def diagnose(
         told = "; ".join(filter(None, (before, *changes)))
         hardware = msgspec.structs.replace(hardware, provenance={**hardware.provenance, "corrected": told})
     return Diagnosis(job, hardware, changes)
+
+
+def _corrected(kind: str, hardware: Hardware) -> str:
+    """Return a kind of work with what of it is corrected: operators with rates of their own keep these."""
+    own = hardware.rowwise_bytes_per_s or hardware.fused_rowwise_bytes_per_s or hardware.framework_rowwise_bytes_per_s
+    return (
+        f"{kind}, where the profile has no rates for the operator or its kernels" if kind == ROWWISE and own else kind
+    )
 
 
 def factors_of(priced: Sequence[Priced], total_s: float) -> dict[str, float]:
@@ -121,7 +132,8 @@ def _cluster_for(device: str) -> str:
         UsageError: when no shipped profile has its name.
     """
     words = device.lower().replace("-", " ").split()
-    found = [name for name in list_hardware() if name.partition("-")[0] in words]
+    joined = {f"{first}{second}" for first, second in pairwise(words)}  # RTX 4090 is rtx4090
+    found = [name for name in list_hardware() if name.partition("-")[0] in {*words, *joined}]
     if len(found) != 1:
         raise UsageError(
             "no profile is known for the device of the trace",

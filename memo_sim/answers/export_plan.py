@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 import msgspec
@@ -21,13 +22,13 @@ from memo_sim.interchange.framework import Framework
 from memo_sim.interchange.job import Job, part_of
 from memo_sim.interchange.launch import Launcher, launch_of
 from memo_sim.interchange.plan_paths import differences, plan_paths, value_at
+from memo_sim.planning.presets import known_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 from memo_sim.views.export_page import lost_page
 
 LOST_PAGE = "lost.md"
 PLAN_FILE = "plan.json"
-EXPORT_FILE = "export.json"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,13 @@ def export_plan(
         f"Its program: {plan.program_sha256[:16]}. What is lost: {LOST_PAGE}.",
     )
     written = framework.files(there.job, launch, header)
-    question = Question(model=decisions.model, cluster=cluster, hardware=hardware, seq_tokens=decisions.seq_tokens)
+    question = Question(
+        model=decisions.model,
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=decisions.seq_tokens,
+        system=known_system(plan.provenance.system),
+    )
     document = Export(
         framework=framework.title,
         version=framework.version,
@@ -101,9 +108,11 @@ def export_plan(
 
 def search_command(decisions: Decisions, framework: Framework, cluster: Cluster) -> str:
     """Return the command line that searches a plan of the framework for the same question."""
-    asked = f"--cluster {cluster.name} --seq-len {format_tokens(decisions.seq_tokens)}"
+    asked = f"--cluster {shlex.quote(cluster.name)} --seq-len {format_tokens(decisions.seq_tokens)}"
     batch = f"--global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
-    return f"memo-sim what-if {decisions.model.name} {asked} {batch} --system {framework.system} -o plan.json"
+    return (
+        f"memo-sim what-if {shlex.quote(decisions.model.name)} {asked} {batch} --system {framework.system} -o plan.json"
+    )
 
 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:

@@ -41,7 +41,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import GIB, parse_layer_choice, parse_numbers, parse_tokens
 from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
-from memo_sim.planning.presets import SYSTEMS
+from memo_sim.planning.presets import known_system
 from memo_sim.planning.question import Question, with_memory
 
 Values = Mapping[str, Any]
@@ -60,7 +60,7 @@ def check_names(values: Values, known: Sequence[str] = (*OF_A_QUESTION, *ARGUMEN
     """
     for name in values:
         if name not in known:
-            hint = did_you_mean(name, known) or "docs/knobs.md lists the knobs"
+            hint = did_you_mean(str(name), known) or "docs/knobs.md lists the knobs"
             raise UsageError("a question has no value of this name", got=repr(name), hint=hint)
 
 
@@ -95,7 +95,7 @@ def question_of_plan(plan: Plan, values: Values, *, system: str = "") -> Questio
         cluster=cluster,
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens,
-        system=system or (made if (made := plan.provenance.system) in SYSTEMS else "any"),
+        system=system or known_system(plan.provenance.system),
         **_held(knobs | decided),
     )
 

@@ -134,6 +134,8 @@ def in_words(decisions: Decisions) -> str:
         parts.append(f"{layout.subsequences} subsequences")
     if decisions.loss_chunk_tokens:
         parts.append(f"loss in chunks of {format_tokens(decisions.loss_chunk_tokens)} tokens")
+    if decisions.allocator_limit_gib:
+        parts.append(f"PyTorch's allocator limited to {decisions.allocator_limit_gib} GiB of the device")
     return "; ".join(parts)
 
 

@@ -200,6 +200,8 @@ def sweep(
     """
     if jobs is not None and jobs < 1:
         raise UsageError("not a number of processes", got=jobs, wanted="from 1")
+    if not isinstance(questions, Iterable):
+        raise UsageError("not questions", got=repr(questions), wanted="mappings: grid makes them")
     asked = list(_asked(questions))
     with nullcontext() if path is None else opened(path) as file:
         known = {line.key: line for line in file.lines} if file else {}

@@ -66,7 +66,8 @@ def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **opt
 
     source, csv_path, plot = options["questions"], options["csv_path"], options["plot"]
     written = [path for path in (output, csv_path, plot) if path is not None]
-    read = [*map(Path, models), *map(Path, _listed(options["cluster"] or "")), *([source] if source else [])]
+    named = [name for text in (*models, options["cluster"] or "") for name in _listed(text)]
+    read = [*map(Path, named), *([source] if source else [])]
     for path in written:
         check_writable(path)
     check_not_read(written, read)

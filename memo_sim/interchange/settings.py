@@ -79,20 +79,6 @@ class Settings:
             return word in _YES
         raise BadInput("a wrong value", where=f"{self.where}: {key}", got=repr(value), wanted="true or false")
 
-    def one_of(self, key: str, words: Mapping[str, Any], *, says: str) -> Any:
-        """Return what the value means in ``words``, and note it; None without a value.
-
-        A word that is not there is listed as ignored, with ``says`` as what it would have decided.
-        """
-        value = self.text(key)
-        if value is None:
-            return None
-        if value not in words:
-            self.ignore(key, f"memo has no such {says}")
-            return None
-        self.says(key, f"{says} {words[value]}")
-        return words[value]
-
     def says(self, key: str, text: str) -> None:
         """Note what a value means in memo's words."""
         if self.has(key):

@@ -128,7 +128,7 @@ def read_recording(raw: bytes, where: str) -> Recording:
     """Return the work in a trace.
 
     Raises:
-        BadInput: when it is not a Kineto trace, or has no operators and no device events.
+        BadInput: when it is not a Kineto trace, has no operators and no device events, or its steps have no duration.
     """
     trace = _decode(_unpacked(raw, where), where)
     events = [event for event in trace.trace_events if event.ph == "X" and _time(event) is not None]
@@ -156,6 +156,8 @@ def read_recording(raw: bytes, where: str) -> Recording:
     names = {one.name for one in trace.device_properties if one.name} if device else set()
     span = (min(one.start_us for one in work), max(one.end_us for one in work))
     steps = sorted(marks) or [span]
+    if not any(end > start for start, end in steps):
+        raise BadInput("the recorded steps have no duration", where=where, hint=RECORD)
     return Recording(", ".join(sorted(names)), tuple(steps), tuple(work), marked=bool(marks))
 
 

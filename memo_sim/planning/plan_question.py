@@ -14,6 +14,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import CHOSEN, KNOBS, PINNED, Pins
 from memo_sim.contract.plan import Decisions
 from memo_sim.planning.contradictions import repinned
+from memo_sim.planning.presets import known_system
 from memo_sim.planning.question import Question
 
 OF_THE_POLICY = (
@@ -38,7 +39,11 @@ def question_of_plan(decisions: Decisions, cluster: Cluster, hardware: Hardware,
     """Return the question that ``decisions`` answer with every knob pinned, of ``system`` where it is known."""
     own = _OWN_HOST_BLOCKS if decisions.host_allocator == "power_of_two" else "any"
     asked = Question(
-        model=decisions.model, cluster=cluster, hardware=hardware, seq_tokens=decisions.seq_tokens, system=system or own
+        model=decisions.model,
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=decisions.seq_tokens,
+        system=known_system(system, own),
     )
     return pinned_to(asked, decisions)
 

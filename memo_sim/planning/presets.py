@@ -507,3 +507,8 @@ def find_system(name: str) -> System:
     if name not in SYSTEMS:
         raise UsageError("unknown system", got=repr(name), wanted=", ".join(SYSTEMS), hint=did_you_mean(name, SYSTEMS))
     return SYSTEMS[name]
+
+
+def known_system(name: str, other: str = "any") -> str:
+    """Return the system that a document names, ``other`` where it names none or one of another version."""
+    return name if name in SYSTEMS else other

@@ -42,7 +42,7 @@ def verdict_lines(summary: Summary) -> list[str]:
 
 def _memory(summary: Summary) -> str:
     device, host = summary.device_memory, summary.host_memory
-    has = f"{_device(device)} = {format_bytes(device.needed_bytes)} of {format_bytes(device.capacity_bytes)}"
+    has = _device(device)
     where = f" (stage {device.stage} of {device.stages}, the fullest)" if device.stages > 1 else ""
     on_host = (
         f"host: {format_bytes(host.needed_bytes)} of {format_bytes(host.capacity_bytes)} a node, for all its ranks"
@@ -56,8 +56,15 @@ def _memory(summary: Summary) -> str:
 
 
 def _device(device: DeviceMemory) -> str:
-    """Return what is added up; of an allocator that ran out, only live bytes are known."""
-    return f"{PEAKS[device.peak]} {format_bytes(device.peak_bytes)} + reserve {format_bytes(device.reserve_bytes)}"
+    """Return what a device needs of what it has, and what adds up to that.
+
+    An allocator that runs out needs what it has reserved by then, which is no sum of live bytes.
+    """
+    peak, reserve = format_bytes(device.peak_bytes), format_bytes(device.reserve_bytes)
+    needed = f"{format_bytes(device.needed_bytes)} of {format_bytes(device.capacity_bytes)}"
+    if device.peak_bytes + device.reserve_bytes == device.needed_bytes:
+        return f"{PEAKS[device.peak]} {peak} + reserve {reserve} = {needed}"
+    return f"{needed} are needed at the worst instant, with the reserve of {reserve}; at most {peak} are live"
 
 
 def _speed(summary: Summary) -> list[str]:

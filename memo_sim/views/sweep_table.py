@@ -103,7 +103,8 @@ def _why_not(line: SweepLine) -> str | None:
 def sweep_table(lines: Sequence[SweepLine]) -> str:
     """Return a table of the questions with their best plans; above it how many fit, and what all have in common."""
     count = {status: sum(line.status == status for line in lines) for status in ("fits", "does not fit", "failed")}
-    head = f"{counted(len(lines), 'question')}: " + ", ".join(f"{n} {status}" for status, n in count.items() if n)
+    told = ", ".join(f"{n} {status}" for status, n in count.items() if n)
+    head = counted(len(lines), "question") + (f": {told}" if told else "")
     if shared := common(lines):
         head += f"; all with {', '.join(f'{one_line(name)}={one_line(text)}' for name, text in shared.items())}"
     return f"{head}\n\n{text_table(HEADS, sweep_cells(lines), ALIGN)}"

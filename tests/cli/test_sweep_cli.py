@@ -62,6 +62,7 @@ def test_wrong_usage_is_refused_before_anything_is_asked(tmp_path: Path) -> None
         (("gpt-tiny,gpt-tinny", *TINY, "-o", out), {"got": "'gpt-tinny'", "where": "question 2"}),
         (("--questions", questions, "--tp", "2", "-o", out), {"got": "--tp", "what": "brings its own values"}),
         (("--questions", questions, "-o", questions), {"what": "would be overwritten"}),
+        ((f"gpt-tiny,{questions}", *TINY, "-o", out, "--csv", questions), {"what": "would be overwritten"}),
         (("gpt-tiny", *TINY, "-o", out, "--csv", out), {"what": "two outputs have the same path"}),
         (("gpt-tiny", *TINY, "-o", out, "--plot", tmp_path / "s.txt"), {"what": "unknown picture format"}),
         (("gpt-tiny", *TINY, "-o", tmp_path / "none" / "s.jsonl"), {"what": "no such folder"}),

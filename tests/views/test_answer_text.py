@@ -58,6 +58,20 @@ def test_the_verdict_says_what_each_memory_figure_includes() -> None:
     assert "on a device (stage 1 of 4, the fullest): reserved by PyTorch's allocator 71.00 GiB" in first
 
 
+def test_memory_of_an_allocator_that_runs_out_is_not_shown_as_a_sum() -> None:
+    """It needs 90 GiB there, and at another instant 71 GiB are live: 71 and 4 do not make 90."""
+    short = msgspec.structs.replace(
+        SUMMARY.device_memory, peak="live", peak_bytes=71 * GIB, needed_bytes=90 * GIB, free_bytes=0
+    )
+    summary = msgspec.structs.replace(
+        SUMMARY, fits=False, status="gpu_oom", shortfall_bytes=10 * GIB, device_memory=short
+    )
+    first, *_ = summary_lines(summary)
+    assert "+ reserve" not in first
+    assert "90.00 GiB of 80.00 GiB are needed at the worst instant, with the reserve of 4.00 GiB" in first
+    assert "at most 71.00 GiB are live" in first
+
+
 def test_details_are_shown_only_where_they_are_asked_for() -> None:
     answer = msgspec.structs.replace(result(plan()), summary=SUMMARY, why=["Because."])
     short = answer_text(answer)
@@ -73,7 +87,9 @@ def test_details_are_shown_only_where_they_are_asked_for() -> None:
 
 
 def test_what_does_not_fit_is_told_with_ways_out_and_without_speed() -> None:
-    device = msgspec.structs.replace(SUMMARY.device_memory, peak="live", needed_bytes=90 * GIB, free_bytes=0)
+    device = msgspec.structs.replace(
+        SUMMARY.device_memory, peak="live", peak_bytes=86 * GIB, needed_bytes=90 * GIB, free_bytes=0
+    )
     short = msgspec.structs.replace(
         SUMMARY,
         fits=False,
@@ -84,7 +100,7 @@ def test_what_does_not_fit_is_told_with_ways_out_and_without_speed() -> None:
         ways_out=["more devices", "--states host"],
     )
     text = answer_text(msgspec.structs.replace(result(infeasible()), summary=short))
-    assert "\nDOES NOT FIT: 10.00 GiB are missing on a device: live bytes 71.00 GiB + reserve 4.00 GiB = 90.00" in text
+    assert "\nDOES NOT FIT: 10.00 GiB are missing on a device: live bytes 86.00 GiB + reserve 4.00 GiB = 90.00" in text
     assert "\nWhy: device memory runs out.\n" in text
     assert "\nWays out:\n  more devices\n  --states host\n" in text
     assert "Step" not in text

@@ -77,8 +77,10 @@ def buffers() -> Requests:
     return requests_of(program)
 
 
-def what_if(name: str, trace: Trace, buffers: Requests | None = None) -> str:
-    """Return the page of an answer whose names are all ``name``."""
+def what_if(
+    name: str, trace: Trace, buffers: Requests | None = None, *, written: bool = True, command: str = ""
+) -> str:
+    """Return the page of an answer whose names are all ``name``, and whose plan is ``written`` to a file."""
     cluster, hardware = load_cluster("a800-1x8")
     decisions = decide()
     row = PlanRow(
@@ -109,8 +111,9 @@ def what_if(name: str, trace: Trace, buffers: Requests | None = None) -> str:
         why=[name],
     )
     step = Step(name=name, trace=trace, buffers=buffers, capacity_bytes=80 * 2**30, reserve_bytes=2**30)
-    best = Best(plan=Plan(decisions=decisions, program_sha256="0"), file=name, steps=[step])
-    return html(what_if_page(result, cluster=cluster, hardware=hardware, best=best, command=name, created="2026-01-01"))
+    best = Best(plan=Plan(decisions=decisions, program_sha256="0"), file=name if written else None, steps=[step])
+    named = {"command": command or name, "created": "2026-01-01"}
+    return html(what_if_page(result, cluster=cluster, hardware=hardware, best=best, **named))
 
 
 def test_the_columns_hold_every_span_to_the_nanosecond(trace) -> None:
@@ -310,6 +313,16 @@ def test_the_command_that_runs_a_plan(layout: Layout, cluster: str, wanted: str)
     lines = run_commands(Plan(decisions=decisions, program_sha256="0"), "p.json", load_cluster(cluster)[0])
     assert wanted in lines[-1]
     assert (lines[0] == "# on each of the 2 nodes") == (layout.devices > 8)
+
+
+def test_what_a_page_says_to_type_can_be_typed(trace) -> None:
+    assert "memo-exec doctor &#39;my plan.json&#39;\n" in what_if("my plan.json", trace)
+    shell = what_if("x", trace, written=False, command="memo-sim what-if x")
+    assert "<pre>memo-sim what-if x -o plan.json\n" in shell
+    python = what_if("x", trace, written=False, command="memo_sim.what_if(model='x')")
+    assert "<pre>memo_sim.what_if(" in python
+    assert ").save(&#34;plan.json&#34;)\n" in python
+    assert "-o plan.json" not in python
 
 
 def test_the_longest_bar_is_as_wide_as_its_drawing(trace) -> None:

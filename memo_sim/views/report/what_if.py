@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -237,8 +238,9 @@ def _how_to_run(best: Best, result: Result, cluster: Cluster, command: str) -> S
     if result.best is not None and not result.best.executable:
         blocks.append(Notice("memo-exec cannot run this attention kernel; the plan is only priced."))
     if best.file is None:
-        blocks += [Paragraph("Write the plan first:"), Commands([f"{command} -o {PLAN_FILE}"])]
-    file = best.file or PLAN_FILE
+        write = f'{command}.save("{PLAN_FILE}")' if command.startswith("memo_sim.") else f"{command} -o {PLAN_FILE}"
+        blocks += [Paragraph("Write the plan first:"), Commands([write])]
+    file = shlex.quote(best.file or PLAN_FILE)
     blocks += [
         Paragraph("Check the plan, then its gradients at a reduced size on a CPU:"),
         Commands([f"memo-exec doctor {file}", f"memo-exec verify {file}"]),
@@ -249,7 +251,7 @@ def _how_to_run(best: Best, result: Result, cluster: Cluster, command: str) -> S
 
 
 def run_commands(plan: Plan, file: str, cluster: Cluster) -> list[str]:
-    """Return the command that runs a plan, on every node of the cluster that it uses."""
+    """Return the command that runs a plan, on every node of the cluster that it uses; ``file`` is quoted."""
     devices = plan.decisions.layout.devices
     if devices == 1:
         return [f"memo-exec run {file} --steps 10 --report run.html"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from memo_exec.commands.run import RunOptions, run
 from memo_exec.interpreter.interpreter import Interpreter
-from memo_exec.training import weights
+from memo_exec.training import huggingface, weights
 from memo_sim.contract.errors import BadInput
+from memo_sim.contract.huggingface import model_from_config
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, write_plan
 from tests.exec_cpu.small import llama
@@ -49,6 +52,37 @@ def test_positions_grow_with_what_training_used_and_other_runs_have_no_source(be
     assert json.loads((begun / "longer/weights/config.json").read_text())["max_position_embeddings"] == 256
     run(begun / "plan.json", RunOptions(steps=1, save=begun / "random"))
     assert "my_field" not in json.loads((begun / "random/weights/config.json").read_text())
+
+
+PHI3 = {
+    "model_type": "phi3",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64, "max_position_embeddings": 128},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 128},
+        {"sliding_window": 128, "max_position_embeddings": 128},
+    ],
+    ids=["longrope", "dynamic", "window"],
+)
+def test_positions_stay_where_more_of_them_are_another_model(own: dict[str, Any]) -> None:
+    source = {**PHI3, **own}
+    model = model_from_config(source, where="here", name="phi3")
+    assert huggingface.published(model, 1024, source, torch.float32) == source
+    plain = model_from_config({**PHI3, "max_position_embeddings": 128}, where="here", name="phi3")
+    longer = huggingface.published(plain, 1024, {**PHI3, "max_position_embeddings": 128}, torch.float32)
+    assert longer["max_position_embeddings"] == 1024
 
 
 @pytest.mark.parametrize(

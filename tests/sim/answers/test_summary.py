@@ -78,6 +78,12 @@ def test_the_peak_on_pytorchs_allocator_is_that_of_all_stages() -> None:
     assert "reserved by PyTorch's allocator" in summary_lines(result.summary)[0]
 
 
+def test_a_limit_of_the_allocator_is_in_the_plan_in_words() -> None:
+    asked = question(16 * 1024, system="full-recompute", memory_policy="caching", allocator_limit_gib=60)
+    verdict = what_if(asked).result.summary
+    assert verdict.plan.endswith("; PyTorch's allocator limited to 60 GiB of the device")
+
+
 def test_a_plan_that_is_only_priced_has_a_verdict(asked) -> None:
     answer = what_if(asked)
     plan, _ = plan_of(answer.best, answer.arena, asked, created="", command="")

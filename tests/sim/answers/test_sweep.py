@@ -54,6 +54,10 @@ def lines() -> list[SweepLine]:
     return sweep(QUESTIONS, executor=Here())
 
 
+def test_no_question_is_a_sweep_too() -> None:
+    assert str(memo.sweep([])).startswith("0 questions\n")
+
+
 def kills_its_process_first(asked: Asked, notes: Path) -> SweepLine:
     """Answer, but for the first time that the second question is asked: then the process dies."""
     note = notes / asked.key

@@ -230,6 +230,8 @@ WRONG_TYPES = [
     (memo.what_if, {"model": "gpt-tiny", **TINY, "top": 0}, "from 1"),
     (memo.what_if, {"model": "gpt-tiny", **TINY, "pareto": "yes"}, "True or False"),
     (memo.what_if, {"model": "gpt-tiny", **TINY, "price_per_gpu_hour": -1}, "a number from"),
+    (memo.longest, {"model": "gpt-tiny", "cluster": "a800-1x2", "price_per_gpu_hour": -1}, "a number from"),
+    (memo.sweep, {"questions": 3}, "mappings"),
     (memo.sweep, {"questions": [3]}, "a mapping"),
     (memo.sweep, {"questions": [], "executor": 3}, "Executor or None"),
 ]
@@ -240,6 +242,13 @@ def test_a_value_of_another_type_is_refused(function: Any, named: dict[str, Any]
     with pytest.raises(memo.UsageError) as refused:
         function(**named)
     check_fields(refused.value, memo.UsageError, wanted=wanted)
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    wrong: Any = {3: 4}
+    with pytest.raises(memo.UsageError) as refused:
+        memo.sweep([wrong])
+    check_fields(refused.value, memo.UsageError, got="3", where="question 1", hint="docs/knobs.md")
 
 
 def test_values_are_those_of_the_command_line() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from memo_sim.answers.doctor import diagnose
 from memo_sim.contract.codec import encode, read, write
-from memo_sim.contract.errors import UsageError
+from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.contract.requests import Requests
@@ -93,6 +93,37 @@ def test_an_unknown_device_asks_for_a_profile(tmp_path: Path) -> None:
         diagnose(trace=saved(_on("Tesla V100-SXM2-32GB"), tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("device", "profile"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090-pcie-24gb"),
+        ("NVIDIA RTX A6000", "rtxa6000-pcie-48gb"),
+        ("NVIDIA L40S", "l40s-pcie-48gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm5-80gb"),
+    ],
+)
+def test_a_device_finds_its_shipped_profile(device: str, profile: str, tmp_path: Path) -> None:
+    assert job_in(_on(device), tmp_path).hardware == profile
+
+
+def test_steps_without_duration_are_refused(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.add("kernel", "gemm", 1.0, 0.0)
+    with pytest.raises(BadInput, match="no duration"):
+        diagnose(trace=saved(trace, tmp_path))
+
+
+def test_row_wise_factors_say_which_operators_they_are_about(tmp_path: Path) -> None:
+    """An H100's profile has rates of its own for kernels of Triton and of frameworks, which stay."""
+    trace = Trace("NVIDIA H100 80GB HBM3")
+    trace.add("user_annotation", "ProfilerStep#1", 0.0, 100_000.0)
+    for number in range(20):
+        at = 1000.0 * number
+        trace.launch("aten::mul", "elementwise", at, (at, at + 200), shapes=[[4096, 4096], [4096, 4096]])
+    (change,) = diagnose(trace=saved(trace, tmp_path)).changes
+    assert change.startswith("row-wise, where the profile has no rates for the operator or its kernels: times ")
+
+
 def _on(device: str) -> Trace:
     trace = one_step()
     trace.device = device
@@ -104,6 +135,8 @@ def test_nothing_measured_is_an_error() -> None:
         diagnose()
     with pytest.raises(UsageError, match="beside the trace"):
         diagnose(memory="snapshot.pickle", nvbandwidth="nv.json")
+    with pytest.raises(UsageError, match="without a trace"):
+        diagnose(nvbandwidth="nv.json")
 
 
 def test_memory_names_what_is_alive_at_the_peak() -> None:
