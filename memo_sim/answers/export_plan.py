@@ -100,10 +100,14 @@ def export_plan(
 
 
 def search_command(decisions: Decisions, framework: Framework, cluster: Cluster) -> str:
-    """Return the command line that searches a plan of the framework for the same question."""
+    """Return the command line that searches a plan of the framework for the same question.
+
+    A search would find a limit of PyTorch's allocator again, which no framework has an option for.
+    """
     asked = f"--cluster {cluster.name} --seq-len {format_tokens(decisions.seq_tokens)}"
     batch = f"--global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
-    return f"memo-sim what-if {decisions.model.name} {asked} {batch} --system {framework.system} -o plan.json"
+    whole = " --allocator-limit-gib 0" if decisions.allocator_limit_gib else ""
+    return f"memo-sim what-if {decisions.model.name} {asked} {batch} --system {framework.system}{whole} -o plan.json"
 
 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
