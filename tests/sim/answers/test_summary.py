@@ -55,7 +55,8 @@ def test_a_limit_of_the_allocator_is_assumed() -> None:
     found = what_if(asked).result.summary
     assert found.device_memory.capacity_bytes == 40 * 2**30
     (memory,) = [assumption for assumption in found.assumptions if assumption.name == "device memory"]
-    assert "limited to 40 GiB" in memory.value and "--allocator-limit-gib" in memory.option
+    assert "limited to 40 GiB" in memory.value
+    assert "--allocator-limit-gib" in memory.option
 
 
 def test_what_does_not_fit_has_a_shortfall_ways_out_and_no_speed(asked) -> None:
