@@ -107,12 +107,15 @@ def export_plan(
 
 
 def search_command(decisions: Decisions, framework: Framework, cluster: Cluster) -> str:
-    """Return the command line that searches a plan of the framework for the same question."""
+    """Return the command line that searches a plan of the framework for the same question.
+
+    A search would find a limit of PyTorch's allocator again, which no framework has an option for.
+    """
     asked = f"--cluster {shlex.quote(cluster.name)} --seq-len {format_tokens(decisions.seq_tokens)}"
-    batch = f"--global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
-    return (
-        f"memo-sim what-if {shlex.quote(decisions.model.name)} {asked} {batch} --system {framework.system} -o plan.json"
-    )
+    asked += f" --global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
+    whole = " --allocator-limit-gib 0" if decisions.allocator_limit_gib else ""
+    model = shlex.quote(decisions.model.name)
+    return f"memo-sim what-if {model} {asked} --system {framework.system}{whole} -o plan.json"
 
 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:

@@ -156,6 +156,15 @@ def _activations(decisions: Decisions) -> str:
     return Policy.of(decisions).label
 
 
+def _allocation(decisions: Decisions) -> Assumption:
+    """Return how memory is managed. A limit is named: the verdict counts it, in place of the device's memory."""
+    value = POLICIES[decisions.memory_policy]
+    if not (limit := decisions.allocator_limit_gib):
+        return Assumption(name="device memory", value=value, option="--memory-policy")
+    value += f", limited to {limit} GiB (your script calls torch.cuda.set_per_process_memory_fraction)"
+    return Assumption(name="device memory", value=value, option="--memory-policy, --allocator-limit-gib")
+
+
 def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
     """Return what the figures of a plan rest on, each with the option that changes it."""
     decisions = simulation.decisions
@@ -166,7 +175,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
         Assumption(name="states", value=_states(decisions), option="--states, --zero"),
         Assumption(name="batch", value=_batch(question, decisions), option="--global-batch, --micro-batch"),
-        Assumption(name="device memory", value=POLICIES[decisions.memory_policy], option="--memory-policy"),
+        _allocation(decisions),
         Assumption(name="reserve", value=_reserve(simulation)),
         Assumption(
             name="libraries",

@@ -12,7 +12,7 @@ from memo_sim.interchange.framework import FALLBACK
 DEVICES, LENGTH, MODEL, RECIPE = "devices", "seq_len", "model", "recipe"
 """Names under which ``--set`` gives what files leave open."""
 _GIVEN = (DEVICES, LENGTH, MODEL, RECIPE, FALLBACK)
-NOT_ABOUT_COST = "says nothing about time or memory"
+NOT_READ = "memo does not read it, and prices nothing of it"
 _YES, _NO = ("true", "yes", "y", "t", "1", "on"), ("false", "no", "n", "f", "0", "off")
 _NONE = ("none", "null", "")
 _LONGEST = 80
@@ -96,7 +96,7 @@ class Settings:
     def ignored(self) -> tuple[IgnoredOption, ...]:
         """Every value that was not read, in the order of the file."""
         return tuple(
-            IgnoredOption(key=key, value=_shown(value), why=self.unused.get(key, NOT_ABOUT_COST))
+            IgnoredOption(key=key, value=_shown(value), why=self.unused.get(key, NOT_READ))
             for key, value in self.values.items()
             if key not in self._taken
         )

@@ -48,6 +48,17 @@ def test_assumptions_name_their_options(asked) -> None:
     assert {"dtype", "states", "other kernels", "device memory", "reserve"} <= options.keys()
 
 
+def test_a_limit_of_the_allocator_is_assumed() -> None:
+    """The verdict counts the limit in place of the device's memory, so a reader must see it."""
+    limited = Pins(tp=8, cp=1, recompute="full", allocator_limit_gib=40)
+    asked = replace(question(32 * 1024, system="megatron-lm"), pins=limited)
+    found = what_if(asked).result.summary
+    assert found.device_memory.capacity_bytes == 40 * 2**30
+    (memory,) = [assumption for assumption in found.assumptions if assumption.name == "device memory"]
+    assert "limited to 40 GiB" in memory.value
+    assert "--allocator-limit-gib" in memory.option
+
+
 def test_what_does_not_fit_has_a_shortfall_ways_out_and_no_speed(asked) -> None:
     small = replace(asked, pins=replace(asked.pins, recompute="none"), seq_tokens=1 << 20)
     verdict = what_if(small, price_per_device_hour=1).result.summary

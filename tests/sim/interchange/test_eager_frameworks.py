@@ -222,7 +222,7 @@ def test_a_toml_file_of_earlier_versions(mode: str, option: str, recompute: str,
     assert found.job.global_batch == 4
     reasons = {option.key: option.why for option in found.ignored}
     assert "8-bit" in reasons["quantize.linear.float8.enable_fsdp_float8_all_gather"]
-    assert reasons["training.steps"] == "says nothing about time or memory"
+    assert reasons["training.steps"] == "memo does not read it, and prices nothing of it"
 
 
 RECIPES = """
