@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from memo_sim.contract.catalog import list_hardware, load_cluster
+from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.codec import read_raw
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import Hardware, Source
@@ -30,6 +31,7 @@ class Diagnosis:
     """The recorded step beside the prediction (None without a trace), the corrected profile, and what changed in it."""
 
     job: RecordedStep | None
+    cluster: Cluster
     hardware: Hardware
     changes: list[str]
 
@@ -60,6 +62,13 @@ def diagnose(
         raise UsageError("without a trace, the profile that takes the rates has to be named", wanted="--cluster NAME")
     recording = read_recording(read_raw(trace), trace) if trace else None
     machine, hardware = load_cluster(cluster or _cluster_for(recording.device if recording else ""))
+    if recording is not None and recording.on_gpu != (hardware.device == "cuda"):
+        raise UsageError(
+            "the trace and the profile are of different kinds of device",
+            got=f"{recording.device or 'a CPU'}, {hardware.name}",
+            wanted="a profile of the device that the trace was recorded on",
+            hint="--cluster here.json, as memo-exec calibrate -o here.json writes it",
+        )
     job, changes = None, list[str]()
     if recording is not None and trace is not None:
         priced, outside = price_recording(recording, machine, hardware)
@@ -86,7 +95,7 @@ def diagnose(
         before = hardware.provenance.get("corrected", "")
         told = "; ".join(filter(None, (before, *changes)))
         hardware = msgspec.structs.replace(hardware, provenance={**hardware.provenance, "corrected": told})
-    return Diagnosis(job, hardware, changes)
+    return Diagnosis(job, machine, hardware, changes)
 
 
 def _corrected(kind: str, hardware: Hardware) -> str:

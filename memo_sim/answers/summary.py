@@ -184,7 +184,17 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         ),
         *_not_read(question),
         *_network(question),
+        *_beyond(simulation),
     ]
+
+
+def _beyond(simulation: Simulation) -> list[Assumption]:
+    """Return which curves of the profile a good part of the step reads beyond the sizes that were measured."""
+    if not (shares := simulation.outside_shares):
+        return []
+    listed = ", ".join(f"{name} ({share:.0%} of the step)" for name, share in shares.items())
+    value = f"{listed}: read beyond the sizes that the profile was measured at"
+    return [Assumption(name="extrapolated", value=value)]
 
 
 def _network(question: Question) -> list[Assumption]:

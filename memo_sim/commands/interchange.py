@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.views.command_line import show, show_document, with_progress
+from memo_sim.views.command_line import Silent, show, show_document, with_progress
 
 TO = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl")
 """Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
@@ -106,3 +106,5 @@ def import_command(files: tuple[str, ...], cluster: str | None, **options: Any) 
         show_document(encode(document))
     else:
         show(import_summary(document, everything=options["everything"]))
+    if document.job is not None and document.job.status != "ok":
+        raise Infeasible("the job does not fit", hint="see above") if not options["as_json"] else Silent(4)

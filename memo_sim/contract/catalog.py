@@ -147,7 +147,12 @@ def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
     if match and gpu and match[4] in (None, *_CARDS.get(gpu, _OLDER_CARDS)):
         return _named_cluster(name_or_path, match, gpu)
     if not _is_file_name(name_or_path):
-        _unknown("cluster", name_or_path, list_clusters(), f"a name {CLUSTER_FORM}, a cluster file or a profile file")
+        _unknown(
+            "cluster",
+            name_or_path,
+            list_clusters(),
+            f"a name {CLUSTER_FORM}, a cluster file, a profile file, or --from-datasheet",
+        )
     raw = codec.read_raw(name_or_path)
     schema = codec.schema_of(raw, where=name_or_path)
     if schema == _HARDWARE_TAG:

@@ -16,6 +16,8 @@ PEAKS = {
     "live": "live bytes",
 }
 """What the peak's bytes are."""
+BARELY = 0.01
+"""Free memory below this fraction of a device may be an error of the allocator's model: 0.6 % on SimuMax's runs."""
 
 
 def summary_lines(summary: Summary) -> list[str]:
@@ -48,6 +50,8 @@ def _memory(summary: Summary) -> str:
         f"host: {format_bytes(host.needed_bytes)} of {format_bytes(host.capacity_bytes)} a node, for all its ranks"
     )
     if summary.fits:
+        if device.peak == "reserved" and device.free_bytes < BARELY * device.capacity_bytes:
+            where += ", less than the model of PyTorch's allocator can tell (--safety-gib 1 keeps more free)"
         return f"FITS with {format_bytes(device.free_bytes)} free on a device{where}: {has}; {on_host}."
     if summary.status == "host_oom":
         short = f"{format_bytes(summary.shortfall_bytes)} of host memory a node are missing"

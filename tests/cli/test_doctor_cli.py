@@ -7,6 +7,7 @@ from pathlib import Path
 from memo_sim.contract import codec
 from memo_sim.contract.hardware import Hardware
 from tests.cli.commands import check_refused, memo_sim
+from tests.sim.observed.recorded import one_step
 
 NCCL_TESTS = """\
 #  Rank  0 Group  0 Pid 1 on host device  0 [0x07] GPU
@@ -31,3 +32,28 @@ def test_what_was_measured_is_shown_and_written(tmp_path: Path) -> None:
     check_refused(no_profile, 2, {"what": "without a trace", "wanted": "--cluster NAME"})
     clash = memo_sim(*asked, "-o", "nccl.txt", cwd=tmp_path)
     check_refused(clash, 2, {"what": "would be overwritten"})
+
+
+def test_the_jobs_own_script_is_priced_with_the_measured_rates(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2 --hidden-size 512 --num-attention-heads 8"
+        " --seq-length 2048 --micro-batch-size 1 --global-batch-size 8 --bf16 --vocab-size 32000"
+        " --max-position-embeddings 2048\n"
+    )
+    trace = tmp_path / "trace.json"
+    trace.write_bytes(one_step().raw())
+    done = memo_sim("doctor", "--trace", trace, "--config", script)
+    assert done.returncode == 0, done.stderr
+    assert "With the measured rates:" in done.stdout
+    assert "The job, as memo predicts it" in done.stdout
+    check_refused(memo_sim("doctor", "--trace", trace, "--config", script, "--json"), 2, {"wanted": "without --config"})
+
+
+def test_a_trace_and_a_profile_are_of_one_kind_of_device(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_bytes(
+        b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 5}]}'
+    )
+    done = memo_sim("doctor", "--trace", trace, "--cluster", "h100-1x8")
+    check_refused(done, 2, {"what": "different kinds of device", "hint": "calibrate"})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from memo_sim.answers.what_if import plan_of, price, what_if
 from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.result import Result
-from memo_sim.planning.question import Pins
+from memo_sim.planning.question import Pins, Question
 from memo_sim.views.summary_text import summary_lines
 from tests.sim.planning.test_search import question
 
@@ -101,3 +103,24 @@ def test_a_plan_that_is_only_priced_has_a_verdict(asked) -> None:
     again = price(plan, replace(asked, pins=Pins()), price_per_device_hour=4)
     assert again.result.summary.step_s == answer.result.summary.step_s
     assert again.result.summary.price_per_step == pytest.approx(4 * again.result.summary.step_s * 8 / 3600)
+
+
+def test_an_extrapolation_is_among_the_assumptions(asked) -> None:
+    cluster, hardware = load_cluster("h100-1x8")
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=2)
+    swaps = Pins(tp=1, cp=2, recompute="none", alpha=1.0)
+    far = Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=256 * 1024, global_batch=4, pins=swaps)
+    for each in (asked, far):
+        result = what_if(each).result
+        told = [assumption.value for assumption in result.summary.assumptions if assumption.name == "extrapolated"]
+        assert bool(told) == bool(result.best.outside_calibration)
+        assert all(name in told[0] for name in result.best.outside_calibration)
+    assert told
+
+
+def test_memory_that_the_allocators_model_cannot_tell_is_said(asked) -> None:
+    found = what_if(asked).result.summary
+    scarce = msgspec.structs.replace(found.device_memory, peak="reserved", free_bytes=3 * 2**20)
+    assert "--safety-gib" in summary_lines(msgspec.structs.replace(found, device_memory=scarce))[0]
+    exact = msgspec.structs.replace(scarce, peak="arena")
+    assert "--safety-gib" not in summary_lines(msgspec.structs.replace(found, device_memory=exact))[0]
