@@ -107,9 +107,9 @@ def test_a_plan_that_is_only_priced_has_a_verdict(asked) -> None:
 
 def test_an_extrapolation_is_among_the_assumptions(asked) -> None:
     cluster, hardware = load_cluster("h100-1x8")
-    model = msgspec.structs.replace(load_model("llama3-8b"), layers=2)
-    swaps = Pins(tp=1, cp=2, recompute="none", alpha=1.0)
-    far = Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=256 * 1024, global_batch=4, pins=swaps)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=4)
+    swaps = Pins(tp=1, cp=2, dp=4, recompute="none", alpha=1.0)
+    far = Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=64 * 1024, global_batch=4, pins=swaps)
     for each in (asked, far):
         result = what_if(each).result
         told = [assumption.value for assumption in result.summary.assumptions if assumption.name == "extrapolated"]
