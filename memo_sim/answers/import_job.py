@@ -48,6 +48,18 @@ def read_files(
     return find_framework(read.framework), read  # accelerate and TRL may start a job of DeepSpeed
 
 
+def _check_bounds(document: ImportedJob) -> None:
+    """Refuse a job with a number that no document may hold, such as a sequence of 2^40 tokens.
+
+    Raises:
+        BadInput: naming the files.
+    """
+    try:
+        msgspec.json.decode(msgspec.json.encode(document), type=ImportedJob)
+    except msgspec.ValidationError as error:
+        raise BadInput("the job is beyond all bounds", where=", ".join(document.files), got=str(error)) from None
+
+
 def _text(path: str) -> str:
     try:
         return read_regular(path, MOST_BYTES).decode()
@@ -125,6 +137,7 @@ def import_job(
         ignored=list(read.ignored),
         assumed=list(read.assumed),
     )
+    _check_bounds(document)
     if machine is None:
         return document
     cluster, hardware = machine

@@ -13,7 +13,7 @@ from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.knobs import DEGREES, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
-from memo_sim.contract.units import counted, format_bytes, format_tokens
+from memo_sim.contract.units import MOST_BYTES, counted, format_bytes, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
@@ -89,7 +89,7 @@ def summary_of(
         device_memory=_device_memory(simulation, prediction, planned_arena=planned_arena),
         host_memory=HostMemory(
             needed_bytes=prediction.peak_host_bytes_per_node,
-            capacity_bytes=simulation.memory.host_capacity_bytes,
+            capacity_bytes=min(simulation.memory.host_capacity_bytes, MOST_BYTES),
         ),
         shortfall_bytes=prediction.shortfall_bytes,
         reason=prediction.reason,

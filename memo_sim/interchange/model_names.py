@@ -73,6 +73,7 @@ def model_of(sources: Sequence[Source], given: Mapping[str, str], named: str | N
         return load_model(preset)
     raise BadInput(
         "the files do not say the model's shape",
+        where=", ".join(source.name for source in sources),
         got=f"the name {named!r}" if named else "no name of a model",
         wanted="a name that memo knows, or the model's config.json among the files",
         hint="--set model=llama3-8b, or a config.json",

@@ -14,6 +14,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
 from memo_sim.contract.interchange import Export, ImportedJob
 from memo_sim.contract.plan import Plan
+from tests.cli.commands import check_refused, memo_sim
 
 ASK = ("llama-tiny", "--cluster", "a800-1x2", "--seq-len", "4k", "--global-batch", "2")
 
@@ -123,3 +124,13 @@ def test_wrong_input_is_named(plans: Path, tmp_path: Path) -> None:
     assert "one of them" in run(
         "what-if", "--from", script, "--plan", plans / "core.json", "--cluster", "a800-1x2", fails=UsageError
     )
+
+
+def test_a_job_beyond_all_bounds_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2 --hidden-size 512 --num-attention-heads 8"
+        " --seq-length 99999999999 --micro-batch-size 1 --global-batch-size 8 --bf16 --vocab-size 32000"
+        " --max-position-embeddings 2048\n"
+    )
+    check_refused(memo_sim("import", script, "--json"), 3, {"where": str(script), "what": "beyond all bounds"})
