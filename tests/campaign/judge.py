@@ -255,8 +255,10 @@ def _named(name: str, written: tuple[str, ...]) -> bool:
 def _half_written(name: str, content: bytes) -> Iterator[str]:
     """Yield what is wrong with a file that a command wrote: it is neither a document nor a picture nor lines."""
     if content.startswith(b"{"):
+        lines = content.startswith(b'{"schema":"memo.sweep/')  # a document a line
         try:
-            json.loads(content, parse_constant=_refuse_constant)
+            for part in content.splitlines() if lines else [content]:
+                json.loads(part, parse_constant=_refuse_constant)
         except ValueError as error:
             yield f"half written: {error}"[:200]
         return
