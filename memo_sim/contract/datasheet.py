@@ -1,4 +1,4 @@
-"""A rough hardware profile from the figures of a data sheet, for a GPU that nobody has measured for memo.
+"""A rough hardware profile from the figures of a data sheet, for a GPU that has no profile of its own.
 
     tflops=165.2,memory=24,pcie=4x16,bandwidth=1008
 
