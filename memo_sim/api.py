@@ -620,7 +620,7 @@ def simulate(
         raise UsageError("the plan does not say which cluster it was made for", hint='give one: cluster="h100-1x8"')
     values = {"cluster": cluster or document.provenance.cluster, "power_w": power_w}
     values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
-    question = named_values.question_of_plan(document, values)
+    question = named_values.question_about(document, values)
     call = _call("simulate", {"plan": plan, **values})
     return priced(document, question, where=plan, price_per_gpu_hour=price_per_gpu_hour, command=call)
 

@@ -194,7 +194,7 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
 
         machine = named_values.machine_of(values)
         plan, system = plan_of_files(job_paths, parse_given(given_values), None, machine)
-    return plan, named_values.question_of_plan(plan, values, system=system)
+    return plan, named_values.question_about(plan, values, system=system)
 
 
 def question_on(options: Options, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
@@ -272,8 +272,10 @@ def gpu_kinds(options: Options) -> list[GpuKind]:
     return kinds
 
 
-def names_in(text: str) -> list[str]:
+def names_in(text: str, *, where: str = "--cluster") -> list[str]:
     """Return the names that a list joined by commas has; a file whose name has commas, or a data sheet, is one name.
+
+    ``where`` is the option or argument that has the list.
 
     Raises:
         UsageError: when a name is empty.
@@ -284,5 +286,5 @@ def names_in(text: str) -> list[str]:
         return [text]
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise UsageError("an empty name in a list", where="--cluster", got=repr(text), hint="--cluster h100,h200")
+        raise UsageError("an empty name in a list", where=where, got=repr(text), hint="no comma at the end: A,B")
     return names

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from memo_sim.answers.export_plan import LOST_PAGE, PLAN_FILE
 from memo_sim.answers.what_if import row, what_if, without_answer
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
@@ -33,6 +35,12 @@ ALTERNATIVES = 3
 """Plans that are listed of each search for something better."""
 
 
+def job_files(paths: Sequence[str]) -> list[str]:
+    """Return the files of a job, without the pages that ``export`` writes beside them; a single file is always one."""
+    beside = {LOST_PAGE, PLAN_FILE}
+    return [path for path in paths if Path(path).name not in beside] or list(paths)
+
+
 def read_files(
     paths: Sequence[str], given: Mapping[str, str], *, framework: str | None = None, devices: int = 0
 ) -> tuple[Framework, Read]:
@@ -42,7 +50,7 @@ def read_files(
         BadInput: when a file is no framework's, or does not say what memo needs.
         UsageError: when there is no such framework.
     """
-    sources = tuple(Source(path, _text(path)) for path in paths)
+    sources = tuple(Source(path, _text(path)) for path in job_files(paths))
     of = find_framework(framework) if framework else framework_of(sources)
     read = of.read(sources, {**given, FALLBACK: str(devices or "")})
     return find_framework(read.framework), read  # accelerate and TRL may start a job of DeepSpeed
@@ -127,7 +135,7 @@ def import_job(
     document = ImportedJob(
         framework=of.title,
         version=of.version,
-        files=list(paths),
+        files=job_files(paths),
         model=job.model,
         seq_tokens=job.seq_tokens,
         micro_batch=job.micro_batch,

@@ -78,7 +78,7 @@ def question_of(values: Values, *, fill: bool = True) -> Question:
     return question_on(values, *named_cluster(values), fill=fill)
 
 
-def question_of_plan(plan: Plan, values: Values, *, system: str = "") -> Question:
+def question_about(plan: Plan, values: Values, *, system: str = "") -> Question:
     """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``).
 
     ``system`` is the one that the plan is predicted under; without it, the one that the plan was made under.

@@ -15,6 +15,7 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
 from memo_sim.contract.units import MOST_BYTES, counted, format_bytes, format_tokens
 from memo_sim.engine.simulate import Simulation
+from memo_sim.explain.answer import extrapolations
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.views.plan_table import layout_label
@@ -190,9 +191,8 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
 
 def _beyond(simulation: Simulation) -> list[Assumption]:
     """Return which curves of the profile a good part of the step reads beyond the sizes that were measured."""
-    if not (shares := simulation.outside_shares):
+    if not (listed := extrapolations(simulation)):
         return []
-    listed = ", ".join(f"{name} ({share:.0%} of the step)" for name, share in shares.items())
     value = f"{listed}: read beyond the sizes that the profile was measured at"
     return [Assumption(name="extrapolated", value=value)]
 

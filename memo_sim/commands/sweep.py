@@ -15,7 +15,7 @@ import click
 
 from memo_sim.contract.errors import MemoError, UsageError
 from memo_sim.contract.knobs import OF_A_QUESTION
-from memo_sim.question_options import IN_A_PLAN, ON_COMMAND_LINE, Options, question_options, values_of
+from memo_sim.question_options import IN_A_PLAN, ON_COMMAND_LINE, Options, names_in, question_options, values_of
 from memo_sim.views.command_line import say, show, typed, with_progress
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **opt
 
     source, csv_path, plot = options["questions"], options["csv_path"], options["plot"]
     written = [path for path in (output, csv_path, plot) if path is not None]
-    named = [name for text in (*models, options["cluster"] or "") for name in _listed(text)]
+    named = [*(name for text in models for name in names_in(text, where="MODEL")), *_listed("cluster", options)]
     read = [*map(Path, named), *([source] if source else [])]
     for path in written:
         check_writable(path)
@@ -102,8 +102,8 @@ def _questions(models: tuple[str, ...], options: Options) -> list[dict[str, Any]
     """
     from memo_sim.answers.sweep import grid
 
-    lists = {"model": [name for text in models for name in _listed(text)]}
-    lists |= {name: _listed(options[name] or "") for name in LISTS}
+    lists = {"model": [name for text in models for name in names_in(text, where="MODEL")]}
+    lists |= {name: _listed(name, options) for name in LISTS}
     if missing := [name for name, values in lists.items() if not values]:
         hint = "memo-sim sweep llama3-8b --cluster h100-1x8 --seq-len 64k,128k -o s.jsonl"
         raise UsageError(
@@ -114,9 +114,9 @@ def _questions(models: tuple[str, ...], options: Options) -> list[dict[str, Any]
     return grid(**lists, **{name: value for name, value in values.items() if name not in lists})
 
 
-def _listed(text: str) -> list[str]:
-    """Return the values of a list; a file whose name has a comma is one value."""
-    return [text] if Path(text).is_file() else [part.strip() for part in text.split(",") if part.strip()]
+def _listed(name: str, options: Options) -> list[str]:
+    """Return the values of an option that is a list; none where it is not given."""
+    return names_in(options[name], where=f"--{name.replace('_', '-')}") if options[name] else []
 
 
 @contextmanager

@@ -121,14 +121,18 @@ def explain(
         *ties(found),
         *closer_than_the_interval(close),
     ]
-    if outside := simulation.outside_shares:
-        listed = ", ".join(f"{name} ({share:.0%} of the step)" for name, share in outside.items())
-        lines.append(f"Outside the calibrated range: {listed}. Treat the figures as extrapolations.")
+    if outside := extrapolations(simulation):
+        lines.append(f"Outside the calibrated range: {outside}. Treat the figures as extrapolations.")
     lines += _profile(question)
     if found.refused:
         skipped = f"{counted(len(found.refused), 'layout')} cannot be played with this model, sequence and batch"
         lines.append(f"{skipped}; the first is {found.refused[0]}.")
     return lines
+
+
+def extrapolations(simulation: Simulation) -> str:
+    """Return the curves that are read beyond their sizes, with their shares of the step; empty where there are none."""
+    return ", ".join(f"{name} ({share:.0%} of the step)" for name, share in simulation.outside_shares.items())
 
 
 def _rounded(question: Question, simulation: Simulation) -> list[str]:

@@ -123,8 +123,8 @@ class LowerBounds:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
 
         - ``any_alpha``: bounds for all plans that swap at least as much.
-        - ``eager_too``: an eager framework is taken to hold what the program holds. It may hold a little less, so this
-          is no bound, but an estimate.
+        - ``eager_too``: an eager framework is assumed to need what the program needs. It may need a little less,
+          so this is no bound, but an estimate.
         """
         device, host = self._states(decisions)
         layers, parts = self._layers(decisions)

@@ -55,7 +55,7 @@ class Question(Chosen):
     batch_rule: str = ""
     """Why the batch is what it is, where the question did not name it (``default_batch.py``)."""
     not_read: tuple[str, ...] = ()
-    """Fields of the model's file that memo does not read and that may change what a step takes."""
+    """Fields of the model's file that memo does not read and that may change a step's time or memory."""
     preset: System = field(init=False, repr=False)
     """The system that is called ``system``, looked up here and nowhere else."""
 

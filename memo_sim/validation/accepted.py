@@ -1,7 +1,7 @@
 """Compares a validation with the accepted accuracy, and writes a new accepted accuracy on request.
 
-The accepted accuracy is a file in the repository. A change that makes predictions worse fails the tests until somebody
-writes the file again, and reviewers see that in the change.
+The accepted accuracy is a file in the repository. A change that makes predictions worse fails the tests until
+the file is written again, and reviewers see that in the change.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def gpus_verdict(document: Gpus) -> str:
     if chosen is None:
         slow = "a step" + limit if document.sizes else "any plan"
         kinds = ", ".join(document.kinds)
-        return f"{head}: up to {counted(document.most_devices, 'GPU')} of {one_line(kinds)} are not enough for {slow}."
+        return f"{head}: no number up to {document.most_devices} of {one_line(kinds)} is enough for {slow}."
     summary = chosen.summary
     nodes = counted(chosen.nodes, "node")
     parts = [f"{head}{limit}: {summary.devices} x {one_line(chosen.kind)} ({nodes})", f"step {_step(chosen)}"]

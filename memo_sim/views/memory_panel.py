@@ -47,7 +47,7 @@ class MemoryPanel:
     reserve_bytes: int = 0
     """Part of the capacity outside the curve."""
     held_bytes: int | None = None
-    """What the peak takes in the end: a planned arena, or what an allocator reserves, as ``held_as`` says."""
+    """Bytes of the planned arena, or those that an allocator reserves at the peak; ``held_as`` says which."""
     held_as: str = ""
 
     def draw(self, ax: Axes) -> list[str]:

@@ -64,7 +64,7 @@ def _verdict(found: Shortage) -> str:
 
 
 def _filled(found: Shortage) -> str:
-    """Return the classes at the peak, with the reserve and what the allocator holds unused."""
+    """Return the classes at the peak, with the reserve and the allocator's unused bytes."""
     where = "a device" if found.memory == "device" else "the host memory of a node"
     sizes: dict[str, int] = dict(sorted(found.by_class.items(), key=lambda item: -item[1]))
     for item, size in found.reserve.items():

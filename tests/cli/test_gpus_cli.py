@@ -40,7 +40,7 @@ def test_nothing_that_is_enough_exits_with_4() -> None:
     arguments = (*TINY, "--cluster", "a800", "--device-memory-gib", "0.5", "--most-gpus", "2")
     done = memo_sim(*arguments)
     assert done.returncode == 4
-    assert "up to 2 GPUs of a800 are not enough for any plan" in done.stdout
+    assert "no number up to 2 of a800 is enough for any plan" in done.stdout
     assert json.loads(memo_sim(*arguments, "--json").stdout)["chosen"] is None
 
 

@@ -134,3 +134,12 @@ def test_a_job_beyond_all_bounds_is_refused(tmp_path: Path) -> None:
         " --max-position-embeddings 2048\n"
     )
     check_refused(memo_sim("import", script, "--json"), 3, {"where": str(script), "what": "beyond all bounds"})
+
+
+def test_an_exported_folder_is_imported_whole(plans: Path, tmp_path: Path) -> None:
+    """The pages that export writes beside a job are no part of it."""
+    folder = tmp_path / "out"
+    run("export", plans / "core.json", "--to", "megatron-lm", "-o", folder)
+    found = codec.decode(run("import", *sorted(folder.iterdir()), "--json").encode(), ImportedJob, where="stdout")
+    assert found.files == [str(folder / "train.sh")]
+    assert found.model.name == "train"

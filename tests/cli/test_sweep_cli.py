@@ -85,3 +85,8 @@ def test_a_wrong_file_of_questions_is_refused(text: str, fields: dict[str, str],
     done = refusal("--questions", tmp_path / "q.jsonl", "-o", tmp_path / "s.jsonl")
     assert (done.returncode, done.stdout) == (3, "")
     check_fields(done.error, BadInput, **fields)
+
+
+def test_an_empty_name_in_a_list_is_refused(tmp_path: Path) -> None:
+    asked = ("sweep", "gpt-tiny,", "--cluster", "a800-1x2", "--seq-len", "1k", "-o", tmp_path / "s.jsonl")
+    check_refused(memo_sim(*asked), 2, {"where": "MODEL", "what": "an empty name in a list"})

@@ -110,12 +110,12 @@ def test_pins_that_no_number_can_have_are_refused() -> None:
 def test_what_is_never_enough_says_why() -> None:
     found = gpus([ask("a800", device_gib=1)], most_devices=4)
     assert (found.answer, found.document.chosen, found.document.sizes) == (None, None, [])
-    assert "up to 4 GPUs of a800 are not enough for any plan" in gpus_table(found.document)
+    assert "no number up to 4 of a800 is enough for any plan" in gpus_table(found.document)
     assert any("no plan fits on up to 4 GPUs: on a800-1x4" in line for line in found.document.why)
     slow = gpus([ask("a800", device_gib=80)], within_s=1e-6, most_devices=4)
     assert slow.document.chosen is None
     assert any("too slow even at 100 % MFU" in line for line in slow.document.why)
-    assert "not enough for a step within" in gpus_table(slow.document)
+    assert "no number up to 4 of a800 is enough for a step within" in gpus_table(slow.document)
 
 
 class TestKinds:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import memo_sim as memo
 from memo_sim import api
 from memo_sim.answers.named_knobs import named_knobs
-from memo_sim.answers.named_values import checked, question_of, question_of_plan
+from memo_sim.answers.named_values import checked, question_about, question_of
 from memo_sim.cli import cli
 from memo_sim.contract import codec
 from memo_sim.contract import named_knobs as module
@@ -278,7 +278,7 @@ def test_a_plan_without_a_cluster_needs_one(answer: memo.WhatIfResult) -> None:
         memo.simulate(nameless)
     larger = memo.simulate(nameless, cluster="a800-1x1")
     assert (larger.best, larger.refused and larger.refused.what) == (None, "the layout is larger than the cluster")
-    assert question_of_plan(plan, {"cluster": "a800-1x2"}).seq_tokens == 1024
+    assert question_about(plan, {"cluster": "a800-1x2"}).seq_tokens == 1024
 
 
 def test_a_price_is_in_the_summary(answer: memo.WhatIfResult) -> None:

@@ -386,7 +386,7 @@ class TestShipped:
         assert {profile.generation for profile in measured} == {"Ampere", "Hopper", "Blackwell"}
 
     def test_a_rough_profile_has_no_published_row_alike(self) -> None:
-        """An RTX A6000 is an Ampere chip, but its rates are a data sheet's, whose errors nobody has measured."""
+        """An RTX A6000 is an Ampere chip, but its rates are a data sheet's, whose errors are not known."""
         rough = load_hardware("rtxa6000-pcie-48gb")
         assert rough.generation == "Ampere"
         model, prediction = load_model("gpt-7b"), Prediction(status="ok")
