@@ -24,6 +24,7 @@ from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.explain.other_machine import MEMORIES, RATES, with_more
 from memo_sim.explain.remedies import ANY_STEP_S, Change, Tried, both, changes, evaluated
 from memo_sim.explain.runner_up import label, loss
+from memo_sim.planning.arena import arena_of
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.planning.plan_question import question_of_plan, with_open_policy
 from memo_sim.planning.presets import Policy
@@ -111,7 +112,7 @@ class _Explaining:
             mfu=prediction.mfu,
             tgs=prediction.tgs,
             uses=uses(given.simulation),
-            rooms=rooms(given.simulation),
+            rooms=rooms(given.simulation, prediction=_placed(given.simulation)),
             searched_step_s=best.prediction.step_s if best else None,
             searched_plan=label(best) if best else "",
             sensitivities=sorted(known, key=lambda each: -(each.gain if each.gain is not None else -1.0)),
@@ -300,9 +301,20 @@ def uses(simulation: Simulation) -> list[Use]:
     return sorted(found, key=lambda use: (use.lane != COMPUTE, -use.compute_waits_s, -use.busy_s, use.lane))
 
 
-def rooms(simulation: Simulation) -> list[Room]:
-    """Return how full a device of the fullest stage is, and the fullest node's host memory."""
-    prediction, memory = simulation.prediction, simulation.memory
+def _placed(simulation: Simulation) -> Prediction:
+    """Return the prediction with the size of the planned arena, where memory is planned and it fits."""
+    if simulation.decisions.memory_policy != "planned":
+        return simulation.prediction
+    placed = arena_of(simulation).prediction
+    return placed if placed.status == "ok" else simulation.prediction
+
+
+def rooms(simulation: Simulation, *, prediction: Prediction | None = None) -> list[Room]:
+    """Return how full a device of the fullest stage is, and the fullest node's host memory.
+
+    ``prediction`` is that of the plan with its arena, where memory is planned.
+    """
+    prediction, memory = prediction or simulation.prediction, simulation.memory
     held, capacity = prediction.reserved_bytes, memory.device_capacity_bytes
     device = (prediction.peak_device_bytes if held is None else held) + memory.reserve_bytes
     host, there = prediction.peak_host_bytes_per_node, memory.host_capacity_bytes

@@ -46,7 +46,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     memory: Literal["device", "host"]
     needed_bytes: Bytes
-    """Where PyTorch's allocator serves a device: what it reserves, which grows while there is room."""
+    """Of a device: the planned arena, or what PyTorch's allocator reserves, which grows while there is room."""
     live_bytes: Bytes
     """Live bytes at the peak, with the reserve."""
     capacity_bytes: Bytes

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from memo_sim.contract.explanation import Explanation, Rival, Sensitivity
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.text_table import number, percent, text_table
 
 BUSY = 0.99
@@ -28,7 +29,7 @@ def explanation_text(found: Explanation, *, top: int | None = None) -> str:
     step = f"step {format_seconds(found.step_s)}{mfu}, {found.tgs:.1f} tokens per GPU and second"
     head = [f"{where}: {found.plan}, {step}.", *binding(found), *_most(found)]
     blocks = ["\n".join(map(one_line, head)), _use_table(found), _sensitivities(found), *_rivals(found, top)]
-    return "\n\n".join([*blocks, *(["\n".join(map(one_line, found.notes))] if found.notes else [])])
+    return from_one("\n\n".join([*blocks, *(["\n".join(map(one_line, found.notes))] if found.notes else [])]))
 
 
 def binding(found: Explanation) -> list[str]:

@@ -9,6 +9,7 @@ from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.bars import place_of
 from memo_sim.views.palette import phase_label
+from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.text_table import percent, text_table
 
 SHOWN_TENSORS = 6
@@ -43,7 +44,7 @@ def shortage_text(found: Shortage, *, top: int = 3) -> str:
     blocks = [_verdict(found), _filled(found), tensor_table(found.tensors[:SHOWN_TENSORS])]
     if not found.fits:
         blocks += _ways(found, top)
-    return "\n\n".join(blocks)
+    return from_one("\n\n".join(blocks))
 
 
 def _verdict(found: Shortage) -> str:
