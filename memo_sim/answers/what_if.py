@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 import memo_sim
+from memo_sim.answers.odd_length import about_length
 from memo_sim.answers.summary import summary_of
 from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.attention_kernels import PRICED_ONLY
@@ -199,7 +200,7 @@ def _summary(
         return None
     simulation = simulation or play(question, shown.decisions)
     reasons = [line.removeprefix(NO_INTERVAL).removesuffix(".") for line in sure if line.startswith(NO_INTERVAL)]
-    return summary_of(
+    summary = summary_of(
         question,
         simulation,
         msgspec.structs.replace(shown.prediction, interval=interval),
@@ -209,6 +210,8 @@ def _summary(
         ways_out=ways,
         searched=searched,
     )
+    length = about_length(question, found) if searched else []
+    return msgspec.structs.replace(summary, assumptions=[*length, *summary.assumptions])
 
 
 def warnings_of(question: Question, best: Simulation | None) -> list[str]:
