@@ -39,7 +39,7 @@ def oom_command(*, top: int, as_json: bool, **options: Any) -> None:
     plan, question = question_of(options)
     if plan is not None:
         question = question_of_plan(plan.decisions, question.cluster, question.hardware, system=plan.provenance.system)
-    found = with_progress("changes", lambda tell: shortage(question, progress=tell))
+    found = with_progress("changes", lambda tell: shortage(question, of_plan=plan is not None, progress=tell))
     if as_json:
         show_document(encode(found))
     else:

@@ -95,6 +95,8 @@ class Memory:
     """Host memory of the same node that ranks of other pipeline stages need."""
     caching: CachingMemory | None = None
     """The caching allocator's replay; None when memory is planned."""
+    buffer_names: list[str] | None = None
+    """Names of ``device_lives`` by number under an eager framework, which adds buffers; None: those of the program."""
 
     @cached_property
     def device_curves(self) -> dict[str, Ints]:
@@ -249,6 +251,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         )
         if caching
         else None,
+        buffer_names=names,
     )
 
 
