@@ -47,9 +47,9 @@ def main() -> int:
 
 
 TEXT = (
-    "Run and measure memo on this machine's GPU: tests on the GPU (checks), a profile (calibrate), training steps beside"
-    " their predictions (suite), the same steps in other frameworks (rivals), and the longest sequence that trains"
-    " (longest). Without --only all parts run in this order, until the time limit."
+    "Run and measure memo on this machine's GPU: tests on the GPU (checks), a profile (calibrate), training steps"
+    " beside their predictions (suite), the same steps in other frameworks (rivals), and the longest sequence that"
+    " trains (longest). Without --only all parts run in this order, until the time limit."
 )
 
 

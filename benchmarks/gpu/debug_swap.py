@@ -33,9 +33,9 @@ TOLERANCE = 1e-3
 
 
 TEXT = (
-    "Train a few steps that swap all activations in debug mode (poisoned memory, checksums of copies, order of accesses),"
-    " and compare the losses with the same steps without debug mode. The model is three layers of Llama 3 8B with 32,768"
-    " tokens; no hardware profile is needed."
+    "Train a few steps that swap all activations in debug mode (poisoned memory, checksums of copies, order of"
+    " accesses), and compare the losses with the same steps without debug mode. The model is three layers of Llama 3 8B"
+    " with 32,768 tokens; no hardware profile is needed."
 )
 
 
