@@ -72,8 +72,12 @@ class OutOfMemory:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
         where = "device" if self.status == "gpu_oom" else "a node's host"
         need, have = format_bytes(sum(self.live.values())), format_bytes(self.capacity_bytes)
-        most = format_bytes(self.capacity_bytes + self.shortfall_bytes)
-        worst = f"at the worst instant {most} are needed, so {format_bytes(self.shortfall_bytes)} are missing"
+        most_bytes, worst = (
+            self.capacity_bytes + self.shortfall_bytes,
+            f"{format_bytes(self.shortfall_bytes)} are missing",
+        )
+        if most_bytes != sum(self.live.values()):
+            worst = f"at the worst instant {format_bytes(most_bytes)} are needed, so {worst}"
         return f"{where} memory runs out at {self.id}: {need} ({parts}) are needed of {have}; {worst}"
 
 
