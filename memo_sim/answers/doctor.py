@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,16 +14,19 @@ from memo_sim.contract.catalog import list_hardware, load_cluster
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.codec import read_raw
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.hardware import Hardware, Source
+from memo_sim.contract.hardware import Hardware, Quantity, Source
 from memo_sim.contract.recorded_step import RecordedStep
+from memo_sim.costs.contention import COPY as COPIES
+from memo_sim.costs.contention import NodeRates
 from memo_sim.explain.recorded_step import Priced, memory_of, price_recording, step_of
 from memo_sim.memory.read_requests import read_requests
-from memo_sim.observed.correction import PRODUCTS, ROWWISE, corrected, with_collectives, with_copies
+from memo_sim.observed.correction import COLLECTIVE, COPY, corrected, group_of, with_collectives, with_copies
 from memo_sim.observed.kineto import read_recording
 from memo_sim.observed.link_benchmarks import read_nccl_tests, read_nvbandwidth
 
 LEAST_CALLS, LEAST_SHARE = 8, 0.005
-"""A kind of work corrects a profile when it has at least as many calls and takes at least this part of the step."""
+"""Work corrects a rate when it has at least as many calls and takes at least this part of the recorded time."""
+MOST_HOST_BYTES_PER_S = 1e18
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,11 @@ def diagnose(
             found = read_requests(memory)
             job = msgspec.structs.replace(job, memory=memory_of(found.requests, found.notes))
         factors = factors_of(priced, sum(one.operation.recorded.seconds for one in priced))
-        text = f"PyTorch profiler trace {Path(trace).name} ({recording.device or 'CPU'})"
-        hardware = corrected(hardware, factors, text=text) if factors else hardware
-        changes += [f"{_corrected(kind, hardware)}: times {factor:.3f}" for kind, factor in factors.items()]
+        if factors:
+            text = f"PyTorch profiler trace {Path(trace).name} ({recording.device or 'CPU'})"
+            host = host_factor_of(factors, hardware, machine)
+            hardware = corrected(hardware, factors, text=text, host_factor=host)
+        changes += _changes(factors)
     for path in nccl_tests:
         name = f"nccl-tests-{Path(path).name}"
         table = read_nccl_tests(read_raw(path), path, source=name)
@@ -98,16 +103,8 @@ def diagnose(
     return Diagnosis(job, machine, hardware, changes)
 
 
-def _corrected(kind: str, hardware: Hardware) -> str:
-    """Return a kind of work with what of it is corrected: operators with rates of their own keep these."""
-    own = hardware.rowwise_bytes_per_s or hardware.fused_rowwise_bytes_per_s or hardware.framework_rowwise_bytes_per_s
-    return (
-        f"{kind}, where the profile has no rates for the operator or its kernels" if kind == ROWWISE and own else kind
-    )
-
-
 def factors_of(priced: Sequence[Priced], total_s: float) -> dict[str, float]:
-    """Return measured / predicted seconds of each kind that is large enough to correct a profile.
+    """Return measured / predicted seconds of each rate whose work is enough to correct a profile, by the rate's name.
 
     A collective's kernel also waits for the slowest rank. So of equal collectives the fastest one counts for all.
     """
@@ -119,19 +116,41 @@ def factors_of(priced: Sequence[Priced], total_s: float) -> dict[str, float]:
     predicted: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for one in priced:
-        if one.predicted_s:
-            kind, seconds = one.operation.kind, one.operation.recorded.seconds
-            if kind.startswith("collective"):
-                seconds = fastest[kind + one.operation.shape]
-            kind = PRODUCTS if kind.startswith(PRODUCTS) else kind
-            measured[kind] += seconds
-            predicted[kind] += one.predicted_s
-            calls[kind] += 1
-    return {
-        kind: measured[kind] / predicted[kind]
-        for kind in sorted(measured)
-        if calls[kind] >= LEAST_CALLS and measured[kind] >= LEAST_SHARE * total_s
+        kind, seconds = one.operation.kind, one.operation.recorded.seconds
+        if kind.startswith(COLLECTIVE):
+            seconds = fastest[kind + one.operation.shape]
+        rates = {group_of(rate): value for rate, value in one.rates.items() if group_of(rate) not in one.rates}
+        for rate, value in (rates | dict(one.rates)).items():
+            measured[rate] += seconds
+            predicted[rate] += value
+            calls[rate] += 1
+    enough = {
+        rate: measured[rate] / predicted[rate]
+        for rate in sorted(measured)
+        if calls[rate] >= LEAST_CALLS and measured[rate] >= LEAST_SHARE * total_s
     }
+    return {rate: factor for rate, factor in enough.items() if group_of(rate) in enough}
+
+
+def host_factor_of(factors: Mapping[str, float], hardware: Hardware, cluster: Cluster) -> float:
+    """Return by how much copies correct the rate of host memory: not at all, unless it is what limits them."""
+    of_copies = [factor for rate, factor in factors.items() if rate.startswith(f"{COPY}.")]
+    unlimited = Quantity(value=MOST_HOST_BYTES_PER_S, source=hardware.host_copy_bytes_per_s.source)
+    free = msgspec.structs.replace(hardware, host_copy_bytes_per_s=unlimited)
+    limited = NodeRates(hardware, cluster).rates(COPIES) != NodeRates(free, cluster).rates(COPIES)
+    return sum(of_copies) / len(of_copies) if of_copies and limited else 1.0
+
+
+def _changes(factors: Mapping[str, float]) -> list[str]:
+    """Return a line for each correction; rates that follow their group's factor stand behind it."""
+    found = []
+    for rate, factor in factors.items():
+        if group_of(rate) != rate:
+            continue
+        own = [name for name in factors if group_of(name) == rate != name]
+        parts = ", ".join(f"{name.removeprefix(rate + '.')} {factors[name]:.3f}" for name in own)
+        found.append(f"{rate}: times {factor:.3f}" + (f" (of these {parts})" if parts else ""))
+    return found
 
 
 def _cluster_for(device: str) -> str:

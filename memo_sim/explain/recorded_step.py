@@ -7,8 +7,8 @@ between measured and predicted is one of the profile, or of the machine, and not
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
@@ -18,43 +18,152 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.recorded_step import KindTime, LiveBytes, RecordedMemory, RecordedStep, ShapeTime
 from memo_sim.contract.requests import Requests
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.costs.curves import LogCurve
 from memo_sim.costs.pricing import Pricer
+from memo_sim.explain.disturbance import Disturbance
+from memo_sim.observed.correction import (
+    MEMORY_BOUND,
+    ROWWISE,
+    attention_rate,
+    collective_rate,
+    library_rate,
+    own_rate,
+    product_rate,
+)
 from memo_sim.observed.kineto import Recording
 from memo_sim.observed.operations import Operation, operations_of
-from memo_sim.program.ir.work import Attention, Collective
+from memo_sim.observed.rowwise_operators import Traffic
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Attention, BatchedGemm, Collective, Copy, Gemm, Rowwise, Work
 
 Intervals = list[tuple[float, float]]
 
 MOST_SHAPES, MOST_LIVE = 20, 12
 """How many sizes and how many origins of buffers are listed."""
 MICRO = 1e-6
+RATE_BOUND = 1.5
+"""Work that is predicted to take less than this many launches says nothing of a rate."""
 
 
 @dataclass(frozen=True)
 class Priced:
-    """One operation with the seconds that the profile predicts; None with the reason where it predicts nothing."""
+    """One operation with the seconds that the profile predicts; None with the reason where it predicts nothing.
+
+    ``rates`` has the predicted seconds by the name of each rate of the profile that they come from
+    (``observed/correction.py``). Empty where the time says nothing of a rate: calls as short as a launch, products that
+    wait for memory.
+    """
 
     operation: Operation
     predicted_s: float | None
     reason: str = ""
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
 def price_recording(recording: Recording, cluster: Cluster, hardware: Hardware) -> tuple[list[Priced], list[str]]:
     """Return the operations of the recorded steps with their predictions, and the curves read outside their range.
 
-    A collective is priced as one over neighbouring ranks, which is how it was recorded.
+    A collective is priced as one over neighbouring ranks, which is how it was recorded. Work is priced beside what ran
+    beside it.
     """
     first, last = recording.steps[0][0], recording.steps[-1][1]
-    pricers: dict[int, Pricer] = {}
+    operations = [each for each in operations_of(recording) if first <= each.recorded.launched_us <= last]
+    spans = [(lane_of(each.kind), each.recorded.start_us, each.recorded.end_us) for each in operations]
+    most_ranks = max((each.work.ranks for each in operations if isinstance(each.work, Collective)), default=1)
+    devices = min(max(recording.world_size, most_ranks), cluster.devices_per_node)
+    disturbance = Disturbance(spans if recording.on_gpu else (), hardware, cluster, devices)
+    pricers = _Pricers(hardware, cluster)
     found = []
-    for operation in operations_of(recording):
-        if not first <= operation.recorded.launched_us <= last:
-            continue
-        ranks = operation.work.ranks if isinstance(operation.work, Collective) else 1
-        if ranks not in pricers:
-            pricers[ranks] = Pricer(hardware, cluster, Layout(tp=ranks))
-        found.append(_priced(_with_known_kernel(operation, hardware), pricers[ranks], cluster))
-    return found, sorted({name for pricer in pricers.values() for name in pricer.outside})
+    for operation, span in zip(operations, spans, strict=True):
+        one = pricers.price(_with_known_kernel(operation, hardware))
+        found.append(_stretched(one, disturbance.stretch(*span)))
+    return found, pricers.outside
+
+
+def _stretched(one: Priced, factor: float) -> Priced:
+    if one.predicted_s is None or factor == 1:
+        return one
+    rates = {name: seconds * factor for name, seconds in one.rates.items()}
+    return replace(one, predicted_s=one.predicted_s * factor, rates=rates)
+
+
+class _Pricers:
+    """The prices of recorded work on one profile: a pricer for each number of ranks, and the row-wise curves."""
+
+    def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
+        self._hardware = hardware
+        self._cluster = cluster
+        self._pricers: dict[int, Pricer] = {}
+        self._floor_s = hardware.launch_floor_s.value
+        self._common = LogCurve.of(hardware.memory_bound_bytes_per_s)
+        self._own = {kind: LogCurve.of(curve) for kind, curve in hardware.rowwise_bytes_per_s.items()}
+        eager = hardware.framework_rowwise_bytes_per_s.get("eager", {})
+        self._eager = {str(pattern): LogCurve.of(curve) for pattern, curve in eager.items()}
+
+    @property
+    def outside(self) -> list[str]:
+        """The curves that were read outside the sizes they were measured at."""
+        return sorted({name for pricer in self._pricers.values() for name in pricer.outside})
+
+    def price(self, operation: Operation) -> Priced:
+        """Return an operation with its price alone."""
+        work = operation.work
+        if work is None:
+            return Priced(operation, None, operation.note)
+        if isinstance(work, Collective) and work.ranks > self._cluster.devices:
+            return Priced(operation, None, f"{work.ranks} ranks are more than {self._cluster.name} has")
+        if isinstance(work, Rowwise) and operation.traffic is not None:
+            return self._rowwise(operation, work, operation.traffic)
+        ranks = work.ranks if isinstance(work, Collective) else 1
+        if ranks not in self._pricers:
+            self._pricers[ranks] = Pricer(self._hardware, self._cluster, Layout(tp=ranks))
+        try:
+            seconds = self._pricers[ranks].seconds(work)
+        except Infeasible as error:
+            return Priced(operation, None, error.what)
+        return Priced(operation, seconds, rates=dict.fromkeys(self._rates_of(work, seconds), seconds))
+
+    def _rates_of(self, work: Work, seconds: float) -> tuple[str, ...]:
+        """Return the name of the rate that decides the time of a product, an attention call, a copy or a collective."""
+        match work:
+            case Collective() as call:
+                return (collective_rate(call.kind, call.ranks),) if call.ranks <= self._cluster.devices_per_node else ()
+            case _ if seconds < RATE_BOUND * self._floor_s:
+                return ()
+            case Gemm() | BatchedGemm():
+                bound = seconds <= self._memory_s(work) * (1 + 1e-9)
+                return () if bound else (product_rate(work.dtype, work.gemm_pass),)
+            case Attention() as call:
+                return (attention_rate(call.kernel, call.dtype, backward=call.backward),)
+            case Copy() as copy:
+                return (f"copy.{copy.direction}",)
+            case _:
+                return ()
+
+    def _memory_s(self, work: Gemm | BatchedGemm) -> float:
+        """Return the seconds in which a product's operands can be read and written."""
+        batch = work.batch if isinstance(work, BatchedGemm) else 1
+        elements = batch * (work.m * work.k + work.k * work.n + work.m * work.n)
+        moved_bytes = elements * DTYPE_BYTES[work.dtype]
+        return moved_bytes / self._common(moved_bytes)
+
+    def _rowwise(self, operation: Operation, work: Rowwise, traffic: Traffic) -> Priced:
+        """Return a row-wise operator's price by the most specific curve: its own, its pattern's, the common one."""
+        own = next((kind for kind in (traffic.own, traffic.own.partition(".")[0]) if kind in self._own), None)
+        if own is not None:
+            rate, curve = own_rate(own), self._own[own]
+        elif traffic.pattern in self._eager:
+            rate, curve = library_rate("eager", traffic.pattern), self._eager[traffic.pattern]
+        else:
+            rate, curve = MEMORY_BOUND, self._common
+        seconds = work.moved_bytes / curve(work.moved_bytes)
+        if seconds < RATE_BOUND * self._floor_s:
+            return Priced(operation, max(seconds, self._floor_s))
+        rates = {ROWWISE: seconds, rate: seconds}
+        if own is None and traffic.pattern == "elementwise":  # the common curve is about the same kernels
+            rates[MEMORY_BOUND] = work.moved_bytes / self._common(work.moved_bytes)
+        return Priced(operation, seconds, rates=rates)
 
 
 def _with_known_kernel(operation: Operation, hardware: Hardware) -> Operation:
@@ -68,17 +177,6 @@ def _with_known_kernel(operation: Operation, hardware: Hardware) -> Operation:
     return replace(operation, work=replace(work, kernel=alike[0])) if alike else operation
 
 
-def _priced(operation: Operation, pricer: Pricer, cluster: Cluster) -> Priced:
-    if operation.work is None:
-        return Priced(operation, None, operation.note)
-    if isinstance(operation.work, Collective) and operation.work.ranks > cluster.devices:
-        return Priced(operation, None, f"{operation.work.ranks} ranks are more than {cluster.name} has")
-    try:
-        return Priced(operation, pricer.seconds(operation.work))
-    except Infeasible as error:
-        return Priced(operation, None, error.what)
-
-
 def step_of(
     recording: Recording, priced: Sequence[Priced], outside: list[str], *, trace: str, hardware: Hardware
 ) -> RecordedStep:
@@ -87,7 +185,7 @@ def step_of(
     spans: dict[str, Intervals] = {"compute": [], "collective": [], "copy": []}
     for one in priced:
         recorded = one.operation.recorded
-        spans[_lane(one.operation.kind)].append((recorded.start_us, recorded.end_us))
+        spans[_part(one.operation.kind)].append((recorded.start_us, recorded.end_us))
     compute, collective, copies = (union(spans[lane]) for lane in ("compute", "collective", "copy"))
     computing_or_talking = union([*compute, *collective])
     everything = union([*computing_or_talking, *copies])
@@ -164,10 +262,17 @@ def _shared(left: Intervals, right: Intervals) -> float:
     return length(left) + length(right) - length(union([*left, *right]))
 
 
-def _lane(kind: str) -> str:
+def lane_of(kind: str) -> Lane:
+    """Return the lane of a kind of work; ``Lane.TP`` stands for all collectives."""
     if kind.startswith("collective"):
-        return "collective"
-    return "copy" if kind.startswith("copy.") else "compute"
+        return Lane.TP
+    if kind.startswith("copy."):
+        return Lane.D2H if kind.startswith("copy.d2h") else Lane.H2D
+    return Lane.COMPUTE
+
+
+def _part(kind: str) -> str:
+    return {Lane.TP: "collective", Lane.COMPUTE: "compute"}.get(lane_of(kind), "copy")
 
 
 def _kinds(priced: Sequence[Priced], steps: int) -> list[KindTime]:
