@@ -23,6 +23,8 @@ from typing import Any
 
 import msgspec
 
+from memo_sim.contract.cluster import Cluster, NodesCurve
+from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import (
     AttentionTable,
     CollectiveKind,
@@ -36,10 +38,15 @@ from memo_sim.contract.hardware import (
     Source,
 )
 from memo_sim.costs.collective import ALIKE
+from memo_sim.observed.link_benchmarks import LinkTest
 
 PRODUCT, ATTENTION, ROWWISE, COPY, COLLECTIVE = "product", "attention", "row-wise", "copy", "collective"
 MEMORY_BOUND = f"{ROWWISE}.memory-bound"
 PASSES: tuple[GemmPass, ...] = ("fprop", "dgrad", "wgrad")
+
+RINGS = ("all_gather", "reduce_scatter")
+"""Collectives that are rings over any number of nodes; an all-reduce may be a tree."""
+TWO, MOST_EFFICIENCY = 2, 1.05
 
 NameOf = Callable[[str], str]
 """Returns the source of a factor's changes by the factor's name."""
@@ -215,6 +222,50 @@ def with_copies(hardware: Hardware, rates: Mapping[str, float], source: Source, 
                 copies = msgspec.structs.replace(copies, **{part: Quantity(value=value, source=name)})
         changed[field] = copies
     return msgspec.structs.replace(hardware, sources={**hardware.sources, name: source}, **changed)
+
+
+def with_network(cluster: Cluster, test: LinkTest, source: Source, name: str) -> Cluster:
+    """Return the cluster with a ring's efficiency over several whole nodes, as nccl-tests measured it.
+
+    Raises:
+        UsageError: when the cluster has no network, the run used other nodes than whole ones, or the cards' rate is
+            lower than what was measured.
+    """
+    network = cluster.network
+    if network is None:
+        raise UsageError(
+            "a run over several nodes measures a network, and this cluster has none",
+            got=f"{test.ranks} ranks on {test.nodes} nodes, {cluster.name}",
+            wanted="--cluster of several nodes",
+        )
+    if test.kind not in RINGS:
+        raise UsageError(
+            "of runs over several nodes, a network takes those that are rings",
+            got=f"{test.kind} over {test.nodes} nodes",
+            wanted="the output of all_gather_perf or reduce_scatter_perf",
+        )
+    if test.ranks != test.nodes * cluster.devices_per_node:
+        raise UsageError(
+            "a network's efficiency is that of rings over whole nodes",
+            got=f"{test.ranks} ranks on {test.nodes} nodes",
+            wanted=f"{test.nodes * cluster.devices_per_node} ranks, {cluster.devices_per_node} on a node",
+        )
+    curve = test.curve(name, network.node_bytes_per_s)
+    if max(curve.y) > MOST_EFFICIENCY:
+        raise UsageError(
+            "the run is faster than the cards of the cluster",
+            got=f"{max(curve.y) * network.node_bytes_per_s / 1e9:.0f} GB/s from a node",
+            wanted=f"at most {network.node_bytes_per_s / 1e9:.0f} GB/s, those of {network.nics_per_node} cards",
+            hint="name the cards in --cluster: h100-2x8-ndr8, or a cluster file",
+        )
+    if test.nodes == TWO:
+        network = msgspec.structs.replace(network, size_efficiency=curve)
+    else:
+        others = [each for each in network.efficiency_by_nodes if each.nodes != test.nodes]
+        mine = NodesCurve(x=curve.x, y=curve.y, source=name, nodes=test.nodes)
+        by_nodes = sorted([*others, mine], key=lambda each: each.nodes)
+        network = msgspec.structs.replace(network, efficiency_by_nodes=by_nodes)
+    return msgspec.structs.replace(cluster, network=network, sources={**cluster.sources, name: source})
 
 
 def _scaled(curve: Curve, factor: float, name: str) -> Curve:

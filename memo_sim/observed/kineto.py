@@ -298,7 +298,7 @@ def _collective(args: dict[str, Any]) -> CollectiveCall | None:
         elements_in=_whole(args.get("In msg nelems")),
         elements_out=_whole(args.get("Out msg nelems")),
         dtype=str(args.get("dtype", "")),
-        ranks=ranks if "..." not in listed else (),
+        ranks=ranks,
         group_size=size if isinstance(size, int) else len(ranks),
     )
 

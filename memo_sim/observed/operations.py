@@ -19,7 +19,7 @@ from memo_sim.observed.kineto import CollectiveCall, Operator, Recording
 from memo_sim.observed.kineto import Work as Recorded
 from memo_sim.observed.rowwise_operators import ELEMENT_BYTES, Traffic, traffic_of
 from memo_sim.observed.whole_operators import OPERANDS, QUERY
-from memo_sim.program.ir.work import Attention, BatchedGemm, Collective, Copy, Gemm, Rowwise, Work
+from memo_sim.program.ir.work import Attention, BatchedGemm, Collective, Copy, Gemm, Group, Rowwise, Work
 
 DTYPES: dict[str, DtypeName] = {
     "c10::BFloat16": "bf16",
@@ -34,10 +34,16 @@ ATTENTION_KERNEL = re.compile(r"flash_(?:fwd|bwd)|fmha|sdpa|flash_attn|FlashAttn
 PRODUCT_KERNEL = re.compile(r"gemm|nvjet|cutlass.*(?:wmma|mma)|xmma|splitKreduce|^Cijk_", re.IGNORECASE)
 """Names of cuBLAS's, CUTLASS's and (Cijk) AMD Tensile's products."""
 COLLECTIVE_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
+FSDP_COPY = re.compile(r"^fsdp::|^aten::(?:split_with_sizes_copy|_chunk_cat)$")
 COMPILED_KERNEL = re.compile(r"triton_(?:poi|red|per|tem|for)_")
 """Kernels that torch.compile writes: pointwise, reductions, templates of products, and many of these in one."""
-OTHER, ROWWISE = "other", "row-wise"
-"""Kinds of work that is not recognised, and of row-wise operators."""
+OTHER, COMPILED, ROWWISE = "other", "compiled", "row-wise"
+"""Kinds of work that is not recognised, of torch.compile's kernels, and of row-wise operators."""
+OVERHEAD = "overhead"
+"""Operators of a CPU that only describe a tensor anew, or call others."""
+OF_LISTS = "works on lists of tensors, whose sizes are not recorded"
+FSDP = "fsdp copies"
+"""Copies of FSDP between shards and whole parameters or gradients."""
 OPTIMIZER = re.compile(r"_fused_adam|_foreach_|Optimizer\.step|multi_tensor", re.IGNORECASE)
 COLLECTIVES: dict[str, CollectiveKind] = {
     "allreduce": "all_reduce",
@@ -73,6 +79,8 @@ class Operation:
     """Why there is no ``work``; empty where there is."""
     traffic: Traffic | None = None
     """Of a row-wise operator: which curves of a profile are about it."""
+    stride: int = 1
+    """Of a collective: how many ranks its neighbours are apart."""
 
     @property
     def shape(self) -> str:
@@ -129,8 +137,6 @@ def _operation(recorded: Recorded, forward: Products) -> Operation:  # noqa: PLR
         return Operation("attention", recorded, note="not one of PyTorch's attention operators")
     if recorded.kind == "kernel" and PRODUCT_KERNEL.search(recorded.name):
         return Operation("product", recorded, note="not one of PyTorch's products")
-    if any(OPTIMIZER.search(operator.name) for operator in recorded.operators):
-        return Operation("optimizer", recorded, note="works on lists of tensors, whose sizes are not recorded")
     return _rowwise(recorded, innermost)
 
 
@@ -219,20 +225,28 @@ def _collective(recorded: Recorded, call: CollectiveCall) -> Operation:
     size = elements * element
     if kind is None or size == 0 or call.group_size < TP_DIMENSIONS:
         return Operation(label, recorded, note="its size or kind is not known")
-    step = {b - a for a, b in zip(call.ranks, call.ranks[1:], strict=False)}
-    if step - {1}:
-        return Operation(label, recorded, note="its ranks are not neighbours")
-    return Operation(label, recorded, Collective(kind, size, call.group_size, "tp"))
+    steps = {b - a for a, b in zip(call.ranks, call.ranks[1:], strict=False)}
+    if len(steps) != 1 or min(steps) < 1:
+        note = "its ranks are not equally far apart" if steps else "its ranks are not recorded"
+        return Operation(label, recorded, note=note)
+    (stride,) = steps
+    group: Group = "tp" if stride == 1 else "grads"
+    return Operation(label, recorded, Collective(kind, size, call.group_size, group), stride=stride)
 
 
 def _rowwise(recorded: Recorded, operator: Operator) -> Operation:
-    if recorded.kind == "operator" and MOVES_NOTHING.match(operator.name):
-        return Operation(OTHER, recorded, note="moves no bytes")
+    of_fsdp = any(FSDP_COPY.search(each.name) for each in recorded.operators)
+    if not of_fsdp and any(OPTIMIZER.search(each.name) for each in recorded.operators):
+        return Operation("optimizer", recorded, note=OF_LISTS)
     if recorded.kind == "kernel" and COMPILED_KERNEL.match(recorded.name):
-        return Operation("compiled", recorded, note="a kernel of torch.compile, whose sizes are not recorded")
+        return Operation(COMPILED, recorded, note="a kernel of torch.compile, whose sizes are not recorded")
     found = traffic_of(operator)
     if found is not None:
-        return Operation(ROWWISE, recorded, found.work, traffic=found)
+        return Operation(FSDP if of_fsdp else ROWWISE, recorded, found.work, traffic=found)
+    if of_fsdp:
+        return Operation(FSDP, recorded, note=OF_LISTS)
+    if recorded.kind == "operator" and MOVES_NOTHING.match(operator.name):
+        return Operation(OVERHEAD, recorded, note="moves no bytes")
     return Operation(OTHER, recorded, note=_unknown(recorded, operator))
 
 

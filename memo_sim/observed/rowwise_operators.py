@@ -36,6 +36,7 @@ _PATTERNS: dict[AccessPattern, str] = {
     "norm_backward": r"native_layer_norm_backward|_fused_rms_norm_backward",
     "softmax": r"_?(?:log_)?softmax(?:_backward_data)?",
     "strided": r"embedding|embedding_dense_backward|index\w*|gather|scatter\w*|nll_loss\w*|cat|stack|roll|flip",
+    "shard_copy": r"split_with_sizes_copy",
     "row_sum": r"mean|amax|max|amin|min|argmax|logsumexp|linalg_vector_norm|norm|cumsum",
     "elementwise": (
         r"(?:add|sub|rsub|mul|div|pow|neg|exp|log|sqrt|rsqrt|reciprocal|abs|sigmoid|tanh|silu|gelu|relu|where|clamp|cos|sin"
@@ -89,7 +90,9 @@ def traffic_of(operator: Operator) -> Traffic | None:
 def _sizes(operator: Operator) -> list[tuple[tuple[int, ...], int]]:
     """Return shape and element's bytes of each input that is a tensor of a known dtype with elements."""
     pairs = zip(operator.shapes, operator.dtypes, strict=False)
-    return [(shape, ELEMENT_BYTES[dtype]) for shape, dtype in pairs if dtype in ELEMENT_BYTES and prod(shape) and shape]
+    return [
+        (shape, ELEMENT_BYTES[dtype]) for shape, dtype in pairs if dtype in ELEMENT_BYTES and shape and 0 not in shape
+    ]
 
 
 def _sums_columns(operator: Operator, shape: tuple[int, ...]) -> bool:

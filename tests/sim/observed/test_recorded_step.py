@@ -11,7 +11,9 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.contract.requests import Requests
-from memo_sim.explain.recorded_step import length, memory_of, union
+from memo_sim.explain.recorded_memory import memory_of
+from memo_sim.explain.recorded_step import length, union
+from memo_sim.memory.source import Source
 from memo_sim.views.recorded_table import recorded_table
 from tests.sim.observed.recorded import Trace, one_step
 
@@ -149,12 +151,12 @@ def test_nothing_measured_is_an_error() -> None:
 
 def test_memory_names_what_is_alive_at_the_peak() -> None:
     requests = Requests(
-        ids=["model.py:3:forward#1", "model.py:3:forward#2", "loss.py:9:loss", "late"],
+        ids=["b0 model.py:3:forward", "b1 model.py:3:forward", "b2 loss.py:9:loss", "b3"],
         lower=[0, 1, 2, 5],
         upper=[4, 4, 3, 6],
         size_bytes=[100, 200, 50, 310],
     )
-    memory = memory_of(requests, [])
+    memory = memory_of(Source(requests, "snapshot"))
     assert (memory.peak_bytes, memory.buffers) == (350, 3)
     assert [(live.name, live.count, live.bytes) for live in memory.live] == [
         ("model.py:3:forward", 2, 300),
