@@ -211,7 +211,7 @@ def verify_command(plan: Path, *, as_json: bool, **options: Any) -> None:
     from memo_sim.views.verdict_table import verdict_table
 
     given = {name: value for name, value in options.items() if value is not None}
-    verdict = verify_plan(plan, VerifyOptions(**given))
+    verdict = verify_plan(plan, VerifyOptions(**given), note=lambda text: say(f"verify: {text}"))
     if verdict is None:  # rank 0 prints
         return
     if as_json:

@@ -21,6 +21,7 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance, StepInterval
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
+from memo_sim.contract.results import Results
 from memo_sim.contract.summary import Summary
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain.answer import explain, plan_title
@@ -61,6 +62,8 @@ class Outputs:
     full_timeline: bool = False
     """Whether the timeline has the instructions of every micro-batch."""
     read: tuple[Path, ...] = ()
+    clusters: Results | None = None
+    """The answers about all clusters, where several were compared, for the page."""
 
     def check(self) -> None:
         """Refuse files that cannot be written, or that would overwrite an input or each other. Runs before any work.
@@ -383,7 +386,8 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.report is not None and answer.best is None:
         from memo_sim.answers.report import write_report
 
-        write_report(answer, question, outputs.report, plan=None, file=None, created=created, command=command)
+        told = {"created": created, "command": command}
+        write_report(answer, question, outputs.report, plan=None, file=None, clusters=outputs.clusters, **told)
     if answer.best is None or not any((outputs.plan, outputs.picture, outputs.timeline, outputs.report)):
         return
     traces = answer.best.traces()
@@ -403,7 +407,8 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.report:
         from memo_sim.answers.report import write_report
 
-        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, created=created, command=command)
+        told = {"created": created, "command": command}
+        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, clusters=outputs.clusters, **told)
     if outputs.plan:
         for number, trace in enumerate(traces):
             write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)

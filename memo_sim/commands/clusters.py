@@ -119,7 +119,7 @@ def compare_clusters(
     found = [ask(plan, question, options, price) for question, price in zip(questions, prices, strict=True)]
     document = several_clusters([each.document for each in found], priced=None not in prices)
     best = next(each for each in found if each.document is document.results[0])
-    best.write(outputs)
+    best.write(replace(outputs, clusters=document))
     if options["as_json"]:
         show_document(encode(document))
     else:

@@ -5,6 +5,7 @@ Everything heavier than click is imported inside the command that needs it.
 
 from __future__ import annotations
 
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def oom_command(*, top: int, as_json: bool, **options: Any) -> None:
     plan, question = question_of(options)
     if plan is not None:
         question = question_of_plan(plan.decisions, question.cluster, question.hardware, system=plan.provenance.system)
-    found = with_progress("changes", lambda tell: shortage(question, progress=tell))
+    found = with_progress("changes", lambda tell: shortage(question, of_plan=plan is not None, progress=tell))
     if as_json:
         show_document(encode(found))
     else:
@@ -73,7 +74,8 @@ def compare_command(
         check_chart(plot)
     if report is not None:
         check_page(report)
-    check_not_read(written, map(Path, compared))
+    traces = (trace for path in map(Path, compared) for trace in path.parent.glob(f"{escape(path.stem)}.trace*.json"))
+    check_not_read(written, [*map(Path, compared), *traces, *([Path(cluster)] if cluster else [])])
     check_distinct(written)
     found = with_progress("sides", lambda tell: compare(*compared, cluster=cluster, progress=tell))
     if plot is not None:

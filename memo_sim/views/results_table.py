@@ -14,15 +14,20 @@ from memo_sim.views.text_table import number, text_table, three_digits, warning_
 def results_table(document: Results) -> str:
     """Return the verdict and a row for each cluster, in the document's order."""
     told = dict.fromkeys(text for result in document.results for text in result.warnings)
+    table = text_table(*clusters_table(document))
+    return "\n\n".join([*warning_lines(list(told)), clusters_verdict(document), table])
+
+
+def clusters_table(document: Results) -> tuple[list[str], list[list[str | None]], str]:
+    """Return headers, a row for each cluster, and the alignment of the columns."""
     priced = document.ranked_by == "price"
     headers = ["", "cluster", "GPUs", "batch", "step", "tokens/s", "MFU %", "tokens/s/GPU", "GPU-h/B tokens"]
     headers += ["price/B tokens"] if priced else []
     rows = [[str(rank), *_row(result, priced=priced)] for rank, result in enumerate(document.results, start=1)]
-    table = text_table([*headers, "plan"], rows, "rlrrrrrrr" + "r" * priced + "l")
-    return "\n\n".join([*warning_lines(list(told)), _verdict(document), table])
+    return [*headers, "plan"], rows, "rlrrrrrrr" + "r" * priced + "l"
 
 
-def _verdict(document: Results) -> str:
+def clusters_verdict(document: Results) -> str:
     """Return one line: which cluster is first, and how far ahead of the next."""
     asked = one_line(f"{document.model}, {format_tokens(document.seq_tokens)} tokens")
     fitting = [(r.cluster, s) for r in document.results if (s := _fitting(r)) is not None]

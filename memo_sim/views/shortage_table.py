@@ -130,7 +130,7 @@ def _ways(found: Shortage, top: int) -> list[str]:
             blocks.append(f"No two changes make it fit ({counted(found.pairs_tried, 'pair')} of the best tried).")
     notes = [f"{way.options}: {way.note}." for way in best if way.note]
     if found.open is not None:
-        left = ", ".join(found.open.leave_out)
+        left = ", ".join(found.open.leave_out) or "every knob"
         step = format_seconds(found.open.step_s or 0.0)
         batch = f" and {found.open.options}" if found.open.options else ""
         notes.append(f"With {left} left to the search{batch}: {found.open.plan}, {step}.")
