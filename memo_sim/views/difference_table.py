@@ -35,7 +35,7 @@ def verdict_line(difference: Difference, at: int) -> str:
     if rates is not None and abs(rates * (1 + ratio) - 1) > EQUAL:
         change = percent(rates - 1, signed=True)
         text = f"{letter(at)} does {side.tgs:.1f} tokens per GPU and second, A {first.tgs:.1f} ({change}); steps differ"
-        text += f" in tokens or GPUs: {steps}{where}"
+        text += f" in tokens or GPUs ({steps}){where}"
     elif abs(ratio) < EQUAL:
         text = f"{letter(at)} is as fast as A ({steps})"
     else:
@@ -136,7 +136,7 @@ def _shares(
         of_difference=[1.0 if difference else None for difference in total],
     )
     rows.append(["step", *map(format_seconds, whole.seconds), *_changes(whole, others)])
-    headers = [title, *names, *(text for at in others for text in (f"{names[at]} - A", "of it"))]
+    headers = [title, *names, *(text for at in others for text in (f"{names[at]} - A", f"of {names[at]} - A"))]
     return text_table(headers, rows, "l" + "r" * (len(headers) - 1))
 
 
