@@ -12,7 +12,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.knobs import DEGREES, KNOBS, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
+from memo_sim.contract.summary import NOT_READ, Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
 from memo_sim.contract.units import MOST_BYTES, counted, format_bytes, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain.answer import extrapolations
@@ -232,7 +232,7 @@ def _not_read(question: Question) -> list[Assumption]:
     """Return the fields of the model's file that are ignored."""
     if not question.not_read:
         return []
-    return [Assumption(name="not read", value=f"of the model's file: {', '.join(question.not_read)}")]
+    return [Assumption(name=NOT_READ, value=f"of the model's file: {', '.join(question.not_read)}")]
 
 
 def left_out(question: Question) -> list[LeftOut]:

@@ -8,6 +8,7 @@ from memo_sim.contract.results import Results
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
+from memo_sim.views.summary_text import not_read_lines
 from memo_sim.views.text_table import number, text_table, three_digits, warning_lines
 
 
@@ -15,7 +16,8 @@ def results_table(document: Results) -> str:
     """Return the verdict and a row for each cluster, in the document's order."""
     told = dict.fromkeys(text for result in document.results for text in result.warnings)
     table = text_table(*clusters_table(document))
-    return "\n\n".join([*warning_lines(list(told)), clusters_verdict(document), table])
+    ignored = not_read_lines(result.summary for result in document.results)
+    return "\n\n".join([*warning_lines(list(told)), clusters_verdict(document), table, *ignored])
 
 
 def clusters_table(document: Results) -> tuple[list[str], list[list[str | None]], str]:

@@ -11,6 +11,7 @@ from memo_sim.contract.sweep import SweepLine
 from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.rows import Row, alike, plan_row
+from memo_sim.views.summary_text import not_read_lines
 from memo_sim.views.text_table import text_table
 
 OWN = ("model", "cluster", "system", "seq_len")
@@ -114,7 +115,8 @@ def sweep_table(lines: Sequence[SweepLine]) -> str:
     head = counted(len(lines), "question") + (f": {told}" if told else "")
     if shared := common(lines):
         head += f"; all with {', '.join(f'{one_line(name)}={one_line(text)}' for name, text in shared.items())}"
-    return f"{head}\n\n{text_table(HEADS, sweep_cells(lines), ALIGN)}\n{NOTE}"
+    notes = [NOTE, *not_read_lines(line.summary for line in lines)]
+    return f"{head}\n\n{text_table(HEADS, sweep_cells(lines), ALIGN)}\n" + "\n".join(notes)
 
 
 def sweep_csv(lines: Sequence[SweepLine]) -> str:
