@@ -16,11 +16,11 @@ from memo_sim.contract.codec import read_raw
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import Hardware, Source
 from memo_sim.contract.recorded_step import RecordedStep
-from memo_sim.explain.recorded_step import Priced, memory_of, price_recording, step_of
 from memo_sim.memory.read_requests import read_requests
 from memo_sim.observed.correction import PRODUCTS, ROWWISE, corrected, with_collectives, with_copies
 from memo_sim.observed.kineto import read_recording
 from memo_sim.observed.link_benchmarks import read_nccl_tests, read_nvbandwidth
+from memo_sim.reasons.recorded_step import Priced, memory_of, price_recording, step_of
 
 LEAST_CALLS, LEAST_SHARE = 8, 0.005
 """A kind of work corrects a profile when it has at least as many calls and takes at least this part of the step."""

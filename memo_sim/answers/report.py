@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memo_sim.contract.requests import Requests
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.requests import requests_of
-from memo_sim.views.report.page import write_page
+from memo_sim.views.report.page import Page, write_page
 from memo_sim.views.report.what_if import Best, what_if_page
 from memo_sim.views.step import Step
 
@@ -23,12 +23,19 @@ if TYPE_CHECKING:
 def write_report(
     answer: Answer, question: Question, path: Path, *, plan: Plan | None, file: Path | None, created: str, command: str
 ) -> None:
-    """Write the page of an answer; ``plan`` is the best plan, ``file`` where it was written.
+    """Write the page of an answer (``report_page``).
 
     Raises:
         UsageError: when the page cannot be written.
         ModuleNotFoundError: when jinja2 is not installed.
     """
+    write_page(report_page(answer, question, plan=plan, file=file, created=created, command=command), path)
+
+
+def report_page(
+    answer: Answer, question: Question, *, plan: Plan | None, file: Path | None, created: str, command: str
+) -> Page:
+    """Return the page of an answer; ``plan`` is the best plan, ``file`` where it was written."""
     best = None
     if answer.best is not None and plan is not None:
         best = Best(
@@ -37,7 +44,7 @@ def write_report(
             steps=steps_of(answer.best, answer.arena),
             pace=answer.best.stages.index(answer.best.pace),
         )
-    page = what_if_page(
+    return what_if_page(
         answer.result,
         cluster=question.cluster,
         hardware=question.hardware,
@@ -45,7 +52,6 @@ def write_report(
         command=command,
         created=created,
     )
-    write_page(page, path)
 
 
 def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:

@@ -13,14 +13,14 @@ from memo_sim.contract.plan import Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.shortage import Shortage, WayOut
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain.peak import tensors_at
-from memo_sim.explain.remedies import Change, changes, evaluated
-from memo_sim.explain.runner_up import label
 from memo_sim.planning.arena import arena_of
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play, search
+from memo_sim.reasons.peak import tensors_at
+from memo_sim.reasons.remedies import Change, changes, evaluated
+from memo_sim.reasons.runner_up import label
 
 LARGEST = 12
 """How many tensors the document names."""

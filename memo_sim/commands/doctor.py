@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.plain_text import one_line
 from memo_sim.views.command_line import show, show_document, with_progress
 
 
@@ -33,11 +32,10 @@ def doctor_command(*, output: str | None, config: tuple[str, ...], as_json: bool
     may also come from nccl-tests and nvbandwidth. With -o the profile takes over what was measured; a plan for it:
     memo-sim what-if MODEL --cluster PROFILE.
     """
-    from memo_sim.answers.doctor import diagnose
     from memo_sim.answers.import_job import import_job
-    from memo_sim.contract.codec import check_not_read, check_writable, encode, write
-    from memo_sim.views.import_page import import_summary
-    from memo_sim.views.recorded_table import recorded_table
+    from memo_sim.api import doctor
+    from memo_sim.contract.codec import check_not_read, check_writable
+    from memo_sim.views.recorded_table import diagnosis_text, priced_text
 
     if output:
         check_writable(Path(output))
@@ -45,19 +43,15 @@ def doctor_command(*, output: str | None, config: tuple[str, ...], as_json: bool
         check_not_read([Path(output)], [Path(path) for path in read if path])
     if as_json and (config or not files["trace"]):
         raise UsageError("--json prints what a trace shows", wanted="--trace FILE, without --config")
-    found = diagnose(**files)
+    found = doctor(**files)
     if output:
-        write(output, found.hardware)
-    if as_json and found.job is not None:
-        show_document(encode(found.job))
+        found.save(output)
+    if as_json:
+        show_document(found.to_json().encode())
         return
-    if found.job is not None:
-        show(recorded_table(found.job))
-    told = [one_line(text) for text in found.changes] or ["nothing: no kind of work has enough calls and time"]
-    if output or found.job is None:
-        head = f"{output} is {found.hardware.name} with:" if output else "measured; -o PROFILE writes a profile with:"
-        show("\n".join([*([""] if found.job is not None else []), head, *told]))
+    if text := diagnosis_text(found.made.job, found.profile.name, found.changes, output=output):
+        show(text)
     if config:
-        machine = found.cluster, found.hardware
+        machine = found.made.cluster, found.profile
         job = with_progress("plans", lambda tell: import_job(config, {}, machine=machine, progress=tell))
-        show("\nWith the measured rates:\n" + import_summary(job, everything=False))
+        show(f"\n{priced_text(job)}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Launcher = Literal["torchrun", "slurm"]
+from memo_sim.contract.interchange import Launcher
 
 _BY_HAND = """\
 # On each of several nodes: NODE_RANK=0, 1, ... and MASTER_ADDR, the first node's name or address.

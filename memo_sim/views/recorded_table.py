@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from memo_sim.contract.interchange import ImportedJob
+from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.recorded_step import RecordedMemory, RecordedStep
 from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.views.import_page import import_summary
 from memo_sim.views.text_table import percent, text_table
 
 LEAST_SHARE = 0.001
@@ -11,14 +16,8 @@ LEAST_SHARE = 0.001
 
 
 def recorded_table(job: RecordedStep) -> str:
-    """Return the text of a diagnosis."""
-    device = job.device or "a CPU"
-    marked = "" if job.steps_marked else " (no steps are marked; the whole trace counts as one: call profiler.step())"
-    head = (
-        f"{job.trace}: {counted(job.steps, 'step')} of {format_seconds(job.step_s)} on {device},"
-        f" held against the profile {job.hardware}{marked}"
-    )
-    parts = [head, _time(job), _kinds(job)]
+    """Return the text of a recorded step beside its prediction."""
+    parts = [recorded_head(job), _time(job), _kinds(job)]
     if job.collective_s:
         parts.append("A collective's time contains its wait for the slowest rank, which no profile predicts.")
     if job.shapes:
@@ -28,6 +27,43 @@ def recorded_table(job: RecordedStep) -> str:
     if job.outside_calibration:
         parts.append(f"Outside the sizes that the profile was measured at: {', '.join(job.outside_calibration)}.")
     return "\n\n".join(parts)
+
+
+def recorded_head(job: RecordedStep) -> str:
+    """Return one line: the trace, its steps, the device, and the profile."""
+    device = job.device or "a CPU"
+    marked = "" if job.steps_marked else " (no steps are marked; the whole trace counts as one: call profiler.step())"
+    return (
+        f"{job.trace}: {counted(job.steps, 'step')} of {format_seconds(job.step_s)} on {device},"
+        f" held against the profile {job.hardware}{marked}"
+    )
+
+
+def diagnosis_text(
+    job: RecordedStep | None,
+    profile: str,
+    changes: Sequence[str],
+    priced: ImportedJob | None = None,
+    *,
+    output: str | None = None,
+) -> str:
+    """Return what ``memo-sim doctor`` prints: the recorded step, what changes in the profile, and the job's price.
+
+    ``output`` is the profile's file, where it is written.
+    """
+    told = [one_line(text) for text in changes] or ["nothing: no kind of work has enough calls and time"]
+    head = f"{output} is {profile} with:" if output else "measured; -o PROFILE writes a profile with:"
+    lines = [] if job is None else [recorded_table(job)]
+    if output or job is None:
+        lines.append("\n".join([head, *told]))
+    if priced is not None:
+        lines.append(priced_text(priced))
+    return "\n\n".join(lines)
+
+
+def priced_text(priced: ImportedJob) -> str:
+    """Return what a job costs with the rates that were measured."""
+    return f"With the measured rates:\n{import_summary(priced)}"
 
 
 def _time(job: RecordedStep) -> str:
