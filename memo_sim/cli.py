@@ -160,7 +160,7 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     if found.at_longest is not None:
         found.at_longest.write(replace(outputs, report=None))
     if outputs.report is not None:
-        found.save_report(outputs.report)
+        found.save_report(outputs.report, plan=outputs.plan)
     if options["as_json"]:
         show_document(found.to_json().encode())
     else:

@@ -115,7 +115,7 @@ def compare_clusters(
     result = ranked(found, priced=None not in prices)
     result.answers[0].write(replace(outputs, report=None))
     if outputs.report is not None:
-        result.save_report(outputs.report)
+        result.save_report(outputs.report, plan=outputs.plan)
     if options["as_json"]:
         show_document(result.to_json().encode())
     else:
@@ -167,7 +167,7 @@ def gpus_command(**options: Any) -> None:
     if found.at_chosen is not None:
         found.at_chosen.write(replace(outputs, report=None))
     if outputs.report is not None:
-        found.save_report(outputs.report)
+        found.save_report(outputs.report, plan=outputs.plan)
     if options["as_json"]:
         show_document(found.to_json().encode())
     else:

@@ -181,14 +181,16 @@ class WhatIfResult(TypedResult):
         self.write(what_if_answer.Outputs(timeline=Path(path)))
 
     @with_names_checked()
-    def save_report(self, path: PathLike) -> None:
+    def save_report(self, path: PathLike, *, plan: PathLike | None = None) -> None:
         """Write the answer as one HTML page that opens offline; one without a plan says why.
+
+        ``plan`` is where the plan was saved, for the page's commands.
 
         Raises:
             UsageError: when the file cannot be written.
             CannotRun: when a package that draws the page is missing.
         """
-        save_page(lambda **told: self.page(), path, self.command)
+        save_page(lambda **told: self.page(plan), path, self.command)
 
     def as_given(self, name: str) -> GivenPlan:
         """Return the best plan as it was simulated, called ``name``.
@@ -210,12 +212,12 @@ class WhatIfResult(TypedResult):
         made = {"created": what_if_answer.now(), "command": self.command}
         what_if_answer.write_files(answer, self.question, outputs, **made)
 
-    def page(self) -> Page:
+    def page(self, plan: PathLike | None = None) -> Page:
         """Return the report as ``save_report`` writes it."""
         answer = self.answer or what_if_answer.Answer(self.document, None, None)
-        plan = None if answer.best is None else self.plan
+        best = None if answer.best is None else self.plan
         made = {"created": what_if_answer.now(), "command": self.command}
-        return report_page(answer, self.question, plan=plan, file=None, **made)
+        return report_page(answer, self.question, plan=best, file=None if plan is None else Path(plan), **made)
 
     def _fitting(self) -> what_if_answer.Answer:
         if self.answer is None or self.answer.best is None:
@@ -319,14 +321,14 @@ class LongestResult(_OfOneAnswer):
         return self.at_longest
 
     @with_names_checked()
-    def save_report(self, path: PathLike) -> None:
-        """Write the answer as one HTML page that opens offline.
+    def save_report(self, path: PathLike, *, plan: PathLike | None = None) -> None:
+        """Write the answer as one HTML page that opens offline; ``plan`` is where the plan was saved.
 
         Raises:
             UsageError: when the file cannot be written.
             CannotRun: when a package that draws the page is missing.
         """
-        page = None if self.at_longest is None else self.at_longest.page()
+        page = None if self.at_longest is None else self.at_longest.page(plan)
         save_page(partial(longest_page, self.document, page), path, self.command)
 
     def __str__(self) -> str:
@@ -380,14 +382,15 @@ class ClustersResult(_OfOneAnswer):
         return self.answers[0]
 
     @with_names_checked()
-    def save_report(self, path: PathLike) -> None:
-        """Write the answer as one HTML page that opens offline.
+    def save_report(self, path: PathLike, *, plan: PathLike | None = None) -> None:
+        """Write the answer as one HTML page that opens offline; ``plan`` is where the plan was saved.
 
         Raises:
             UsageError: when the file cannot be written.
             CannotRun: when a package that draws the page is missing.
         """
-        save_page(partial(results_page, self.document), path, self.answers[0].command)
+        page = None if self.best is None else self.answers[0].page(plan)
+        save_page(partial(results_page, self.document, page), path, self.answers[0].command)
 
     def __str__(self) -> str:
         """Return the table that ``memo-sim what-if --cluster A,B`` prints."""
@@ -452,14 +455,15 @@ class GpusResult(_OfOneAnswer):
         return self.at_chosen
 
     @with_names_checked()
-    def save_report(self, path: PathLike) -> None:
-        """Write the answer as one HTML page that opens offline.
+    def save_report(self, path: PathLike, *, plan: PathLike | None = None) -> None:
+        """Write the answer as one HTML page that opens offline; ``plan`` is where the plan was saved.
 
         Raises:
             UsageError: when the file cannot be written.
             CannotRun: when a package that draws the page is missing.
         """
-        save_page(partial(gpus_page, self.document), path, self.command)
+        page = None if self.at_chosen is None else self.at_chosen.page(plan)
+        save_page(partial(gpus_page, self.document, page), path, self.command)
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim gpus`` prints it."""

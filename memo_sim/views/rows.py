@@ -27,6 +27,7 @@ from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.results import Results
 from memo_sim.contract.shortage import Shortage
 from memo_sim.contract.summary import Summary
+from memo_sim.contract.verdict import Verdict
 from memo_sim.views.difference_table import letter
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.shortage_table import peak_sizes
@@ -201,6 +202,15 @@ def buffer_rows(placement: Placement) -> list[Row]:
     columns = (placement.ids, classes, placement.lower, placement.upper, placement.size_bytes, placement.offset_bytes)
     names = ("id", "class", "lower", "upper", "size_bytes", "offset_bytes")
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def verdict_rows(document: Verdict) -> list[Row]:
+    """Return one row a kind of value and reference: its largest difference, where it is, and whether that is fine."""
+    return [
+        {"reference": against.reference, "tolerance": against.tolerance, **row}
+        for against in document.against
+        for row in struct_rows(against.compared)
+    ]
 
 
 def comparison_rows(document: Comparison) -> list[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from memo_sim.contract.gpus import Gpus
 from memo_sim.contract.results import Results
 from memo_sim.contract.units import format_seconds, format_tokens
@@ -25,19 +27,17 @@ from memo_sim.views.results_table import results_cells, results_verdict
 from memo_sim.views.summary_text import verdict_lines
 
 
-def gpus_page(document: Gpus, *, command: str, created: str, version: str) -> Page:
-    """Return the report of how many GPUs of which kind are needed."""
+def gpus_page(document: Gpus, at_chosen: Page | None, *, command: str, created: str, version: str) -> Page:
+    """Return the report of how many GPUs of which kind are needed; ``at_chosen`` is the page of the chosen plan."""
+    several = any(one.kind == two.kind for one, two in pairwise(document.sizes))
+    sizes: list[Block] = [Table(*sizes_cells(document)), *([_steps(document)] if several else [])]
     sections = [
         Section("", [Notice(text) for text in document.warnings]),
-        Section("Numbers of GPUs worth knowing", [Table(*sizes_cells(document)), _steps(document)]),
+        Section("Numbers of GPUs worth knowing", sizes if document.sizes else []),
         Section("Numbers that were tried", [Details("All of them", [_tried(document)])]),
-        Section("Why", [Bullets(document.why)] if document.why else []),
-        provenance(command, created, version),
+        Section("How they were searched", [Bullets(document.why)] if document.why else []),
+        *_in_detail("The chosen plan", at_chosen, provenance(command, created, version)),
     ]
-    if not document.sizes:
-        del sections[1]
-    if document.chosen is not None:
-        sections.insert(1, Section("The chosen plan", [Bullets(verdict_lines(document.chosen.summary))]))
     return Page(
         title=f"{document.model}, {format_tokens(document.seq_tokens)} tokens: how many GPUs",
         subtitle=f"Kinds of GPU: {', '.join(document.kinds)}. All figures are predicted.",
@@ -45,6 +45,11 @@ def gpus_page(document: Gpus, *, command: str, created: str, version: str) -> Pa
         good=document.chosen is not None,
         sections=[section for section in sections if section.blocks],
     )
+
+
+def _in_detail(heading: str, page: Page | None, last: Section) -> list[Section]:
+    """Return the sections of one answer's page; without one, only ``last``, which says who made the page."""
+    return [last] if page is None else [Section(heading, page.sections[0].blocks), *page.sections[1:]]
 
 
 def _steps(document: Gpus) -> Charts:
@@ -79,20 +84,21 @@ def _tried(document: Gpus) -> Table:
     return Table(["cluster", "GPUs", "", "a plan's step", "why not"], rows, "lrlrl")
 
 
-def results_page(document: Results, *, command: str, created: str, version: str) -> Page:
-    """Return the report of one question about several clusters."""
+def results_page(document: Results, at_best: Page | None, *, command: str, created: str, version: str) -> Page:
+    """Return the report of one question about several clusters; ``at_best`` is the page of the best one's answer."""
     told = dict.fromkeys(text for result in document.results for text in result.warnings)
+    first = document.results[0]
     sections = [
         Section("", [Notice(text) for text in told]),
         Section("Clusters", [Table(*results_cells(document))]),
         *(Section(result.cluster, _of_cluster(document, number)) for number, result in enumerate(document.results)),
-        provenance(command, created, version),
+        *_in_detail(f"The best plan on {first.cluster}", at_best, provenance(command, created, version)),
     ]
     return Page(
         title=f"{document.model}, {format_tokens(document.seq_tokens)} tokens on several clusters",
         subtitle=f"Ranked by {document.ranked_by}. All figures are predicted.",
         verdict=[results_verdict(document)],
-        good=document.results[0].best is not None,
+        good=first.best is not None,
         sections=[section for section in sections if section.blocks],
     )
 
