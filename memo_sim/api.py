@@ -519,29 +519,35 @@ def doctor(
     memory: PathLike | None = None,
     cluster: PathLike | None = None,
     config: PathLike | Sequence[PathLike] | None = None,
+    framework: FrameworkName | None = None,
+    set: Mapping[str, str | float] | None = None,
+    search: bool = True,
     nccl_tests: PathLike | Sequence[PathLike] = (),
     nvbandwidth: PathLike | None = None,
     progress: Progress | None = None,
 ) -> DoctorResult:
     """Hold a recorded step of your own job against a profile, as ``memo-sim doctor`` does.
 
-    ``trace`` is a PyTorch profiler trace with shapes, ``memory`` a memory snapshot of the same job, ``config`` its
-    script or configuration, which is priced with the measured rates. ``progress`` receives (plans done, all) of that.
+    ``trace`` is a PyTorch profiler trace with shapes, or a folder with one of each rank; ``memory`` a memory snapshot
+    of the same job; ``nccl_tests`` and ``nvbandwidth`` outputs of these programs. ``config`` is the job's script or
+    configuration, which is priced with the measured rates; ``framework``, ``set`` and ``search`` as in ``import_job``.
+    ``progress`` receives (plans done, all) of that.
 
     Raises:
         UsageError: when nothing is given, or no profile is known for the trace's device.
         BadInput: when a file is not what it should be.
     """
-    from memo_sim.answers.doctor import diagnose
-    from memo_sim.answers.import_job import import_job as imported
+    from memo_sim.answers.doctor import OwnJob, diagnose
+    from memo_sim.answers.import_job import checked_given
 
+    job = None
+    if config is not None:
+        job = OwnJob(_paths(config), checked_given(set or {}), framework=framework, search=search)
+    elif framework is not None or set is not None:
+        raise UsageError("these are about the files of a job", got="framework, set", wanted="config=FILE")
     files = {"trace": trace, "memory": memory, "cluster": cluster, "nvbandwidth": nvbandwidth}
     named = {name: None if path is None else os.fspath(path) for name, path in files.items()}
-    made = diagnose(**named, nccl_tests=_paths(nccl_tests))
-    if config is None:
-        return DoctorResult(made)
-    machine = (made.cluster, made.hardware)
-    return DoctorResult(made, imported(_paths(config), {}, machine=machine, progress=progress))
+    return DoctorResult(diagnose(**named, nccl_tests=_paths(nccl_tests), job=job, progress=progress))
 
 
 def _paths(given: Any) -> list[str]:

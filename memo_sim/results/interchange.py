@@ -136,8 +136,6 @@ class DoctorResult(TypedResult):
     """The answer of ``doctor``: a recorded step beside its prediction, and a profile with what was measured."""
 
     made: Diagnosis
-    priced: ImportedJob | None = None
-    """The job of ``config``, with the measured rates."""
 
     @property
     def document(self) -> RecordedStep:
@@ -160,6 +158,25 @@ class DoctorResult(TypedResult):
         """What was changed in the profile; one sentence each."""
         return self.made.changes
 
+    @property
+    def imported(self) -> ImportedJob | None:
+        """The job of ``config`` with the measured rates, and what would be better; None without its files."""
+        return self.made.imported
+
+    @with_names_checked()
+    def export(self, directory: PathLike | None = None) -> ExportResult:
+        """Return the best plan of the job's own framework as its files, written into ``directory`` where one is given.
+
+        Raises:
+            UsageError: when no job was given, or the folder cannot be written.
+            Infeasible: when no plan is faster than the job.
+        """
+        folder = None if directory is None else Path(directory)
+        found = ExportResult(self.made.export(), folder)
+        if folder is not None:
+            found.save(folder)
+        return found
+
     @with_names_checked()
     def table(self, of: Literal["kinds", "shapes", "memory"] = "kinds") -> list[Row]:
         """Return rows for ``pandas.DataFrame``: seconds by kind of work or by size, or what is alive at the peak.
@@ -181,9 +198,13 @@ class DoctorResult(TypedResult):
         """
         codec.write(Path(path), self.profile)
 
+    def text(self, output: str | None = None) -> str:
+        """Return what ``memo-sim doctor`` prints; ``output`` is the profile's file, where it is written."""
+        return diagnosis_text(self.made.job, self.profile.name, self.changes, self.imported, output=output)
+
     def __str__(self) -> str:
         """Return the answer as ``memo-sim doctor`` prints it."""
-        return printable(diagnosis_text(self.made.job, self.profile.name, self.changes, self.priced))
+        return printable(self.text())
 
     def __repr__(self) -> str:
         about = one_line(self.made.job.trace) if self.made.job else f"{len(self.changes)} measurements"
@@ -195,7 +216,7 @@ class DoctorResult(TypedResult):
         return rows_as_html(recorded_head(self.made.job), self.table(), KINDS)
 
     def _compared(self) -> object:
-        return self.made.job, self.profile, self.changes, self.priced
+        return self.made.job, self.profile, self.changes, self.imported
 
 
 KINDS = ("kind", "calls", "measured_s", "compared_s", "predicted_s", "not_compared")

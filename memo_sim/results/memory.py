@@ -97,8 +97,8 @@ class OomResult(TypedResult):
 
     @property
     def ways(self) -> list[WayOut]:
-        """The single changes that make the run fit, the fastest first."""
-        return self.document.ways
+        """The changes that make the run fit, the fastest first: single ones, or pairs where no single one does."""
+        return self.document.ways or self.document.pairs
 
     @with_names_checked()
     def table(self, of: Literal["ways", "classes", "tensors"] = "ways") -> list[Row]:
@@ -110,7 +110,7 @@ class OomResult(TypedResult):
             UsageError: when ``of`` is another word.
         """
         if of == "ways":
-            return struct_rows([*self.document.ways, *self.document.too_little])
+            return struct_rows([*self.document.ways, *self.document.pairs, *self.document.too_little])
         return class_rows(self.document) if of == "classes" else struct_rows(self.document.tensors)
 
     @with_names_checked()
@@ -133,7 +133,7 @@ class OomResult(TypedResult):
     def _repr_html_(self) -> str:
         sizes = [[name, format_bytes(size)] for name, size in peak_sizes(self.document).items()]
         filled = html_table(f"{shortage_verdict(self.document)}\n{peak_title(self.document)}", ["class", "size"], sizes)
-        ways = rows_as_html("ways out, one change each", self.table(), WAYS) if self.table() else ""
+        ways = rows_as_html("ways out", self.table(), WAYS) if self.table() else ""
         return filled + ways
 
 

@@ -6,18 +6,23 @@ from collections.abc import Sequence
 
 from memo_sim.contract.interchange import ImportedJob
 from memo_sim.contract.plain_text import one_line
-from memo_sim.contract.recorded_step import RecordedMemory, RecordedStep
+from memo_sim.contract.recorded_step import RankTime, RecordedMemory, RecordedStep
 from memo_sim.contract.units import counted, format_bytes, format_seconds
 from memo_sim.views.import_page import import_summary
 from memo_sim.views.text_table import percent, text_table
 
 LEAST_SHARE = 0.001
 """Kinds below this part of the step are not shown."""
+LONGEST_NAME = 70
+"""Characters of a kernel's name that are shown; templates are longer than a line."""
 
 
 def recorded_table(job: RecordedStep) -> str:
     """Return the text of a recorded step beside its prediction."""
-    parts = [recorded_head(job), _time(job), _kinds(job)]
+    parts = [recorded_head(job), *(["\n".join(job.notes)] if job.notes else [])]
+    if job.ranks:
+        parts.append(_ranks(job))
+    parts += [_time(job), _compared(job), _kinds(job)]
     if job.collective_s:
         parts.append("A collective's time contains its wait for the slowest rank, which no profile predicts.")
     if job.shapes:
@@ -33,10 +38,7 @@ def recorded_head(job: RecordedStep) -> str:
     """Return one line: the trace, its steps, the device, and the profile."""
     device = job.device or "a CPU"
     marked = "" if job.steps_marked else " (no steps are marked; the whole trace counts as one: call profiler.step())"
-    return (
-        f"{job.trace}: {counted(job.steps, 'step')} of {format_seconds(job.step_s)} on {device},"
-        f" held against the profile {job.hardware}{marked}"
-    )
+    return f"{job.trace}: {_steps(job)} on {device}, held against the profile {job.hardware}{marked}"
 
 
 def diagnosis_text(
@@ -57,13 +59,46 @@ def diagnosis_text(
     if output or job is None:
         lines.append("\n".join([head, *told]))
     if priced is not None:
-        lines.append(priced_text(priced))
+        lines.append(f"With the measured rates:\n{import_summary(priced)}")
     return "\n\n".join(lines)
 
 
-def priced_text(priced: ImportedJob) -> str:
-    """Return what a job costs with the rates that were measured."""
-    return f"With the measured rates:\n{import_summary(priced)}"
+def _steps(job: RecordedStep) -> str:
+    if len(job.step_times_s) < 2:
+        return f"{counted(job.steps, 'step')} of {format_seconds(job.step_s)}"
+    shortest, longest = format_seconds(min(job.step_times_s)), format_seconds(max(job.step_times_s))
+    names = f"{job.step_names[0]} to {job.step_names[-1]}"
+    return f"mean of {counted(job.steps, 'step')} ({names}), {format_seconds(job.step_s)} ({shortest} to {longest})"
+
+
+def _ranks(job: RecordedStep) -> str:
+    rows = [
+        [
+            str(rank.rank),
+            rank.trace,
+            *(
+                format_seconds(value)
+                for value in (
+                    *(rank.step_s, rank.compute_s, rank.collective_s, rank.exposed_collective_s),
+                    *(rank.exposed_copy_s, rank.idle_s),
+                )
+            ),
+        ]
+        for rank in job.ranks
+    ]
+    heads = ["rank", "trace", "step", "computing", "collectives", "exposed", "exposed copies", "nothing"]
+    slowest, fastest = (pick(job.ranks, key=_computing) for pick in (max, min))
+    skew = slowest.compute_s / fastest.compute_s - 1 if fastest.compute_s else 0.0
+    least = min(rank.exposed_collective_s for rank in job.ranks)
+    told = (
+        f"Rank {slowest.rank} computes longest, by {percent(skew)} more than rank {fastest.rank}; the rest is about it."
+        f"\nOn every rank {format_seconds(least)} of communication are exposed; what is more waits for others."
+    )
+    return f"{text_table(heads, rows, 'rlrrrrrr')}\n{told}"
+
+
+def _computing(rank: RankTime) -> float:
+    return rank.compute_s
 
 
 def _time(job: RecordedStep) -> str:
@@ -77,6 +112,32 @@ def _time(job: RecordedStep) -> str:
     ]
     cells = [[name, format_seconds(value), percent(value / job.step_s)] for name, value in rows if value > 0]
     return text_table(["per step", "time", "of the step"], cells, "lrr")
+
+
+def _compared(job: RecordedStep) -> str:
+    """Return which part of the work is compared, and what is not recognised."""
+    if not job.work_s:
+        return "No work was recorded."
+    text = f"Compared with the profile: {percent(job.compared_s / job.work_s)} of the recorded work"
+    if not job.unknown_s:
+        return f"{text}. All of it is recognised."
+    rows = [
+        [
+            _short(unknown.name),
+            f"{unknown.calls:.3g}",
+            format_seconds(unknown.measured_s),
+            percent(unknown.measured_s / job.work_s),
+            unknown.why,
+        ]
+        for unknown in job.unknown
+    ]
+    table = text_table(["not recognised", "calls", "time", "of the work", "why"], rows, "lrrrl")
+    return f"{text}; not recognised: {percent(job.unknown_s / job.work_s)}.\n{table}"
+
+
+def _short(name: str) -> str:
+    text = one_line(name)
+    return text if len(text) <= LONGEST_NAME else text[: LONGEST_NAME - 3] + "..."
 
 
 def _kinds(job: RecordedStep) -> str:
@@ -114,9 +175,20 @@ def _shapes(job: RecordedStep) -> str:
 
 
 def _memory(memory: RecordedMemory) -> str:
+    parts = []
+    if memory.by_class:
+        heads = [f"alive at the peak of {format_bytes(memory.peak_bytes)}", "size"]
+        rows: list[list[str | None]] = [[each.name, format_bytes(each.bytes)] for each in memory.by_class]
+        if memory.predicted_peak_bytes is not None:
+            heads.append("predicted")
+            for row, each in zip(rows, memory.by_class, strict=True):
+                row.append(None if each.predicted_bytes is None else format_bytes(each.predicted_bytes))
+            rows.append(["all", format_bytes(memory.peak_bytes), format_bytes(memory.predicted_peak_bytes)])
+        parts.append(text_table(heads, rows, "lrr"[: len(heads)]))
     rows = [[live.name, str(live.count), format_bytes(live.bytes)] for live in memory.live]
     rest = memory.peak_bytes - sum(live.bytes for live in memory.live)
     if rest > 0:
         rows.append(["others", str(memory.buffers - sum(live.count for live in memory.live)), format_bytes(rest)])
-    table = text_table([f"alive at the peak of {format_bytes(memory.peak_bytes)}", "buffers", "size"], rows, "lrr")
-    return "\n".join([table, *memory.notes])
+    head = "by the line that allocated" if parts else f"alive at the peak of {format_bytes(memory.peak_bytes)}"
+    parts.append(text_table([head, "buffers", "size"], rows, "lrr"))
+    return "\n\n".join([*parts, *(["\n".join(memory.notes)] if memory.notes else [])])

@@ -20,7 +20,7 @@ def shortage_page(found: Shortage, *, command: str, created: str, version: str) 
     sections = [
         Section(peak_title(found), [filled]),
         Section("Largest tensors", [Table(*tensor_cells(found.tensors))]),
-        Section("Ways out, one change each", [] if found.fits else _ways(found)),
+        Section("Ways out", [] if found.fits else _ways(found)),
         provenance(command, created, version),
     ]
     return Page(
@@ -33,11 +33,12 @@ def shortage_page(found: Shortage, *, command: str, created: str, version: str) 
 
 
 def _ways(found: Shortage) -> list[Block]:
-    best, near = found.ways[:SHOWN_WAYS], found.too_little[:SHOWN_WAYS]
-    blocks: list[Block] = [Paragraph(f"{counted(found.tried, 'change')} tried, {len(found.ways)} fit.", quiet=True)]
-    if best:
-        blocks.append(Table(*way_cells(best, found.memory)))
-    if near:
-        blocks += [Heading("Changes that help, and are not enough"), Table(*way_cells(near, found.memory))]
+    tried = f"{counted(found.tried, 'change')} tried, {len(found.ways)} fit"
+    tried += f"; {counted(found.pairs_tried, 'pair')} of the best tried, {len(found.pairs)} fit" * (not found.ways)
+    blocks: list[Block] = [Paragraph(f"{tried}.", quiet=True)]
+    parts = {"": found.ways, "Two changes each": found.pairs, "Changes that help, and are not enough": found.too_little}
+    for heading, ways in parts.items():
+        if ways:
+            blocks += [*([Heading(heading)] if heading else []), Table(*way_cells(ways[:SHOWN_WAYS], found.memory))]
     notes = ways_notes(found, SHOWN_WAYS)
     return [*blocks, *([Bullets(notes)] if notes else [])]

@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 
 from memo_sim.answers.doctor import diagnose
+from memo_sim.contract.catalog import load_hardware
 from memo_sim.contract.codec import encode, read, write
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.contract.requests import Requests
-from memo_sim.reasons.recorded_step import length, memory_of, union
+from memo_sim.memory.source import Source
+from memo_sim.reasons.recorded_memory import memory_of
+from memo_sim.reasons.recorded_step import length, union
 from memo_sim.views.recorded_table import recorded_table
 from tests.sim.observed.recorded import Trace, one_step
 
@@ -81,7 +84,7 @@ def test_a_corrected_profile_predicts_what_was_recorded(slower: float, tmp_path:
     assert again is not None
     (kind,) = again.kinds
     assert kind.predicted_s == pytest.approx(kind.measured_s, rel=1e-6)
-    assert "product: times" in found.hardware.provenance["corrected"]
+    assert "product.bf16.fprop: times" in found.hardware.provenance["corrected"]
 
 
 def test_few_calls_correct_nothing(tmp_path: Path) -> None:
@@ -113,15 +116,22 @@ def test_steps_without_duration_are_refused(tmp_path: Path) -> None:
         diagnose(trace=saved(trace, tmp_path))
 
 
-def test_row_wise_factors_say_which_operators_they_are_about(tmp_path: Path) -> None:
-    """An H100's profile has rates of its own for kernels of Triton and of frameworks, which stay."""
+def test_row_wise_factors_say_which_curves_they_are_about(tmp_path: Path) -> None:
+    """An H100 has curves of frameworks' kernels: the trace corrects that of its own pattern, and with it all others."""
     trace = Trace("NVIDIA H100 80GB HBM3")
     trace.add("user_annotation", "ProfilerStep#1", 0.0, 100_000.0)
     for number in range(20):
         at = 1000.0 * number
         trace.launch("aten::mul", "elementwise", at, (at, at + 200), shapes=[[4096, 4096], [4096, 4096]])
-    (change,) = diagnose(trace=saved(trace, tmp_path)).changes
-    assert change.startswith("row-wise, where the profile has no rates for the operator or its kernels: times ")
+    found = diagnose(trace=saved(trace, tmp_path))
+    (change,) = found.changes
+    assert change.startswith("row-wise: times ")
+    assert "eager.elementwise" in change
+    assert "memory-bound" in change
+    before = load_hardware("h100-sxm5-80gb")
+    assert found.hardware.rowwise_bytes_per_s["gelu"].y[0] != before.rowwise_bytes_per_s["gelu"].y[0]
+    sources = found.hardware.sources
+    assert sources["recorded-row-wise-eager-elementwise"].text.endswith("rates divided by it")
 
 
 def _on(device: str) -> Trace:
@@ -141,12 +151,12 @@ def test_nothing_measured_is_an_error() -> None:
 
 def test_memory_names_what_is_alive_at_the_peak() -> None:
     requests = Requests(
-        ids=["model.py:3:forward#1", "model.py:3:forward#2", "loss.py:9:loss", "late"],
+        ids=["b0 model.py:3:forward", "b1 model.py:3:forward", "b2 loss.py:9:loss", "b3"],
         lower=[0, 1, 2, 5],
         upper=[4, 4, 3, 6],
         size_bytes=[100, 200, 50, 310],
     )
-    memory = memory_of(requests, [])
+    memory = memory_of(Source(requests, "snapshot"))
     assert (memory.peak_bytes, memory.buffers) == (350, 3)
     assert [(live.name, live.count, live.bytes) for live in memory.live] == [
         ("model.py:3:forward", 2, 300),
