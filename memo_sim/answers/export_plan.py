@@ -14,14 +14,14 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.codec import encode
 from memo_sim.contract.errors import Infeasible, MemoError, UsageError
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.interchange import Export, LostDecision, OwnDecision
+from memo_sim.contract.interchange import Export, Launcher, LostDecision, OwnDecision
 from memo_sim.contract.knobs import KNOBS
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Decisions, Plan, Prediction
 from memo_sim.contract.units import format_tokens
 from memo_sim.interchange.framework import Framework
 from memo_sim.interchange.job import Job, part_of
-from memo_sim.interchange.launch import Launcher, launch_of
+from memo_sim.interchange.launch import launch_of
 from memo_sim.interchange.memory_fraction import fraction_of
 from memo_sim.interchange.plan_paths import differences, plan_paths, value_at
 from memo_sim.planning.allocator_limits import may_gain, with_best_limit

@@ -15,9 +15,9 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
 from memo_sim.contract.units import MOST_BYTES, counted, format_bytes, format_tokens
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain.answer import extrapolations
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.reasons.answer import extrapolations
 from memo_sim.views.plan_table import layout_label
 
 BILLION = 1e9

@@ -319,7 +319,7 @@ def pins_of(
     dtype: Any,
     tiles: Tiles | None,
 ) -> Pins:
-    """Return the pins of a job, the same whether it was made of a plan or read; no ``tiles``: the trainer has its own."""
+    """Return the pins of a job, the same whether it was of a plan or read; no ``tiles``: the trainer has its own."""
     full = choice.recompute == "full"
     divided = parallel.zero == 0 or not parallel.deepspeed
     return Pins(

@@ -12,8 +12,8 @@ import pytest
 from memo_sim.answers.report import steps_of
 from memo_sim.answers.several_clusters import several_clusters
 from memo_sim.answers.what_if import Answer, Outputs, what_if, write_files
-from memo_sim.explain.peak import tensors_at
 from memo_sim.planning.question import Pins, Question
+from memo_sim.reasons.peak import tensors_at
 from tests.sim.planning.test_search import question
 
 

@@ -11,9 +11,9 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.contract.requests import Requests
-from memo_sim.explain.recorded_memory import memory_of
-from memo_sim.explain.recorded_step import length, union
 from memo_sim.memory.source import Source
+from memo_sim.reasons.recorded_memory import memory_of
+from memo_sim.reasons.recorded_step import length, union
 from memo_sim.views.recorded_table import recorded_table
 from tests.sim.observed.recorded import Trace, one_step
 
