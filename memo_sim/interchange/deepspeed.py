@@ -102,6 +102,7 @@ def _tiles(decisions: Decisions, layout: Layout, choice: Choice) -> tuple[Tiles,
             Tiles(
                 tiles.loss_tokens if tiles.loss_tokens < local and decisions.dtype != "fp16" else 0,
                 tiles.mlp_tokens if tiles.mlp_tokens < local and (choice.recompute, choice.layers) == _ALL else 0,
+                one_tile=decisions.loss == "blocks" and tiles.loss_tokens == 0 and decisions.dtype != "fp16",
             )
             for tiles in wanted
         )
