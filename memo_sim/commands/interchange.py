@@ -55,6 +55,7 @@ def export_command(
     from memo_sim.contract.codec import check_new_folder, encode, read, write_folder
     from memo_sim.contract.plan import Plan
     from memo_sim.interchange.frameworks import find_framework
+    from memo_sim.interchange.launch import Launcher
     from memo_sim.views.export_page import export_summary
 
     check_new_folder(output)
@@ -62,9 +63,8 @@ def export_command(
     name = cluster or given.provenance.cluster
     if not name:
         raise UsageError("the plan does not say which cluster it was made for", hint="name one: --cluster a800-1x8")
-    exported = export_plan(
-        given, find_framework(framework), *load_cluster(name), "slurm" if launcher == "slurm" else "torchrun"
-    )
+    start: Launcher = "slurm" if launcher == "slurm" else "torchrun"
+    exported = export_plan(given, find_framework(framework), *load_cluster(name), start, asked=name)
     write_folder(output, exported.files)
     if as_json:
         show_document(encode(exported.document))
@@ -74,7 +74,7 @@ def export_command(
         raise Infeasible(
             "the plan does not fit as the framework would run it",
             where=str(output / "lost.md"),
-            hint=f"search one that does: {exported.search_command}",
+            hint=f"search one that does: {exported.search_command(str(output))}",
         )
 
 
