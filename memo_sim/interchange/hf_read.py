@@ -418,6 +418,8 @@ def _parallel(
 
 def _devices(accelerate: Settings, given: Mapping[str, str], files: Files) -> int:
     said = accelerate.whole("num_processes") if accelerate.text("num_processes") != "-1" else None
+    if accelerate.values.get("distributed_type") == "NO":
+        said = 1  # accelerate starts one process then, whatever num_processes is
     accelerate.says("num_processes", f"{said} devices")
     accelerate.raw("num_machines")
     if found := devices_of(given, files.devices or said):
