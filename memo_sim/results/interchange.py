@@ -61,7 +61,7 @@ class ExportResult(TypedResult):
     @property
     def search_command(self) -> str:
         """The command that finds a plan that the framework can run whole."""
-        return self.made.search_command
+        return self.made.search_command(str(self.directory or "."))
 
     @with_names_checked()
     def table(self) -> list[Row]:
