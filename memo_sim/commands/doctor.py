@@ -29,6 +29,7 @@ from memo_sim.views.command_line import show, show_document, with_progress
 @click.option("--framework", type=click.Choice(TO), help="With --config: whose files they are.")
 @GIVEN
 @click.option("--no-search", is_flag=True, help="With --config: do not search for something better.")
+@click.option("--all", "everything", is_flag=True, help="With --config: show every ignored option with its value.")
 @click.option(
     "--export",
     "export_to",
@@ -53,7 +54,7 @@ def doctor_command(*, output: str | None, cluster_output: str | None, as_json: b
     from memo_sim.views.recorded_table import recorded_table
 
     config, export_to = options.pop("config"), options.pop("export_to")
-    of_job = {name: options.pop(name) for name in ("framework", "given", "no_search")}
+    of_job = {name: options.pop(name) for name in ("framework", "given", "no_search", "everything")}
     _check(options, config, export_to, of_job, as_json=as_json)
     _check_outputs(options, config, output, cluster_output)
     if export_to:
@@ -80,7 +81,7 @@ def doctor_command(*, output: str | None, cluster_output: str | None, as_json: b
     if found.imported is not None:
         from memo_sim.views.import_page import import_summary
 
-        show("\nWith the measured rates:\n" + import_summary(found.imported, everything=False))
+        show("\nWith the measured rates:\n" + import_summary(found.imported, everything=of_job["everything"]))
     if export_to:
         from memo_sim.views.export_page import export_summary
 

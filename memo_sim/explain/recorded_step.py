@@ -217,7 +217,7 @@ def step_of(
     unknown = [one for one in priced if one.operation.kind in UNKNOWN]
     return RecordedStep(
         trace=trace,
-        device=recording.device,
+        device=recording.device or ("a GPU that it does not name" if recording.on_gpu else ""),
         hardware=hardware.name,
         steps=steps,
         steps_marked=recording.marked,

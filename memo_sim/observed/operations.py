@@ -206,12 +206,14 @@ def _attention(recorded: Recorded, operator: Operator) -> Operation:
 
 def _copy(recorded: Recorded) -> Operation:
     name = recorded.name
-    pageable = " (pageable)" if "Pageable" in name else ""
+    pageable = "" if "Pinned" in name else " (pageable)" if "Pageable" in name else " (not known to be pinned)"
     for text, direction in (("DtoH|CopyDeviceToHost", "d2h"), ("HtoD|CopyHostToDevice", "h2d")):
         if re.search(text, name):
             kind = f"copy.{direction}{pageable}"
             if pageable:
                 return Operation(kind, recorded, note="not from pinned memory, which is what a profile has")
+            if not recorded.moved_bytes:
+                return Operation(kind, recorded, note="its bytes are not recorded")
             return Operation(kind, recorded, Copy(recorded.moved_bytes, "d2h" if direction == "d2h" else "h2d"))
     return _streamed("copy", recorded.moved_bytes, recorded.moved_bytes, recorded)
 

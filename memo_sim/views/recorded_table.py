@@ -8,7 +8,7 @@ from memo_sim.contract.units import counted, format_bytes, format_seconds
 from memo_sim.views.text_table import percent, text_table
 
 LEAST_SHARE = 0.001
-"""Kinds below this part of the step are not shown."""
+"""Kinds below this part of the recorded work are not shown."""
 LONGEST_NAME = 70
 """Characters of a kernel's name that are shown; templates are longer than a line."""
 
@@ -114,7 +114,7 @@ def _kinds(job: RecordedStep) -> str:
     rows = [
         [
             kind.kind,
-            f"{kind.calls:.0f}",
+            f"{kind.calls:.3g}",
             format_seconds(kind.measured_s),
             percent(kind.measured_s / job.step_s),
             format_seconds(kind.compared_s) if kind.predicted_s else None,
@@ -123,7 +123,7 @@ def _kinds(job: RecordedStep) -> str:
             kind.not_compared,
         ]
         for kind in job.kinds
-        if kind.measured_s >= LEAST_SHARE * job.step_s
+        if kind.measured_s >= LEAST_SHARE * job.work_s
     ]
     heads = ["kind", "calls", "measured", "of the step", "compared", "predicted", "ratio", "why not the rest"]
     return text_table(heads, rows, "lrrrrrrl")
