@@ -64,16 +64,13 @@ FROM_DATASHEET = click.option(
     help=f"In place of --cluster: rough figures of a GPU, {EXAMPLE} (memo-sim datasheet --help has every key).",
 )
 SYSTEM = click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
-MEMORY = (
-    click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
-    click.option("--host-memory-gib", type=Finite(*MEMORY_GIB), help="Of one node, instead of its own."),
-    click.option(
-        "--safety-gib", type=Finite(0, MEMORY_GIB[1]), help="Device memory to keep free, beside the reserve [0]."
-    ),
+OF_THE_MACHINE: tuple[tuple[str, Finite, str], ...] = (
+    ("--device-memory-gib", Finite(*MEMORY_GIB), "Instead of the profile's."),
+    ("--host-memory-gib", Finite(*MEMORY_GIB), "Of one node, instead of its own."),
+    ("--safety-gib", Finite(0, MEMORY_GIB[1]), "Device memory to keep free, beside the reserve [0]."),
+    ("--power-w", Finite(*POWER_W), "Power limit of a device in watts, instead of its board's."),
 )
-POWER = click.option(
-    "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
-)
+"""Options of the cluster's devices: name, kind, help."""
 COMPILED = click.option(
     "--compile/--eager",
     "compiled",
@@ -95,15 +92,53 @@ def cluster_options(command: Command) -> Command:
     return CLUSTER(FROM_DATASHEET(command))
 
 
-def question_options(command: Command) -> Command:
-    """Give ``command`` the options of a question beside the model and the sequence: one for each knob."""
-    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), COMPILED, *MEMORY, POWER)):
+def question_options(command: Command, *, several: bool = False) -> Command:
+    """Give ``command`` the options of a question beside the model and the sequence: one for each knob.
+
+    ``several``: an option that takes a value takes several, joined by commas.
+    """
+    knobs = [_option(knob, several=several) for knob in ON_COMMAND_LINE]
+    machine = [
+        click.option(name, type=Several(kind), metavar="X,...", help=text)
+        if several
+        else click.option(name, type=kind, help=text)
+        for name, kind, text in OF_THE_MACHINE
+    ]
+    for option in reversed((SYSTEM, *knobs, COMPILED, *machine)):
         command = option(command)
     return command
 
 
-def _option(knob: Knob) -> Callable[[Command], Command]:
-    """Return the option of a knob; its value is stored under the knob's name."""
+class Several(click.ParamType):  # type: ignore[type-arg]  # only the newest click has arguments
+    """Values of another kind, joined by commas: a list where there are several, else the value alone."""
+
+    def __init__(self, each: Any) -> None:
+        self.each = each
+        self.name = each.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the values, or fail with the option's name."""
+        if not isinstance(value, str):
+            return self.each.convert(value, param, ctx)
+        found = [self.each.convert(text.strip(), param, ctx) for text in value.split(",")]
+        if "" in found:
+            self.fail(f"{value!r} has an empty value: no comma at the end.", param, ctx)
+        return found if len(found) > 1 else found[0]
+
+
+def swept_options(command: Command) -> Command:
+    """Give ``command`` the same options, of which each that takes a value takes several, joined by commas.
+
+    A knob whose value is a list itself stays as it is.
+    """
+    return question_options(command, several=True)
+
+
+def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
+    """Return the option of a knob; its value is stored under the knob's name.
+
+    ``several``: values joined by commas, unless a value has commas itself.
+    """
     names, attributes = knob.option, Options(help=knob.help, default=knob.default, show_default=True)
     if knob.unless_given:
         attributes |= {"default": None, "show_default": knob.unless_given}
@@ -126,6 +161,10 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
             attributes |= {"is_flag": True, "show_default": False}
+    if several and not isinstance(knob.kind, Numbers | Switch | Flag):
+        attributes["type"] = Several(attributes.get("type", click.STRING))
+        shown = "|".join(knob.kind.words) if isinstance(knob.kind, OneOf) else attributes.get("metavar", "N")
+        attributes["metavar"] = f"{shown},..."
     return click.option(names, knob.name, **attributes)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -21,8 +22,11 @@ from memo_sim.contract.units import format_tokens
 from memo_sim.interchange.framework import Framework
 from memo_sim.interchange.job import Job, part_of
 from memo_sim.interchange.launch import Launcher, launch_of
+from memo_sim.interchange.memory_fraction import fraction_of
 from memo_sim.interchange.plan_paths import differences, plan_paths, value_at
-from memo_sim.planning.presets import known_system
+from memo_sim.planning.allocator_limits import may_gain, with_best_limit
+from memo_sim.planning.outcome import Evaluated
+from memo_sim.planning.presets import Policy, known_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 from memo_sim.views.export_page import lost_page
@@ -74,7 +78,8 @@ def export_plan(
     part_of(cluster, decisions.layout.devices)
     there = _nearest(decisions, framework, cluster, hardware)
     layout = there.decisions.layout
-    launch = launch_of(layout.devices, cluster.devices_per_node, launcher)
+    fraction = fraction_of(there.decisions, there.prediction, hardware.device_memory_bytes.value)
+    launch = launch_of(layout.devices, cluster.devices_per_node, launcher, fraction)
     where = f"{layout.devices} devices of {one_line(cluster.name)}"
     header = (
         f"Written by memo {memo_sim.__version__} for {framework.version}.",
@@ -107,21 +112,17 @@ def export_plan(
 
 
 def search_command(decisions: Decisions, framework: Framework, cluster: Cluster) -> str:
-    """Return the command line that searches a plan of the framework for the same question.
-
-    A search would find a limit of PyTorch's allocator again, which no framework has an option for.
-    """
+    """Return the command line that searches a plan of the framework for the same question."""
     asked = f"--cluster {shlex.quote(cluster.name)} --seq-len {format_tokens(decisions.seq_tokens)}"
     asked += f" --global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
-    whole = " --allocator-limit-gib 0" if decisions.allocator_limit_gib else ""
     model = shlex.quote(decisions.model.name)
-    return f"memo-sim what-if {model} {asked} --system {framework.system}{whole} -o plan.json"
+    return f"memo-sim what-if {model} {asked} --system {framework.system} -o plan.json"
 
 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
     """Return the fastest of the nearest jobs that fits, or the one that is nearest to fitting; equal ones first."""
     found, refused = list[_There](), list[MemoError]()
-    for job in framework.jobs(decisions):
+    for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)
         try:
             own = job.decisions(cluster, hardware, framework.system)
@@ -141,7 +142,24 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             wanted=first.wanted,
             hint=f"search a plan that it can run: {search_command(decisions, framework, cluster)}",
         )
-    return min(found, key=lambda there: there.order)
+    return _with_best_limit(min(found, key=lambda there: there.order), framework, cluster, hardware)
+
+
+def _limited(jobs: Sequence[Job], limit_gib: int) -> list[Job]:
+    """Return the jobs with the plan's limit of PyTorch's allocator, then without it."""
+    limited = [replace(job, pins=replace(job.pins, allocator_limit_gib=limit_gib)) for job in jobs] if limit_gib else []
+    return [*limited, *jobs]
+
+
+def _with_best_limit(there: _There, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
+    """Return a job under the limit of PyTorch's allocator that makes it faster, or makes it fit."""
+    capacity_bytes = hardware.device_memory_bytes.value
+    one = Evaluated(Policy.of(there.decisions), there.decisions, there.prediction)
+    if there.decisions.allocator_limit_gib or not may_gain(one, capacity_bytes):
+        return there
+    question = there.job.question(cluster, hardware, framework.system)
+    best = with_best_limit(one, lambda own: play(question, own).prediction, capacity_bytes=capacity_bytes)
+    return _There(there.job, best.decisions, best.prediction)
 
 
 def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[LostDecision]:

@@ -24,6 +24,7 @@ from memo_sim.contract.result import Result
 from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
 from memo_sim.interchange.frameworks import find_framework, framework_of
 from memo_sim.interchange.job import Job
+from memo_sim.interchange.memory_fraction import limit_gib, settings_of
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 
@@ -53,6 +54,10 @@ def read_files(
     sources = tuple(Source(path, _text(path)) for path in job_files(paths))
     of = find_framework(framework) if framework else framework_of(sources)
     read = of.read(sources, {**given, FALLBACK: str(devices or "")})
+    fraction, options, unused = settings_of([(source.name, source.text) for source in sources])
+    told = {option.key for option in read.ignored if "ALLOC_CONF" in option.key}
+    ignored = [option for option in read.ignored if option.key not in told]
+    read = replace(read, memory_fraction=fraction, read=(*read.read, *options), ignored=(*ignored, *unused))
     return find_framework(read.framework), read  # accelerate and TRL may start a job of DeepSpeed
 
 
@@ -90,13 +95,26 @@ def parse_given(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def decisions_of(job: Job, cluster: Cluster, hardware: Hardware, system: str) -> tuple[Decisions, list[str]]:
+def decisions_of(
+    job: Job, cluster: Cluster, hardware: Hardware, system: str, memory_fraction: float | None = None
+) -> tuple[Decisions, list[str]]:
     """Return the plan of a job on a cluster, and what was assumed to make it.
+
+    ``memory_fraction``: the part of a device's memory that PyTorch's allocator may reserve.
 
     Raises:
         Infeasible: when no plan can have the job's decisions.
         UsageError: when they contradict each other, or need more devices than there are.
     """
+    found, assumed = _whole_device(job, cluster, hardware, system)
+    if memory_fraction is None or found.memory_policy == "planned":
+        return found, assumed
+    prediction = play(job.question(cluster, hardware, system), found).prediction
+    limit = limit_gib(memory_fraction, prediction, hardware.device_memory_bytes.value)
+    return msgspec.structs.replace(found, allocator_limit_gib=limit), assumed
+
+
+def _whole_device(job: Job, cluster: Cluster, hardware: Hardware, system: str) -> tuple[Decisions, list[str]]:
     try:
         return job.decisions(cluster, hardware, system), []
     except Infeasible as error:
@@ -149,7 +167,7 @@ def import_job(
     if machine is None:
         return document
     cluster, hardware = machine
-    decisions, assumed = decisions_of(job, cluster, hardware, of.system)
+    decisions, assumed = decisions_of(job, cluster, hardware, of.system, read.memory_fraction)
     question = job.question(cluster, hardware, of.system)
     used = decisions.layout.devices
     if used < cluster.devices:
@@ -178,7 +196,7 @@ def plan_of_files(
     """
     cluster, hardware = machine
     of, read = read_files(paths, given, framework=framework, devices=cluster.devices)
-    decisions, _ = decisions_of(read.job, cluster, hardware, of.system)
+    decisions, _ = decisions_of(read.job, cluster, hardware, of.system, read.memory_fraction)
     return Plan(decisions=decisions, program_sha256=""), of.system
 
 

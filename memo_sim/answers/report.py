@@ -60,7 +60,7 @@ def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:
             held_as = "planned arena"
         steps.append(
             Step(
-                name=f"stage {number} · rank {trace.rank}" if several else f"rank {trace.rank}",
+                name=f"stage {number + 1} · rank {trace.rank}" if several else f"rank {trace.rank}",
                 trace=trace,
                 buffers=_buffers(traced, simulation),
                 capacity_bytes=stage.memory.device_capacity_bytes,

@@ -60,13 +60,14 @@ def summary_of(
     *,
     planned_arena: bool = False,
     searched: bool = True,
+    no_interval: str = "",
     price_per_device_hour: float | None = None,
     ways_out: list[str] | None = None,
 ) -> Summary:
     """Return the verdict about one plan.
 
     ``prediction`` is the plan's, with the size of its arena where ``planned_arena``; ``searched``: it was chosen among
-    others, and not given.
+    others, and not given; ``no_interval``: why a step has none.
     """
     decisions = simulation.decisions
     layout, step_s = decisions.layout, prediction.step_s
@@ -81,6 +82,7 @@ def summary_of(
         tokens_per_step=tokens,
         step_s=step_s,
         interval=prediction.interval,
+        no_interval=no_interval,
         mfu=prediction.mfu,
         tokens_per_device_s=prediction.tgs,
         device_hours_per_billion_tokens=None if hours is None else hours * steps_of_a_billion,

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 import memo_sim
+from memo_sim.answers.odd_length import about_length
 from memo_sim.answers.summary import summary_of
 from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.attention_kernels import PRICED_ONLY
@@ -42,9 +43,8 @@ LEAST_EXACT = 3
 fit. With subsequences no more ranks are exact, because playing one such plan takes seconds."""
 
 
-UNNAMED_FRAMEWORK = (
-    "The step has no interval: a plan on PyTorch's allocator does not say which framework it was made for."
-)
+NO_INTERVAL = "The step has no interval: "
+UNNAMED_FRAMEWORK = f"{NO_INTERVAL}a plan on PyTorch's allocator does not say which framework it was made for."
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ def what_if(
         )
     rows = [_row(e, question) for e in found.ranked[:top]]
     interval = interval_of(question, simulation.decisions, simulation.prediction) if simulation else None
+    sure = _certainty(question, simulation, interval)
     ways = _ways_out(question, found)
     result = Result(
         model=question.model.name,
@@ -154,7 +155,7 @@ def what_if(
         pruned=found.pruned,
         warnings=warnings_of(question, simulation),
         why=[
-            *_certainty(question, simulation, interval),
+            *sure,
             *explain(question, found, simulation, arena, close=_close(question, found), ways=ways),
             *beyond,
         ],
@@ -167,6 +168,7 @@ def what_if(
             found,
             simulation,
             interval=interval,
+            sure=sure,
             price_per_device_hour=price_per_device_hour,
             ways=ways,
         ),
@@ -187,6 +189,7 @@ def _summary(
     simulation: Simulation | None,
     *,
     interval: StepInterval | None,
+    sure: list[str],
     price_per_device_hour: float | None,
     ways: list[str],
     searched: bool = True,
@@ -196,15 +199,19 @@ def _summary(
     if shown.prediction.status == "invalid":
         return None
     simulation = simulation or play(question, shown.decisions)
-    return summary_of(
+    reasons = [line.removeprefix(NO_INTERVAL).removesuffix(".") for line in sure if line.startswith(NO_INTERVAL)]
+    summary = summary_of(
         question,
         simulation,
         msgspec.structs.replace(shown.prediction, interval=interval),
+        no_interval=" ".join(reasons),
         planned_arena=simulation.prediction.status == "ok" and shown.decisions.memory_policy == "planned",
         price_per_device_hour=price_per_device_hour,
         ways_out=ways,
         searched=searched,
     )
+    length = about_length(question, found) if searched else []
+    return msgspec.structs.replace(summary, assumptions=[*length, *summary.assumptions])
 
 
 def warnings_of(question: Question, best: Simulation | None) -> list[str]:
@@ -252,7 +259,7 @@ def _certainty(question: Question, best: Simulation | None, interval: StepInterv
     if interval is not None:
         return [step_line(best.prediction.step_s, interval)]
     setting = setting_of(question.system, best.decisions, question.hardware, best.prediction)
-    return [without_interval(setting, shipped_spread())]
+    return [f"{NO_INTERVAL}{without_interval(setting, shipped_spread())}."]
 
 
 def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
@@ -282,6 +289,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     interval = interval_of(question, plan.decisions, found.ranked[0].prediction) if simulation and named else None
     line = msgspec.structs.replace(line, interval=interval)
     sure = _certainty(question, simulation, interval) if named else [UNNAMED_FRAMEWORK]
+    sure = sure if simulation else []
     ways = _ways_out(question, found)
     result = Result(
         model=plan.decisions.model.name,
@@ -293,7 +301,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
         pruned=0,
         warnings=warnings_of(question, simulation),
         why=[
-            *(sure if simulation else []),
+            *sure,
             *explain(question, found, simulation, arena, ways=ways),
             *_idle(plan.decisions, question),
         ],
@@ -302,6 +310,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
             found,
             simulation,
             interval=interval,
+            sure=sure,
             price_per_device_hour=price_per_device_hour,
             ways=ways,
             searched=False,

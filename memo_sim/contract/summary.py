@@ -73,6 +73,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tokens_per_step: Tokens
     step_s: Seconds | None = None
     interval: StepInterval | None = None
+    no_interval: str = ""
+    """Why a plan that fits has no interval."""
     mfu: float | None = None
     tokens_per_device_s: float | None = None
     device_hours_per_billion_tokens: float | None = None

@@ -72,7 +72,8 @@ class OutOfMemory:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
         where = "device" if self.status == "gpu_oom" else "a node's host"
         need, have = format_bytes(sum(self.live.values())), format_bytes(self.capacity_bytes)
-        worst = f"at the worst instant {format_bytes(self.shortfall_bytes)} are missing"
+        most = format_bytes(self.capacity_bytes + self.shortfall_bytes)
+        worst = f"at the worst instant {most} are needed, so {format_bytes(self.shortfall_bytes)} are missing"
         return f"{where} memory runs out at {self.id}: {need} ({parts}) are needed of {have}; {worst}"
 
 

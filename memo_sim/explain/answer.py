@@ -74,6 +74,7 @@ FSDP = {"fsdp1": " as torch's FSDP1 has it (--sharding fsdp1)", "fsdp2": " as to
 """Whose ZeRO it is, if it is not memo-exec's."""
 FREED = {"recorded": "when the device has passed their work", "events": "when a tensor dies"}
 """When that is, by ``Decisions.streams``; auto leaves it to the libraries."""
+STAGE = "stage"
 SLACK = 0.01
 """Compute is the bottleneck when it is idle for less than this fraction of the step."""
 
@@ -266,12 +267,18 @@ def _arena(simulation: Simulation, arena: Arena) -> list[str]:
         f"Planned arena: {format_bytes(size)} for {counted(len(placement.ids), 'buffer')}, {proof} ({placement.solver})"
     )
     if len(simulation.stages) > 1:
-        text += f"; this is the arena of {placement.name}, whose placement the plan holds"
+        text += f"; this is the arena of {_stage_number(placement.name)}, whose placement the plan holds"
     if elsewhere:
         text += f"; the executor places the other stages by first fit, in up to {format_bytes(largest)}"
     if not arena.whole:
         text += f"; planned for {simulation.program.micro_batches} micro-batches: a placement of all would be too large"
     return [f"{text}."]
+
+
+def _stage_number(name: str) -> str:
+    """Return the name of a program as people count stages: ``stage 1`` for ``stage0``."""
+    number = name.removeprefix(STAGE)
+    return f"stage {int(number) + 1}" if number.isdigit() else name
 
 
 def _pipeline(simulation: Simulation) -> list[str]:

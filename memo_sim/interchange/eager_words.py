@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memo_sim.interchange.framework import Saying
+from memo_sim.interchange.framework import LIMITED, Saying
 from memo_sim.interchange.plan_paths import plan_paths
 
 _NO_METP = "it has no ring of weights (METP)"
@@ -29,7 +29,7 @@ _COMMON: dict[str, Saying] = {
     "decisions.swapped_tokens": Saying("none", lost=_NO_SWAP),
     "decisions.rounding_buffers": Saying("none", lost="every layer has buffers of its own"),
     "decisions.memory_policy": Saying("none", lost=_NO_ARENA),
-    "decisions.allocator_limit_gib": Saying("none", lost="no option limits PyTorch's allocator"),
+    "decisions.allocator_limit_gib": LIMITED,
     "decisions.host_allocator": Saying("none", lost="pinned memory comes from PyTorch's allocator of powers of two"),
     "decisions.zero_params": Saying("own", lost="its sharding decides it"),
     "decisions.grad_sums": Saying("own", lost="gradients are summed in fp32"),

@@ -16,7 +16,7 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import Recompute, States
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
-from memo_sim.interchange.framework import Saying
+from memo_sim.interchange.framework import LIMITED, Saying
 from memo_sim.interchange.job import Job, job_of
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -345,9 +345,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.offload_window": Saying("none", (), _NO_SWAP),
     "decisions.rounding_buffers": Saying("none", (), _OWN_ALLOCATOR),
     "decisions.memory_policy": Saying("none", (), _OWN_ALLOCATOR),
-    "decisions.allocator_limit_gib": Saying(
-        "none", (), "no option: torch.cuda.set_per_process_memory_fraction in the training script."
-    ),
+    "decisions.allocator_limit_gib": LIMITED,
     "decisions.host_allocator": Saying("own", (), _OWN),
     "decisions.states": Saying(
         "exact",

@@ -11,9 +11,11 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.units import counted, format_tokens
 from memo_sim.views.longest_table import tried_table
 from memo_sim.views.plan_table import plans_table, ranked_table
+from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.summary_text import summary_lines
 from memo_sim.views.text_table import warning_lines
 
+DEFAULT_SYSTEM = "any"
 NEAR = 0.01
 """Plans of a Pareto front within this fraction of a listed one, in time and both memories, are not listed."""
 FRONT = "Pareto front of step time, device memory and host memory"
@@ -25,7 +27,9 @@ def answer_text(result: Result, *, why: bool = False, top: int | None = None, se
     ``why`` adds the reasons, ``top`` a table of so many ranked plans; a whole Pareto front is shown where there is one.
     ``searched``: plans were compared, so that there is more to ask for.
     """
-    head = one_line(f"{result.model} on {result.cluster}, {format_tokens(result.seq_tokens)} tokens")
+    head = one_line(
+        f"{result.model} on {result.cluster}, {format_tokens(result.seq_tokens)} tokens{_of(result.system)}"
+    )
     if result.summary is None:  # no plan can be evaluated: the reasons are the answer
         return _blocks([*warning_lines(result.warnings), f"{head}: no plan", plans_table(result, top=top), *result.why])
     blocks = [*warning_lines(result.warnings), "\n".join([head, *summary_lines(result.summary)])]
@@ -47,7 +51,7 @@ def answer_text(result: Result, *, why: bool = False, top: int | None = None, se
 
 def longest_text(document: Longest, *, why: bool = False) -> str:
     """Return the answer to how long sequences can be, without a final newline; ``why`` adds lengths and reasons."""
-    head = one_line(f"{document.model} on {document.cluster}, {document.system}")
+    head = one_line(f"{document.model} on {document.cluster}{_of(document.system)}")
     if document.seq_tokens:
         head += f": {format_tokens(document.seq_tokens)} tokens at most (limited by {document.bound})"
     else:
@@ -69,6 +73,11 @@ def longest_text(document: Longest, *, why: bool = False) -> str:
             ),
         ]
     )
+
+
+def _of(system: str) -> str:
+    """Return the system that was asked for, where it is not the default search."""
+    return f", system {system}" if system not in ("", DEFAULT_SYSTEM) else ""
 
 
 def thinned(front: Sequence[PlanRow]) -> list[PlanRow]:
@@ -102,4 +111,4 @@ def _more(details: dict[str, bool]) -> list[str]:
 
 
 def _blocks(blocks: Sequence[str]) -> str:
-    return "\n\n".join(block for block in blocks if block)
+    return from_one("\n\n".join(block for block in blocks if block))

@@ -9,6 +9,7 @@ from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.bars import place_of
 from memo_sim.views.palette import phase_label
+from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.text_table import percent, text_table
 
 SHOWN_TENSORS = 6
@@ -43,7 +44,7 @@ def shortage_text(found: Shortage, *, top: int = 3) -> str:
     blocks = [_verdict(found), _filled(found), tensor_table(found.tensors[:SHOWN_TENSORS])]
     if not found.fits:
         blocks += _ways(found, top)
-    return "\n\n".join(blocks)
+    return from_one("\n\n".join(blocks))
 
 
 def _verdict(found: Shortage) -> str:
@@ -109,17 +110,24 @@ def in_words(instruction: str) -> str:
 
 
 def _ways(found: Shortage, top: int) -> list[str]:
-    best = found.ways[:top]
+    best = found.ways[:top] or found.pairs[:top]
     memory = "device" if found.memory == "device" else "host"
+    tried = f"{counted(found.tried, 'change')} tried"
     blocks = []
-    if best:
+    if found.ways:
         more = f"; {len(found.ways) - len(best)} more fit" if len(found.ways) > len(best) else ""
-        title = f"Ways out, one change each, the fastest first ({counted(found.tried, 'change')} tried{more}):"
+        title = f"Ways out, one change each, the fastest first ({tried}{more}):"
         blocks.append(f"{title}\n{_way_table(best, memory)}")
     else:
-        blocks.append(f"No single change makes it fit ({counted(found.tried, 'change')} tried).")
+        blocks.append(f"No single change makes it fit ({tried}).")
         if near := found.too_little[:top]:
             blocks[-1] += f" The nearest:\n{_way_table(near, memory)}"
+        if found.pairs:
+            more = f"; {len(found.pairs) - len(best)} more fit" if len(found.pairs) > len(best) else ""
+            title = f"Ways out, two changes each, the fastest first ({counted(found.pairs_tried, 'pair')} tried{more}):"
+            blocks.append(f"{title}\n{_way_table(best, memory)}")
+        elif found.pairs_tried:
+            blocks.append(f"No two changes make it fit ({counted(found.pairs_tried, 'pair')} of the best tried).")
     notes = [f"{way.options}: {way.note}." for way in best if way.note]
     if found.open is not None:
         left = ", ".join(found.open.leave_out)

@@ -51,6 +51,24 @@ def test_there_and_back(plans: Path, tmp_path: Path, framework: str) -> None:
         assert codec.read(back, Plan).program_sha256 == codec.read(plans / "core.json", Plan).program_sha256
 
 
+@pytest.mark.parametrize("framework", ["megatron-lm", "megatron-bridge"])
+def test_a_limit_of_the_allocator_goes_there_and_back(tmp_path: Path, framework: str) -> None:
+    plan, out, back = tmp_path / "plan.json", tmp_path / "out", tmp_path / "back.json"
+    limit = ("--tp", 2, "--allocator-limit-gib", 20)
+    run("what-if", *ASK, "--system", "megatron-core", *limit, "-o", plan)
+    assert "runs this plan as it is" in run("export", plan, "--to", framework, "-o", out)
+    run("what-if", "--from", *_every(out), "--cluster", "a800-1x2", "-o", back)
+    again = codec.read(back, Plan)
+    assert again.decisions.allocator_limit_gib == 20
+    assert again.program_sha256 == codec.read(plan, Plan).program_sha256
+
+
+def _every(folder: Path) -> list[Path | str]:
+    """Return the files of a folder, each after an option --from but the first."""
+    first, *others = sorted(folder.iterdir())
+    return [first, *(word for path in others for word in ("--from", path))]
+
+
 def test_what_is_lost_is_priced(plans: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     text = run("export", plans / "memo.json", "--to", "megatron-lm", "-o", out, "--json", "--launcher", "slurm")

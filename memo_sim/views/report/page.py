@@ -21,6 +21,7 @@ from memo_sim.contract.plain_text import printable
 from memo_sim.contract.units import format_seconds
 from memo_sim.views.report.curves import Chart
 from memo_sim.views.report.packed import packed
+from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.step import Step
 
 if TYPE_CHECKING:
@@ -255,10 +256,10 @@ def _environment() -> Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Return a text without characters that a browser would not show as themselves; markup stays."""
+    """Return a text with stages from 1, and without characters that a browser would not show; markup stays."""
     from markupsafe import Markup
 
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return printable(from_one(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @cache

@@ -13,7 +13,7 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.palette import phase_colour
-from memo_sim.views.plan_table import interval_label, layout_label
+from memo_sim.views.plan_table import BEYOND, interval_ends, interval_label, layout_label
 from memo_sim.views.report.curves import Chart, Line
 from memo_sim.views.report.page import (
     Block,
@@ -90,7 +90,7 @@ def _tiles(summary: Summary) -> Tiles:
     items: list[tuple[str, str, str]] = []
     if summary.fits and summary.step_s is not None:
         sure = summary.interval
-        expected = f"{interval_label(sure)} ({100 * sure.level:.0f} %)" if sure else ""
+        expected = interval_label(sure) if sure else ""
         items.append(("step", format_seconds(summary.step_s), expected))
     if summary.mfu is not None:
         items.append(("MFU", f"{100 * summary.mfu:.1f} %", "causal mask counted"))
@@ -134,7 +134,7 @@ def _plans(result: Result) -> Section:
     if fitting:
         blocks.append(plans_table(fitting))
     if outside := sorted({name for plan in fitting for name in plan.outside_calibration}):
-        blocks.append(Paragraph(f"* outside the calibrated range: {', '.join(outside)}", quiet=True))
+        blocks.append(Paragraph(f"{BEYOND}: {', '.join(outside)}", quiet=True))
     if others:
         rows: list[list[Cell]] = [
             [
@@ -192,7 +192,7 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
                 layout_label(plan.layout),
                 f"{plan.alpha:.3f}",
                 None if plan.step_s is None else format_seconds(plan.step_s),
-                None if plan.interval is None else interval_label(plan.interval),
+                None if plan.interval is None else interval_ends(plan.interval),
                 None if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
                 None if plan.tgs is None else f"{plan.tgs:.1f}",
                 format_bytes(_memory_of(plan, "device")),
@@ -206,7 +206,7 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
         "layout",
         "alpha",
         "step",
-        "interval",
+        "80 % interval",
         "MFU",
         "TGS",
         "device",

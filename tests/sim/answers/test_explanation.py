@@ -118,6 +118,18 @@ def test_neighbours_change_one_decision_and_their_losses_sum_up(found: Explanati
     first = found.rivals[0].slower_s
     assert first is not None
     assert ("A rival is faster" in explanation_text(found)) == (-first > 0.005 * found.step_s)
+    assert any(rival.options == "--tp-overlap chunked" for rival in found.rivals)
+
+
+def test_pairs_are_faster_than_every_single_change(found: Explanation) -> None:
+    check_losses(found, found.pairs)
+    assert 0 < found.pairs_tried <= 12
+    to_beat = min(rival.step_s for rival in found.rivals if rival.step_s is not None)
+    assert found.pairs
+    assert all(rival.step_s is not None and rival.step_s < to_beat for rival in found.pairs)
+    assert "Faster with two decisions changed" in explanation_text(found)
+    none = explanation_text(msgspec.structs.replace(found, pairs=[]))
+    assert f"none of {found.pairs_tried} pairs is faster" in none
 
 
 def test_the_step_is_compute_and_its_waits(found: Explanation) -> None:
@@ -137,6 +149,10 @@ def test_the_rivals_of_a_result_are_its_ranked_plans(question: Question) -> None
     assert [rival.step_s for rival in found.rivals] == [row.step_s for row in wide.plans[1:]]
     check_losses(found, found.rivals)
     assert found.notes == []
+    check_losses(found, found.changed)
+    assert found.changes_tried == len(found.changed) > 0
+    assert all(rival.options for rival in found.changed)
+    assert "The best plan with one decision changed" in explanation_text(found)
 
 
 def test_a_loss_reads_as_a_sentence(found: Explanation) -> None:

@@ -43,6 +43,16 @@ def test_without_a_price_there_is_none(asked) -> None:
     assert "price" not in "\n".join(summary_lines(verdict))
 
 
+def test_a_length_that_layouts_do_not_divide_says_what_the_nearest_one_gains() -> None:
+    asked = question(32 * 1024 + 4, system="full-recompute", global_batch=2)
+    small = replace(asked, model=msgspec.structs.replace(asked.model, layers=2), pins=Pins())
+    first, *others = what_if(small).result.summary.assumptions
+    assert (first.name, first.option) == ("length", "--seq-len 32768")
+    assert first.value.startswith("32772 tokens do not divide over ")
+    assert "; 32768 tokens (32k: 4 fewer) divide over all, with " in first.value
+    assert "length" not in {each.name for each in others}
+
+
 def test_assumptions_name_their_options(asked) -> None:
     options = {each.name: each.option for each in what_if(asked).result.summary.assumptions}
     assert options["attention kernel"] == "--attention"

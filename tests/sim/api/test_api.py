@@ -136,7 +136,7 @@ def test_a_missing_package_is_said(answer: memo.WhatIfResult, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(memo.CannotRun) as refused:
         answer.plot().svg  # noqa: B018
-    check_fields(refused.value, memo.CannotRun, got="matplotlib", hint="memo[sim]")
+    check_fields(refused.value, memo.CannotRun, got="matplotlib", hint="pip install '.[sim]'")
     without = (
         "import sys; sys.modules['simpy'] = None; import memo_sim as memo",
         "try: memo.what_if",
