@@ -94,7 +94,7 @@ def _compared(job: RecordedStep) -> str:
     rows = [
         [
             _short(unknown.name),
-            f"{unknown.calls:.3g}",
+            _calls(unknown.calls),
             format_seconds(unknown.measured_s),
             percent(unknown.measured_s / job.work_s),
             unknown.why,
@@ -103,6 +103,10 @@ def _compared(job: RecordedStep) -> str:
     ]
     table = text_table(["not recognised", "calls", "time", "of the work", "why"], rows, "lrrrl")
     return f"{text}; not recognised: {percent(job.unknown_s / job.work_s)}.\n{table}"
+
+
+def _calls(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _short(name: str) -> str:
@@ -114,7 +118,7 @@ def _kinds(job: RecordedStep) -> str:
     rows = [
         [
             kind.kind,
-            f"{kind.calls:.3g}",
+            _calls(kind.calls),
             format_seconds(kind.measured_s),
             percent(kind.measured_s / job.step_s),
             format_seconds(kind.compared_s) if kind.predicted_s else None,
@@ -134,7 +138,7 @@ def _shapes(job: RecordedStep) -> str:
         [
             shape.kind,
             shape.shape,
-            f"{shape.calls:.3g}",
+            _calls(shape.calls),
             format_seconds(shape.measured_s),
             format_seconds(shape.predicted_s),
             f"{shape.predicted_s / shape.measured_s:.3f}" if shape.measured_s else None,
