@@ -177,7 +177,8 @@ def _attention(recorded: Recorded, operator: Operator) -> Operation:
     backward = operator.name.endswith("_backward")
     kind = "attention.bwd" if backward else "attention"
     shapes = operator.shapes[query : query + 2]
-    if len(shapes) < 2 or any(len(shape) != HEAD_DIMENSIONS for shape in shapes) or len(operator.dtypes) <= query:
+    whole = all(len(shape) == HEAD_DIMENSIONS and 0 not in shape for shape in shapes)
+    if len(shapes) < 2 or not whole or len(operator.dtypes) <= query:
         return Operation(kind, recorded, note="without shapes")
     dtype = DTYPES.get(operator.dtypes[query])
     if dtype is None:

@@ -205,6 +205,23 @@ def test_a_sum_goes_over_rows_or_columns(dims: str, pattern: str) -> None:
     assert found.traffic.pattern == pattern
 
 
+@pytest.mark.parametrize(("ts", "dur"), [(1e300, 1.0), (0.0, -5.0), (0.0, 1e300), (float("-1e200"), 1.0)])
+def test_times_that_no_trace_has_are_refused(ts: float, dur: float) -> None:
+    trace = one_step()
+    trace.add("kernel", "gemm", ts, dur)
+    with pytest.raises(BadInput, match="a time that no trace has"):
+        read_recording(trace.raw(), "t")
+
+
+@pytest.mark.parametrize("wrong", [3, 2.5, "x", {}, [-4, 4], [[4]], [2**70]])
+def test_inputs_that_are_no_tensors_are_not_read(wrong: object) -> None:
+    trace = Trace()
+    trace.launch("aten::mul", "elementwise", 0, (0, 1), shapes=[[4, 4]])
+    trace.events[0]["args"] = {"Input Dims": [wrong], "Input type": wrong, "Concrete Inputs": wrong}
+    (found,) = operations_of(read_recording(trace.raw(), "t"))
+    assert (found.kind, found.work) == ("other", None)
+
+
 @pytest.mark.parametrize(
     ("raw", "what"),
     [
