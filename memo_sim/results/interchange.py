@@ -198,9 +198,13 @@ class DoctorResult(TypedResult):
         """
         codec.write(Path(path), self.profile)
 
-    def text(self, output: str | None = None) -> str:
-        """Return what ``memo-sim doctor`` prints; ``output`` is the profile's file, where it is written."""
-        return diagnosis_text(self.made.job, self.profile.name, self.changes, self.imported, output=output)
+    def text(self, output: str | None = None, *, everything: bool = False) -> str:
+        """Return what ``memo-sim doctor`` prints; ``output`` is the profile's file, where it is written.
+
+        ``everything``: with each option of the job's configuration on a line of its own.
+        """
+        about = (self.made.job, self.profile.name, self.changes, self.imported)
+        return diagnosis_text(*about, output=output, everything=everything)
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim doctor`` prints it."""
