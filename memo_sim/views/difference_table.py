@@ -35,7 +35,7 @@ def verdict_line(difference: Difference, at: int) -> str:
     if side.tgs and first.tgs and abs(side.tgs / first.tgs * (1 + ratio) - 1) > EQUAL:
         change = percent(side.tgs / first.tgs - 1, signed=True)
         text = f"{letter(at)} does {side.tgs:.1f} tokens per GPU and second, A {first.tgs:.1f} ({change})"
-        text += f"{_where_by_token(difference, at, first.tgs, side.tgs)}. Steps differ in tokens or GPUs: {steps}"
+        text += f"{_where_by_token(difference, at, first.tgs, side.tgs)}. Steps differ in tokens or GPUs ({steps})"
     elif abs(ratio) < EQUAL:
         text = f"{letter(at)} is as fast as A ({steps})"
     else:
@@ -159,7 +159,7 @@ def _shares(
         of_difference=[1.0 if difference else None for difference in total],
     )
     rows.append(["step", *map(format_seconds, whole.seconds), *_changes(whole, others)])
-    headers = [title, *names, *(text for at in others for text in (f"{names[at]} - A", "of it"))]
+    headers = [title, *names, *(text for at in others for text in (f"{names[at]} - A", f"of {names[at]} - A"))]
     return text_table(headers, rows, "l" + "r" * (len(headers) - 1))
 
 

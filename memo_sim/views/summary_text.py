@@ -5,9 +5,11 @@ Every memory figure says what it includes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import StepInterval
-from memo_sim.contract.summary import DeviceMemory, Summary
+from memo_sim.contract.summary import NOT_READ, DeviceMemory, Summary
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.views.plan_table import interval_label
 
@@ -35,6 +37,12 @@ def summary_lines(summary: Summary) -> list[str]:
     if summary.left_out:
         lines.append(f"Not tried: {'; '.join(f'{one_line(each.what)} ({each.option})' for each in summary.left_out)}.")
     return lines
+
+
+def not_read_lines(summaries: Iterable[Summary | None]) -> list[str]:
+    """Return the line about ignored fields of the models' files, for tables of many answers; empty where none are."""
+    found = [each.value for summary in summaries if summary for each in summary.assumptions if each.name == NOT_READ]
+    return [one_line(f"Not read {'; '.join(dict.fromkeys(found))}.")] if found else []
 
 
 def verdict_lines(summary: Summary) -> list[str]:

@@ -10,7 +10,7 @@ from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Left
 from memo_sim.contract.units import GIB
 from memo_sim.views.answer_text import answer_text, longest_text, thinned
 from memo_sim.views.stage_numbers import from_one
-from memo_sim.views.summary_text import summary_lines
+from memo_sim.views.summary_text import not_read_lines, summary_lines
 from tests.views.test_tables import INTERVAL, infeasible, plan, result
 
 SUMMARY = Summary(
@@ -69,6 +69,13 @@ def test_the_verdict_says_why_an_interval_is_wide_or_missing() -> None:
     assert "; wider than usual: PyTorch's allocator retries allocations)" in speed
     none = msgspec.structs.replace(SUMMARY, interval=None, no_interval="the profile is rough")
     assert "Step 83.6 s (no interval: the profile is rough), MFU" in summary_lines(none)[1]
+
+
+def test_ignored_fields_of_a_model_are_listed_once_below_a_table() -> None:
+    ignored = Assumption(name="not read", value="of the model's file: quantization_config")
+    summary = msgspec.structs.replace(SUMMARY, assumptions=[ignored])
+    assert not_read_lines([summary, None, summary]) == ["Not read of the model's file: quantization_config."]
+    assert not_read_lines([SUMMARY, None]) == []
 
 
 def test_stages_are_counted_from_one() -> None:
