@@ -61,11 +61,12 @@ class Exported:
 
 @dataclass(frozen=True)
 class _There:
-    """A job as the framework would run it, predicted."""
+    """A job as the framework would run it, predicted, and the reserve of its fullest stage."""
 
     job: Job
     decisions: Decisions
     prediction: Prediction
+    reserve_bytes: int
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -96,7 +97,7 @@ def export_plan(
     named, preset = asked or cluster.name, preset_of_shape(decisions.model)
     there = _nearest(decisions, framework, cluster, hardware, named)
     layout = there.decisions.layout
-    fraction = fraction_of(there.decisions, there.prediction, hardware.device_memory_bytes.value)
+    fraction = fraction_of(there.decisions, there.reserve_bytes, hardware.device_memory_bytes.value)
     launch = launch_of(layout.devices, cluster.devices_per_node, launcher, fraction)
     where = f"{layout.devices} devices of {one_line(cluster.name)}"
     header = (
@@ -148,7 +149,8 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
         except (Infeasible, UsageError) as error:
             refused.append(error)
             continue
-        one = _There(job, own, play(question, own).prediction)
+        played = play(question, own)
+        one = _There(job, own, played.prediction, played.memory.reserve_bytes)
         if own == decisions:
             return one
         found.append(one)
@@ -179,7 +181,7 @@ def _with_best_limit(there: _There, framework: Framework, cluster: Cluster, hard
         return there
     question = there.job.question(cluster, hardware, framework.system)
     best = with_best_limit(one, lambda own: play(question, own).prediction, capacity_bytes=capacity_bytes)
-    return _There(there.job, best.decisions, best.prediction)
+    return replace(there, decisions=best.decisions, prediction=best.prediction)
 
 
 def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[LostDecision]:

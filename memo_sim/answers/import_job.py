@@ -109,8 +109,8 @@ def decisions_of(
     found, assumed = _whole_device(job, cluster, hardware, system)
     if memory_fraction is None or found.memory_policy == "planned":
         return found, assumed
-    prediction = play(job.question(cluster, hardware, system), found).prediction
-    limit = limit_gib(memory_fraction, prediction, hardware.device_memory_bytes.value)
+    memory = play(job.question(cluster, hardware, system), found).memory
+    limit = limit_gib(memory_fraction, memory.reserve_bytes, hardware.device_memory_bytes.value)
     return msgspec.structs.replace(found, allocator_limit_gib=limit), assumed
 
 
