@@ -105,7 +105,7 @@ def _states(saying: Saying, plan: Decisions, there: Decisions) -> str:
 def _adamw(saying: Saying, plan: Decisions, there: Decisions) -> str:
     eager = ("eager", "compiled")
     if plan.kernels.rowwise not in eager and there.kernels.rowwise in eager:
-        return "fused, its default: the plan has memo-exec's optimizer"
+        return "its default; the plan's kernels have an optimizer of their own"
     return saying.lost
 
 
