@@ -75,6 +75,8 @@ def _recompute(saying: Saying, plan: Decisions, there: Decisions) -> str:
 
 
 def _recompute_layers(saying: Saying, plan: Decisions, there: Decisions) -> str:
+    if there.recompute_layers.startswith("groups-") and not plan.recompute_layers.startswith("groups-"):
+        return f"one input for a group of layers needs less memory: {_BEST}"
     if plan.recompute != there.recompute:
         return "it goes with the other recompute"
     return saying.lost
