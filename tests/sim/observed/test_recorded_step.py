@@ -223,6 +223,8 @@ def test_copies_beside_each_other_are_predicted_so() -> None:
     assert found.stretch(Lane.D2H, 0.0, 50.0) == 1
     assert found.stretch(Lane.COMPUTE, 100.0, 120.0) == pytest.approx(hardware.compute_slowdown["copy"].value)
     assert found.stretch(Lane.TP, 0.0, 100.0) == 1
+    nothing = Disturbance((), hardware, cluster, 1)  # as of a CPU, whose operators overlap in no known way
+    assert nothing.stretch(Lane.COMPUTE, 0.0, 100.0) == 1
 
 
 def test_memory_by_class_stands_beside_the_prediction() -> None:
