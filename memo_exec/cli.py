@@ -206,7 +206,7 @@ def verify_command(plan: Path, *, as_json: bool, **options: Any) -> None:
     from memo_sim.contract.codec import encode
     from memo_sim.views.verdict_table import verdict_table
 
-    verdict = verify_plan(plan, verify_options(options))
+    verdict = verify_plan(plan, verify_options(options), note=lambda text: say(f"verify: {text}"))
     if verdict is None:  # rank 0 prints
         return
     if as_json:

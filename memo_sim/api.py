@@ -414,7 +414,7 @@ def oom_of(question: Question, plan: Plan | None, *, progress: Progress | None =
     """
     if plan is not None:
         question = question_of_plan(plan.decisions, question.cluster, question.hardware, system=plan.provenance.system)
-    return OomResult(shortage_answer.shortage(question, progress=progress), command)
+    return OomResult(shortage_answer.shortage(question, of_plan=plan is not None, progress=progress), command)
 
 
 @with_names_checked()
@@ -469,14 +469,15 @@ def export(
     folder = None if directory is None else Path(directory)
     if folder is not None:
         codec.check_new_folder(folder)
+    asked = "" if cluster is None else os.fspath(cluster)
     if isinstance(plan, WhatIfResult):
         document, machine = plan.plan, (plan.question.cluster, plan.question.hardware)
     else:
         document = plan if isinstance(plan, Plan) else load_plan(plan)
-        machine = load_cluster(_cluster_of_plan(document, cluster))
-    if cluster is not None:
-        machine = load_cluster(os.fspath(cluster))
-    made = export_plan(document, find_framework(to), *machine, launcher)
+        asked = _cluster_of_plan(document, cluster)
+    if asked:
+        machine = load_cluster(asked)
+    made = export_plan(document, find_framework(to), *machine, launcher, asked=asked)
     if folder is not None:
         codec.write_folder(folder, made.files)
     return ExportResult(made, folder)

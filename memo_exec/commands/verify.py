@@ -7,7 +7,7 @@ rank plays its part, over NCCL on GPUs. A CPU computes in fp32, a GPU in the pla
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,12 @@ def verify_options(named: Mapping[str, Any]) -> VerifyOptions:
     return VerifyOptions(**given)
 
 
-def verify_plan(path: Path, options: VerifyOptions) -> Verdict | None:
+def verify_plan(
+    path: Path, options: VerifyOptions, *, note: Callable[[str], None] = lambda text: None
+) -> Verdict | None:
     """Return the verdict on a plan; None on every rank but the first.
+
+    ``note`` gets a line before each part of the work.
 
     Raises:
         BadInput: when the plan cannot be read, or is not what it pins.
@@ -85,6 +89,9 @@ def verify_plan(path: Path, options: VerifyOptions) -> Verdict | None:
     here = _reduced(plan.decisions, options, kind, launch)
     plays = plays_of(here, seed=options.seed, steps=options.steps)
     machine = machine_text(this_machine(sharing=launch.local_world)) if kind == "cuda" else _cpu_text()
+    if launch.rank == 0:
+        ranks = counted(here.layout.devices, "rank")
+        note(f"playing the plan at a reduced size, then keep-everything, on {ranks} ({kind})")
     if launch.world == 1:
         played = play_here(plays) if kind == "cpu" else _play_on_gpu(plays)
     else:
@@ -93,7 +100,9 @@ def verify_plan(path: Path, options: VerifyOptions) -> Verdict | None:
         if found is None:
             return None
         played = found
+    note(f"{time.perf_counter() - began:.0f} s: checking the programs at full size")
     checks = full_size_checks(plan.decisions)
+    note(f"{time.perf_counter() - began:.0f} s: comparing with keep-everything and plain autograd")
     verdict = judge(plan.decisions, plays, played, checks=checks, machine=machine)
     return msgspec.structs.replace(verdict, seconds=time.perf_counter() - began)
 

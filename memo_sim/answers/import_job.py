@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from memo_sim.answers import named_values
-from memo_sim.answers.export_plan import LOST_PAGE, PLAN_FILE
+from memo_sim.answers.export_plan import LOST_PAGE, MODEL_FILE, PLAN_FILE
 from memo_sim.answers.what_if import row, what_if, without_answer
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
@@ -41,7 +41,7 @@ ALTERNATIVES = 3
 
 def job_files(paths: Sequence[str]) -> list[str]:
     """Return the files of a job, without the pages that ``export`` writes beside them; a single file is always one."""
-    beside = {LOST_PAGE, PLAN_FILE}
+    beside = {LOST_PAGE, MODEL_FILE, PLAN_FILE}
     return [path for path in paths if is_command(path) or Path(path).name not in beside] or list(paths)
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memo_sim.contract.requests import Requests
+from memo_sim.contract.shortage import LiveTensor
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.requests import requests_of
+from memo_sim.reasons.peak import tensors_at
 from memo_sim.views.report.page import Page, write_page
 from memo_sim.views.report.what_if import Best, what_if_page
 from memo_sim.views.step import Step
@@ -19,9 +21,19 @@ if TYPE_CHECKING:
     from memo_sim.engine.stage_run import StageRun
     from memo_sim.planning.arena import Arena
 
+LARGEST = 12
+"""Tensors that the page lists."""
+
 
 def write_report(
-    answer: Answer, question: Question, path: Path, *, plan: Plan | None, file: Path | None, created: str, command: str
+    answer: Answer,
+    question: Question,
+    path: Path,
+    *,
+    plan: Plan | None,
+    file: Path | None,
+    created: str,
+    command: str,
 ) -> None:
     """Write the page of an answer (``report_page``).
 
@@ -43,6 +55,7 @@ def report_page(
             file=None if file is None else str(file),
             steps=steps_of(answer.best, answer.arena),
             pace=answer.best.stages.index(answer.best.pace),
+            largest=_largest(answer.best),
         )
     return what_if_page(
         answer.result,
@@ -68,7 +81,7 @@ def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:
             Step(
                 name=f"stage {number + 1} · rank {trace.rank}" if several else f"rank {trace.rank}",
                 trace=trace,
-                buffers=_buffers(traced, simulation),
+                buffers=_buffers(traced),
                 capacity_bytes=stage.memory.device_capacity_bytes,
                 reserve_bytes=stage.memory.reserve_bytes,
                 held_bytes=held_bytes,
@@ -78,8 +91,15 @@ def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:
     return steps
 
 
-def _buffers(stage: StageRun, simulation: Simulation) -> Requests | None:
-    """Return a stage's device buffers with their names; an eager framework has other buffers than the program."""
-    if simulation.decisions.memory_policy == "eager":
-        return None
-    return requests_of(stage.program, stage.columns, lives=stage.memory.device_lives)
+def _buffers(stage: StageRun) -> Requests:
+    """Return a stage's device buffers with their names; an eager framework has more of them than the program."""
+    memory = stage.memory
+    return requests_of(stage.program, stage.columns, lives=memory.device_lives, names=memory.buffer_names)
+
+
+def _largest(simulation: Simulation) -> list[LiveTensor]:
+    """Return the largest tensors at the peak of the stage with most live bytes, by name."""
+    memory = simulation.most_live.memory
+    at = memory.device.instruction
+    found = tensors_at(memory.program, memory.device_lives, at, device=True, names=memory.buffer_names)
+    return found[:LARGEST]

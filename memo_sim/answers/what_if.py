@@ -385,7 +385,8 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.report is not None and answer.best is None:
         from memo_sim.answers.report import write_report
 
-        write_report(answer, question, outputs.report, plan=None, file=None, created=created, command=command)
+        told = {"created": created, "command": command}
+        write_report(answer, question, outputs.report, plan=None, file=None, **told)
     if answer.best is None or not any((outputs.plan, outputs.picture, outputs.timeline, outputs.report)):
         return
     traces = answer.best.traces()
@@ -401,7 +402,8 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.report:
         from memo_sim.answers.report import write_report
 
-        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, created=created, command=command)
+        told = {"created": created, "command": command}
+        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, **told)
     if outputs.plan:
         for number, trace in enumerate(traces):
             write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)

@@ -28,6 +28,7 @@ from memo_sim.views.command_line import show, show_document, with_progress
 @click.option("--framework", type=click.Choice(TO), help="With --config: whose files they are.")
 @GIVEN
 @click.option("--no-search", is_flag=True, help="With --config: do not search for something better.")
+@click.option("--all", "everything", is_flag=True, help="With --config: show every ignored option with its value.")
 @click.option(
     "--export",
     "export_to",
@@ -51,7 +52,7 @@ def doctor_command(*, output: str | None, cluster_output: str | None, as_json: b
     from memo_sim.contract.codec import check_new_folder, write
 
     config, export_to = options.pop("config"), options.pop("export_to")
-    of_job = {name: options.pop(name) for name in ("framework", "given", "no_search")}
+    of_job = {name: options.pop(name) for name in ("framework", "given", "no_search", "everything")}
     _check(options, config, export_to, of_job, as_json=as_json)
     _check_outputs(options, config, output, cluster_output)
     if export_to:
@@ -67,7 +68,7 @@ def doctor_command(*, output: str | None, cluster_output: str | None, as_json: b
     if as_json:
         show_document(found.to_json().encode())
         return
-    if text := found.text(output):
+    if text := found.text(output, everything=of_job["everything"]):
         show(text)
     if export_to:
         show(f"\n{found.export(export_to)}")

@@ -6,6 +6,7 @@ Everything heavier than click is imported inside the command that needs it.
 from __future__ import annotations
 
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def compare_command(
         check_chart(plot)
     if report is not None:
         check_page(report)
-    check_not_read(written, map(Path, compared))
+    traces = (trace for path in map(Path, compared) for trace in path.parent.glob(f"{escape(path.stem)}.trace*.json"))
+    check_not_read(written, [*map(Path, compared), *traces, *([Path(cluster)] if cluster else [])])
     check_distinct(written)
     found = with_progress("sides", lambda tell: compare(*compared, cluster=cluster, progress=tell))
     if plot is not None:

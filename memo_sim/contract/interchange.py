@@ -28,6 +28,8 @@ class LostDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     instead: str
     """What the framework does in its place."""
     why: str = ""
+    option: str = ""
+    """The option of memo's command line that sets it: ``--tp``; empty where there is none."""
 
 
 class OwnDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +38,7 @@ class OwnDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     path: str
     value: str
     why: str = ""
+    option: str = ""
 
 
 class Export(

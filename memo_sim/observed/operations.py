@@ -177,7 +177,8 @@ def _attention(recorded: Recorded, operator: Operator) -> Operation:
     backward = operator.name.endswith("_backward")
     kind = "attention.bwd" if backward else "attention"
     shapes = operator.shapes[query : query + 2]
-    if len(shapes) < 2 or any(len(shape) != HEAD_DIMENSIONS for shape in shapes) or len(operator.dtypes) <= query:
+    whole = all(len(shape) == HEAD_DIMENSIONS and 0 not in shape for shape in shapes)
+    if len(shapes) < 2 or not whole or len(operator.dtypes) <= query:
         return Operation(kind, recorded, note="without shapes")
     dtype = DTYPES.get(operator.dtypes[query])
     if dtype is None:
@@ -206,12 +207,14 @@ def _attention(recorded: Recorded, operator: Operator) -> Operation:
 
 def _copy(recorded: Recorded) -> Operation:
     name = recorded.name
-    pageable = " (pageable)" if "Pageable" in name else ""
+    pageable = "" if "Pinned" in name else " (pageable)" if "Pageable" in name else " (not known to be pinned)"
     for text, direction in (("DtoH|CopyDeviceToHost", "d2h"), ("HtoD|CopyHostToDevice", "h2d")):
         if re.search(text, name):
             kind = f"copy.{direction}{pageable}"
             if pageable:
                 return Operation(kind, recorded, note="not from pinned memory, which is what a profile has")
+            if not recorded.moved_bytes:
+                return Operation(kind, recorded, note="its bytes are not recorded")
             return Operation(kind, recorded, Copy(recorded.moved_bytes, "d2h" if direction == "d2h" else "h2d"))
     return _streamed("copy", recorded.moved_bytes, recorded.moved_bytes, recorded)
 

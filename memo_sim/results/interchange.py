@@ -61,7 +61,7 @@ class ExportResult(TypedResult):
     @property
     def search_command(self) -> str:
         """The command that finds a plan that the framework can run whole."""
-        return self.made.search_command
+        return self.made.search_command(str(self.directory or "."))
 
     @with_names_checked()
     def table(self) -> list[Row]:
@@ -198,9 +198,13 @@ class DoctorResult(TypedResult):
         """
         codec.write(Path(path), self.profile)
 
-    def text(self, output: str | None = None) -> str:
-        """Return what ``memo-sim doctor`` prints; ``output`` is the profile's file, where it is written."""
-        return diagnosis_text(self.made.job, self.profile.name, self.changes, self.imported, output=output)
+    def text(self, output: str | None = None, *, everything: bool = False) -> str:
+        """Return what ``memo-sim doctor`` prints; ``output`` is the profile's file, where it is written.
+
+        ``everything``: with each option of the job's configuration on a line of its own.
+        """
+        about = (self.made.job, self.profile.name, self.changes, self.imported)
+        return diagnosis_text(*about, output=output, everything=everything)
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim doctor`` prints it."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from memo_sim.contract.explanation import Explanation, Rival, Sensitivity
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.plan_table import short_of
 from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.text_table import number, percent, text_table
 
@@ -116,7 +117,7 @@ def _sensitivities(found: Explanation) -> str:
 
 def _outcome(each: Sensitivity, found: Explanation) -> list[str | None]:
     if each.gain is None:
-        return [None, None, None, f"does not fit ({each.status})"]
+        return [None, None, None, f"does not fit: too little {short_of(each.status)}"]
     gain = percent(each.gain, signed=True) if abs(each.gain) >= WORTH_NAMING else "none"
     other = each.plan if each.decisions == "searched" and each.plan != found.plan else None
     return [format_seconds(each.step_s or 0.0), number(each.tgs), gain, other or ""]
@@ -164,8 +165,8 @@ def _rival_table(rivals: Sequence[Rival], title: str, top: int | None) -> str:
 def why(rival: Rival) -> str:
     """Return why a rival loses: ``0.41 s slower: 0.3 s more compute, 0.1 s more waits for all_gather``."""
     if rival.slower_s is None:
-        short = f": {format_bytes(rival.shortfall_bytes)} short" if rival.shortfall_bytes else ""
-        return f"does not fit ({rival.status}){short}"
+        short = f"short by {format_bytes(rival.shortfall_bytes)} of " if rival.shortfall_bytes else "too little "
+        return f"does not fit: {short}{short_of(rival.status)}"
     changed = f"{format_seconds(abs(rival.slower_s))} {'slower' if rival.slower_s > 0 else 'faster'}"
     if not round(rival.slower_s, DIGITS):
         return "equally fast"

@@ -8,7 +8,7 @@ from memo_sim.contract.units import counted, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
 
-ROLES = {"fits": "smallest that fits", "within": "smallest in time", "cheapest": "fewest GPU-hours"}
+ROLES = {"fits": "smallest that fits", "within": "smallest within the time", "cheapest": "fewest GPU-hours"}
 """What the roles are called in the table."""
 
 

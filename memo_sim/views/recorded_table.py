@@ -12,7 +12,7 @@ from memo_sim.views.import_page import import_summary
 from memo_sim.views.text_table import percent, text_table
 
 LEAST_SHARE = 0.001
-"""Kinds below this part of the step are not shown."""
+"""Kinds below this part of the recorded work are not shown."""
 LONGEST_NAME = 70
 """Characters of a kernel's name that are shown; templates are longer than a line."""
 
@@ -48,10 +48,11 @@ def diagnosis_text(
     priced: ImportedJob | None = None,
     *,
     output: str | None = None,
+    everything: bool = False,
 ) -> str:
     """Return what ``memo-sim doctor`` prints: the recorded step, what changes in the profile, and the job's price.
 
-    ``output`` is the profile's file, where it is written.
+    ``output`` is the profile's file, where it is written; ``everything``: with each option of the job on its own line.
     """
     told = [one_line(text) for text in changes] or ["nothing: no kind of work has enough calls and time"]
     head = f"{output} is {profile} with:" if output else "measured; -o PROFILE writes a profile with:"
@@ -59,7 +60,7 @@ def diagnosis_text(
     if output or job is None:
         lines.append("\n".join([head, *told]))
     if priced is not None:
-        lines.append(f"With the measured rates:\n{import_summary(priced)}")
+        lines.append(f"With the measured rates:\n{import_summary(priced, everything=everything)}")
     return "\n\n".join(lines)
 
 
@@ -124,7 +125,7 @@ def _compared(job: RecordedStep) -> str:
     rows = [
         [
             _short(unknown.name),
-            f"{unknown.calls:.3g}",
+            _calls(unknown.calls),
             format_seconds(unknown.measured_s),
             percent(unknown.measured_s / job.work_s),
             unknown.why,
@@ -133,6 +134,10 @@ def _compared(job: RecordedStep) -> str:
     ]
     table = text_table(["not recognised", "calls", "time", "of the work", "why"], rows, "lrrrl")
     return f"{text}; not recognised: {percent(job.unknown_s / job.work_s)}.\n{table}"
+
+
+def _calls(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _short(name: str) -> str:
@@ -144,7 +149,7 @@ def _kinds(job: RecordedStep) -> str:
     rows = [
         [
             kind.kind,
-            f"{kind.calls:.0f}",
+            _calls(kind.calls),
             format_seconds(kind.measured_s),
             percent(kind.measured_s / job.step_s),
             format_seconds(kind.compared_s) if kind.predicted_s else None,
@@ -153,7 +158,7 @@ def _kinds(job: RecordedStep) -> str:
             kind.not_compared,
         ]
         for kind in job.kinds
-        if kind.measured_s >= LEAST_SHARE * job.step_s
+        if kind.measured_s >= LEAST_SHARE * job.work_s
     ]
     heads = ["kind", "calls", "measured", "of the step", "compared", "predicted", "ratio", "why not the rest"]
     return text_table(heads, rows, "lrrrrrrl")
@@ -164,7 +169,7 @@ def _shapes(job: RecordedStep) -> str:
         [
             shape.kind,
             shape.shape,
-            f"{shape.calls:.3g}",
+            _calls(shape.calls),
             format_seconds(shape.measured_s),
             format_seconds(shape.predicted_s),
             f"{shape.predicted_s / shape.measured_s:.3f}" if shape.measured_s else None,

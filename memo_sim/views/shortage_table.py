@@ -155,7 +155,7 @@ def ways_notes(found: Shortage, top: int) -> list[str]:
     best = found.ways[:top] or found.pairs[:top]
     notes = [f"{way.options}: {way.note}." for way in best if way.note]
     if found.open is not None:
-        left = ", ".join(found.open.leave_out)
+        left = ", ".join(found.open.leave_out) or "every knob"
         step = format_seconds(found.open.step_s or 0.0)
         batch = f" and {found.open.options}" if found.open.options else ""
         notes.append(f"With {left} left to the search{batch}: {found.open.plan}, {step}.")

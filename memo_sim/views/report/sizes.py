@@ -90,7 +90,7 @@ def results_page(document: Results, at_best: Page | None, *, command: str, creat
     first = document.results[0]
     sections = [
         Section("", [Notice(text) for text in told]),
-        Section("Clusters", [Table(*results_cells(document))]),
+        Section("Clusters", [Table(*results_cells(document), mark_first=True)]),
         *(Section(result.cluster, _of_cluster(document, number)) for number, result in enumerate(document.results)),
         *_in_detail(f"The best plan on {first.cluster}", at_best, provenance(command, created, version)),
     ]
