@@ -7,14 +7,16 @@ rank plays its part, over NCCL on GPUs. A CPU computes in fp32, a GPU in the pla
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from memo_exec.commands.run import connected_groups, machine_text
+from memo_exec.commands.verify_bounds import BOUNDS
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.world import PATIENCE_S, Launch, World, device_of, joined, launched, side_by_side
@@ -25,7 +27,7 @@ from memo_exec.verification.play import Play, Played
 from memo_exec.verification.reduction import MOST_RANKS, reduced
 from memo_exec.verification.verify import CPU_ATTENTION, judge, play_here, plays_of
 from memo_sim.contract import codec
-from memo_sim.contract.errors import CannotRun, Infeasible
+from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.units import counted
 from memo_sim.contract.verdict import CheckResult, Verdict
@@ -51,6 +53,19 @@ class VerifyOptions:
     seed: int = 0
     steps: int = 1
     layers: int = 0
+
+
+def verify_options(named: Mapping[str, Any]) -> VerifyOptions:
+    """Return the options by the names of the command line's; None: not given.
+
+    Raises:
+        UsageError: when a value is out of range.
+    """
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, (least, most) in BOUNDS.items():
+        if not least <= given.get(name, least) <= most:
+            raise UsageError(f"not a value of {name}", got=given[name], wanted=f"a whole number from {least} to {most}")
+    return VerifyOptions(**given)
 
 
 def verify_plan(

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memo_sim.contract.requests import Requests
-from memo_sim.contract.results import Results
 from memo_sim.contract.shortage import LiveTensor
-from memo_sim.explain.peak import tensors_at
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.requests import requests_of
-from memo_sim.views.report.page import write_page
+from memo_sim.reasons.peak import tensors_at
+from memo_sim.views.report.page import Page, write_page
 from memo_sim.views.report.what_if import Best, what_if_page
 from memo_sim.views.step import Step
 
@@ -35,16 +34,20 @@ def write_report(
     file: Path | None,
     created: str,
     command: str,
-    clusters: Results | None = None,
 ) -> None:
-    """Write the page of an answer; ``plan`` is the best plan, ``file`` where it was written.
-
-    ``clusters`` are the answers about all clusters that were compared.
+    """Write the page of an answer (``report_page``).
 
     Raises:
         UsageError: when the page cannot be written.
         ModuleNotFoundError: when jinja2 is not installed.
     """
+    write_page(report_page(answer, question, plan=plan, file=file, created=created, command=command), path)
+
+
+def report_page(
+    answer: Answer, question: Question, *, plan: Plan | None, file: Path | None, created: str, command: str
+) -> Page:
+    """Return the page of an answer; ``plan`` is the best plan, ``file`` where it was written."""
     best = None
     if answer.best is not None and plan is not None:
         best = Best(
@@ -54,16 +57,14 @@ def write_report(
             pace=answer.best.stages.index(answer.best.pace),
             largest=_largest(answer.best),
         )
-    page = what_if_page(
+    return what_if_page(
         answer.result,
         cluster=question.cluster,
         hardware=question.hardware,
         best=best,
         command=command,
         created=created,
-        clusters=clusters,
     )
-    write_page(page, path)
 
 
 def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:

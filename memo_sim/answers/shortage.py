@@ -13,14 +13,14 @@ from memo_sim.contract.plan import Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.shortage import Shortage, WayOut
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain.peak import tensors_at
-from memo_sim.explain.remedies import Change, Tried, changes, evaluated, pairs
-from memo_sim.explain.runner_up import label
 from memo_sim.planning.arena import arena_of
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play, search
+from memo_sim.reasons.peak import tensors_at
+from memo_sim.reasons.remedies import Change, Tried, changes, evaluated, pairs
+from memo_sim.reasons.runner_up import label
 
 MOVED = {"gpu_oom": "host_oom", "host_oom": "gpu_oom"}
 """The status of a plan that is short of the other memory, by the status of the asked run."""

@@ -28,9 +28,14 @@ def explanation_text(found: Explanation, *, top: int | None = None) -> str:
     where = f"{found.model} on {found.cluster}, {format_tokens(found.seq_tokens)} tokens"
     mfu = f", MFU {percent(found.mfu)}" if found.mfu is not None else ""
     step = f"step {format_seconds(found.step_s)}{mfu}, {found.tgs:.1f} tokens per GPU and second"
-    head = [f"{where}: {found.plan}, {step}.", *binding(found), *_most(found)]
+    head = [f"{where}: {found.plan}, {step}.", *explanation_verdict(found)]
     blocks = ["\n".join(map(one_line, head)), _use_table(found), _sensitivities(found), *_rivals(found, top)]
     return from_one("\n\n".join([*blocks, *(["\n".join(map(one_line, found.notes))] if found.notes else [])]))
+
+
+def explanation_verdict(found: Explanation) -> list[str]:
+    """Return what binds, what would help most, and a rival that is faster; one sentence each."""
+    return [*binding(found), *_most(found)]
 
 
 def binding(found: Explanation) -> list[str]:

@@ -9,19 +9,19 @@ from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.summary_text import not_read_lines
-from memo_sim.views.text_table import number, text_table, three_digits, warning_lines
+from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
 
 
 def results_table(document: Results) -> str:
     """Return the verdict and a row for each cluster, in the document's order."""
     told = dict.fromkeys(text for result in document.results for text in result.warnings)
-    table = text_table(*clusters_table(document))
+    table = text_table(*results_cells(document))
     ignored = not_read_lines(result.summary for result in document.results)
-    return "\n\n".join([*warning_lines(list(told)), clusters_verdict(document), table, *ignored])
+    return "\n\n".join([*warning_lines(list(told)), results_verdict(document), table, *ignored])
 
 
-def clusters_table(document: Results) -> tuple[list[str], list[list[str | None]], str]:
-    """Return headers, a row for each cluster, and the alignment of the columns."""
+def results_cells(document: Results) -> Cells:
+    """Return headers, rows and alignment of the table of clusters."""
     priced = document.ranked_by == "price"
     headers = ["", "cluster", "GPUs", "batch", "step", "tokens/s", "MFU %", "tokens/s/GPU", "GPU-h/B tokens"]
     headers += ["price/B tokens"] if priced else []
@@ -29,7 +29,7 @@ def clusters_table(document: Results) -> tuple[list[str], list[list[str | None]]
     return [*headers, "plan"], rows, "rlrrrrrrr" + "r" * priced + "l"
 
 
-def clusters_verdict(document: Results) -> str:
+def results_verdict(document: Results) -> str:
     """Return one line: which cluster is first, and how far ahead of the next."""
     asked = one_line(f"{document.model}, {format_tokens(document.seq_tokens)} tokens")
     fitting = [(r.cluster, s) for r in document.results if (s := _fitting(r)) is not None]

@@ -10,7 +10,6 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Plan, PlanRow
 from memo_sim.contract.result import Result
-from memo_sim.contract.results import Results
 from memo_sim.contract.shortage import LiveTensor
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
@@ -35,7 +34,6 @@ from memo_sim.views.report.page import (
     Timeline,
 )
 from memo_sim.views.report.shares import shares_note, shares_of
-from memo_sim.views.results_table import clusters_table, clusters_verdict
 from memo_sim.views.step import Step
 from memo_sim.views.summary_text import verdict_lines
 
@@ -66,16 +64,10 @@ def what_if_page(
     best: Best | None,
     command: str,
     created: str,
-    clusters: Results | None = None,
 ) -> Page:
-    """Return the report of an answer; ``best`` is None when no plan fits.
-
-    ``clusters`` are the answers about all clusters that were compared; ``result`` is the first of them.
-    """
+    """Return the report of an answer; ``best`` is None when no plan fits."""
     summary = result.summary
     sections = [Section("", [*map(Notice, result.warnings), *([_tiles(summary)] if summary else [])])]
-    if clusters is not None:
-        sections.append(_clusters(clusters))
     if best is not None:
         sections += [_timeline(best), _shares(best), _peak(result, best)]
     if summary is not None and summary.ways_out:
@@ -126,13 +118,6 @@ def _tiles(summary: Summary) -> Tiles:
     items.append(("device memory with reserve", format_bytes(device.needed_bytes), note))
     items.append(("host memory of a node", format_bytes(host.needed_bytes), f"of {format_bytes(host.capacity_bytes)}"))
     return Tiles(items)
-
-
-def _clusters(document: Results) -> Section:
-    headers, rows, alignment = clusters_table(document)
-    return Section(
-        "Clusters", [Paragraph(clusters_verdict(document)), Table(headers, rows, alignment, mark_first=True)]
-    )
 
 
 def _peak(result: Result, best: Best) -> Section:

@@ -14,10 +14,10 @@ from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.explanation import Explanation, Resource, Rival, Sensitivity
 from memo_sim.contract.plan import Plan
-from memo_sim.explain.other_machine import MEMORIES, RATES, with_more
 from memo_sim.planning.plan_question import question_of_plan, with_open_policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
+from memo_sim.reasons.other_machine import MEMORIES, RATES, with_more
 from memo_sim.views.explanation_table import explanation_text, why
 from tests.refusals import refused
 from tests.sim.answers.test_difference import asked

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from memo_sim.answers.report import steps_of
-from memo_sim.answers.several_clusters import several_clusters
 from memo_sim.answers.what_if import Answer, Outputs, what_if, write_files
-from memo_sim.explain.peak import tensors_at
 from memo_sim.planning.question import Pins, Question
+from memo_sim.reasons.peak import tensors_at
 from tests.sim.planning.test_search import question
 
 
@@ -42,12 +41,8 @@ def test_buffers_of_an_eager_framework_add_up_to_its_memory(answer: Answer) -> N
     assert any(tensor.name.startswith("softmax.fp32") for tensor in tensors)
 
 
-def test_the_page_lists_the_largest_tensors_and_every_cluster(asked: Question, answer: Answer, tmp_path: Path) -> None:
-    other = msgspec.structs.replace(answer.result, cluster="another-1x8")
-    outputs = Outputs(report=tmp_path / "r.html", clusters=several_clusters([answer.result, other], priced=False))
-    write_files(answer, asked, outputs, created="", command="")
+def test_the_page_lists_the_largest_tensors(asked: Question, answer: Answer, tmp_path: Path) -> None:
+    write_files(answer, asked, Outputs(report=tmp_path / "r.html"), created="", command="")
     page = (tmp_path / "r.html").read_text()
     assert "Largest tensors" in page
     assert "skeletal.up" in page
-    assert "another-1x8" in page
-    assert "is the fastest of 2 clusters" in page

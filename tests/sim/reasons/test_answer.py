@@ -12,12 +12,12 @@ from memo_sim.answers.what_if import what_if
 from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Decisions, Layout, Prediction, Stall
 from memo_sim.contract.units import GIB, format_bytes
-from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, runner_up
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import play
 from memo_sim.program.arena.library_workspaces import RESULTS
+from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, runner_up
 from tests.sim.planning.test_search import question
 from tests.sim.toy_machine import decide
 
