@@ -46,8 +46,8 @@ COPIES = {
 GIGA = 1e9
 LEAST_GB_PER_S = 1.0
 """Below it two decimals are too few to see the factor of a bus rate."""
-MOST_GB_PER_S = 1e6
-"""No link is faster; an infinite rate or none counts as not measured."""
+MEASURABLE_GB_PER_S, MOST_GB_PER_S = 1e-4, 1e6
+"""No link is slower or faster; a rate beyond these counts as not measured."""
 FACTOR_TOLERANCE = 0.03
 
 _STARTING = re.compile(r"^#\s*Collective test starting:\s*(\S+)", re.MULTILINE)
@@ -263,7 +263,7 @@ def _link_test(kind: CollectiveKind, ranks: int, nodes: int, rows: Sequence[Row]
                 wanted=f"busbw = {factor:.4f} x algbw for {kind} of {ranks} ranks",
                 hint="the whole output, with every '#  Rank' line",
             )
-        if row.size > 0 and 0 < row.busbw < MOST_GB_PER_S:
+        if row.size > 0 and MEASURABLE_GB_PER_S < row.busbw < MOST_GB_PER_S:
             by_size[row.size].append(row.busbw * GIGA)
     if not by_size:
         raise BadInput(
@@ -314,4 +314,4 @@ def _rate(text: str | float) -> float:
         rate = float(text)
     except ValueError:
         return 0.0
-    return rate if 0 < rate < MOST_GB_PER_S else 0.0
+    return rate if MEASURABLE_GB_PER_S < rate < MOST_GB_PER_S else 0.0
