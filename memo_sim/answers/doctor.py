@@ -31,8 +31,6 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.units import counted, format_seconds
 from memo_sim.costs.contention import COPY as COPIES
 from memo_sim.costs.contention import NodeRates
-from memo_sim.explain.recorded_memory import memory_of, predicted_classes
-from memo_sim.explain.recorded_step import Priced, price_recording, rank_of, step_of
 from memo_sim.interchange.framework import Framework
 from memo_sim.interchange.frameworks import FRAMEWORKS
 from memo_sim.memory.read_requests import read_requests
@@ -50,6 +48,8 @@ from memo_sim.observed.kineto import Recording, read_recording
 from memo_sim.observed.link_benchmarks import read_nccl_tests, read_nvbandwidth
 from memo_sim.planning.search import play
 from memo_sim.program.lower import lower, program_sha256
+from memo_sim.reasons.recorded_memory import memory_of, predicted_classes
+from memo_sim.reasons.recorded_step import Priced, price_recording, rank_of, step_of
 
 LEAST_CALLS, LEAST_SHARE = 8, 0.005
 """Work corrects a rate when it has at least as many calls and takes at least this part of the recorded time."""

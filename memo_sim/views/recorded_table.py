@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from memo_sim.contract.interchange import ImportedJob
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.recorded_step import RankTime, RecordedMemory, RecordedStep
 from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.views.import_page import import_summary
 from memo_sim.views.text_table import percent, text_table
 
 LEAST_SHARE = 0.001
@@ -14,11 +18,8 @@ LONGEST_NAME = 70
 
 
 def recorded_table(job: RecordedStep) -> str:
-    """Return the text of a diagnosis."""
-    device = job.device or "a CPU"
-    marked = "" if job.steps_marked else " (no steps are marked; the whole trace counts as one: call profiler.step())"
-    head = f"{job.trace}: {_steps(job)} on {device}, held against the profile {job.hardware}{marked}"
-    parts = [head, *(["\n".join(job.notes)] if job.notes else [])]
+    """Return the text of a recorded step beside its prediction."""
+    parts = [recorded_head(job), *(["\n".join(job.notes)] if job.notes else [])]
     if job.ranks:
         parts.append(_ranks(job))
     parts += [_time(job), _compared(job), _kinds(job)]
@@ -31,6 +32,36 @@ def recorded_table(job: RecordedStep) -> str:
     if job.outside_calibration:
         parts.append(f"Outside the sizes that the profile was measured at: {', '.join(job.outside_calibration)}.")
     return "\n\n".join(parts)
+
+
+def recorded_head(job: RecordedStep) -> str:
+    """Return one line: the trace, its steps, the device, and the profile."""
+    device = job.device or "a CPU"
+    marked = "" if job.steps_marked else " (no steps are marked; the whole trace counts as one: call profiler.step())"
+    return f"{job.trace}: {_steps(job)} on {device}, held against the profile {job.hardware}{marked}"
+
+
+def diagnosis_text(
+    job: RecordedStep | None,
+    profile: str,
+    changes: Sequence[str],
+    priced: ImportedJob | None = None,
+    *,
+    output: str | None = None,
+    everything: bool = False,
+) -> str:
+    """Return what ``memo-sim doctor`` prints: the recorded step, what changes in the profile, and the job's price.
+
+    ``output`` is the profile's file, where it is written; ``everything``: with each option of the job on its own line.
+    """
+    told = [one_line(text) for text in changes] or ["nothing: no kind of work has enough calls and time"]
+    head = f"{output} is {profile} with:" if output else "measured; -o PROFILE writes a profile with:"
+    lines = [] if job is None else [recorded_table(job)]
+    if output or job is None:
+        lines.append("\n".join([head, *told]))
+    if priced is not None:
+        lines.append(f"With the measured rates:\n{import_summary(priced, everything=everything)}")
+    return "\n\n".join(lines)
 
 
 def _steps(job: RecordedStep) -> str:

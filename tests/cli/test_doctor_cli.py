@@ -65,7 +65,7 @@ def test_the_best_plan_is_exported_for_the_jobs_own_framework(tmp_path: Path) ->
     done = memo_sim(*asked, "--framework", "megatron-lm", "--export", found, "-o", tmp_path / "mine.json")
     assert done.returncode == 0, done.stderr
     assert "Megatron-LM runs it with" in done.stdout
-    assert {path.name for path in found.iterdir()} == {"train.sh", "lost.md", "plan.json"}
+    assert {path.name for path in found.iterdir()} == {"train.sh", "lost.md", "plan.json", "memo_model.json"}
     check_refused(memo_sim(*asked, "--export", found), 2, {"what": "not empty"})
     check_refused(memo_sim(*asked, "--export", tmp_path / "x", "--no-search"), 2, {"what": "found by a search"})
     check_refused(memo_sim("doctor", "--trace", trace, "--set", "GPUS=8"), 2, {"wanted": "--config FILE"})

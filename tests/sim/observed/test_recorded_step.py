@@ -14,12 +14,12 @@ from memo_sim.contract.plan import Layout
 from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.contract.requests import Requests
 from memo_sim.engine.simulate import simulate
-from memo_sim.explain.disturbance import Disturbance
-from memo_sim.explain.recorded_memory import memory_of, predicted_classes
-from memo_sim.explain.recorded_step import length, union
 from memo_sim.memory.allocation_class import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS
 from memo_sim.memory.source import Source
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.reasons.disturbance import Disturbance
+from memo_sim.reasons.recorded_memory import memory_of, predicted_classes
+from memo_sim.reasons.recorded_step import length, union
 from memo_sim.views.recorded_table import recorded_table
 from tests.sim.observed.recorded import Trace, one_step
 from tests.sim.small_programs import decide

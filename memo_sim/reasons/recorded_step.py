@@ -26,7 +26,6 @@ from memo_sim.contract.recorded_step import (
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.curves import LogCurve
 from memo_sim.costs.pricing import Pricer
-from memo_sim.explain.disturbance import Disturbance
 from memo_sim.observed.correction import (
     MEMORY_BOUND,
     ROWWISE,
@@ -41,6 +40,7 @@ from memo_sim.observed.operations import COMPILED, OTHER, Operation, operations_
 from memo_sim.observed.rowwise_operators import Traffic
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, BatchedGemm, Collective, Copy, Gemm, Rowwise, Work
+from memo_sim.reasons.disturbance import Disturbance
 
 Intervals = list[tuple[float, float]]
 
