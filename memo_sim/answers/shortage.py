@@ -123,6 +123,7 @@ def _peak(question: Question, chosen: Evaluated, simulation: Simulation, *, cand
         )[:LARGEST],
         step_s=prediction.step_s,
         reason=prediction.reason,
+        not_read=list(question.not_read),
     )
 
 

@@ -91,3 +91,5 @@ class Shortage(
     """Two changes that make the run fit together, the fastest first; empty where a single one is enough."""
     pairs_tried: int = 0
     """Pairs that could be evaluated."""
+    not_read: list[str] = []
+    """Fields of the model's file that are ignored."""

@@ -90,7 +90,9 @@ def _use_table(found: Explanation) -> str:
         for use in found.uses
     ]
     lanes = text_table(["lane", "busy", "of step", "compute waits for it"], rows, "lrrr")
-    names = {"device": "a device, with the reserve", "host": "a node's host memory"}
+    planned = found.decisions.memory_policy == "planned"
+    held = "planned arena" if planned else "reserved by PyTorch's allocator"
+    names = {"device": f"a device: {held} + reserve", "host": "a node's host memory, all its ranks"}
     memories: list[list[str | None]] = [
         [
             names[room.memory],
@@ -156,7 +158,7 @@ def _rival_table(rivals: Sequence[Rival], title: str, top: int | None) -> str:
         ]
         for rival in shown
     ]
-    headers = [*(["options"] if options else []), "plan", "step", "device peak", "against the plan"]
+    headers = [*(["options"] if options else []), "plan", "step", "live on a device", "against the plan"]
     table = text_table(headers, rows, "l" * options + "lrrl")
     more = f"\n... and {counted(len(rivals) - len(shown), 'more', '')}" if len(rivals) > len(shown) else ""
     return f"{title}, the fastest first:\n{table}{more}"

@@ -8,13 +8,16 @@ from memo_sim.contract.results import Results
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
+from memo_sim.views.summary_text import not_read_lines
 from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
 
 
 def results_table(document: Results) -> str:
     """Return the verdict and a row for each cluster, in the document's order."""
     told = dict.fromkeys(text for result in document.results for text in result.warnings)
-    return "\n\n".join([*warning_lines(list(told)), results_verdict(document), text_table(*results_cells(document))])
+    table = text_table(*results_cells(document))
+    ignored = not_read_lines(result.summary for result in document.results)
+    return "\n\n".join([*warning_lines(list(told)), results_verdict(document), table, *ignored])
 
 
 def results_cells(document: Results) -> Cells:

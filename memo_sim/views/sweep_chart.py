@@ -28,13 +28,14 @@ NAME_WIDTH_PT, NAME_HEIGHT_PT = 4.6, 11.0
 MOST_NAMED = 24
 """Lines that the legend names; more would not fit beside the axes."""
 MOST_TICKS = 14
+NAMED_ROOM = 1.08
 WIDE = 16.0
 """An axis whose greatest value is so many times its least is logarithmic."""
 Value = Callable[[PlanRow], float | None]
 PANELS: tuple[tuple[str, Value], ...] = (
     ("MFU, %", lambda plan: None if plan.mfu is None else 100 * plan.mfu),
     ("tokens per GPU and second", lambda plan: plan.tgs),
-    ("device memory at its peak, GiB", lambda plan: plan.peak_device_bytes / GIB),
+    ("device memory without the reserve, GiB", lambda plan: plan.peak_device_bytes / GIB),
 )
 
 
@@ -113,9 +114,11 @@ def _figure(lines: Sequence[SweepLine]) -> Figure:
         ax.set_ylabel(label)
         _scale(ax)
     names = _draw_fronts(axes[3], fronts(lines))
-    models = sorted({line.model for line in lines})
-    title = "the best plan of each question"
-    figure.suptitle(f"{drawn(models[0])}: {title}" if len(models) == 1 else title.capitalize(), fontsize=12)
+    models, clusters = sorted({line.model for line in lines}), sorted({line.cluster for line in lines})
+    title, on = "the best plan of each question", f" on {drawn(clusters[0])}" if len(clusters) == 1 else ""
+    figure.suptitle(
+        f"{drawn(models[0])}{on}: {title}" if len(models) == 1 else f"{title.capitalize()}{on}", fontsize=12
+    )
     if len(by_name) > 1:
         handles = [line for line in axes[0].get_lines() if not str(line.get_label()).startswith("_")]
         figure.legend(handles=handles, loc="outside right center", frameon=False)
@@ -159,10 +162,10 @@ def _draw_fronts(
             names.append((drawn(f"{model} {format_tokens(tokens)}" if several else format_tokens(tokens)), (x, -y)))
     if any(len(best) > 1 for best in by_task.values()):
         ax.set_title("dashed: at its length no other question is faster in less memory", fontsize=9, color=QUIET_TEXT)
-    ax.set_xlabel("device memory at its peak, GiB")
+    ax.set_xlabel("device memory without the reserve, GiB")
     ax.set_ylabel("tokens per GPU and second")
     ax.margins(0.1)
-    ax.set_xlim(left=0)
+    ax.set_xlim(0, NAMED_ROOM * ax.get_xlim()[1])  # names stand beside the points
     _scale(ax)
     return names
 
@@ -208,7 +211,7 @@ def _scale(ax: Axes) -> None:
         ax.set_yscale("log", subs=())
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, NAMED_ROOM * max(values, default=1.0))
     ax.yaxis.set_major_formatter(_number)
     ax.grid(visible=True, alpha=0.3)
 
