@@ -606,19 +606,20 @@ def simulate(
     safety_gib: float | None = None,
     power_w: float | None = None,
     price_per_gpu_hour: float | None = None,
+    attention: str | None = None,
+    rowwise: str | None = None,
 ) -> WhatIfResult:
     """Play a plan that you already have, as ``memo-sim what-if --plan`` does.
 
-    Without ``cluster`` it is the one that the plan names as its own.
+    Without ``cluster`` it is the one that the plan names as its own. ``attention`` and ``rowwise`` are kernels in place
+    of the plan's; kernels that the machine's profile has no rates of are replaced, and the summary says so.
 
     Raises:
         UsageError: when a value is wrong, or the plan names no cluster that can be found.
         BadInput: when a file cannot be read, or the plan cannot be played.
     """
     document = plan if isinstance(plan, Plan) else load_plan(plan)
-    if cluster is None and not document.provenance.cluster:
-        raise UsageError("the plan does not say which cluster it was made for", hint='give one: cluster="h100-1x8"')
-    values = {"cluster": cluster or document.provenance.cluster, "power_w": power_w}
+    values = {"cluster": cluster, "power_w": power_w, "attention": attention, "rowwise": rowwise}
     values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
     question = named_values.question_about(document, values)
     call = _call("simulate", {"plan": plan, **values})

@@ -98,7 +98,7 @@ def summary_of(
         reason=prediction.reason,
         ways_out=ways_out or [],
         plan=in_words(decisions),
-        assumptions=assumptions(question, simulation),
+        assumptions=[*assumptions(question, simulation), *(_searched(question) if searched else [])],
         left_out=left_out(question) if searched else [],
     )
 
@@ -173,6 +173,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
     decisions = simulation.decisions
     kernel = decisions.kernels.attention
     return [
+        *_changes(question),
         Assumption(name="attention kernel", value=f"{kernel}: {ATTENTION_KERNELS[kernel].title}", option="--attention"),
         Assumption(name="other kernels", value=KERNELS[decisions.kernels.rowwise], option="--compile, --eager"),
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
@@ -188,6 +189,14 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
+    ]
+
+
+def _changes(question: Question) -> list[Assumption]:
+    """Return which kernels are not those of the plan that was given."""
+    return [
+        Assumption(name="changed", value=text, option="--attention" if text.startswith("attention") else "--rowwise")
+        for text in question.changes
     ]
 
 
@@ -242,13 +251,21 @@ def left_out(question: Question) -> list[LeftOut]:
     every = SYSTEMS["every-layout"]
     more = [f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None]
     if pins.zero is None:
-        more += [f"zero {level}" for level in every.zeros if level not in system.zeros]
+        more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
     found = [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
     if pins.metp is None:
         found.append(LeftOut(what="metp above 1", option="--system metp"))
     if pins.subsequences is None:
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
     return found
+
+
+def _searched(question: Question) -> list[Assumption]:
+    """Return which levels of ZeRO were searched where that depends on the machine."""
+    if question.pins.zero is not None or question.zeros == question.preset.zeros:
+        return []
+    value = f"ZeRO {' and '.join(map(str, question.zeros))}, as GPUs of a node reach each other over PCIe alone"
+    return [Assumption(name="search", value=value, option="--zero")]
 
 
 def _reserve(simulation: Simulation) -> str:

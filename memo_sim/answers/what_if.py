@@ -27,6 +27,7 @@ from memo_sim.explain.answer import explain, plan_title
 from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import Closeness
 from memo_sim.planning.arena import Arena, arena_of
+from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
 from memo_sim.planning.layouts import cuts_sequences
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
@@ -278,7 +279,16 @@ def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation
 
 
 def price(plan: Plan, question: Question, *, price_per_device_hour: float | None = None) -> Answer:
-    """Return the answer for an existing plan, played on the question's cluster as the only candidate."""
+    """Return the answer for an existing plan, played on the question's cluster as the only candidate.
+
+    Kernels that are not there, or that the question names, are replaced (``planning/kernels_elsewhere.py``).
+
+    Raises:
+        Infeasible: when the plan cannot be played there.
+    """
+    decisions, changes = kernels_elsewhere(question, plan.decisions)
+    question = replace(question, changes=changes)
+    plan = msgspec.structs.replace(plan, decisions=decisions)
     prediction = play(question, plan.decisions).prediction
     policy = Policy.of(plan.decisions)
     found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from memo_sim import __version__
+from memo_sim.contract.plain_text import one_line
 from memo_sim.question_options import cluster_options, question_of, question_options
-from memo_sim.views.command_line import command_line, now, show, show_document, with_progress
+from memo_sim.views.command_line import command_line, now, say, show, show_document, with_progress
 
 
 @click.command("oom")
@@ -33,12 +34,16 @@ def oom_command(*, top: int, as_json: bool, **options: Any) -> None:
     """
     from memo_sim.answers.shortage import shortage
     from memo_sim.contract.codec import encode
+    from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
     from memo_sim.planning.plan_question import question_of_plan
     from memo_sim.views.shortage_table import shortage_text
 
     plan, question = question_of(options)
     if plan is not None:
-        question = question_of_plan(plan.decisions, question.cluster, question.hardware, system=plan.provenance.system)
+        decisions, changes = kernels_elsewhere(question, plan.decisions)
+        for text in changes:
+            say(f"the plan's kernels: {one_line(text)}")
+        question = question_of_plan(decisions, question.cluster, question.hardware, system=plan.provenance.system)
     found = with_progress("changes", lambda tell: shortage(question, progress=tell))
     if as_json:
         show_document(encode(found))
