@@ -164,6 +164,7 @@ def _without_batch(values: Values, cluster: Cluster, hardware: Hardware) -> Ques
         seq_tokens=parse_tokens(str(values["seq_len"])),
         system="any" if system is None else _text(system, "system"),
         not_read=() if known else fields_not_read(_text(model, "model")),
+        open_micro_batch=values.get("micro_batch") is None,
         **_held(knobs),
     )
 

@@ -16,6 +16,7 @@ from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Left
 from memo_sim.contract.units import MOST_BYTES, counted, format_bytes, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain.answer import extrapolations
+from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.views.plan_table import layout_label
@@ -243,11 +244,14 @@ def _not_read(question: Question) -> list[Assumption]:
 
 def left_out(question: Question) -> list[LeftOut]:
     """Return what the open searches leave out, with the options that include it; nothing for systems with layouts of
-    their own, and nothing where the degrees are all pinned."""
+    their own, and of layouts nothing where the degrees are all pinned."""
     pins, system = question.pins, question.preset
-    pinned = prod(getattr(pins, name) or 1 for name in DEGREES)
-    if question.system not in OPEN or pinned >= question.cluster.devices:
+    if question.system not in OPEN:
         return []
+    sizes = _micro_batches_left_out(question)
+    pinned = prod(getattr(pins, name) or 1 for name in DEGREES)
+    if pinned >= question.cluster.devices:
+        return sizes
     every = SYSTEMS["every-layout"]
     more = [f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None]
     if pins.zero is None:
@@ -257,7 +261,18 @@ def left_out(question: Question) -> list[LeftOut]:
         found.append(LeftOut(what="metp above 1", option="--system metp"))
     if pins.subsequences is None:
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
-    return found
+    return [*found, *sizes]
+
+
+def _micro_batches_left_out(question: Question) -> list[LeftOut]:
+    """Return the micro-batches that were not tried, where a step has several sequences."""
+    if not question.open_micro_batch or question.global_batch <= question.micro_batch:
+        return []
+    what = f"micro-batches above {question.micro_batch}"
+    if are_searched(question):
+        most = SIZES[-1] * question.micro_batch
+        what += f" except, on the {LAYOUTS} fastest layouts, up to {most} or {format_tokens(MOST_TOKENS)} tokens a rank"
+    return [LeftOut(what=what, option="--micro-batch")]
 
 
 def _searched(question: Question) -> list[Assumption]:

@@ -29,6 +29,7 @@ from memo_sim.explain.runner_up import Closeness
 from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
 from memo_sim.planning.layouts import cuts_sequences
+from memo_sim.planning.micro_batches import with_larger_micro_batches
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
@@ -122,7 +123,8 @@ def what_if(
     """Return the answer to ``question`` with its ``top`` plans; with a price, what tokens cost.
 
     They are the plans that an exhaustive evaluation would rank first. Where layouts have subsequences, this holds for
-    the first ``LEAST_EXACT`` plans only. With ``pareto`` the front covers the whole space, not only the plans that the
+    the first ``LEAST_EXACT`` plans only. Of larger micro-batches, those are known that may be the best
+    (``planning/micro_batches.py``). With ``pareto`` the front covers the whole space, not only the plans that the
     search evaluated; where alpha is open, it covers the eighths and the fastest alpha.
 
     Raises:
@@ -131,6 +133,7 @@ def what_if(
     """
     exact = LEAST_EXACT if cuts_sequences(question) else max(top, LEAST_EXACT)
     found = search(question, keep=exact, siblings=True, front=pareto, progress=progress)
+    found = with_larger_micro_batches(question, found)
     simulation, arena = _best_that_fits(question, found)
     best, beyond = found.best, list[str]()
     if exact < min(top, len(found.ranked)):

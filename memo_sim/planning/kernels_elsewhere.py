@@ -8,6 +8,7 @@ Everything else of the plan stays. What changes is told in a sentence each, so t
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -53,7 +54,7 @@ def _said(what: str, now: str, before: str, question: Question, knob: str) -> st
 
 
 def _attention(question: Question, decisions: Decisions) -> str:
-    own = decisions.kernels.attention
+    own: Any = decisions.kernels.attention
     pinned = question.pins.attention
     if pinned not in (None, own):
         return attention_kernel(question)
@@ -62,7 +63,7 @@ def _attention(question: Question, decisions: Decisions) -> str:
     except Infeasible:
         found = ""
     if found == own:
-        return own
+        return found
     return attention_kernel(replace(question, pins=replace(question.pins, attention=None, dtype=decisions.dtype)))
 
 

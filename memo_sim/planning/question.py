@@ -54,6 +54,8 @@ class Question(Chosen):
     pins: Pins = field(default_factory=Pins)
     batch_rule: str = ""
     """Why the batch is what it is, where the question did not name it (``default_batch.py``)."""
+    open_micro_batch: bool = False
+    """Whether larger micro-batches than ``micro_batch`` may be searched (``micro_batches.py``)."""
     not_read: tuple[str, ...] = ()
     """Fields of the model's file that memo does not read and that may change a step's time or memory."""
     changes: tuple[str, ...] = ()
