@@ -6,14 +6,16 @@ no failures.
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Collection
+from math import inf, prod
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
+from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.knobs import DEGREES, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
-from memo_sim.contract.units import MOST_BYTES, counted, format_bytes, format_tokens
+from memo_sim.contract.units import GIB, MOST_BYTES, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain.answer import extrapolations
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
@@ -44,6 +46,11 @@ KERNELS: dict[RowwiseKernel, str] = {
 }
 """Whose norms, activations, rotary embeddings, residuals, loss and optimizer."""
 
+PART_OF_NODE = "part-of-node"
+"""The source of the host memory of a part of a node, where it is that part of the node's (``gpus.py``)."""
+MUCH_SLOWER, MUCH_LESS = 0.03, 0.5
+"""A plan that is at most so much slower, with at most so much of the host memory, is named."""
+
 OPEN = ("any", "every-layout")
 """Systems that search what memo knows; the others are layouts of their authors."""
 
@@ -64,8 +71,9 @@ def summary_of(
     no_interval: str = "",
     price_per_device_hour: float | None = None,
     ways_out: list[str] | None = None,
+    rivals: Collection[Prediction] = (),
 ) -> Summary:
-    """Return the verdict about one plan.
+    """Return the verdict about one plan; ``rivals`` are other plans that were played.
 
     ``prediction`` is the plan's, with the size of its arena where ``planned_arena``; ``searched``: it was chosen among
     others, and not given; ``no_interval``: why a step has none.
@@ -99,7 +107,11 @@ def summary_of(
         reason=prediction.reason,
         ways_out=ways_out or [],
         plan=in_words(decisions),
-        assumptions=[*assumptions(question, simulation), *(_searched(question) if searched else [])],
+        assumptions=[
+            *assumptions(question, simulation),
+            *_host_memory(question, prediction, rivals),
+            *(_searched(question) if searched else []),
+        ],
         left_out=left_out(question) if searched else [],
     )
 
@@ -273,6 +285,41 @@ def _micro_batches_left_out(question: Question) -> list[LeftOut]:
         most = SIZES[-1] * question.micro_batch
         what += f" except, on the {LAYOUTS} fastest layouts, up to {most} or {format_tokens(MOST_TOKENS)} tokens a rank"
     return [LeftOut(what=what, option="--micro-batch")]
+
+
+def _host_memory(question: Question, prediction: Prediction, rivals: Collection[Prediction]) -> list[Assumption]:
+    """Return how much host memory a node is taken to have and whence, where the plan pins some, and what that buys."""
+    if not prediction.peak_host_bytes_per_node:
+        return []
+    cluster, hardware = question.cluster, question.hardware
+    held = cluster.host_memory_bytes or hardware.host_memory_bytes
+    match cluster.host_memory_bytes.source if cluster.host_memory_bytes else None:
+        case None:
+            where = "from the profile"
+            if cluster.devices_per_node < hardware.devices:
+                where += f"; all of a node of {hardware.devices} GPUs, of which others may use a part"
+        case str(source) if source == OPTION_SOURCE:
+            where = "as given"
+        case str(source):
+            where = cluster.sources[source].text if source == PART_OF_NODE else "from the cluster's file"
+    value = f"{format_bytes(int(held.value))} a node, {where}{_less_host_memory(prediction, rivals)}"
+    return [Assumption(name="host memory", value=value, option="--host-memory-gib")]
+
+
+def _less_host_memory(prediction: Prediction, rivals: Collection[Prediction]) -> str:
+    """Return which plan needs far less host memory and is nearly as fast; empty where none was evaluated."""
+    step_s, host = prediction.step_s, prediction.peak_host_bytes_per_node
+    if step_s is None:
+        return ""
+    for other in sorted(rivals, key=lambda one: one.step_s or inf):
+        if other.step_s is None or other.step_s > (1 + MUCH_SLOWER) * step_s:
+            break
+        if other.peak_host_bytes_per_node <= MUCH_LESS * host:
+            saved, slower = format_bytes(host - other.peak_host_bytes_per_node), max(0.0, other.step_s / step_s - 1)
+            enough_gib = next(2**power for power in range(40) if 2**power * GIB >= other.peak_host_bytes_per_node)
+            takes = f"--host-memory-gib {enough_gib} takes {format_seconds(other.step_s)}"
+            return f"; {saved} of it buy {100 * slower:.1f} %: {takes}"
+    return ""
 
 
 def _searched(question: Question) -> list[Assumption]:

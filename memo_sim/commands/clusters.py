@@ -117,7 +117,7 @@ def compare_clusters(
     plan, questions = all_asked[0][1], [question for *_, question in all_asked]
     prices = prices_of(options, [question.cluster.name for question in questions])
     found = [ask(plan, question, options, price) for question, price in zip(questions, prices, strict=True)]
-    document = several_clusters([each.document for each in found], priced=None not in prices)
+    document = several_clusters([each.document for each in found], prices=prices)
     best = next(each for each in found if each.document is document.results[0])
     best.write(outputs)
     if options["as_json"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from memo_sim.contract.plan import Decisions, Prediction
@@ -64,6 +65,8 @@ class SearchResult:
     """Layouts that cannot be lowered, and the reasons."""
     passes: Passes | None = None
     """Passes lowered for lower bounds; a search of the same question with more memory reuses them."""
+    played: Collection[Prediction] = ()
+    """Every prediction that the search made on the way, those of other alphas included."""
 
     @property
     def best(self) -> Evaluated | None:

@@ -248,7 +248,9 @@ class _Search:
         self.ranked.sort(key=lambda e: e.rank_key)
         self.ranked[0] = self._with_refusals(self.ranked[0])
         left = len(pruned) - len(beside) + stood_for
-        return SearchResult(self.ranked, len(self.ranked), left, refused, self.bounds.passes)
+        return SearchResult(
+            self.ranked, len(self.ranked), left, refused, self.bounds.passes, played=self.known.values()
+        )
 
     def _limit_the_allocator(self) -> None:
         """Play plans that may then be the best under lower limits of PyTorch's allocator (``allocator_limits.py``)."""

@@ -7,11 +7,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from memo_sim.answers.summary import summary_of
 from memo_sim.answers.what_if import plan_of, price, what_if
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.result import Result
-from memo_sim.planning.question import Pins, Question
+from memo_sim.contract.units import GIB
+from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.views.summary_text import summary_lines
 from tests.sim.planning.test_search import question
 
@@ -134,3 +136,28 @@ def test_memory_that_the_allocators_model_cannot_tell_is_said(asked) -> None:
     assert "--safety-gib" in summary_lines(msgspec.structs.replace(found, device_memory=scarce))[0]
     exact = msgspec.structs.replace(scarce, peak="arena")
     assert "--safety-gib" not in summary_lines(msgspec.structs.replace(found, device_memory=exact))[0]
+
+
+def _host_memory(summary) -> str | None:
+    return next((each.value for each in summary.assumptions if each.name == "host memory"), None)
+
+
+def test_host_memory_that_the_plan_needs_is_assumed_with_its_source(asked) -> None:
+    assert _host_memory(what_if(asked).result.summary) is None
+    model, pins = msgspec.structs.replace(asked.model, layers=4), Pins(recompute="none", alpha=1.0)
+    swapping = replace(asked, model=model, pins=pins, system="any")
+    assert _host_memory(what_if(swapping).result.summary) == "1862.65 GiB a node, from the profile"
+    part, hardware = load_cluster("a800-1x4")
+    told = _host_memory(what_if(replace(swapping, cluster=part)).result.summary)
+    assert told == "1862.65 GiB a node, from the profile; all of a node of 8 GPUs, of which others may use a part"
+    given, hardware = with_memory(part, hardware, device_bytes=None, host_bytes=200 * GIB)
+    answer = what_if(replace(swapping, cluster=given))
+    assert _host_memory(answer.result.summary) == "200.00 GiB a node, as given"
+    prediction = answer.best_simulation.prediction
+    less = msgspec.structs.replace(prediction, step_s=1.02 * prediction.step_s, peak_host_bytes_per_node=GIB)
+    far = msgspec.structs.replace(less, step_s=1.1 * prediction.step_s)
+    for rivals, said in (([less, far], True), ([far], False)):
+        text = _host_memory(
+            summary_of(replace(swapping, cluster=given), answer.best_simulation, prediction, rivals=rivals)
+        )
+        assert (text.count("of it buy 2.0 %: --host-memory-gib 1 takes ") == 1) == said
