@@ -21,6 +21,7 @@ from memo_sim.explain.answer import extrapolations
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.views.plan_table import layout_label
 
 BILLION = 1e9
@@ -188,7 +189,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
     return [
         *_changes(question),
         Assumption(name="attention kernel", value=f"{kernel}: {ATTENTION_KERNELS[kernel].title}", option="--attention"),
-        Assumption(name="other kernels", value=KERNELS[decisions.kernels.rowwise], option="--compile, --eager"),
+        Assumption(name="other kernels", value=_rowwise(decisions), option="--compile, --eager"),
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
         Assumption(name="states", value=_states(decisions), option="--states, --zero"),
         Assumption(name="batch", value=_batch(question, decisions), option="--global-batch, --micro-batch"),
@@ -203,6 +204,13 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_network(question),
         *_beyond(simulation),
     ]
+
+
+def _rowwise(decisions: Decisions) -> str:
+    """Return whose row-wise kernels a plan has; of fused ones, which operator of the model is not among them."""
+    text = KERNELS[decisions.kernels.rowwise]
+    torchs = decisions.kernels.rowwise == "triton" and decisions.model.qk_norm and "qk_norm" not in FUSED_KINDS
+    return f"{text} (qk_norm: torch operators)" if torchs else text
 
 
 def _changes(question: Question) -> list[Assumption]:
@@ -260,10 +268,10 @@ def left_out(question: Question) -> list[LeftOut]:
     pins, system = question.pins, question.preset
     if question.system not in OPEN:
         return []
-    sizes = _micro_batches_left_out(question)
+    others = [*_micro_batches_left_out(question), *_kernels_left_out(question)]
     pinned = prod(getattr(pins, name) or 1 for name in DEGREES)
     if pinned >= question.cluster.devices:
-        return sizes
+        return others
     every = SYSTEMS["every-layout"]
     more = [f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None]
     if pins.zero is None:
@@ -273,7 +281,14 @@ def left_out(question: Question) -> list[LeftOut]:
         found.append(LeftOut(what="metp above 1", option="--system metp"))
     if pins.subsequences is None:
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
-    return [*found, *sizes]
+    return [*found, *others]
+
+
+def _kernels_left_out(question: Question) -> list[LeftOut]:
+    """Return that compiled kernels were not tried, where the profile has measured them: memo-exec cannot play them."""
+    if question.rowwise is not None or "compiled" not in question.hardware.framework_rowwise_bytes_per_s:
+        return []
+    return [LeftOut(what="kernels of torch.compile, which memo-exec does not run", option="--compile")]
 
 
 def _micro_batches_left_out(question: Question) -> list[LeftOut]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from memo_sim.answers.summary import summary_of
+from memo_sim.answers.summary import left_out, summary_of
 from memo_sim.answers.what_if import plan_of, price, what_if
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
@@ -161,3 +161,15 @@ def test_host_memory_that_the_plan_needs_is_assumed_with_its_source(asked) -> No
             summary_of(replace(swapping, cluster=given), answer.best_simulation, prediction, rivals=rivals)
         )
         assert (text.count("of it buy 2.0 %: --host-memory-gib 1 takes ") == 1) == said
+
+
+def test_operators_that_run_in_torch_beside_fused_ones_are_named() -> None:
+    tiny = msgspec.structs.replace(load_model("llama-tiny"), qk_norm=True)
+    asked = Question(tiny, *load_cluster("h100-1x1"), seq_tokens=8192, pins=Pins(rowwise="triton"))
+    for model, said in ((tiny, True), (load_model("llama-tiny"), False)):
+        summary = what_if(replace(asked, model=model)).result.summary
+        kernels = next(each.value for each in summary.assumptions if each.name == "other kernels")
+        assert kernels.endswith("(qk_norm: torch operators)") == said
+    free = replace(asked, pins=Pins())
+    assert "--compile" in {one.option for one in left_out(free)}
+    assert "--compile" not in {one.option for each in (asked, replace(free, system="memo")) for one in left_out(each)}
