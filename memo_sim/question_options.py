@@ -180,12 +180,13 @@ def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None,
         BadInput: as ``question_of``.
     """
     from memo_sim.answers.what_if import Outputs
-    from memo_sim.contract.catalog import profile_path
+    from memo_sim.contract.catalog import model_file, profile_path
 
     plan, picture, timeline, report = (
         Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
     )
-    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options.get(n))
+    read = tuple(Path(options[n]) for n in ("cluster", "plan_path") if options.get(n))
+    read += (Path(model_file(options["model"])),) if options.get("model") else ()
     read += tuple(map(Path, options.get("job_paths", ())))
     full = bool(options.get("full_trace"))
     if full and timeline is None:

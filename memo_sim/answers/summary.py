@@ -158,19 +158,18 @@ def in_words(decisions: Decisions) -> str:
 
 def _activations(decisions: Decisions) -> str:
     """Return what happens to activations."""
+    if decisions.recompute not in ("none", "tokenwise"):
+        return Policy.of(decisions).label
+    kept = decisions.recompute == "none"
+    if decisions.alpha == 1:
+        return "all activations are swapped to host memory"
+    if not decisions.swapped_tokens:
+        recomputed = "activations of all tokens are recomputed, attention's outputs are swapped to host memory"
+        return "all activations are kept on the device" if kept else recomputed
     percent = f"{100 * decisions.alpha:.3g} %"
-    match decisions.recompute:
-        case "none":
-            if not decisions.swapped_tokens:
-                return "all activations are kept on the device"
-            if decisions.alpha == 1:
-                return "all activations are swapped to host memory"
-            return f"{percent} of the tokens' activations are swapped to host memory, the rest is kept"
-        case "tokenwise":
-            if not decisions.swapped_tokens:
-                return "activations of all tokens are recomputed, attention's outputs are swapped to host memory"
-            return f"activations of {percent} of the tokens are swapped to host memory, the rest is recomputed"
-    return Policy.of(decisions).label
+    if kept:
+        return f"{percent} of the tokens' activations are swapped to host memory, the rest is kept"
+    return f"activations of {percent} of the tokens are swapped to host memory, the rest is recomputed"
 
 
 def _allocation(decisions: Decisions) -> Assumption:

@@ -78,6 +78,7 @@ class Outputs:
                 named.append(beside(self.plan, kind))
                 check_writable(named[-1])
         check_not_read(named, self.read)
+        self._check_beside()
         check_distinct(named)
         if self.picture is not None and self.picture.suffix not in FORMATS:
             raise UsageError("unknown picture format", got=str(self.picture), wanted=", ".join(FORMATS))
@@ -85,6 +86,16 @@ class Outputs:
             check_page(self.report)
         if self.plan is not None and self.plan.suffix != ".json":
             raise UsageError("a plan is a JSON file", got=str(self.plan), wanted="a name that ends in .json")
+
+    def _check_beside(self) -> None:
+        """Refuse a timeline that has the name of a file that the plan brings with it."""
+        if self.plan is None or self.timeline is None:
+            return
+        for kind in ("trace", "placement"):
+            if self.timeline.resolve() == beside(self.plan, kind).resolve():
+                hint = f"--trace with another name, such as {self.plan.stem}.perfetto.json"
+                got = f"--trace {self.timeline}"
+                raise UsageError(f"-o {self.plan} writes this file itself: the plan's {kind}", got=got, hint=hint)
 
 
 def beside(plan: Path, kind: str) -> Path:

@@ -155,7 +155,7 @@ def gpus_command(**options: Any) -> None:
     """
     from memo_sim.answers.gpus import gpus
     from memo_sim.answers.what_if import Outputs, write_files
-    from memo_sim.contract.catalog import profile_path
+    from memo_sim.contract.catalog import model_file, profile_path
     from memo_sim.contract.codec import encode
     from memo_sim.contract.units import parse_duration
     from memo_sim.views.tables import gpus_table
@@ -165,7 +165,7 @@ def gpus_command(**options: Any) -> None:
     limits["within_s"] = None if within is None else parse_duration(within, option="--within")
     names = names_in(options["cluster"]) if options["cluster"] else []
     profiles = (profile_path(name, kind.cluster) for name, kind in zip(names, kinds, strict=False))
-    outputs = Outputs(plan=options["output"], read=(Path(options["model"]), *map(Path, names), *profiles))
+    outputs = Outputs(plan=options["output"], read=(Path(model_file(options["model"])), *map(Path, names), *profiles))
     outputs.check()
     questions = [(kind, question_on(options, kind.cluster, kind.hardware, fill=False)) for kind in kinds]
     work = with_progress("gpus", lambda tell: gpus(questions, **limits, progress=tell), told="numbers of GPUs")

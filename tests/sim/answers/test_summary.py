@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from memo_sim.answers.summary import left_out, summary_of
-from memo_sim.answers.what_if import plan_of, price, what_if
+from memo_sim.answers.what_if import Outputs, plan_of, price, what_if
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import UsageError
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB
 from memo_sim.planning.question import Pins, Question, with_memory
@@ -146,6 +147,9 @@ def test_host_memory_that_the_plan_needs_is_assumed_with_its_source(asked) -> No
     assert _host_memory(what_if(asked).result.summary) is None
     model, pins = msgspec.structs.replace(asked.model, layers=4), Pins(recompute="none", alpha=1.0)
     swapping = replace(asked, model=model, pins=pins, system="any")
+    words = what_if(replace(swapping, pins=Pins(recompute="tokenwise", alpha=1.0))).result.summary.plan
+    assert "all activations are swapped" in words
+    assert "rest" not in words
     assert _host_memory(what_if(swapping).result.summary) == "1862.65 GiB a node, from the profile"
     part, hardware = load_cluster("a800-1x4")
     told = _host_memory(what_if(replace(swapping, cluster=part)).result.summary)
@@ -173,3 +177,11 @@ def test_operators_that_run_in_torch_beside_fused_ones_are_named() -> None:
     free = replace(asked, pins=Pins())
     assert "--compile" in {one.option for one in left_out(free)}
     assert "--compile" not in {one.option for each in (asked, replace(free, system="memo")) for one in left_out(each)}
+
+
+def test_a_timeline_with_the_name_of_the_plans_trace_is_refused(tmp_path) -> None:
+    for name in ("trace", "placement"):
+        outputs = Outputs(plan=tmp_path / "pp.json", timeline=tmp_path / f"pp.{name}.json")
+        with pytest.raises(UsageError, match=f"pp.json writes this file itself: the plan's {name}"):
+            outputs.check()
+    Outputs(plan=tmp_path / "pp.json", timeline=tmp_path / "pp.perfetto.json").check()
