@@ -9,7 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 import memo_sim as memo
+from memo_sim.contract.accuracy import GroupAccuracy
 from memo_sim.contract.trace import Trace
+from memo_sim.validation.accepted import load_accepted
 from memo_sim.validation.cases import load_cases
 from memo_sim.validation.validate import validate
 from memo_sim.views.palette import PHASES
@@ -125,6 +127,26 @@ def _on_one_node(system: str, length: int) -> memo.WhatIfResult:
     )
 
 
+def validated() -> Figure:
+    """Return the error in speed of every published row, by source, as accepted in ``memo_sim/data/accuracy.json``."""
+    groups = {name: _speed_errors(group) for name, group in load_accepted().groups.items() if group.errors}
+    figure = Figure(figsize=(7.5, 0.5 + 0.24 * len(groups)), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for row, errors in enumerate(groups.values()):
+        axes.plot([100 * error for error in errors], [row] * len(errors), "o", color="#3b76b5", alpha=0.4, ms=4)
+    axes.axvline(0, color="#555555", linewidth=0.8)
+    axes.set_yticks(range(len(groups)), [name.replace("/", ": ") for name in groups], fontsize=8)
+    axes.set(xlabel="predicted speed over measured speed - 1 (%); right: predicted too fast", ylim=(len(groups), -1))
+    axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def _speed_errors(group: GroupAccuracy) -> list[float]:
+    """Return predicted over measured speed - 1 of each row; of a step, whose error is of its time, the inverse."""
+    of_time = group.quantity == "step_ms"
+    return [1 / (1 + error) - 1 if of_time else error for error in group.errors.values()]
+
+
 if __name__ == "__main__":
-    for draw in (alpha, subsequences, metp):
+    for draw in (alpha, subsequences, metp, validated):
         draw().savefig(CONCEPTS / f"{draw.__name__}.png")

@@ -181,17 +181,19 @@ def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None,
     """
     from memo_sim.answers.what_if import Outputs
     from memo_sim.contract.catalog import model_file, profile_path
+    from memo_sim.contract.interchange import is_command
 
     plan, picture, timeline, report = (
         Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
     )
     read = tuple(Path(options[n]) for n in ("cluster", "plan_path") if options.get(n))
     read += (Path(model_file(options["model"])),) if options.get("model") else ()
-    read += tuple(map(Path, options.get("job_paths", ())))
+    read += tuple(Path(name) for name in options.get("job_paths", ()) if not is_command(name))
     full = bool(options.get("full_trace"))
     if full and timeline is None:
         raise UsageError("--full-trace is about the file of --trace", hint="add --trace FILE")
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, full_timeline=full, read=read)
+    outputs = replace(outputs, pareto_picture=bool(options.get("pareto")))
     outputs.check()
     given, question = question_of(options, fill=fill)
     if options["cluster"] is not None:
@@ -232,14 +234,13 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     if given := typed(*OF_A_SEARCH):
         hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
         raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    values, system = {name: options[name] for name in OF_A_MACHINE}, ""
-    values |= {"attention": options["attention"], "rowwise": _rowwise(options)} if beside else {}
-    if plan is None:
-        from memo_sim.answers.import_job import parse_given, plan_of_files
+    values = {name: options[name] for name in OF_A_MACHINE}
+    if plan is not None:
+        values |= {"attention": options["attention"], "rowwise": _rowwise(options)}
+        return plan, named_values.question_about(plan, values)
+    from memo_sim.answers.import_job import parse_given, question_of_files
 
-        machine = named_values.machine_of(values)
-        plan, system = plan_of_files(job_paths, parse_given(given_values), None, machine)
-    return plan, named_values.question_about(plan, values, system=system)
+    return question_of_files(job_paths, parse_given(given_values), values)
 
 
 def question_on(options: Options, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
@@ -288,16 +289,11 @@ def prices_of(options: Options, names: Sequence[str]) -> list[float | None]:
     Raises:
         UsageError: when the text is no price, or a price is of none of them.
     """
+    from memo_sim.answers import named_values
     from memo_sim.contract.units import parse_prices
 
     text = options["price_per_gpu_hour"]
-    if text is None:
-        return [None for _ in names]
-    given = parse_prices(text, option=PRICED_BY)
-    keys = [next((key for key in (name, name.partition("-")[0], "") if key in given), None) for name in names]
-    if unused := [key for key in given if key and key not in keys]:
-        raise UsageError("a price of what is not asked about", got=", ".join(unused), wanted=", ".join(names))
-    return [None if key is None else given[key] for key in keys]
+    return named_values.prices_of(None if text is None else parse_prices(text, option=PRICED_BY), names)
 
 
 def gpu_kinds(options: Options) -> list[GpuKind]:
@@ -307,14 +303,10 @@ def gpu_kinds(options: Options) -> list[GpuKind]:
         UsageError: when what is given names no kind, or one twice.
         BadInput: when a file cannot be read.
     """
-    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, load_gpu_kind
+    from memo_sim.contract.gpu_kind import load_gpu_kinds
 
-    named, sheet = options["cluster"], options["from_datasheet"]
-    names = names_in(named) if named is not None else ([] if sheet is not None else list(DEFAULT_KINDS))
-    kinds = [load_gpu_kind(name) for name in [*names, *([sheet] if sheet is not None else [])]]
-    if len({kind.name for kind in kinds}) < len(kinds):
-        raise UsageError("a kind of GPU is named twice", got=", ".join(kind.name for kind in kinds))
-    return kinds
+    named = options["cluster"]
+    return load_gpu_kinds(None if named is None else names_in(named), options["from_datasheet"])
 
 
 def names_in(text: str, *, where: str = "--cluster") -> list[str]:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -22,16 +23,18 @@ from memo_sim.contract.codec import read_raw
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.hardware import Hardware, Quantity, Source
 from memo_sim.contract.interchange import ImportedJob
+from memo_sim.contract.plain_pickle import is_pickle
 from memo_sim.contract.plan import Plan, Provenance
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.recorded_step import RecordedStep
-from memo_sim.contract.units import counted
+from memo_sim.contract.result import Result
+from memo_sim.contract.units import counted, format_seconds
 from memo_sim.costs.contention import COPY as COPIES
 from memo_sim.costs.contention import NodeRates
-from memo_sim.explain.recorded_memory import memory_of, predicted_classes
-from memo_sim.explain.recorded_step import Priced, price_recording, rank_of, step_of
+from memo_sim.interchange.framework import Framework
 from memo_sim.interchange.frameworks import FRAMEWORKS
 from memo_sim.memory.read_requests import read_requests
+from memo_sim.memory.source import Source as Snapshot
 from memo_sim.observed.correction import (
     COLLECTIVE,
     COPY,
@@ -45,12 +48,18 @@ from memo_sim.observed.kineto import Recording, read_recording
 from memo_sim.observed.link_benchmarks import read_nccl_tests, read_nvbandwidth
 from memo_sim.planning.search import play
 from memo_sim.program.lower import lower, program_sha256
+from memo_sim.reasons.recorded_memory import memory_of, predicted_classes
+from memo_sim.reasons.recorded_step import Priced, price_recording, rank_of, step_of
 
 LEAST_CALLS, LEAST_SHARE = 8, 0.005
 """Work corrects a rate when it has at least as many calls and takes at least this part of the recorded time."""
 MOST_HOST_BYTES_PER_S = 1e18
 MOST_RANKS = 1024
 NO_NAME = "a GPU that it does not name"
+ACROSS_NODES = (
+    "Collectives over several nodes are compared, but correct nothing: nccl-tests measures a network"
+    " (--nccl-tests, --cluster-output)."
+)
 PER_NODE = 8
 """Devices of a node of the clusters that are found by a device's name."""
 
@@ -81,29 +90,44 @@ class Diagnosis:
         return msgspec.structs.replace(self.cluster, hardware=profile)
 
     def export(self) -> Exported:
-        """Return the best plan of the job's own framework as its files.
+        """Return the files of the plan that is fastest as the job's own framework would run it.
 
         Raises:
             Infeasible: when no plan is faster than the job, which then needs no other files.
+            UsageError: when no better plan was searched.
         """
         imported = self.imported
         if imported is None or imported.job is None or not imported.better:
             raise UsageError("the best plan is that of a job", wanted="--config FILE, without --no-search")
-        best, found = imported.better[0].best, imported.better[0]
-        if best is None or found.decisions is None:
-            raise Infeasible("no plan of the job's own framework fits", where=", ".join(imported.files))
-        own = imported.job
-        if own.status == "ok" and own.step_s and best.step_s and best.step_s >= own.step_s:
-            raise Infeasible(
-                f"no plan of {imported.framework} is faster than the job",
-                got=f"{best.step_s:.4g} s a step, the job {own.step_s:.4g} s",
-                hint="the job's own files are the best; memo-sim what-if --system any searches memo's own plans",
-            )
         framework = next(one for one in FRAMEWORKS.values() if one.title == imported.framework)
-        provenance = Provenance(memo_version=memo_sim.__version__, cluster=self.cluster.name, system=framework.system)
-        program = program_sha256(lower(found.decisions))
-        plan = Plan(decisions=found.decisions, program_sha256=program, provenance=provenance)
-        return export_plan(plan, framework, self.cluster, self.hardware)
+        found = [self._exported(each, framework) for each in imported.better if each.decisions is not None]
+        fitting = [each for each in found if each is not None and each.fits]
+        if not fitting:
+            raise Infeasible(f"no plan that {framework.title} can run fits", where=", ".join(imported.files))
+        best, own = min(fitting, key=_step_there), imported.job
+        if own.status == "ok" and own.step_s and _step_there(best) >= own.step_s:
+            raise Infeasible(
+                f"no plan of {framework.title} is faster than the job, so nothing is written",
+                got=f"{format_seconds(_step_there(best))} a step, the job {format_seconds(own.step_s)}",
+                hint="the job's own files are the best",
+            )
+        return best
+
+    def _exported(self, result: Result, framework: Framework) -> Exported | None:
+        """Return the best plan of an answer as the framework's files; None where it can run nothing near to it."""
+        assert result.decisions is not None
+        provenance = Provenance(memo_version=memo_sim.__version__, cluster=self.cluster.name, system=result.system)
+        program = program_sha256(lower(result.decisions))
+        plan = Plan(decisions=result.decisions, program_sha256=program, provenance=provenance)
+        try:
+            return export_plan(plan, framework, self.cluster, self.hardware)
+        except Infeasible:
+            return None
+
+
+def _step_there(exported: Exported) -> float:
+    """Return the seconds of a step as the framework would run the plan."""
+    return exported.document.there.step_s or inf
 
 
 def diagnose(
@@ -132,6 +156,7 @@ def diagnose(
         raise UsageError("a snapshot is read beside the trace of the same job", wanted="--trace FILE --memory FILE")
     if not (trace or cluster):
         raise UsageError("without a trace, the profile that takes the rates has to be named", wanted="--cluster NAME")
+    snapshot = _snapshot(memory) if memory else None
     traces = _traces(trace) if trace else []
     first = read_recording(read_raw(traces[0]), traces[0]) if traces else None
     machine, hardware = load_cluster(cluster or _cluster_for(first))
@@ -161,17 +186,21 @@ def diagnose(
             search=job.search,
             progress=progress,
         )
-    if memory and recorded is not None:
-        found = read_requests(memory)
-        if found.kind != "snapshot":
-            raise BadInput(
-                "not a memory snapshot",
-                where=memory,
-                got=f"requests ({found.kind})",
-                wanted="a pickle of torch.cuda.memory._dump_snapshot",
-            )
-        recorded = msgspec.structs.replace(recorded, memory=memory_of(found, predicted))
+    if snapshot is not None and recorded is not None:
+        recorded = msgspec.structs.replace(recorded, memory=memory_of(snapshot, predicted))
     return Diagnosis(recorded, machine, hardware, changes, imported)
+
+
+def _snapshot(path: str) -> Snapshot:
+    """Return the requests of a memory snapshot; other files with requests are refused."""
+    if not is_pickle(read_raw(path)):
+        raise BadInput(
+            "not a memory snapshot",
+            where=path,
+            got="no pickle",
+            wanted="the pickle that torch.cuda.memory._dump_snapshot writes",
+        )
+    return read_requests(path)
 
 
 def _traces(path: str) -> list[str]:
@@ -219,6 +248,8 @@ def _recorded(
         job = msgspec.structs.replace(job, ranks=sorted(ranks, key=lambda each: each.rank))
     if named and first.on_gpu and (other := _other_device(first.device, hardware)):
         job = msgspec.structs.replace(job, notes=[*job.notes, other])
+    if any(one.operation.kind.startswith(COLLECTIVE) and one.predicted_s and not one.rates for one in slowest):
+        job = msgspec.structs.replace(job, notes=[*job.notes, ACROSS_NODES])
     factors = factors_of(slowest, sum(one.operation.recorded.seconds for one in slowest), fastest)
     if factors:
         ranks_told = f", the slowest of {len(traces)} ranks" if len(traces) > 1 else ""

@@ -21,9 +21,6 @@ from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.explain.other_machine import MEMORIES, RATES, with_more
-from memo_sim.explain.remedies import ANY_STEP_S, Change, Tried, both, changes, evaluated
-from memo_sim.explain.runner_up import label, loss
 from memo_sim.planning.arena import arena_of
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.planning.plan_question import question_of_plan, with_open_policy
@@ -31,6 +28,9 @@ from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import best_with_more_memory, search
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.reasons.other_machine import MEMORIES, RATES, with_more
+from memo_sim.reasons.remedies import ANY_STEP_S, Change, Tried, both, changes, evaluated
+from memo_sim.reasons.runner_up import label, loss
 from memo_sim.views.plan_table import layout_label
 
 MORE = 1.25
@@ -68,7 +68,18 @@ def explain(
         else:
             given, system = of_result(document, name, cluster=cluster), document.system
             rows = document.plans if cluster is None else None
-        return _Explaining(given, system, progress).explanation(rows)
+        return explain_given(given, system, rows, progress=progress)
+
+
+def explain_given(
+    given: GivenPlan, system: str, rows: list[PlanRow] | None, *, progress: Progress | None = None
+) -> Explanation:
+    """Return the explanation of a simulated plan; its rivals are ``rows`` but the first, or differ in one decision.
+
+    Raises:
+        BadInput: when the plan does not fit.
+    """
+    return _Explaining(given, system, progress).explanation(rows)
 
 
 @dataclass

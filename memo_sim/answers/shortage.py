@@ -13,14 +13,14 @@ from memo_sim.contract.plan import Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.shortage import Shortage, WayOut
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain.peak import tensors_at
-from memo_sim.explain.remedies import Change, Tried, changes, evaluated, pairs
-from memo_sim.explain.runner_up import label
 from memo_sim.planning.arena import arena_of
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play, search
+from memo_sim.reasons.peak import tensors_at
+from memo_sim.reasons.remedies import Change, Tried, changes, evaluated, pairs
+from memo_sim.reasons.runner_up import label
 
 MOVED = {"gpu_oom": "host_oom", "host_oom": "gpu_oom"}
 """The status of a plan that is short of the other memory, by the status of the asked run."""
@@ -34,13 +34,15 @@ NOTES = {
 """What changes mean besides time and memory, by their options."""
 
 
-def shortage(question: Question, *, progress: Progress | None = None) -> Shortage:
+def shortage(question: Question, *, of_plan: bool = False, progress: Progress | None = None) -> Shortage:
     """Return why ``question`` is short of memory, and the changes that make it fit; or by how much it fits.
 
     Where no single change is enough, pairs of the most promising ones are tried.
 
     A change is evaluated with all other knobs as in the asked run (an alpha that the question leaves open is searched
     again). Plans on planned memory count as fitting when their arena does.
+
+    ``of_plan``: the question is that of a plan's file, so that no options were typed that could be left out.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence, or no plan can be evaluated.
@@ -55,7 +57,12 @@ def shortage(question: Question, *, progress: Progress | None = None) -> Shortag
     if peak.fits:
         return peak
     found = _ways(question, chosen, progress)
+    if of_plan:
+        for name in ("ways", "too_little", "pairs"):
+            found[name] = [msgspec.structs.replace(way, leave_out=[]) for way in found[name]]
     opened = _with_nothing_pinned(question, found["ways"] or found["pairs"])
+    if of_plan and opened is not None:
+        opened = msgspec.structs.replace(opened, leave_out=[])
     return msgspec.structs.replace(peak, **found, open=opened)
 
 
@@ -93,6 +100,7 @@ def _peak(question: Question, chosen: Evaluated, simulation: Simulation, *, cand
         model=question.model.name,
         cluster=question.cluster.name,
         seq_tokens=question.seq_tokens,
+        changes=list(question.changes),
         fits=prediction.status == "ok",
         status=prediction.status,
         plan=label(chosen),
@@ -107,9 +115,16 @@ def _peak(question: Question, chosen: Evaluated, simulation: Simulation, *, cand
         by_class=by_class,
         allocator={n: size for n, size in fault.live.items() if n != "reserve"} if fault and by_allocator else {},
         reserve={} if on_host else memory.reserve,
-        tensors=tensors_at(memory.program, lives, peak.instruction, device=not on_host)[:LARGEST],
+        tensors=tensors_at(
+            memory.program,
+            lives,
+            peak.instruction,
+            device=not on_host,
+            names=None if on_host else memory.buffer_names,
+        )[:LARGEST],
         step_s=prediction.step_s,
         reason=prediction.reason,
+        not_read=list(question.not_read),
     )
 
 

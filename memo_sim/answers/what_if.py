@@ -23,9 +23,6 @@ from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain.answer import explain, plan_title
-from memo_sim.explain.remedies import ways_out
-from memo_sim.explain.runner_up import Closeness
 from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
 from memo_sim.planning.layouts import cuts_sequences
@@ -35,6 +32,9 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
 from memo_sim.program.lower import program_sha256
+from memo_sim.reasons.answer import explain, plan_title
+from memo_sim.reasons.remedies import ways_out
+from memo_sim.reasons.runner_up import Closeness
 from memo_sim.validation.intervals import LEVEL, setting_of, shipped_spread, step_interval, without_interval
 from memo_sim.views.pictures import FORMATS
 from memo_sim.views.plan_table import step_line
@@ -60,6 +60,8 @@ class Outputs:
     picture: Path | None = None
     timeline: Path | None = None
     report: Path | None = None
+    pareto_picture: bool = False
+    """Whether the picture is of the Pareto front, in place of the best plan's timeline."""
     full_timeline: bool = False
     """Whether the timeline has the instructions of every micro-batch."""
     read: tuple[Path, ...] = ()
@@ -408,16 +410,13 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.report is not None and answer.best is None:
         from memo_sim.answers.report import write_report
 
-        write_report(answer, question, outputs.report, plan=None, file=None, created=created, command=command)
+        told = {"created": created, "command": command}
+        write_report(answer, question, outputs.report, plan=None, file=None, **told)
     if answer.best is None or not any((outputs.plan, outputs.picture, outputs.timeline, outputs.report)):
         return
     traces = answer.best.traces()
     if outputs.picture:  # first, so that a drawing that fails leaves no other file
-        from memo_sim.answers.report import steps_of
-        from memo_sim.views.timeline import draw_timeline
-
-        title = plan_title(answer.best.decisions, answer.best.prediction.step_s, question.cluster.name)
-        draw_timeline(steps_of(answer.best, answer.arena), outputs.picture, title=title)
+        _draw(answer, answer.best, question, outputs)
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
@@ -428,13 +427,29 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.report:
         from memo_sim.answers.report import write_report
 
-        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, created=created, command=command)
+        told = {"created": created, "command": command}
+        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, **told)
     if outputs.plan:
         for number, trace in enumerate(traces):
             write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)
         if placement is not None:
             write(beside(outputs.plan, "placement"), placement)
         write(outputs.plan, plan)
+
+
+def _draw(answer: Answer, best: Simulation, question: Question, outputs: Outputs) -> None:
+    """Draw the best plan's timeline, or the Pareto front."""
+    assert outputs.picture is not None
+    if outputs.pareto_picture:
+        from memo_sim.views.front_chart import draw_front
+
+        draw_front(answer.result, outputs.picture)
+        return
+    from memo_sim.answers.report import steps_of
+    from memo_sim.views.timeline import draw_timeline
+
+    title = plan_title(best.decisions, best.prediction.step_s, question.cluster.name)
+    draw_timeline(steps_of(best, answer.arena), outputs.picture, title=title)
 
 
 def _row(evaluated: Evaluated, question: Question) -> PlanRow:

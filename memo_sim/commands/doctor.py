@@ -10,7 +10,6 @@ import click
 
 from memo_sim.commands.interchange import GIVEN, TO
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.plain_text import one_line
 from memo_sim.views.command_line import show, show_document, with_progress
 
 
@@ -29,6 +28,7 @@ from memo_sim.views.command_line import show, show_document, with_progress
 @click.option("--framework", type=click.Choice(TO), help="With --config: whose files they are.")
 @GIVEN
 @click.option("--no-search", is_flag=True, help="With --config: do not search for something better.")
+@click.option("--all", "everything", is_flag=True, help="With --config: show every ignored option with its value.")
 @click.option(
     "--export",
     "export_to",
@@ -47,46 +47,31 @@ def doctor_command(*, output: str | None, cluster_output: str | None, as_json: b
     may also come from nccl-tests and nvbandwidth. With -o the profile takes over what was measured; a plan for it:
     memo-sim what-if MODEL --cluster PROFILE.
     """
-    from memo_sim.answers.doctor import OwnJob, diagnose
     from memo_sim.answers.import_job import parse_given
-    from memo_sim.contract.codec import check_new_folder, encode, write, write_folder
-    from memo_sim.views.recorded_table import recorded_table
+    from memo_sim.api import doctor
+    from memo_sim.contract.codec import check_new_folder, write
 
     config, export_to = options.pop("config"), options.pop("export_to")
-    of_job = {name: options.pop(name) for name in ("framework", "given", "no_search")}
+    of_job = {name: options.pop(name) for name in ("framework", "given", "no_search", "everything")}
     _check(options, config, export_to, of_job, as_json=as_json)
     _check_outputs(options, config, output, cluster_output)
     if export_to:
         check_new_folder(export_to)
-    job = None
-    if config:
-        given = parse_given(of_job["given"])
-        job = OwnJob(config, given, framework=of_job["framework"], search=not of_job["no_search"])
-    found = with_progress("plans", lambda tell: diagnose(**options, job=job, progress=tell))
+    asked = {"framework": of_job["framework"], "search": not of_job["no_search"]}
+    asked |= {"config": config, "set": parse_given(of_job["given"])} if config else {}
+    found = with_progress("plans", lambda tell: doctor(**options, **asked, progress=tell))
     if output:
-        write(output, found.hardware)
+        found.save(output)
         if cluster_output:
             profile = os.path.relpath(output, Path(cluster_output).parent)
-            write(cluster_output, found.cluster_file(profile))
-    if as_json and found.job is not None:
-        show_document(encode(found.job))
+            write(cluster_output, found.made.cluster_file(profile))
+    if as_json:
+        show_document(found.to_json().encode())
         return
-    if found.job is not None:
-        show(recorded_table(found.job))
-    told = [one_line(text) for text in found.changes] or ["nothing: no kind of work has enough calls and time"]
-    if output or found.job is None:
-        head = f"{output} is {found.hardware.name} with:" if output else "measured; -o PROFILE writes a profile with:"
-        show("\n".join([*([""] if found.job is not None else []), head, *told]))
-    if found.imported is not None:
-        from memo_sim.views.import_page import import_summary
-
-        show("\nWith the measured rates:\n" + import_summary(found.imported, everything=False))
+    if text := found.text(output, everything=of_job["everything"]):
+        show(text)
     if export_to:
-        from memo_sim.views.export_page import export_summary
-
-        exported = found.export()
-        write_folder(export_to, exported.files)
-        show("\n" + export_summary(exported.document, str(export_to)))
+        show(f"\n{found.export(export_to)}")
     elif found.imported is not None and found.imported.better:
         show("\n--export DIR writes the best plan of the job's own framework as its files.")
 

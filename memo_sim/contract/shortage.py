@@ -57,6 +57,8 @@ class Shortage(
     plan: str
     """Policy and layout of the asked run."""
     decisions: Decisions
+    changes: list[str] = []
+    """Kernels that are not those of the plan that was given, as this machine has no rates of them."""
     candidates: Positive
     """Plans that the question leaves open; 1: every knob is pinned."""
     memory: Literal["device", "host"]
@@ -91,3 +93,5 @@ class Shortage(
     """Two changes that make the run fit together, the fastest first; empty where a single one is enough."""
     pairs_tried: int = 0
     """Pairs that could be evaluated."""
+    not_read: list[str] = []
+    """Fields of the model's file that are ignored."""

@@ -13,6 +13,8 @@ import msgspec
 from memo_sim.contract.plan import Status, StepInterval
 from memo_sim.contract.units import Bytes, NonNegative, Positive, Seconds, Tokens
 
+NOT_READ = "not read"
+"""Name of the assumption that lists ignored fields of the model's file."""
 PeakKind = Literal["arena", "reserved", "live"]
 """What the bytes of a device's peak are.
 

@@ -122,8 +122,10 @@ def jobs(decisions: Decisions, *, tp: bool = True, own_program: bool = True) -> 
 def _loss_tiles(decisions: Decisions, layout: Layout) -> tuple[Tiles, ...]:
     """Return the tiles of the loss to try: the plan's, then small ones, where tp does not divide the vocabulary."""
     local = decisions.micro_batch * decisions.seq_tokens // layout.cp
-    if layout.tp > 1 or local <= SMALL_TILE:
+    if layout.tp > 1:
         return (Tiles(),)
+    if local <= SMALL_TILE:
+        return (Tiles(one_tile=decisions.loss == "checkpointed"),)
     return tuple(Tiles(loss_tokens=tokens) for tokens in dict.fromkeys((decisions.loss_chunk_tokens, SMALL_TILE)))
 
 
@@ -201,7 +203,10 @@ def model_variable(job: Job) -> str:
 
 def tiles_of(job: Job) -> dict[str, int]:
     """Return the options of the exported program that cut loss and MLP into tiles."""
-    said = {"loss_tokens": job.pins.loss_chunk_tokens, "mlp_tokens": job.pins.mlp_chunk_tokens}
+    pins = job.pins
+    local = job.micro_batch * job.seq_tokens // ((pins.cp or 1) * (pins.ulysses or 1))
+    one = local if job.loss in ("blocks", "checkpointed") else 0
+    said = {"loss_tokens": pins.loss_chunk_tokens or one, "mlp_tokens": pins.mlp_chunk_tokens}
     return {name: tokens for name, tokens in said.items() if tokens}
 
 

@@ -55,7 +55,7 @@ SAYINGS = hugging_face_sayings(
             "zero_optimization.offload_optimizer.device",
             "bf16.bf16_master_weights_and_grads",
             "bf16.bf16_optimizer_states",
-            lost="moments in bf16 only where master weights are; neither without ZeRO",
+            lost="moments have the dtype of the master weights, fp32 or bf16; without ZeRO they are fp32",
         ),
         "decisions.grad_sums": exact("data_types.grad_accum_dtype", lost="fp32, or the dtype of the parameters"),
         "decisions.reduce_dtype": Saying("own", lost="gradients are reduced as they are summed"),
@@ -102,6 +102,7 @@ def _tiles(decisions: Decisions, layout: Layout, choice: Choice) -> tuple[Tiles,
             Tiles(
                 tiles.loss_tokens if tiles.loss_tokens < local and decisions.dtype != "fp16" else 0,
                 tiles.mlp_tokens if tiles.mlp_tokens < local and (choice.recompute, choice.layers) == _ALL else 0,
+                one_tile=decisions.loss == "blocks" and tiles.loss_tokens == 0 and decisions.dtype != "fp16",
             )
             for tiles in wanted
         )

@@ -222,13 +222,15 @@ class Tiles:
 
     loss_tokens: int = 0
     mlp_tokens: int = 0
+    one_tile: bool = False
+    """Whether the loss is one tile of all tokens, where ``loss_tokens`` is 0."""
 
 
 def loss_of(parallel: Parallel, tiles: Tiles, *, trl: bool) -> Loss:
     """Return how a job computes its loss, by memo's name."""
     if trl:
         return "auto"
-    if tiles.loss_tokens:
+    if tiles.loss_tokens or tiles.one_tile:
         return "blocks" if parallel.deepspeed else "checkpointed"
     return "eager-fp32" if parallel.tp == 1 else "vocab-parallel"
 
@@ -276,7 +278,7 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
     compiled = arguments.flag("torch_compile")
     arguments.says("torch_compile", f"rowwise {'compiled' if compiled else 'eager'}")
     attention = _attention(arguments, parallel)
-    tiles = _tiles(arguments)
+    tiles = _tiles(arguments, micro_batch * seq_tokens // (parallel.cp * parallel.ulysses))
     job = Job(
         model=model,
         seq_tokens=seq_tokens,
@@ -319,7 +321,7 @@ def pins_of(
     dtype: Any,
     tiles: Tiles | None,
 ) -> Pins:
-    """Return the pins of a job, the same whether it was made of a plan or read; no ``tiles``: the trainer has its own."""
+    """Return the pins of a job, made of a plan or read; without ``tiles`` the trainer has its own."""
     full = choice.recompute == "full"
     divided = parallel.zero == 0 or not parallel.deepspeed
     return Pins(
@@ -344,12 +346,12 @@ def pins_of(
     )
 
 
-def _tiles(arguments: Settings) -> Tiles:
-    """Return the tiles that options of the exported program name."""
-    found = Tiles(*(arguments.whole(key, least=0) or 0 for key in ("loss_tokens", "mlp_tokens")))
-    arguments.says("loss_tokens", f"the loss in tiles of {found.loss_tokens} tokens")
-    arguments.says("mlp_tokens", f"the MLP in tiles of {found.mlp_tokens} tokens")
-    return found
+def _tiles(arguments: Settings, local: int) -> Tiles:
+    """Return the tiles that options of the exported program name; ``local`` are the tokens of a rank's micro-batch."""
+    loss, mlp = (arguments.whole(key, least=0) or 0 for key in ("loss_tokens", "mlp_tokens"))
+    arguments.says("loss_tokens", f"the loss in tiles of {loss} tokens")
+    arguments.says("mlp_tokens", f"the MLP in tiles of {mlp} tokens")
+    return Tiles(loss if loss < local else 0, mlp if mlp < local else 0, one_tile=loss >= local)
 
 
 def _lifted(values: dict[str, Any]) -> dict[str, Any]:
@@ -416,6 +418,8 @@ def _parallel(
 
 def _devices(accelerate: Settings, given: Mapping[str, str], files: Files) -> int:
     said = accelerate.whole("num_processes") if accelerate.text("num_processes") != "-1" else None
+    if accelerate.values.get("distributed_type") == "NO":
+        said = 1  # accelerate starts one process then, whatever num_processes is
     accelerate.says("num_processes", f"{said} devices")
     accelerate.raw("num_machines")
     if found := devices_of(given, files.devices or said):

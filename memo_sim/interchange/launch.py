@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from memo_sim.contract.interchange import Launcher
 from memo_sim.interchange import memory_fraction
-
-Launcher = Literal["torchrun", "slurm"]
 
 _BY_HAND = """\
 # On each of several nodes: NODE_RANK=0, 1, ... and MASTER_ADDR, the first node's name or address.

@@ -95,6 +95,8 @@ def corrected(hardware: Hardware, factors: Mapping[str, float], *, text: str, ho
     def name_of(rate: str) -> str:
         name = f"recorded-{rate.replace('.', '-')}"
         said = f"{text}: {rate} took {factors[rate]:.3f} of the predicted time; rates divided by it"
+        if group_of(rate) == rate and rate.startswith((ROWWISE, COLLECTIVE)):
+            said += ", also where no call was recorded"
         sources[name] = Source(kind="derived", text=said)
         return name
 

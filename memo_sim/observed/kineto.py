@@ -28,6 +28,9 @@ from memo_sim.observed.whole_operators import is_whole
 
 MOST_BYTES = 2**32
 """A trace that unpacks to more is refused."""
+MOST_US = 1e17
+"""The longest time in a trace; microseconds since 1970 are 1.8e15."""
+MOST_SIZE = 2**48
 STEP = "ProfilerStep#"
 FIRST_NAMES = {"Operator": "cpu_op", "Runtime": "cuda_runtime", "Kernel": "kernel"} | {
     "Memcpy": "gpu_memcpy",
@@ -147,6 +150,14 @@ def read_recording(raw: bytes, where: str) -> Recording:
     """
     trace = _decode(_unpacked(raw, where), where)
     events = [event for event in trace.trace_events if event.ph == "X" and _time(event) is not None]
+    for event in events:
+        start, end = _span(event)
+        if not (abs(start) <= MOST_US and 0 <= end - start <= MOST_US):
+            raise BadInput(
+                "an event has a time that no trace has",
+                where=where,
+                got=f"{event.name}: ts {event.ts}, dur {event.dur}",
+            )
     operators, launches, device, marks = [], {}, [], []
     for event in events:
         match FIRST_NAMES.get(event.cat or "", event.cat):
@@ -252,15 +263,19 @@ def _operator(event: _Event, *, backward: bool) -> Operator:
     return Operator(
         name=event.name,
         shapes=tuple(_shape(shape) for shape in shapes) if isinstance(shapes, list) else (),
-        dtypes=tuple(map(str, args.get("Input type") or ())),
-        values=tuple(map(str, args.get("Concrete Inputs") or ())),
+        dtypes=_texts(args.get("Input type")),
+        values=_texts(args.get("Concrete Inputs")),
         backward=backward or event.name.startswith(GRADIENTS),
     )
 
 
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
 def _shape(value: object) -> tuple[int, ...]:
     """Return a tensor's shape; an empty one for a scalar or a list of tensors."""
-    if isinstance(value, list) and all(isinstance(size, int) for size in value):
+    if isinstance(value, list) and all(isinstance(size, int) and 0 <= size < MOST_SIZE for size in value):
         return tuple(value)
     return ()
 

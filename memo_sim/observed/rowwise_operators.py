@@ -72,6 +72,7 @@ def traffic_of(operator: Operator) -> Traffic | None:
     read, written = sum(sizes), largest
     if name in ("copy_", "zero_", "fill_"):
         read, written = (sizes[1] if name == "copy_" and len(sizes) > 1 else 0), sizes[0]
+        pattern = _broadcast(shapes)
     elif name == "embedding" and len(shapes) > 1:
         (table, element), (indices, _) = shapes[:2]
         read = written = prod(indices) * table[-1] * element

@@ -68,6 +68,10 @@ class SearchResult:
     played: Collection[Prediction] = ()
     """Every prediction that the search made on the way, those of other alphas included."""
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the passes, which are megabytes, and which such a search lowers again where there are none."""
+        return {**self.__dict__, "passes": None, "played": ()}
+
     @property
     def best(self) -> Evaluated | None:
         """The fastest plan that fits."""

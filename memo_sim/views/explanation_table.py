@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from memo_sim.contract.explanation import Explanation, Rival, Sensitivity
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.plan_table import short_of
 from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.text_table import number, percent, text_table
 
@@ -27,9 +28,14 @@ def explanation_text(found: Explanation, *, top: int | None = None) -> str:
     where = f"{found.model} on {found.cluster}, {format_tokens(found.seq_tokens)} tokens"
     mfu = f", MFU {percent(found.mfu)}" if found.mfu is not None else ""
     step = f"step {format_seconds(found.step_s)}{mfu}, {found.tgs:.1f} tokens per GPU and second"
-    head = [f"{where}: {found.plan}, {step}.", *binding(found), *_most(found)]
+    head = [f"{where}: {found.plan}, {step}.", *explanation_verdict(found)]
     blocks = ["\n".join(map(one_line, head)), _use_table(found), _sensitivities(found), *_rivals(found, top)]
     return from_one("\n\n".join([*blocks, *(["\n".join(map(one_line, found.notes))] if found.notes else [])]))
+
+
+def explanation_verdict(found: Explanation) -> list[str]:
+    """Return what binds, what would help most, and a rival that is faster; one sentence each."""
+    return [*binding(found), *_most(found)]
 
 
 def binding(found: Explanation) -> list[str]:
@@ -84,7 +90,9 @@ def _use_table(found: Explanation) -> str:
         for use in found.uses
     ]
     lanes = text_table(["lane", "busy", "of step", "compute waits for it"], rows, "lrrr")
-    names = {"device": "a device, with the reserve", "host": "a node's host memory"}
+    planned = found.decisions.memory_policy == "planned"
+    held = "planned arena" if planned else "reserved by PyTorch's allocator"
+    names = {"device": f"a device: {held} + reserve", "host": "a node's host memory, all its ranks"}
     memories: list[list[str | None]] = [
         [
             names[room.memory],
@@ -111,7 +119,7 @@ def _sensitivities(found: Explanation) -> str:
 
 def _outcome(each: Sensitivity, found: Explanation) -> list[str | None]:
     if each.gain is None:
-        return [None, None, None, f"does not fit ({each.status})"]
+        return [None, None, None, f"does not fit: too little {short_of(each.status)}"]
     gain = percent(each.gain, signed=True) if abs(each.gain) >= WORTH_NAMING else "none"
     other = each.plan if each.decisions == "searched" and each.plan != found.plan else None
     return [format_seconds(each.step_s or 0.0), number(each.tgs), gain, other or ""]
@@ -150,7 +158,7 @@ def _rival_table(rivals: Sequence[Rival], title: str, top: int | None) -> str:
         ]
         for rival in shown
     ]
-    headers = [*(["options"] if options else []), "plan", "step", "device peak", "against the plan"]
+    headers = [*(["options"] if options else []), "plan", "step", "live on a device", "against the plan"]
     table = text_table(headers, rows, "l" * options + "lrrl")
     more = f"\n... and {counted(len(rivals) - len(shown), 'more', '')}" if len(rivals) > len(shown) else ""
     return f"{title}, the fastest first:\n{table}{more}"
@@ -159,8 +167,8 @@ def _rival_table(rivals: Sequence[Rival], title: str, top: int | None) -> str:
 def why(rival: Rival) -> str:
     """Return why a rival loses: ``0.41 s slower: 0.3 s more compute, 0.1 s more waits for all_gather``."""
     if rival.slower_s is None:
-        short = f": {format_bytes(rival.shortfall_bytes)} short" if rival.shortfall_bytes else ""
-        return f"does not fit ({rival.status}){short}"
+        short = f"short by {format_bytes(rival.shortfall_bytes)} of " if rival.shortfall_bytes else "too little "
+        return f"does not fit: {short}{short_of(rival.status)}"
     changed = f"{format_seconds(abs(rival.slower_s))} {'slower' if rival.slower_s > 0 else 'faster'}"
     if not round(rival.slower_s, DIGITS):
         return "equally fast"

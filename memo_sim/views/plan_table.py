@@ -21,6 +21,7 @@ LEAST_DIGITS, MOST_DIGITS = 3, 6
 """Significant digits of the step times in one table."""
 
 
+SHORT_OF = {"gpu_oom": "device memory", "host_oom": "host memory"}
 MEMORY_COLUMNS = (
     "device {unit}: buffers of the plan on its fullest stage, without the reserve; host {unit}: all ranks of a node."
 )
@@ -145,6 +146,11 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     return table
 
 
+def short_of(status: str) -> str:
+    """Return what a plan is short of that does not fit, in words."""
+    return SHORT_OF.get(status, status)
+
+
 def policy_of(plan: PlanRow) -> str | None:
     """Return what happens to activations, as the search calls it, without the system; None for a plan of a file."""
     return plan.system.rpartition(": ")[2] if plan.system not in ("", GIVEN) else None
@@ -196,13 +202,13 @@ def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str
             layout_label(plan.layout),
             _alpha(plan),
             _recompute(plan),
-            plan.status,
+            short_of(plan.status),
             format_bytes(plan.shortfall_bytes) if plan.shortfall_bytes else None,
             _reason(plan) or None,
         ]
         for plan in plans[:top]
     ]
-    table = text_table(["policy", "layout", "alpha", "recompute", "status", "short by", "reason"], rows, "llrllrl")
+    table = text_table(["policy", "layout", "alpha", "recompute", "short of", "by", "reason"], rows, "llrllrl")
     return table + (f"\n... and {len(plans) - top} more" if top is not None and len(plans) > top else "")
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from memo_sim.contract.interchange import ImportedJob
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.recorded_step import RankTime, RecordedMemory, RecordedStep
 from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.views.import_page import import_summary
 from memo_sim.views.text_table import percent, text_table
 
 LEAST_SHARE = 0.001
-"""Kinds below this part of the step are not shown."""
+"""Kinds below this part of the recorded work are not shown."""
 LONGEST_NAME = 70
 """Characters of a kernel's name that are shown; templates are longer than a line."""
 
 
 def recorded_table(job: RecordedStep) -> str:
-    """Return the text of a diagnosis."""
-    device = job.device or "a CPU"
-    marked = "" if job.steps_marked else " (no steps are marked; the whole trace counts as one: call profiler.step())"
-    head = f"{job.trace}: {_steps(job)} on {device}, held against the profile {job.hardware}{marked}"
-    parts = [head, *(["\n".join(job.notes)] if job.notes else [])]
+    """Return the text of a recorded step beside its prediction."""
+    parts = [recorded_head(job), *(["\n".join(job.notes)] if job.notes else [])]
     if job.ranks:
         parts.append(_ranks(job))
     parts += [_time(job), _compared(job), _kinds(job)]
@@ -33,11 +34,41 @@ def recorded_table(job: RecordedStep) -> str:
     return "\n\n".join(parts)
 
 
+def recorded_head(job: RecordedStep) -> str:
+    """Return one line: the trace, its steps, the device, and the profile."""
+    device = job.device or "a CPU"
+    marked = "" if job.steps_marked else " (no steps are marked; the whole trace counts as one: call profiler.step())"
+    return f"{job.trace}: {_steps(job)} on {device}, held against the profile {job.hardware}{marked}"
+
+
+def diagnosis_text(
+    job: RecordedStep | None,
+    profile: str,
+    changes: Sequence[str],
+    priced: ImportedJob | None = None,
+    *,
+    output: str | None = None,
+    everything: bool = False,
+) -> str:
+    """Return what ``memo-sim doctor`` prints: the recorded step, what changes in the profile, and the job's price.
+
+    ``output`` is the profile's file, where it is written; ``everything``: with each option of the job on its own line.
+    """
+    told = [one_line(text) for text in changes] or ["nothing: no kind of work has enough calls and time"]
+    head = f"{output} is {profile} with:" if output else "measured; -o PROFILE writes a profile with:"
+    lines = [] if job is None else [recorded_table(job)]
+    if output or job is None:
+        lines.append("\n".join([head, *told]))
+    if priced is not None:
+        lines.append(f"With the measured rates:\n{import_summary(priced, everything=everything)}")
+    return "\n\n".join(lines)
+
+
 def _steps(job: RecordedStep) -> str:
     if len(job.step_times_s) < 2:
         return f"{counted(job.steps, 'step')} of {format_seconds(job.step_s)}"
     shortest, longest = format_seconds(min(job.step_times_s)), format_seconds(max(job.step_times_s))
-    names = f"{job.step_names[0]} to {job.step_names[-1]}"
+    names = one_line(f"{job.step_names[0]} to {job.step_names[-1]}")
     return f"mean of {counted(job.steps, 'step')} ({names}), {format_seconds(job.step_s)} ({shortest} to {longest})"
 
 
@@ -45,7 +76,7 @@ def _ranks(job: RecordedStep) -> str:
     rows = [
         [
             str(rank.rank),
-            rank.trace,
+            one_line(rank.trace),
             *(
                 format_seconds(value)
                 for value in (
@@ -94,7 +125,7 @@ def _compared(job: RecordedStep) -> str:
     rows = [
         [
             _short(unknown.name),
-            f"{unknown.calls:.3g}",
+            _calls(unknown.calls),
             format_seconds(unknown.measured_s),
             percent(unknown.measured_s / job.work_s),
             unknown.why,
@@ -103,6 +134,10 @@ def _compared(job: RecordedStep) -> str:
     ]
     table = text_table(["not recognised", "calls", "time", "of the work", "why"], rows, "lrrrl")
     return f"{text}; not recognised: {percent(job.unknown_s / job.work_s)}.\n{table}"
+
+
+def _calls(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _short(name: str) -> str:
@@ -114,7 +149,7 @@ def _kinds(job: RecordedStep) -> str:
     rows = [
         [
             kind.kind,
-            f"{kind.calls:.0f}",
+            _calls(kind.calls),
             format_seconds(kind.measured_s),
             percent(kind.measured_s / job.step_s),
             format_seconds(kind.compared_s) if kind.predicted_s else None,
@@ -123,7 +158,7 @@ def _kinds(job: RecordedStep) -> str:
             kind.not_compared,
         ]
         for kind in job.kinds
-        if kind.measured_s >= LEAST_SHARE * job.step_s
+        if kind.measured_s >= LEAST_SHARE * job.work_s
     ]
     heads = ["kind", "calls", "measured", "of the step", "compared", "predicted", "ratio", "why not the rest"]
     return text_table(heads, rows, "lrrrrrrl")
@@ -134,7 +169,7 @@ def _shapes(job: RecordedStep) -> str:
         [
             shape.kind,
             shape.shape,
-            f"{shape.calls:.3g}",
+            _calls(shape.calls),
             format_seconds(shape.measured_s),
             format_seconds(shape.predicted_s),
             f"{shape.predicted_s / shape.measured_s:.3f}" if shape.measured_s else None,

@@ -5,9 +5,11 @@ Every memory figure says what it includes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import StepInterval
-from memo_sim.contract.summary import DeviceMemory, Summary
+from memo_sim.contract.summary import NOT_READ, DeviceMemory, Summary
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.views.plan_table import interval_label
 
@@ -37,6 +39,12 @@ def summary_lines(summary: Summary) -> list[str]:
     return lines
 
 
+def not_read_lines(summaries: Iterable[Summary | None]) -> list[str]:
+    """Return the line about ignored fields of the models' files, for tables of many answers; empty where none are."""
+    found = [each.value for summary in summaries if summary for each in summary.assumptions if each.name == NOT_READ]
+    return [one_line(f"Not read {'; '.join(dict.fromkeys(found))}.")] if found else []
+
+
 def verdict_lines(summary: Summary) -> list[str]:
     """Return whether the plan fits and by how much, how fast it is or why it does not fit, and the plan in words."""
     speed = _speed(summary) if summary.fits else [f"Why: {one_line(summary.reason)}."]
@@ -45,7 +53,7 @@ def verdict_lines(summary: Summary) -> list[str]:
 
 def _memory(summary: Summary) -> str:
     device, host = summary.device_memory, summary.host_memory
-    has = _device(device)
+    has = device_text(device)
     where = f" (stage {device.stage + 1} of {device.stages}, the fullest)" if device.stages > 1 else ""
     of_host = f"{format_bytes(host.needed_bytes)} of {format_bytes(host.capacity_bytes)}"
     on_host = f"host memory: {of_host} a node, for all its ranks"
@@ -59,7 +67,7 @@ def _memory(summary: Summary) -> str:
     return f"DOES NOT FIT: {format_bytes(summary.shortfall_bytes)} are missing on a device{where}: {has}; {on_host}."
 
 
-def _device(device: DeviceMemory) -> str:
+def device_text(device: DeviceMemory) -> str:
     """Return what a device needs of what it has, and what adds up to that.
 
     An allocator that runs out needs what it has reserved by then, which is no sum of live bytes.

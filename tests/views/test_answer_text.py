@@ -10,7 +10,7 @@ from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Left
 from memo_sim.contract.units import GIB
 from memo_sim.views.answer_text import answer_text, longest_text, thinned
 from memo_sim.views.stage_numbers import from_one
-from memo_sim.views.summary_text import summary_lines
+from memo_sim.views.summary_text import not_read_lines, summary_lines
 from tests.views.test_tables import INTERVAL, infeasible, plan, result
 
 SUMMARY = Summary(
@@ -69,6 +69,13 @@ def test_the_verdict_says_why_an_interval_is_wide_or_missing() -> None:
     assert "; wider than usual: PyTorch's allocator retries allocations)" in speed
     none = msgspec.structs.replace(SUMMARY, interval=None, no_interval="the profile is rough")
     assert "Step 83.6 s (no interval: the profile is rough), MFU" in summary_lines(none)[1]
+
+
+def test_ignored_fields_of_a_model_are_listed_once_below_a_table() -> None:
+    ignored = Assumption(name="not read", value="of the model's file: quantization_config")
+    summary = msgspec.structs.replace(SUMMARY, assumptions=[ignored])
+    assert not_read_lines([summary, None, summary]) == ["Not read of the model's file: quantization_config."]
+    assert not_read_lines([SUMMARY, None]) == []
 
 
 def test_stages_are_counted_from_one() -> None:
@@ -132,11 +139,19 @@ def test_near_duplicates_of_a_front_are_left_out() -> None:
     near = plan(step_s=84.0, peak_device_bytes=int(70.9 * GIB))
     less = plan(step_s=84.0, peak_device_bytes=60 * GIB)
     no_host = plan(step_s=84.0, peak_host_bytes_per_node=0)
-    assert thinned([plan(), near, less, no_host]) == [plan(), less, no_host]
+    assert thinned([plan(), near, less, no_host]) == ([plan(), less, no_host], 0.01)
     whole = msgspec.structs.replace(
         result(plan()), summary=SUMMARY, front=[plan(), near, less, no_host], front_is_whole=True
     )
-    assert "host memory (1 plan within 1 % of a listed one left out):\n" in answer_text(whole)
+    assert "(1 plan left out: a listed one is as good within 1.0% of time and 5% of memory):\n" in answer_text(whole)
+
+
+def test_at_most_twelve_plans_of_a_front_are_listed() -> None:
+    front = [plan(step_s=80.0 + 0.5 * n, peak_device_bytes=(70 - n) * GIB) for n in range(60)]
+    listed, slower = thinned(front)
+    assert len(listed) <= 12
+    assert slower > 0.01
+    assert (listed[0], listed[-1]) == (front[0], front[-1])
 
 
 def test_the_longest_sequence_comes_before_the_lengths_that_were_tried() -> None:

@@ -10,10 +10,11 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Plan, PlanRow
 from memo_sim.contract.result import Result
+from memo_sim.contract.shortage import LiveTensor
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.palette import phase_colour
-from memo_sim.views.plan_table import BEYOND, interval_ends, interval_label, layout_label
+from memo_sim.views.plan_table import BEYOND, interval_ends, interval_label, layout_label, short_of
 from memo_sim.views.report.curves import Chart, Line
 from memo_sim.views.report.page import (
     Block,
@@ -51,16 +52,24 @@ class Best:
     file: str | None
     steps: Sequence[Step]
     pace: int = 0
+    largest: Sequence[LiveTensor] = ()
+    """The largest tensors at the peak of the stage with most live bytes."""
 
 
 def what_if_page(
-    result: Result, *, cluster: Cluster, hardware: Hardware, best: Best | None, command: str, created: str
+    result: Result,
+    *,
+    cluster: Cluster,
+    hardware: Hardware,
+    best: Best | None,
+    command: str,
+    created: str,
 ) -> Page:
     """Return the report of an answer; ``best`` is None when no plan fits."""
     summary = result.summary
     sections = [Section("", [*map(Notice, result.warnings), *([_tiles(summary)] if summary else [])])]
     if best is not None:
-        sections += [_timeline(best), _shares(best)]
+        sections += [_timeline(best), _shares(best), _peak(result, best)]
     if summary is not None and summary.ways_out:
         sections.append(Section("Ways out", [Bullets(summary.ways_out)]))
     sections += [_plans(result), Section("Why", [Bullets(result.why)] if result.why else [])]
@@ -111,6 +120,27 @@ def _tiles(summary: Summary) -> Tiles:
     return Tiles(items)
 
 
+def _peak(result: Result, best: Best) -> Section:
+    """Return what a device of the fullest stage holds at its peak: by class, and its largest tensors."""
+    by_class = result.best.peak_by_class if result.best else {}
+    classes = sorted(by_class.items(), key=lambda item: -item[1])
+    rows: list[list[Cell]] = [
+        [name, format_bytes(size)] for name, size in [*classes, ("total", sum(by_class.values()))]
+    ]
+    tensors: list[list[Cell]] = [
+        [each.name, each.buffer_class, f"{each.count}", format_bytes(each.bytes)] for each in best.largest
+    ]
+    return Section(
+        "What fills a device at its peak",
+        [
+            Paragraph("Live bytes of one device of the fullest stage, without the reserve.", quiet=True),
+            Table(["class", "size"], rows, "lr"),
+            Heading("Largest tensors"),
+            Table(["tensor", "class", "number", "size together"], tensors, "llrr"),
+        ],
+    )
+
+
 def _timeline(best: Best) -> Section:
     trace = best.steps[0].trace
     blocks: list[Block] = []
@@ -140,13 +170,13 @@ def _plans(result: Result) -> Section:
             [
                 _policy(plan),
                 layout_label(plan.layout),
-                plan.status,
+                short_of(plan.status),
                 format_bytes(plan.shortfall_bytes) if plan.shortfall_bytes else None,
                 plan.reason,
             ]
             for plan in others
         ]
-        headers = ["plan", "layout", "status", "short by", "reason"]
+        headers = ["plan", "layout", "short of", "by", "reason"]
         blocks += [Heading("Plans that do not fit")] if fitting else []
         blocks.append(Table(headers, rows, "lnlrl"))
     if result.front_is_whole:
@@ -209,8 +239,8 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
         "80 % interval",
         "MFU",
         "TGS",
-        "device",
-        "host a node",
+        "device, without the reserve",
+        "host, all ranks of a node",
         "longest wait",
     ]
     return Table(headers, rows, "llnrrrrrrrn", mark_first=mark_first)

@@ -14,10 +14,10 @@ from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.explanation import Explanation, Resource, Rival, Sensitivity
 from memo_sim.contract.plan import Plan
-from memo_sim.explain.other_machine import MEMORIES, RATES, with_more
 from memo_sim.planning.plan_question import question_of_plan, with_open_policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
+from memo_sim.reasons.other_machine import MEMORIES, RATES, with_more
 from memo_sim.views.explanation_table import explanation_text, why
 from tests.refusals import refused
 from tests.sim.answers.test_difference import asked
@@ -172,7 +172,7 @@ def test_a_loss_reads_as_a_sentence(found: Explanation) -> None:
     assert why(faster) == "410 ms faster: 410 ms less compute"
     assert why(msgspec.structs.replace(rival, slower_s=0.0)) == "equally fast"
     short = msgspec.structs.replace(rival, status="gpu_oom", step_s=None, slower_s=None, shortfall_bytes=2**30)
-    assert why(short) == "does not fit (gpu_oom): 1.00 GiB short"
+    assert why(short) == "does not fit: short by 1.00 GiB of device memory"
 
 
 def test_what_cannot_be_explained_is_refused(plan: Plan, answer: Answer) -> None:

@@ -10,9 +10,9 @@ import pytest
 from memo_sim.answers.shortage import shortage
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.shortage import Shortage
-from memo_sim.explain.remedies import both, changes, evaluated
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import play, search
+from memo_sim.reasons.remedies import both, changes, evaluated
 from memo_sim.views.shortage_table import in_words, shortage_text
 from tests.sim.answers.test_more_memory import GIB, ask
 from tests.sim.planning.test_search import question

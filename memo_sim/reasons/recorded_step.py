@@ -26,7 +26,6 @@ from memo_sim.contract.recorded_step import (
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.curves import LogCurve
 from memo_sim.costs.pricing import Pricer
-from memo_sim.explain.disturbance import Disturbance
 from memo_sim.observed.correction import (
     MEMORY_BOUND,
     ROWWISE,
@@ -41,6 +40,7 @@ from memo_sim.observed.operations import COMPILED, OTHER, Operation, operations_
 from memo_sim.observed.rowwise_operators import Traffic
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, BatchedGemm, Collective, Copy, Gemm, Rowwise, Work
+from memo_sim.reasons.disturbance import Disturbance
 
 Intervals = list[tuple[float, float]]
 
@@ -217,16 +217,16 @@ def step_of(
     unknown = [one for one in priced if one.operation.kind in UNKNOWN]
     return RecordedStep(
         trace=trace,
-        device=recording.device,
+        device=recording.device or ("a GPU that it does not name" if recording.on_gpu else ""),
         hardware=hardware.name,
         steps=steps,
         steps_marked=recording.marked,
         step_s=step_s,
         compute_s=per_step(compute),
         collective_s=per_step(collective),
-        exposed_collective_s=per_step(collective) - _shared(collective, compute) * MICRO / steps,
+        exposed_collective_s=max(0.0, per_step(collective) - _shared(collective, compute) * MICRO / steps),
         copy_s=per_step(copies),
-        exposed_copy_s=per_step(copies) - _shared(copies, computing_or_talking) * MICRO / steps,
+        exposed_copy_s=max(0.0, per_step(copies) - _shared(copies, computing_or_talking) * MICRO / steps),
         idle_s=max(0.0, step_s - per_step(everything)),
         kinds=_kinds(priced, steps),
         shapes=_shapes(priced, steps),

@@ -21,7 +21,7 @@ import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.hardware import SAFETY
-from memo_sim.contract.knobs import KNOBS, MOST_ZERO, Overlap, Recompute, Schedule, States, TpOverlap
+from memo_sim.contract.knobs import KNOBS, MOST_ZERO, CpExchange, Overlap, Recompute, Schedule, States, TpOverlap
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import GIB, format_bytes, format_tokens
 from memo_sim.planning import blocks
@@ -88,7 +88,7 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     ways += _dividing_length(question)
     if nearest.prediction.status == "host_oom":
         return [*ways, "more host memory per node", "more nodes"]
-    ways.append("more devices")
+    ways.append("more devices (memo-sim gpus finds how many)")
     margin = question.hardware.reserve_bytes.get(SAFETY)
     if margin is not None and nearest.prediction.shortfall_bytes <= margin.value:
         ways.append(
@@ -98,7 +98,7 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     capacity = question.hardware.device_memory_bytes.value
     # Otherwise parameters and optimizer states alone do not fit.
     if nearest.prediction.peak_by_class.get("state", 0) < capacity:
-        ways.append("a shorter sequence")
+        ways.append("a shorter sequence (memo-sim longest finds how long)")
     return ways
 
 
@@ -332,6 +332,10 @@ def _others(fixed: Question, decisions: Decisions) -> Iterator[Change]:
     for overlap in get_args(Overlap):
         if layout.replicas > 1 and overlap != decisions.overlap:
             yield Change("overlap", f"--overlap {overlap}", repinned(fixed, overlap=overlap))
+    exchange: CpExchange = "all_gather" if layout.cp_exchange == "ring" else "ring"
+    if layout.cp > 1:
+        option = f"--cp-exchange {exchange}"
+        yield Change("cp_exchange", option, repinned(fixed, cp_exchange=exchange))
     if layout.tp > 1:
         chunks: TpOverlap = "none" if layout.tp_overlap != "none" else "chunked"
         yield Change("tp_overlap", f"--tp-overlap {chunks}", repinned(fixed, tp_overlap=chunks))
