@@ -701,7 +701,12 @@ class Chosen:
         " reads. huggingface: those of transformers in accelerate's FSDP2, with fp32 copies of norms' inputs and every"
         " result inside the MLP. auto: the system's own, else operators.",
     )
-    micro_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences that a rank plays at once.")
+    micro_batch: int = _knob(
+        1,
+        Whole(1, MOST_SEQUENCES),
+        "Sequences that a rank plays at once.",
+        unless_given="1; what-if and gpus: for short sequences also 2, 4 and 8 on the fastest layouts",
+    )
     global_batch: int = _knob(
         1,
         Whole(1, MOST_SEQUENCES),

@@ -128,7 +128,7 @@ def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[in
         return (question.pins.zero,)
     system = question.preset
     shared = dp if system.zero_needs_dp else replicas
-    zeros = system.zeros if shared > 1 else (0,)
+    zeros = question.zeros if shared > 1 else (0,)
     return tuple(dict.fromkeys(min(zero, most) for zero in zeros))
 
 
