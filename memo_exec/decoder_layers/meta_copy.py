@@ -56,11 +56,13 @@ def counted(function: AttentionFunction) -> AttentionFunction:
 
     Eager attention is plain operators, which the meta device has. All others save q, k, v, their output and a
     log-sum-exp, as flash kernels do. With a mask, PyTorch's own attention also saves keys and values with as many heads
-    as queries (transformers repeats them), and the mask as numbers.
+    as queries (transformers repeats them), and the mask as numbers. Where PyTorch has no flash kernel (heads of q and v
+    that differ in size, on a CPU), it saves more than this.
     """
-    if "eager" in function.__name__:
+    name = getattr(function, "__name__", "")
+    if "eager" in name:
         return function
-    dense = function.__name__ == "sdpa_attention_forward"
+    dense = name == "sdpa_attention_forward"
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **named: Any

@@ -111,9 +111,9 @@ class Tokenwise:
         self._model = model
         self._decoder = decoder_of(model)
         self._layers: list[WrappedForward] = []
-        device = next(self._decoder.parameters()).device
-        pinned = pin_memory and device.type == "cuda"
-        self._swap: LayerSwap | CountedSwap = LayerSwap(pinned=pinned, streams=True, debug=debug)
+        self._pin_memory = pin_memory
+        self._debug = debug
+        self._swap: LayerSwap | CountedSwap | None = None
 
     def wrap(self, *, check: bool) -> None:
         """Wrap every decoder layer; on an error, leave the model as it was.
@@ -192,8 +192,11 @@ class Tokenwise:
         if isinstance(self._swap, LayerSwap):
             self._swap.synchronize()
 
-    def begin(self) -> LayerSwap | CountedSwap:
-        """Return where a layer's tensors are swapped."""
+    def swap_of(self, device: torch.device) -> LayerSwap | CountedSwap:
+        """Return where a layer's tensors are swapped; the first forward says on which device they are."""
+        if self._swap is None:
+            pinned = self._pin_memory and device.type == "cuda"
+            self._swap = LayerSwap(pinned=pinned, streams=True, debug=self._debug)
         return self._swap
 
     def _check(self) -> None:
@@ -257,7 +260,7 @@ class WrappedForward:
             self.layer,
             self._forward,
             self._policy,
-            self._owner.begin(),
+            self._owner.swap_of(x.device),
             first=self._index == 0,
             where=self._where,
         )

@@ -28,7 +28,7 @@ from tests.exec_cpu.offload.test_offload_activations import LiveBytes
 TOLERANCE = 1e-5
 QUICK = ("llama", "gemma3_text", "mixtral")
 """Families of the default run: dense, windowed with norms on both sides, experts."""
-EAGER_OPERATORS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+GROUPED_PRODUCTS = ("mixtral", "qwen3_moe", "gpt_oss")
 """Families whose grouped products have no fp32 shapes on the meta device, so their bytes are predicted in bf16."""
 
 
@@ -146,9 +146,10 @@ def test_bytes_are_those_predicted_and_counted_by_hand(whole: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_next"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_next", "deepseek_v3")])
 def test_bytes_of_every_family_are_those_predicted(family: str) -> None:
-    dtype = torch.bfloat16 if family in EAGER_OPERATORS else torch.float32
+    # DeepSeek's heads of q and v differ in size, for which PyTorch has no flash kernel on a CPU.
+    dtype = torch.bfloat16 if family in GROUPED_PRODUCTS else torch.float32
     model = small_model(family, dtype)
     own = wrapped(model, alpha=0.3, resident_layers=1)
     wanted = own.predict(TOKENS, batch=2)
