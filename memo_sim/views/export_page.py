@@ -35,7 +35,7 @@ def lost_page(document: Export) -> str:
             "| decision | in the plan | instead | why |",
             "| --- | --- | --- | --- |",
             *(
-                _cells(f"`{lost.path}`", *map(in_markdown, (lost.wanted, lost.instead, lost.why)))
+                _cells(f"`{lost.option or lost.path}`", *map(in_markdown, (lost.wanted, lost.instead, lost.why)))
                 for lost in document.lost
             ),
             "",
@@ -50,7 +50,10 @@ def lost_page(document: Export) -> str:
             "",
             "| decision | in the plan | |",
             "| --- | --- | --- |",
-            *(_cells(f"`{own.path}`", in_markdown(own.value), in_markdown(own.why)) for own in document.own),
+            *(
+                _cells(f"`{own.option or own.path}`", in_markdown(own.value), in_markdown(own.why))
+                for own in document.own
+            ),
             "",
         ]
     return "\n".join(lines)
@@ -84,10 +87,12 @@ def export_summary(document: Export, folder: str) -> str:
     """Return what a terminal shows after an export."""
     lines = [] if document.there.status == "ok" else ["IT DOES NOT FIT."]
     lines.append(one_line(verdict(document)))
-    width = max(len(name) for name, _, _ in _figures(document))
-    lines += [f"  {name:{width}}  {one}  ->  {other}" for name, one, other in _figures(document)]
+    rows = [("predicted", "the plan", "as exported"), *_figures(document)]
+    name_width, width = (max(len(row[at]) for row in rows) for at in (0, 1))
+    lines += [one_line(f"  {name:{name_width}}  {one:{width}}  {other}") for name, one, other in rows]
     for lost in document.lost:
-        lines.append(one_line(f"lost  {lost.path}: {lost.wanted} -> {lost.instead}"))
+        why = f" ({lost.why})" if lost.why else ""
+        lines.append(one_line(f"lost  {lost.option or lost.path}: {lost.wanted} -> {lost.instead}{why}"))
     lines.append(one_line(f"{folder}: {', '.join(document.files)}"))
     return "\n".join(lines)
 
@@ -98,8 +103,29 @@ def _figures(document: Export) -> list[tuple[str, str, str]]:
         "step": _step,
         "peak of device memory": _peak,
         "peak of host memory, a node": lambda row: format_bytes(row.peak_host_bytes_per_node),
+        "computed with": _with,
     }
     return [(name, show(document.plan), show(document.there)) for name, show in shown.items()]
+
+
+_ROWWISE = {
+    "torch": "memo-exec's kernels",
+    "fused": "fused kernels",
+    "eager": "eager modules",
+    "compiled": "compiled modules",
+}
+_POLICY = {
+    "planned": "planned addresses",
+    "caching": "PyTorch's allocator",
+    "eager": "PyTorch's allocator under an eager framework",
+}
+
+
+def _with(row: PlanRow) -> str:
+    """Return the kernels and the memory that a prediction rests on."""
+    limit = f", limited to {row.allocator_limit_gib} GiB" if row.allocator_limit_gib else ""
+    rowwise = _ROWWISE.get(row.rowwise, f"{row.rowwise} kernels")
+    return f"{row.attention} attention, {rowwise}, {_POLICY[row.memory_policy]}{limit}"
 
 
 def _fits(row: PlanRow) -> str:

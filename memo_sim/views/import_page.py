@@ -16,14 +16,8 @@ MOST_KEYS = 12
 
 def import_summary(document: ImportedJob, *, everything: bool = False) -> str:
     """Return the lines; with ``everything`` each option on its own line."""
-    model = document.model
-    batch = f"batch {document.global_batch} ({document.micro_batch} at a time)"
-    started = f", starts {counted(document.devices, 'device')}" if document.devices else ""
-    shape = f"{model.layers} layers of {model.hidden}, {model.total_params / 1e9:.2f}B parameters"
     lines = [
-        f"{document.framework}: {', '.join(document.files)}",
-        f"Model {model.name}: {shape}, vocabulary {model.vocab}.",
-        f"Sequence {format_tokens(document.seq_tokens)}, {batch}{started}.",
+        *import_head(document),
         "",
         "Read:",
         *_read(document.read, everything=everything),
@@ -37,6 +31,19 @@ def import_summary(document: ImportedJob, *, everything: bool = False) -> str:
     else:
         lines += ["", *_costs(document, document.job)]
     return "\n".join(map(one_line, lines))
+
+
+def import_head(document: ImportedJob) -> list[str]:
+    """Return whose files they are, the model, and the batch; a line each."""
+    model = document.model
+    batch = f"batch {document.global_batch} ({document.micro_batch} at a time)"
+    started = f", starts {counted(document.devices, 'device')}" if document.devices else ""
+    shape = f"{model.layers} layers of {model.hidden}, {model.total_params / 1e9:.2f}B parameters"
+    return [
+        f"{document.framework}: {', '.join(document.files)}",
+        f"Model {model.name}: {shape}, vocabulary {model.vocab}.",
+        f"Sequence {format_tokens(document.seq_tokens)}, {batch}{started}.",
+    ]
 
 
 def _read(options: Iterable[ReadOption], *, everything: bool) -> list[str]:

@@ -144,10 +144,10 @@ def test_hover_names_the_instruction_and_the_live_memory(browser, reports, width
 
 def test_all_stages_are_shown_and_each_one_s_memory(browser, reports) -> None:
     with Opened(browser, reports["two"], 1600) as opened:
-        assert "stage 0" in opened.page.locator(".choices select").inner_text()
-        for stage, down in ((0, 44), (1, 260)):
+        assert "stage 1" in opened.page.locator(".choices select").inner_text()
+        for stage, down in ((1, 44), (2, 260)):
             found = [text for d in range(down, down + 240, 6) if f"stage {stage}" in (text := opened.hover(0.6, d))]
             assert found, stage
-        opened.page.locator(".choices select").select_option(label="stage 1 · rank 4")
+        opened.page.locator(".choices select").select_option(label="stage 2 · rank 4")
         opened.page.locator(".choices input").uncheck()
         assert opened.complaints == []
