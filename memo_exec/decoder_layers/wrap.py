@@ -46,7 +46,7 @@ def tokenwise(
     the tensors that a layer saves for the first ``alpha`` of each sequence's tokens go to host memory and come back one
     layer ahead of backward; those of the other tokens are made again in backward. Attention is never made again: the
     layer's input, and what attention saves besides q, k and v, are swapped for all tokens. Passes without gradients are
-    as before.
+    as before, and so are evaluations that fill a cache.
 
     ``model.memo_tokenwise`` has the bytes of the last step (``report()``), those of other lengths (``predict(tokens)``)
     and the way back (``undo()``).

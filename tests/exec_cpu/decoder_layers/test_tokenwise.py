@@ -209,6 +209,35 @@ def test_backward_can_run_twice_over_a_retained_graph() -> None:
     assert own.report().restored_bytes == 2 * own.report().swapped_bytes
 
 
+def test_two_passes_before_backward() -> None:
+    """Layers of both passes have blocks on the host at the same time."""
+    model, one = small_model("llama"), token_ids()
+    other = one.flip(1)
+
+    def step() -> dict[str, Tensor]:
+        model.zero_grad()
+        loss = model(input_ids=one, labels=one).loss + model(input_ids=other, labels=other).loss
+        loss.backward()
+        return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+    plain = step()
+    own = wrapped(model, alpha=0.3, resident_layers=0, debug=True)
+    first = step()
+    assert error(first, plain) < TOLERANCE
+    assert equal(step(), first)
+    assert own.report().restored_bytes == own.report().swapped_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_gradients_of_routers_auxiliary_loss(family: str) -> None:
+    model, ids = small_model(family), token_ids()
+    plain = gradients(model, ids, output_router_logits=True)
+    assert not equal(plain, gradients(model, ids))
+    wrapped(model, alpha=0.3, resident_layers=0, debug=True)
+    assert error(gradients(model, ids, output_router_logits=True), plain) < TOLERANCE
+
+
 def test_passes_without_gradients_are_as_before() -> None:
     model, ids = small_model("llama"), token_ids()
     with torch.no_grad():
