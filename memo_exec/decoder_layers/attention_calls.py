@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.errors import CannotRun, missing_package
 
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
 
@@ -54,10 +54,12 @@ def listen() -> None:
     """Make transformers ask for a handler before each attention call; a second call changes nothing.
 
     Raises:
-        CannotRun: when the installed transformers has no such place.
+        CannotRun: when transformers is not installed, or has no such place.
     """
-    import transformers
-
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from None
     interface = getattr(transformers, "AttentionInterface", None)
     found = getattr(interface, "get_interface", None)
     if interface is None or found is None:

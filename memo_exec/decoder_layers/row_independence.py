@@ -69,7 +69,8 @@ def _check_rows(forward: Callable[..., Any], x: Tensor, named: Mapping[str, Any]
     if not torch.equal(before, _random_state(x.device)):
         raise _refuse("it draws random numbers, and recompute would draw others", where)
     if len(calls) != 1:
-        raise _refuse(f"it calls transformers' attention functions {len(calls)} times, wanted once", where)
+        also = "; linear attention and state spaces mix tokens in other ways" if not calls else ""
+        raise _refuse(f"it calls transformers' attention functions {len(calls)} times, wanted once{also}", where)
     if calls[0].named.get("dropout"):
         raise _refuse("attention has dropout: set the configuration's attention_dropout to 0", where)
     if calls[0].q.shape[2] != rows or calls[0].k.shape[2] != rows:
