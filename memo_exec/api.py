@@ -84,6 +84,7 @@ class _Compared(TypedResult):
         page = partial(report_page, self.document, self.traces, plan=file)
         save_page(lambda **told: page(command=told["command"]), path, "memo_exec")
 
+    @with_names_checked()
     def check(self, tolerance: float) -> None:
         """Check that the predicted step is within ``tolerance``, a fraction of the measured one.
 

@@ -56,6 +56,10 @@ LEAST_CALLS, LEAST_SHARE = 8, 0.005
 MOST_HOST_BYTES_PER_S = 1e18
 MOST_RANKS = 1024
 NO_NAME = "a GPU that it does not name"
+ACROSS_NODES = (
+    "Collectives over several nodes are compared, but correct nothing: nccl-tests measures a network"
+    " (--nccl-tests, --cluster-output)."
+)
 PER_NODE = 8
 """Devices of a node of the clusters that are found by a device's name."""
 
@@ -244,6 +248,8 @@ def _recorded(
         job = msgspec.structs.replace(job, ranks=sorted(ranks, key=lambda each: each.rank))
     if named and first.on_gpu and (other := _other_device(first.device, hardware)):
         job = msgspec.structs.replace(job, notes=[*job.notes, other])
+    if any(one.operation.kind.startswith(COLLECTIVE) and one.predicted_s and not one.rates for one in slowest):
+        job = msgspec.structs.replace(job, notes=[*job.notes, ACROSS_NODES])
     factors = factors_of(slowest, sum(one.operation.recorded.seconds for one in slowest), fastest)
     if factors:
         ranks_told = f", the slowest of {len(traces)} ranks" if len(traces) > 1 else ""

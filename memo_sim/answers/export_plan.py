@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 import memo_sim
+from memo_sim.answers.summary import device_memory
 from memo_sim.answers.what_if import price, row
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.codec import encode
@@ -18,6 +19,7 @@ from memo_sim.contract.interchange import Export, Launcher, LostDecision, OwnDec
 from memo_sim.contract.knobs import KNOBS
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Decisions, Plan, Prediction
+from memo_sim.contract.summary import DeviceMemory
 from memo_sim.contract.units import format_tokens
 from memo_sim.interchange.framework import Framework
 from memo_sim.interchange.job import Job, part_of
@@ -61,11 +63,12 @@ class Exported:
 
 @dataclass(frozen=True)
 class _There:
-    """A job as the framework would run it, predicted."""
+    """A job as the framework would run it, predicted, and the memory of its fullest stage."""
 
     job: Job
     decisions: Decisions
     prediction: Prediction
+    memory: DeviceMemory
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -96,7 +99,7 @@ def export_plan(
     named, preset = asked or cluster.name, preset_of_shape(decisions.model)
     there = _nearest(decisions, framework, cluster, hardware, named)
     layout = there.decisions.layout
-    fraction = fraction_of(there.decisions, there.prediction, hardware.device_memory_bytes.value)
+    fraction = fraction_of(there.decisions, there.memory.reserve_bytes, hardware.device_memory_bytes.value)
     launch = launch_of(layout.devices, cluster.devices_per_node, launcher, fraction)
     where = f"{layout.devices} devices of {one_line(cluster.name)}"
     header = (
@@ -112,6 +115,7 @@ def export_plan(
         seq_tokens=decisions.seq_tokens,
         system=known_system(plan.provenance.system),
     )
+    priced = price(plan, question).result
     document = Export(
         framework=framework.title,
         version=framework.version,
@@ -120,22 +124,24 @@ def export_plan(
         files=[*written, *([] if preset else [MODEL_FILE]), LOST_PAGE, PLAN_FILE],
         lost=_lost(decisions, there.decisions, framework),
         own=_own(decisions, there.decisions, framework),
-        plan=price(plan, question).result.plans[0],
+        plan=priced.plans[0],
         there=row(there.decisions, there.prediction, system=framework.system),
+        plan_memory=priced.summary.device_memory if priced.summary else None,
+        there_memory=there.memory,
     )
     files = {name: text.encode() for name, text in written.items()}
     files[LOST_PAGE] = lost_page(document).encode()
     files[PLAN_FILE] = encode(plan)
     if not preset:
         files[MODEL_FILE] = encode(decisions.model)
-    return Exported(document, files, _search(decisions, framework, named, preset or MODEL_FILE))
+    return Exported(document, files, search_line(decisions, framework.system, named, preset or MODEL_FILE))
 
 
-def _search(decisions: Decisions, framework: Framework, cluster: str, model: str) -> str:
-    """Return the command line that searches a plan of the framework for the same question."""
+def search_line(decisions: Decisions, system: str, cluster: str, model: str) -> str:
+    """Return the command line that searches a plan of a system for a plan's question."""
     asked = f"--cluster {shlex.quote(cluster)} --seq-len {format_tokens(decisions.seq_tokens)}"
     asked += f" --global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
-    return f"memo-sim what-if {model} {asked} --system {framework.system} -o plan.json"
+    return f"memo-sim what-if {model} {asked} --system {system} -o plan.json"
 
 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware, named: str) -> _There:
@@ -148,13 +154,14 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
         except (Infeasible, UsageError) as error:
             refused.append(error)
             continue
-        one = _There(job, own, play(question, own).prediction)
+        played = play(question, own)
+        one = _There(job, own, played.prediction, device_memory(played, played.prediction, planned_arena=False))
         if own == decisions:
             return one
         found.append(one)
     if not found:
         first, preset = refused[0], preset_of_shape(decisions.model)
-        searched = _search(decisions, framework, named, preset) if preset else f"--system {framework.system}"
+        searched = search_line(decisions, framework.system, named, preset) if preset else f"--system {framework.system}"
         raise Infeasible(
             f"{framework.title} can run nothing that comes near to this plan",
             where=first.where,
@@ -179,7 +186,9 @@ def _with_best_limit(there: _There, framework: Framework, cluster: Cluster, hard
         return there
     question = there.job.question(cluster, hardware, framework.system)
     best = with_best_limit(one, lambda own: play(question, own).prediction, capacity_bytes=capacity_bytes)
-    return _There(there.job, best.decisions, best.prediction)
+    played = play(question, best.decisions)
+    memory = device_memory(played, played.prediction, planned_arena=False)
+    return _There(there.job, best.decisions, played.prediction, memory)
 
 
 def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[LostDecision]:

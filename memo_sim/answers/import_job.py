@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 
 from memo_sim.answers import named_values
-from memo_sim.answers.export_plan import LOST_PAGE, MODEL_FILE, PLAN_FILE
+from memo_sim.answers.export_plan import LOST_PAGE, MODEL_FILE, PLAN_FILE, search_line
+from memo_sim.answers.summary import device_memory
 from memo_sim.answers.what_if import row, what_if, without_answer
+from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.cluster import Cluster
-from memo_sim.contract.errors import BadInput, Infeasible, UsageError
+from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
 from memo_sim.contract.files import read_regular
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.interchange import ImportedJob, is_command
@@ -26,6 +28,7 @@ from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
 from memo_sim.interchange.frameworks import find_framework, framework_of
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.memory_fraction import limit_gib, settings_of
+from memo_sim.interchange.model_names import preset_of_shape
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 
@@ -127,8 +130,8 @@ def decisions_of(
     found, assumed = _whole_device(job, cluster, hardware, system)
     if memory_fraction is None or found.memory_policy == "planned":
         return found, assumed
-    prediction = play(job.question(cluster, hardware, system), found).prediction
-    limit = limit_gib(memory_fraction, prediction, hardware.device_memory_bytes.value)
+    memory = play(job.question(cluster, hardware, system), found).memory
+    limit = limit_gib(memory_fraction, memory.reserve_bytes, hardware.device_memory_bytes.value)
     return msgspec.structs.replace(found, allocator_limit_gib=limit), assumed
 
 
@@ -196,12 +199,24 @@ def import_job(
         chunks = layout.virtual_stages if layout.virtual_stages > 1 else None
         kept = replace(kept, pp=layout.pp, schedule=layout.schedule, virtual_stages=chunks)
         if search:
-            assumed.append(
-                f"what is better has pp {layout.pp} too: to search other stages takes minutes (memo-sim what-if)"
-            )
-    own = row(decisions, play(question, decisions).prediction, system=of.system)
+            preset = preset_of_shape(job.model) if _is_named(cluster) else ""
+            line = f": {search_line(decisions, of.system, cluster.name, preset)}" if preset else ""
+            assumed.append(f"what is better has pp {layout.pp} too: to search other stages takes minutes{line}")
+    played = play(question, decisions)
+    own = row(decisions, played.prediction, system=of.system)
+    memory = device_memory(played, played.prediction, planned_arena=False)
     better = _better(job, kept, of.system, machine, progress) if search else []
-    return msgspec.structs.replace(document, job=own, better=better, assumed=[*document.assumed, *assumed])
+    return msgspec.structs.replace(
+        document, job=own, memory=memory, better=better, assumed=[*document.assumed, *assumed]
+    )
+
+
+def _is_named(cluster: Cluster) -> bool:
+    """Return whether the cluster's name alone gives it: it is not from a file."""
+    try:
+        return load_cluster(cluster.name)[0] == cluster
+    except MemoError:
+        return False
 
 
 def plan_of_files(

@@ -92,7 +92,7 @@ def summary_of(
         price_per_device_hour=price_per_device_hour,
         price_per_step=price,
         price_per_billion_tokens=None if price is None else price * steps_of_a_billion,
-        device_memory=_device_memory(simulation, prediction, planned_arena=planned_arena),
+        device_memory=device_memory(simulation, prediction, planned_arena=planned_arena),
         host_memory=HostMemory(
             needed_bytes=prediction.peak_host_bytes_per_node,
             capacity_bytes=min(simulation.memory.host_capacity_bytes, MOST_BYTES),
@@ -106,7 +106,7 @@ def summary_of(
     )
 
 
-def _device_memory(simulation: Simulation, prediction: Prediction, *, planned_arena: bool) -> DeviceMemory:
+def device_memory(simulation: Simulation, prediction: Prediction, *, planned_arena: bool) -> DeviceMemory:
     """Return what a device of the fullest stage needs: the arena or what is reserved, and the reserve."""
     fullest = simulation.fullest
     kind: PeakKind = "arena" if planned_arena else "live"

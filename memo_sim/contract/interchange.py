@@ -9,6 +9,7 @@ import msgspec
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.result import Result
+from memo_sim.contract.summary import DeviceMemory
 from memo_sim.contract.units import Degree, SequenceTokens
 
 FrameworkName = Literal["megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl"]
@@ -59,6 +60,9 @@ class Export(
     """The plan as it was given, predicted on the cluster."""
     there: PlanRow
     """The plan as the framework would run it, predicted on the same cluster."""
+    plan_memory: DeviceMemory | None = None
+    there_memory: DeviceMemory | None = None
+    """What a device of the fullest stage needs."""
 
 
 class ReadOption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +100,8 @@ class ImportedJob(
     assumed: list[str] = []
     job: PlanRow | None = None
     """The job, predicted; null without a cluster."""
+    memory: DeviceMemory | None = None
+    """What a device of the job's fullest stage needs; null without a cluster."""
     better: list[Result] = []
     """Answers to the same question with everything but model, sequence, batch and (of a large job) stages left open: in
     the same framework, then in memo. Empty without a cluster."""

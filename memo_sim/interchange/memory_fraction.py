@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
-from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import GIB
 
 VARIABLE, FRACTION = "PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction"
@@ -30,17 +30,17 @@ _WHY = {
 _OTHER = "memo's allocator has PyTorch's defaults"
 
 
-def fraction_of(decisions: Decisions, prediction: Prediction, device_bytes: float) -> float | None:
+def fraction_of(decisions: Decisions, reserve_bytes: int, device_bytes: float) -> float | None:
     """Return the fraction of a device's ``device_bytes`` that says a plan's limit; None without a limit."""
     if not decisions.allocator_limit_gib:
         return None
-    room = decisions.allocator_limit_gib * GIB - prediction.peak_by_class.get("reserve", 0)
+    room = decisions.allocator_limit_gib * GIB - reserve_bytes
     return round(min(max(room / device_bytes, 0.0), 1.0), _DIGITS)
 
 
-def limit_gib(fraction: float, prediction: Prediction, device_bytes: float) -> int:
+def limit_gib(fraction: float, reserve_bytes: int, device_bytes: float) -> int:
     """Return the limit that a fraction stands for, in whole GiB with the reserve; 0 where it limits nothing."""
-    limit = round((fraction * device_bytes + prediction.peak_by_class.get("reserve", 0)) / GIB)
+    limit = round((fraction * device_bytes + reserve_bytes) / GIB)
     return limit if 0 < limit * GIB < device_bytes else 0
 
 

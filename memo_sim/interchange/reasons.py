@@ -75,6 +75,8 @@ def _recompute(saying: Saying, plan: Decisions, there: Decisions) -> str:
 
 
 def _recompute_layers(saying: Saying, plan: Decisions, there: Decisions) -> str:
+    if there.recompute_layers.startswith("groups-") and not plan.recompute_layers.startswith("groups-"):
+        return f"one input for a group of layers needs less memory: {_BEST}"
     if plan.recompute != there.recompute:
         return "it goes with the other recompute"
     return saying.lost
@@ -105,7 +107,7 @@ def _states(saying: Saying, plan: Decisions, there: Decisions) -> str:
 def _adamw(saying: Saying, plan: Decisions, there: Decisions) -> str:
     eager = ("eager", "compiled")
     if plan.kernels.rowwise not in eager and there.kernels.rowwise in eager:
-        return "fused, its default: the plan has memo-exec's optimizer"
+        return "its default; the plan's kernels have an optimizer of their own"
     return saying.lost
 
 

@@ -41,7 +41,7 @@ OTHER, COMPILED, ROWWISE = "other", "compiled", "row-wise"
 """Kinds of work that is not recognised, of torch.compile's kernels, and of row-wise operators."""
 OVERHEAD = "overhead"
 """Operators of a CPU that only describe a tensor anew, or call others."""
-OF_LISTS = "works on lists of tensors, whose sizes are not recorded"
+OF_LISTS = "works on lists of tensors, whose dtypes are not recorded"
 FSDP = "fsdp copies"
 """Copies of FSDP between shards and whole parameters or gradients."""
 OPTIMIZER = re.compile(r"_fused_adam|_foreach_|Optimizer\.step|multi_tensor", re.IGNORECASE)
@@ -59,7 +59,9 @@ COLLECTIVES: dict[str, CollectiveKind] = {
 MOVES_NOTHING = re.compile(
     r"aten::(?:view|_unsafe_view|reshape|transpose|t|permute|as_strided|expand|expand_as|slice|select|split|chunk|narrow"
     r"|unsqueeze|squeeze|detach|alias|unbind|unfold|empty\w*|resize_|set_|lift_fresh|result_type|is_nonzero|item"
-    r"|_local_scalar_dense)$|autograd::|\w*Backward\d+$|torch::autograd|detach$"
+    r"|_local_scalar_dense|to|_to_copy|contiguous|clone|zeros\w*|ones\w*|full\w*|new_\w+|flatten|linear|matmul|einsum"
+    r"|layer_norm|scaled_dot_product_attention|cross_entropy_loss|nll_loss(?:_nd)?|log_softmax|softmax|dropout)$"
+    r"|autograd::|\w*Backward\d+$|torch::autograd|detach$"
 )
 """Operators that only describe a tensor anew, allocate one, or call others."""
 Products = AbstractSet[tuple[int, int, int]]
@@ -243,13 +245,13 @@ def _rowwise(recorded: Recorded, operator: Operator) -> Operation:
         return Operation("optimizer", recorded, note=OF_LISTS)
     if recorded.kind == "kernel" and COMPILED_KERNEL.match(recorded.name):
         return Operation(COMPILED, recorded, note="a kernel of torch.compile, whose sizes are not recorded")
+    if recorded.kind == "operator" and MOVES_NOTHING.match(operator.name):
+        return Operation(OVERHEAD, recorded, note="moves no bytes")
     found = traffic_of(operator)
     if found is not None:
         return Operation(FSDP if of_fsdp else ROWWISE, recorded, found.work, traffic=found)
     if of_fsdp:
         return Operation(FSDP, recorded, note=OF_LISTS)
-    if recorded.kind == "operator" and MOVES_NOTHING.match(operator.name):
-        return Operation(OVERHEAD, recorded, note="moves no bytes")
     return Operation(OTHER, recorded, note=_unknown(recorded, operator))
 
 
@@ -259,6 +261,8 @@ def _unknown(recorded: Recorded, operator: Operator) -> str:
         return "in a CUDA graph, which records no operators"
     if not recorded.operators:
         return "no operator launched it"
+    if "TensorList" in operator.dtypes:
+        return OF_LISTS
     if operator.name.startswith("aten::") and not any(operator.shapes):
         return "without shapes"
     return "not recognised"

@@ -22,7 +22,7 @@ from memo_sim.program.ir.instruction import Lane
 
 
 class Disturbance:
-    """What ran at every instant of a recording."""
+    """What ran at every instant of a recording. Collectives are taken to have their links alone."""
 
     def __init__(
         self, spans: Iterable[tuple[Lane, float, float]], hardware: Hardware, cluster: Cluster, local_devices: int
@@ -51,7 +51,7 @@ class Disturbance:
 
     def stretch(self, lane: Lane, start: float, end: float) -> float:
         """Return how many times as long a span took as it would have alone, at least 1."""
-        if lane not in self._sums or end <= start:
+        if lane not in self._sums or end <= start or not self._times:
             return 1.0
         alone = self._until(lane, end) - self._until(lane, start)
         return max(1.0, (end - start) / alone) if alone > 0 else 1.0

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from memo_sim.contract.interchange import Export
 from memo_sim.contract.plain_text import in_markdown, one_line
 from memo_sim.contract.plan import PlanRow
+from memo_sim.contract.summary import DeviceMemory
 from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.views.summary_text import device_text
 
 
 def lost_page(document: Export) -> str:
@@ -101,11 +103,12 @@ def _figures(document: Export) -> list[tuple[str, str, str]]:
     shown: dict[str, Callable[[PlanRow], str]] = {
         "fits": _fits,
         "step": _step,
-        "peak of device memory": _peak,
         "peak of host memory, a node": lambda row: format_bytes(row.peak_host_bytes_per_node),
         "computed with": _with,
     }
-    return [(name, show(document.plan), show(document.there)) for name, show in shown.items()]
+    rows = [(name, show(document.plan), show(document.there)) for name, show in shown.items()]
+    needs = ("a device needs", _needs(document.plan_memory), _needs(document.there_memory))
+    return [*rows[:2], needs, *rows[2:]]
 
 
 _ROWWISE = {
@@ -136,6 +139,6 @@ def _step(row: PlanRow) -> str:
     return "-" if row.step_s is None else format_seconds(row.step_s)
 
 
-def _peak(row: PlanRow) -> str:
-    """Return what the allocator reserves, where it is known, because that has to fit."""
-    return format_bytes(row.reserved_bytes or row.peak_device_bytes)
+def _needs(memory: DeviceMemory | None) -> str:
+    """Return what a device of the fullest stage needs, and what adds up to it."""
+    return device_text(memory) if memory else "-"

@@ -68,7 +68,7 @@ def _steps(job: RecordedStep) -> str:
     if len(job.step_times_s) < 2:
         return f"{counted(job.steps, 'step')} of {format_seconds(job.step_s)}"
     shortest, longest = format_seconds(min(job.step_times_s)), format_seconds(max(job.step_times_s))
-    names = f"{job.step_names[0]} to {job.step_names[-1]}"
+    names = one_line(f"{job.step_names[0]} to {job.step_names[-1]}")
     return f"mean of {counted(job.steps, 'step')} ({names}), {format_seconds(job.step_s)} ({shortest} to {longest})"
 
 
@@ -76,7 +76,7 @@ def _ranks(job: RecordedStep) -> str:
     rows = [
         [
             str(rank.rank),
-            rank.trace,
+            one_line(rank.trace),
             *(
                 format_seconds(value)
                 for value in (

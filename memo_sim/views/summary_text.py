@@ -53,7 +53,7 @@ def verdict_lines(summary: Summary) -> list[str]:
 
 def _memory(summary: Summary) -> str:
     device, host = summary.device_memory, summary.host_memory
-    has = _device(device)
+    has = device_text(device)
     where = f" (stage {device.stage + 1} of {device.stages}, the fullest)" if device.stages > 1 else ""
     of_host = f"{format_bytes(host.needed_bytes)} of {format_bytes(host.capacity_bytes)}"
     on_host = f"host memory: {of_host} a node, for all its ranks"
@@ -67,7 +67,7 @@ def _memory(summary: Summary) -> str:
     return f"DOES NOT FIT: {format_bytes(summary.shortfall_bytes)} are missing on a device{where}: {has}; {on_host}."
 
 
-def _device(device: DeviceMemory) -> str:
+def device_text(device: DeviceMemory) -> str:
     """Return what a device needs of what it has, and what adds up to that.
 
     An allocator that runs out needs what it has reserved by then, which is no sum of live bytes.

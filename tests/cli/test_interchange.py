@@ -60,6 +60,8 @@ def test_a_limit_of_the_allocator_goes_there_and_back(tmp_path: Path, framework:
     limit = ("--tp", 2, "--allocator-limit-gib", 20)
     run("what-if", *ASK, "--system", "megatron-core", *limit, "-o", plan)
     assert "runs this plan as it is" in run("export", plan, "--to", framework, "-o", out)
+    (fraction,) = map(float, re.findall(r"memory_fraction:([\d.]+)", (out / "train.sh").read_text()))
+    assert 0.22 < fraction < 20 / 79.25, "the reserve is no part of what PyTorch's allocator holds"
     run("what-if", "--from", *_every(out), "--cluster", "a800-1x2", "-o", back)
     again = codec.read(back, Plan)
     assert again.decisions.allocator_limit_gib == 20

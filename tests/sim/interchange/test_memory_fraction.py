@@ -6,7 +6,7 @@ import pytest
 
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import BadInput
-from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import GIB
 from memo_sim.interchange.frameworks import FRAMEWORKS
 from memo_sim.interchange.launch import Launch, launch_of
@@ -14,23 +14,21 @@ from memo_sim.interchange.memory_fraction import fraction_of, limit_gib, setting
 from tests.sim.interchange.eager_jobs import JOBS
 
 DEVICE_BYTES = 84_943_715_696.0
-RESERVED = Prediction(
-    step_s=1.0, status="ok", peak_by_class={"reserve": int(2.23 * GIB)}, peak_device_bytes=1, lanes={}, stalls=[]
-)
+RESERVE_BYTES = int(2.23 * GIB)
 
 
 @pytest.mark.parametrize("limit", [1 + 2, 32, 44, 64, 72])
 def test_a_limit_is_a_fraction_without_the_reserve(limit: int) -> None:
     plan = Decisions(model=load_model("llama-tiny"), seq_tokens=4096, allocator_limit_gib=limit)
-    fraction = fraction_of(plan, RESERVED, DEVICE_BYTES)
+    fraction = fraction_of(plan, RESERVE_BYTES, DEVICE_BYTES)
     assert fraction is not None
     assert fraction == pytest.approx((limit - 2.23) * GIB / DEVICE_BYTES, abs=1e-6)
-    assert limit_gib(fraction, RESERVED, DEVICE_BYTES) == limit
+    assert limit_gib(fraction, RESERVE_BYTES, DEVICE_BYTES) == limit
 
 
 def test_the_whole_device_is_no_limit() -> None:
-    assert fraction_of(Decisions(model=load_model("llama-tiny"), seq_tokens=4096), RESERVED, DEVICE_BYTES) is None
-    assert limit_gib(0.99, RESERVED, DEVICE_BYTES) == 0
+    assert fraction_of(Decisions(model=load_model("llama-tiny"), seq_tokens=4096), RESERVE_BYTES, DEVICE_BYTES) is None
+    assert limit_gib(0.99, RESERVE_BYTES, DEVICE_BYTES) == 0
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -106,9 +106,10 @@ def test_kernels_that_cannot_be_compared_say_why() -> None:
     trace.launch("fsdp::all_gather_copy_in", "copy_kernel", 100, (100, 110))
     trace.launch("aten::split_with_sizes_copy", "split_copy", 150, (150, 160), shapes=[[1024]])
     trace.launch("aten::_foreach_mul_", "multi_tensor_apply", 200, (200, 210))
+    trace.launch("aten::cat", "CatArrayBatchedCopy", 225, (225, 230), shapes=[[], []], kinds=["TensorList", "Scalar"])
     trace.launch("liger::rms_norm", "_rms_norm_kernel", 250, (250, 260), shapes=[[8, 8]])
     found = [(one.kind, one.note) for one in operations_of(read_recording(trace.raw(), "t"))]
-    lists = "works on lists of tensors, whose sizes are not recorded"
+    lists = "works on lists of tensors, whose dtypes are not recorded"
     assert found == [
         ("other", "in a CUDA graph, which records no operators"),
         ("product", "not one of PyTorch's products"),
@@ -116,6 +117,7 @@ def test_kernels_that_cannot_be_compared_say_why() -> None:
         ("fsdp copies", lists),
         ("fsdp copies", ""),
         ("optimizer", lists),
+        ("other", lists),
         ("other", "not recognised"),
     ]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from memo_sim.answers.doctor import diagnose
+from memo_sim.answers.doctor import ACROSS_NODES, diagnose
 from memo_sim.contract.catalog import load_cluster, load_hardware
 from memo_sim.contract.codec import encode, read, write
 from memo_sim.contract.errors import BadInput, UsageError
@@ -209,7 +209,18 @@ def test_notes_say_what_a_trace_lacks(tmp_path: Path) -> None:
 def test_a_job_on_several_nodes_is_held_against_several(tmp_path: Path) -> None:
     trace = one_step()
     trace.distributed = {"rank": 0, "world_size": 20}
-    assert diagnose(trace=saved(trace, tmp_path)).cluster.name == "a100-3x8"
+    found = diagnose(trace=saved(trace, tmp_path))
+    assert found.cluster.name == "a100-3x8"
+    assert found.job is not None
+    assert found.job.notes == []
+    trace.distributed["world_size"] = 64
+    trace.events[-4]["args"]["Process Group Ranks"] = "[0, 8, 16, 24, 32, 40, 48, 56]"
+    across = diagnose(trace=saved(trace, tmp_path)).job
+    assert across is not None
+    assert across.notes == [ACROSS_NODES]
+    (alone,) = (kind for kind in found.job.kinds if kind.kind.startswith("collective"))
+    (far,) = (kind for kind in across.kinds if kind.kind.startswith("collective"))
+    assert far.predicted_s > alone.predicted_s
 
 
 def test_copies_beside_each_other_are_predicted_so() -> None:
@@ -223,6 +234,8 @@ def test_copies_beside_each_other_are_predicted_so() -> None:
     assert found.stretch(Lane.D2H, 0.0, 50.0) == 1
     assert found.stretch(Lane.COMPUTE, 100.0, 120.0) == pytest.approx(hardware.compute_slowdown["copy"].value)
     assert found.stretch(Lane.TP, 0.0, 100.0) == 1
+    nothing = Disturbance((), hardware, cluster, 1)  # as of a CPU, whose operators overlap in no known way
+    assert nothing.stretch(Lane.COMPUTE, 0.0, 100.0) == 1
 
 
 def test_memory_by_class_stands_beside_the_prediction() -> None:
