@@ -209,6 +209,32 @@ def test_backward_can_run_twice_over_a_retained_graph() -> None:
     assert own.report().restored_bytes == 2 * own.report().swapped_bytes
 
 
+def test_what_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention runs once for all tokens; of the other operators, the rows after the cut run again, the last not."""
+    model, ids = small_model("llama"), token_ids()
+    wrapped(model, alpha=0.3, resident_layers=0)
+    attended: list[int] = []
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, *rest: Tensor, **named: Any) -> Tensor:
+        attended.append(query.shape[2])
+        return own(query, *rest, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    rows: dict[str, list[int]] = {"q_proj": [], "o_proj": [], "up_proj": [], "down_proj": []}
+    for name, module in model.model.layers[0].named_modules():
+        if (seen := rows.get(name.rpartition(".")[2])) is not None:
+            module.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0].shape[1]))
+    gradients(model, ids)
+    assert attended == [TOKENS] * 4
+    cut, rest = 29, TOKENS - 29
+    assert rows["q_proj"] == rows["o_proj"] == rows["up_proj"] == [cut, rest, rest]
+    finished: list[int] = []
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *given: finished.append(given[1][0].shape[1]))
+    gradients(model, ids)
+    assert finished == [cut, rest]
+
+
 def test_two_passes_before_backward() -> None:
     """Layers of both passes have blocks on the host at the same time."""
     model, one = small_model("llama"), token_ids()
