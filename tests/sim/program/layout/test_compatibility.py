@@ -32,7 +32,13 @@ def chunked(**changes: Any) -> Layout:
 
 
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
-    "layers that differ: layer_pattern": (Layout(), {"model": UNEVEN}, "layers of 2 kinds"),
+    "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
+    "layers that differ: subsequences": (Layout(subsequences=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
+    "layers that differ: modules": (
+        Layout(),
+        {"model": UNEVEN, "modules": "huggingface", "memory_policy": "eager", "recompute": "full"},
+        "huggingface with layers of 2 kinds",
+    ),
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
