@@ -12,6 +12,8 @@ import msgspec
 from memo_sim.contract.units import MOST_TOKENS, Layers, Positive, Rate, Width
 
 Family = Literal["gpt", "llama"]
+MOST_LAYER_KINDS = 64
+"""OpenELM has at most 36, one for each layer; each kind has templates of its own, so a search takes longer with each."""
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,12 +122,15 @@ class Model(
         self._check_pattern()
 
     def _check_pattern(self) -> None:
-        """Refuse a pattern longer than the model, and an ``ffn_hidden`` that is not the widest layer's."""
+        """Refuse a pattern longer than the model or of too many kinds, and a width that is not the widest layer's."""
         if not self.layer_pattern:
             return
         described = sum(run.times for run in self.layer_pattern)
         if described > self.layers:
             raise ValueError(f"layer_pattern has {described} layers, but the model has only {self.layers}")
+        kinds = len({run.shape for run in self.layer_pattern})
+        if kinds > MOST_LAYER_KINDS:
+            raise ValueError(f"layer_pattern has {kinds} kinds of layers, but at most {MOST_LAYER_KINDS} are planned")
         widest = max(run.shape.ffn_hidden for run in self.layer_pattern)
         if widest != self.ffn_hidden:
             raise ValueError(f"ffn_hidden ({self.ffn_hidden}) must be that of the widest layer ({widest})")

@@ -143,6 +143,11 @@ def test_parameters_are_counted_by_layer() -> None:
     assert model.mfu_params == model.layers_matrix_params + model.vocab * h
 
 
+def test_too_many_kinds_of_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 65 kinds of layers, but at most 64 are planned"):
+        load_model("llama-tiny").of_layers([LayerShape(ffn_hidden=64 * (1 + n)) for n in range(65)])
+
+
 def test_equal_layers_need_no_pattern() -> None:
     model = differing(6, (WIDE, 1), (NARROW, 1))
     alike = model.of_layers([NARROW] * 4)
