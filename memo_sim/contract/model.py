@@ -13,7 +13,7 @@ from memo_sim.contract.units import MOST_TOKENS, Layers, Positive, Rate, Width
 
 Family = Literal["gpt", "llama"]
 MOST_LAYER_KINDS = 64
-"""OpenELM has at most 36, one for each layer; each kind has templates of its own, so a search takes longer with each."""
+"""Models whose every layer has a width of its own (OpenELM) have a few dozen; a search takes longer with each kind."""
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
