@@ -14,8 +14,9 @@ from memo_sim.answers import named_values
 from memo_sim.answers.export_plan import LOST_PAGE, MODEL_FILE, PLAN_FILE, search_line
 from memo_sim.answers.summary import device_memory
 from memo_sim.answers.what_if import row, what_if, without_answer
+from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.cluster import Cluster
-from memo_sim.contract.errors import BadInput, Infeasible, UsageError
+from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
 from memo_sim.contract.files import read_regular
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.interchange import ImportedJob, is_command
@@ -198,7 +199,7 @@ def import_job(
         chunks = layout.virtual_stages if layout.virtual_stages > 1 else None
         kept = replace(kept, pp=layout.pp, schedule=layout.schedule, virtual_stages=chunks)
         if search:
-            preset = preset_of_shape(job.model)
+            preset = preset_of_shape(job.model) if _is_named(cluster) else ""
             line = f": {search_line(decisions, of.system, cluster.name, preset)}" if preset else ""
             assumed.append(f"what is better has pp {layout.pp} too: to search other stages takes minutes{line}")
     played = play(question, decisions)
@@ -208,6 +209,14 @@ def import_job(
     return msgspec.structs.replace(
         document, job=own, memory=memory, better=better, assumed=[*document.assumed, *assumed]
     )
+
+
+def _is_named(cluster: Cluster) -> bool:
+    """Return whether the cluster's name alone gives it: it is not from a file."""
+    try:
+        return load_cluster(cluster.name)[0] == cluster
+    except MemoError:
+        return False
 
 
 def plan_of_files(

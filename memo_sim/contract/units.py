@@ -84,7 +84,7 @@ def parse_tokens(text: str, *, option: str = "--seq-len", least: int = 1) -> int
         got=repr(text),
         wanted=f"a whole number from {least} to 1024m, for example 65536 or 64k",
         hint=f"several lengths: memo-sim sweep MODEL --cluster A {option} {text} -o s.jsonl"
-        if "," in text
+        if "," in text and option == "--seq-len"
         else f"{option} 64k",
     )
 

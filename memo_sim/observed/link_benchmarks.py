@@ -46,6 +46,8 @@ COPIES = {
 GIGA = 1e9
 LEAST_GB_PER_S = 1.0
 """Below it two decimals are too few to see the factor of a bus rate."""
+MEASURABLE_GB_PER_S, MOST_GB_PER_S = 1e-4, 1e6
+"""No link is slower or faster; a rate beyond these counts as not measured."""
 FACTOR_TOLERANCE = 0.03
 
 _STARTING = re.compile(r"^#\s*Collective test starting:\s*(\S+)", re.MULTILINE)
@@ -123,7 +125,8 @@ class _NcclReport(msgspec.Struct):
 class _TestCase(msgspec.Struct):
     name: str = ""
     status: str = ""
-    bandwidth_matrix: list[list[str]] | None = None
+    bandwidth_matrix: list[list[str | float] | None] | None = None
+    """GB/s as text, ``N/A`` for a pair that was not measured."""
 
 
 class _Cases(msgspec.Struct):
@@ -225,7 +228,7 @@ def _read_json(raw: bytes, where: str) -> LinkTest:
     rows = []
     for index, size in enumerate(report.results):
         results = [result for result in (size.out_of_place, size.in_place) if result is not None]
-        if wrong := [str(result.nwrong) for result in results if result.nwrong not in (None, 0.0)]:
+        if wrong := [f"{result.nwrong}".removesuffix(".0") for result in results if result.nwrong not in (None, 0.0)]:
             raise _wrong(f"{where}: $.results[{index}]", " and ".join(wrong))
         found = size.out_of_place
         if found is not None and isinstance(found.alg_bw, float) and isinstance(found.bus_bw, float):
@@ -260,7 +263,7 @@ def _link_test(kind: CollectiveKind, ranks: int, nodes: int, rows: Sequence[Row]
                 wanted=f"busbw = {factor:.4f} x algbw for {kind} of {ranks} ranks",
                 hint="the whole output, with every '#  Rank' line",
             )
-        if row.size > 0 and row.busbw > 0:
+        if row.size > 0 and MEASURABLE_GB_PER_S < row.busbw < MOST_GB_PER_S:
             by_size[row.size].append(row.busbw * GIGA)
     if not by_size:
         raise BadInput(
@@ -288,9 +291,9 @@ def read_nvbandwidth(raw: bytes, where: str) -> CopyTests:
     for case in report.nvbandwidth.testcases:
         if case.name not in COPIES:
             continue
-        rates = [rate for row in case.bandwidth_matrix or [] for rate in map(_rate, row) if rate > 0]
+        rates = [rate for row in case.bandwidth_matrix or [] for rate in map(_rate, row or []) if rate > 0]
         if case.status != "Passed" or not rates:
-            skipped.append(f"{case.name}: {case.status or 'no status'}")
+            skipped.append(f"{case.name}: {'no rate' if case.status == 'Passed' else case.status or 'no status'}")
             continue
         found[COPIES[case.name]] = min(rates) * GIGA
         devices = max(devices, len(rates))
@@ -305,9 +308,10 @@ def read_nvbandwidth(raw: bytes, where: str) -> CopyTests:
     return CopyTests(found, devices, skipped)
 
 
-def _rate(text: str) -> float:
+def _rate(text: str | float) -> float:
     """Return a cell's number; 0 for a pair that was not measured."""
     try:
-        return float(text)
+        rate = float(text)
     except ValueError:
         return 0.0
+    return rate if MEASURABLE_GB_PER_S < rate < MOST_GB_PER_S else 0.0

@@ -88,7 +88,7 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     ways += _dividing_length(question)
     if nearest.prediction.status == "host_oom":
         return [*ways, "more host memory per node", "more nodes"]
-    ways.append("more devices")
+    ways.append("more devices (memo-sim gpus finds how many)")
     margin = question.hardware.reserve_bytes.get(SAFETY)
     if margin is not None and nearest.prediction.shortfall_bytes <= margin.value:
         ways.append(
@@ -98,7 +98,7 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     capacity = question.hardware.device_memory_bytes.value
     # Otherwise parameters and optimizer states alone do not fit.
     if nearest.prediction.peak_by_class.get("state", 0) < capacity:
-        ways.append("a shorter sequence")
+        ways.append("a shorter sequence (memo-sim longest finds how long)")
     return ways
 
 

@@ -162,7 +162,10 @@ def ways_notes(found: Shortage, top: int) -> list[str]:
         batch = f" and {found.open.options}" if found.open.options else ""
         notes.append(f"With {left} left to the search{batch}: {found.open.plan}, {step}.")
     if not best:
-        notes.append("What helps besides: more devices, or a shorter sequence (memo-sim longest finds how long).")
+        notes.append(
+            "What helps besides: more devices (memo-sim gpus finds how many), or a shorter sequence (memo-sim longest"
+            " finds how long)."
+        )
     return notes
 
 

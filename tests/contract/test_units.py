@@ -95,3 +95,10 @@ def test_prices_are_one_for_all_or_one_a_kind() -> None:
 def test_what_is_no_price_is_refused(text: str) -> None:
     with refused(UsageError, wanted="KIND=NUMBER", hint="--price 2.5"):
         parse_prices(text, option="--price")
+
+
+def test_several_lengths_are_a_sweep() -> None:
+    with refused(UsageError, got="'64k,128k'", hint="memo-sim sweep MODEL --cluster A --seq-len 64k,128k -o s.jsonl"):
+        parse_tokens("64k,128k")
+    with refused(UsageError, got="'64k,128k'", hint="--step 64k"):
+        parse_tokens("64k,128k", option="--step")

@@ -14,7 +14,7 @@ from memo_sim.contract.shortage import LiveTensor
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.palette import phase_colour
-from memo_sim.views.plan_table import BEYOND, interval_ends, interval_label, layout_label
+from memo_sim.views.plan_table import BEYOND, interval_ends, interval_label, layout_label, short_of
 from memo_sim.views.report.curves import Chart, Line
 from memo_sim.views.report.page import (
     Block,
@@ -170,13 +170,13 @@ def _plans(result: Result) -> Section:
             [
                 _policy(plan),
                 layout_label(plan.layout),
-                plan.status,
+                short_of(plan.status),
                 format_bytes(plan.shortfall_bytes) if plan.shortfall_bytes else None,
                 plan.reason,
             ]
             for plan in others
         ]
-        headers = ["plan", "layout", "status", "short by", "reason"]
+        headers = ["plan", "layout", "short of", "by", "reason"]
         blocks += [Heading("Plans that do not fit")] if fitting else []
         blocks.append(Table(headers, rows, "lnlrl"))
     if result.front_is_whole:
@@ -239,8 +239,8 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
         "80 % interval",
         "MFU",
         "TGS",
-        "device",
-        "host a node",
+        "device, without the reserve",
+        "host, all ranks of a node",
         "longest wait",
     ]
     return Table(headers, rows, "llnrrrrrrrn", mark_first=mark_first)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from types import SimpleNamespace
-from typing import Any
 
-import msgspec
 import pytest
 
-from memo_sim.answers.export_plan import export_plan, search_command
+from memo_sim.answers.export_plan import MODEL_FILE, Exported, export_plan, search_line
 from memo_sim.answers.named_values import question_of
 from memo_sim.answers.what_if import plan_of, what_if
 from memo_sim.contract.catalog import load_cluster, load_model
@@ -38,8 +35,7 @@ def test_a_system_of_another_version_is_none() -> None:
 
 
 def test_names_of_files_are_quoted_in_the_next_command() -> None:
-    model = msgspec.structs.replace(load_model("gpt-tiny"), name="my model; rm x")
-    cluster = msgspec.structs.replace(load_cluster("a800-1x2")[0], name="two nodes")
-    framework: Any = SimpleNamespace(system="megatron-core")
-    words = shlex.split(search_command(Decisions(model=model, seq_tokens=1024), framework, cluster))
-    assert words[:5] == ["memo-sim", "what-if", "my model; rm x", "--cluster", "two nodes"]
+    decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
+    line = search_line(decisions, "megatron-core", "two nodes", MODEL_FILE)
+    words = shlex.split(Exported(document=None, files={}, search=line).search_command("my folder; rm x"))  # type: ignore[arg-type]
+    assert words[:5] == ["memo-sim", "what-if", "my folder; rm x/memo_model.json", "--cluster", "two nodes"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import BadInput, MemoError, UsageError
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.interchange.framework import Read, Source
 from memo_sim.interchange.frameworks import FRAMEWORKS, framework_of
 from memo_sim.interchange.job import Job
@@ -174,6 +174,18 @@ def test_torchtitan_may_cut_the_loss_where_a_plan_cannot_be_said_as_it_is() -> N
     plan = Decisions(model=model("llama3-8b"), layout=Layout(tp=8, sequence_parallel=True), seq_tokens=65536)
     found = FRAMEWORKS["torchtitan"].jobs(plan)
     assert [job.pins.loss_chunk_tokens for job in found[:2]] == [0, 8192]
+
+
+def test_torchtitan_checks_the_generation_of_the_gpu_that_its_attention_was_priced_for() -> None:
+    """Varlen attention takes FlashAttention-3 on Hopper: a plan with it is exact there, and asked for."""
+    plan = Decisions(
+        model=model("llama3-8b"), layout=Layout(dp=8, zero=3), seq_tokens=8192, kernels=Kernels(attention="flash3")
+    )
+    job = FRAMEWORKS["torchtitan"].jobs(plan)[0]
+    assert job.pins.attention == "flash3"
+    recipe = FRAMEWORKS["torchtitan"].files(job, ONE_NODE, ())["memo_plan.py"]
+    assert 'assert get_cuda_flash_attention_impl() == "FA3"' in recipe
+    check_same(job, read_again("torchtitan", job).job)
 
 
 @pytest.mark.parametrize("name", EAGER)

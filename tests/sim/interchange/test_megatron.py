@@ -136,6 +136,32 @@ def replace_batch(question: Question, batch: int) -> Question:
     return changed(question, global_batch=batch)
 
 
+_RECOMPUTED = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 4096 --micro-batch-size 1"
+_FULL = "--recompute-granularity full --recompute-method"
+_PART = "--recompute-granularity selective"
+
+
+@pytest.mark.parametrize(
+    ("options", "recompute", "layers"),
+    [
+        (f"{_FULL} block --recompute-num-layers 3", "full", "first-3"),
+        (f"{_FULL} uniform --recompute-num-layers 2", "full", "groups-2"),
+        (f"{_FULL} uniform --recompute-num-layers 1", "full", "all"),
+        (_PART, "selective", "all"),
+        (f"{_PART} --recompute-modules layernorm", "norms", "all"),
+        (f"{_PART} --recompute-modules mlp", "mlp", "all"),
+    ],
+)
+def test_partial_recompute_is_a_policy_and_comes_back(options: str, recompute: str, layers: str) -> None:
+    text = f"torchrun --nproc-per-node 8 pretrain_gpt.py {_RECOMPUTED} --global-batch-size 16 --bf16 {options}"
+    found = read(f"{text} --padded-vocab-size 32000 --max-position-embeddings 4096\n").job
+    plan = found.decisions(CLUSTER, HARDWARE, FRAMEWORK.system)
+    assert (plan.recompute, plan.recompute_layers) == (recompute, layers)
+    (job,) = FRAMEWORK.jobs(plan)
+    back = read(written(job, plan.layout.devices)).job.decisions(CLUSTER, HARDWARE, FRAMEWORK.system)
+    assert program_sha256(lower(back)) == program_sha256(lower(plan))
+
+
 PLANS = {
     "stages": Decisions(
         model=replace(load_model("llama3-8b"), rope_scaling=RopeScaling(kind="llama3", factor=8.0)),

@@ -183,6 +183,7 @@ def test_copies_that_did_not_pass_are_not_taken() -> None:
         (OUTPUT.replace("all_reduce_perf", "mystery_perf"), "which collective"),
         (OUTPUT.replace(RANKS, ""), "lists no ranks"),
         (OUTPUT[: OUTPUT.index("     1048576")], "no line with a size"),
+        (OUTPUT.replace("34.95   34.95", "inf     inf").replace("69.91   69.91", "nan     nan"), "no line with a size"),
         (OUTPUT.replace("30.00   34.95", "30.00     ???"), "no numbers where its header"),
         ('{"version": 2}', "not the JSON of nccl-tests"),
         (json_of(program="mystery").decode(), "which collective"),
@@ -199,6 +200,7 @@ def test_half_an_output_is_refused(text: str, what: str) -> None:
         (b"{", "not the JSON of nvbandwidth"),
         (b"{}", "not the JSON"),
         (report(device_local_copy=[["1"]]), "no copy between"),
+        (report(device_to_host_memcpy_ce=[["nan", "inf", "-3", "1e30"]]), "no copy between"),
     ],
 )
 def test_another_json_is_refused(raw: bytes, what: str) -> None:

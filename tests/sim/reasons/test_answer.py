@@ -94,7 +94,8 @@ def test_only_options_that_are_still_open_are_named() -> None:
     text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
     short = r"\(still short by [\d.]+ GiB\)"
     wanted = (
-        rf"What would help: leave --tp, --cp to the search; more devices; --states host {short}; --zero 3 {short};"
+        r"What would help: leave --tp, --cp to the search; more devices \(memo-sim gpus finds how many\);"
+        rf" --states host {short}; --zero 3 {short};"
         r" no two of --states host, --loss fused, --zero 3 are enough together\."
     )
     assert re.search(wanted, text)
