@@ -217,7 +217,7 @@ def _shapes_in(directory: Path) -> dict[Stored, tuple[int, ...]]:
 
 
 def _shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
-    blocks = (embed_block(model, 1), layer_block(model, 1), head_block(model, 1))
+    blocks = (embed_block(model, 1), layer_block(model, 1, model.layer(0)), head_block(model, 1))
     return {p.name: p.shape for block in blocks for p in block.parameters}
 
 

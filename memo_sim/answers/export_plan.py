@@ -107,7 +107,7 @@ def export_plan(
         f"Plan: {one_line(decisions.model.name)}, {decisions.seq_tokens} tokens, {where}.",
         f"Its program: {plan.program_sha256[:16]}. What is lost: {LOST_PAGE}.",
     )
-    written = framework.files(there.job, launch, header)
+    written = framework.files(there.job, launch, header) | framework.beside(decisions, there.job, launch, header)
     question = Question(
         model=decisions.model,
         cluster=cluster,

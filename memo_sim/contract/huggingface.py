@@ -130,6 +130,8 @@ def model_type(model: Model) -> str:
     """
     if model.bidirectional:
         pass  # BERT is not this model: its norms come after the residual sums, ours before the matrix products
+    elif len(model.layer_shapes) > 1:
+        pass  # models with layers that differ (OpenELM, Nemotron-NAS) are outside of transformers
     elif model.family == "gpt":
         square = model.heads == model.kv_heads and model.q_width == model.hidden
         if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
@@ -143,7 +145,7 @@ def model_type(model: Model) -> str:
     raise UsageError(
         "no model type of Hugging Face has this shape",
         got=model.name,
-        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2 or a Qwen3",
+        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2 or a Qwen3; layers of one kind",
         hint="use checkpoints, which can store any model",
     )
 

@@ -5,7 +5,7 @@ import pytest
 
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import DATA, list_models, load_model
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import LayerRun, LayerShape, Model
 
 MEMO_TABLE_2 = {
     "gpt-7b": (32, 4096, 16384, 32),
@@ -87,7 +87,7 @@ def test_llama_3(name: str, params: int) -> None:
 def test_tiny_models_read_bytes_on_a_laptop(name: str) -> None:
     model = load_model(name)
     assert model.vocab == 256
-    assert model.layers * model.layer_matrix_params < 1_000_000
+    assert model.layers_matrix_params < 1_000_000
 
 
 def test_total_params_of_gpt_counts_everything_once() -> None:
@@ -113,3 +113,57 @@ def test_impossible_shapes(changes: dict[str, object], named: str) -> None:
     shape = {field: getattr(load_model("llama-tiny"), field) for field in Model.__struct_fields__}
     with pytest.raises(ValueError, match=named):
         Model(**{**shape, **changes})
+
+
+WIDE, NARROW = LayerShape(ffn_hidden=512), LayerShape(ffn_hidden=128)
+
+
+def differing(layers: int, *runs: tuple[LayerShape, int]) -> Model:
+    pattern = tuple(LayerRun(shape=shape, times=times) for shape, times in runs)
+    tiny = load_model("llama-tiny")
+    return msgspec.structs.replace(tiny, layers=layers, ffn_hidden=512, layer_pattern=pattern)
+
+
+def test_a_pattern_repeats_and_its_last_repetition_is_cut_short() -> None:
+    assert differing(5, (WIDE, 1), (NARROW, 1)).layer_kinds == (0, 1, 0, 1, 0)
+    assert differing(8, (NARROW, 5), (WIDE, 1)).layer_kinds == (0, 0, 0, 0, 0, 1, 0, 0)
+    model = differing(61, (WIDE, 3), (NARROW, 58))
+    assert model.layer_shapes == (WIDE, NARROW)
+    assert [model.layer(n) for n in (0, 2, 3, 60)] == [WIDE, WIDE, NARROW, NARROW]
+
+
+def test_parameters_are_counted_by_layer() -> None:
+    model = differing(3, (WIDE, 1), (NARROW, 2))
+    h, attention = model.hidden, model.hidden * (2 * model.q_width + 2 * model.kv_width)
+    assert [model.layer_params(n) for n in range(3)] == [
+        attention + 3 * h * ffn + 2 * h for ffn in (512, 128, 128)
+    ]  # three matrices of the MLP, two RMSNorms
+    assert model.layers_matrix_params == 3 * attention + 3 * h * (512 + 128 + 128)
+    assert model.total_params == sum(model.layer_params(n) for n in range(3)) + 2 * model.vocab * h + h
+    assert model.mfu_params == model.layers_matrix_params + model.vocab * h
+
+
+def test_too_many_kinds_of_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 65 kinds of layers, but at most 64 are planned"):
+        load_model("llama-tiny").of_layers([LayerShape(ffn_hidden=64 * (1 + n)) for n in range(65)])
+
+
+def test_equal_layers_need_no_pattern() -> None:
+    model = differing(6, (WIDE, 1), (NARROW, 1))
+    alike = model.of_layers([NARROW] * 4)
+    assert (alike.layers, alike.ffn_hidden, alike.layer_pattern) == (4, 128, ())
+    assert model.of_layers([WIDE, NARROW, NARROW]).layer_kinds == (0, 1, 1)
+    assert alike.layer_shapes == (NARROW,)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wrong"),
+    [
+        ([{"shape": {"ffn_hidden": 512}, "times": 9}], "layer_pattern has 9 layers, but the model has only 4"),
+        ([{"shape": {"ffn_hidden": 128}}], r"ffn_hidden \(512\) must be that of the widest layer \(128\)"),
+    ],
+)
+def test_wrong_patterns_are_refused(pattern: list[object], wrong: str) -> None:
+    document = {**msgspec.to_builtins(differing(4)), "layer_pattern": pattern}
+    with pytest.raises(msgspec.ValidationError, match=wrong):
+        msgspec.convert(document, Model)

@@ -181,6 +181,13 @@ _SOME_LAYERS = _Feature(
 )
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
+_UNLIKE = _Feature(
+    name="layers that differ",
+    chosen=lambda d: len(d.model.layer_shapes) > 1,
+    beside="for layers that differ",
+    setting=lambda d: f"layers of {len(d.model.layer_shapes)} kinds",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, every recompute mode and swapping go with them",
+)
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
 
 _CAST = _Feature(
@@ -411,6 +418,11 @@ RULES = (
         got="true with metp 1",
         wanted="false",
         hint="leave it out, or divide by metp",
+    ),
+    _UNLIKE.allows("layout.metp", 1, because="METP passes equal weights of every layer round its ring"),
+    _UNLIKE.allows("layout.subsequences", 1, because="subsequences are priced with layers that are all alike"),
+    _UNLIKE.allows(
+        "decisions.modules", "auto", "operators", because="Hugging Face's transformers has no model whose layers differ"
     ),
     _METP.allows("layout.tp", 1, because="METP divides the same rows and columns of a layer's weights as tp"),
     _METP.allows("layout.cp", 1, because="METP passes keys and values round a ring of its own"),

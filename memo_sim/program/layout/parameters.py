@@ -15,7 +15,7 @@ from enum import IntEnum
 from math import prod
 
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions
 
 
@@ -100,9 +100,12 @@ def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
     return _block("embed", matrices, [])
 
 
-def layer_block(model: Model, tp: int) -> Block:
-    """Return the block of one transformer layer; matrices are (out, in), and Q, K, V are packed in that order."""
-    h, f = model.hidden, model.ffn_hidden // tp
+def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer") -> Block:
+    """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
+
+    ``name``: the block's name, which differs by layer kind.
+    """
+    h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
     up = 2 * f if model.gated else f
     matrices: Matrices = [
@@ -121,7 +124,7 @@ def layer_block(model: Model, tp: int) -> Block:
         vectors.append(("ffn_down.bias", h, Part.TOKENS))
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
-    return _block("layer", matrices, vectors)
+    return _block(name, matrices, vectors)
 
 
 def head_block(model: Model, tp: int) -> Block:
