@@ -449,7 +449,7 @@ def _longrope(config: _Config, table: _Config) -> RopeScaling:
 
 
 def _refuse_unmodelled(config: _Config) -> None:
-    """Refuse nested models, encoder-decoders and experts."""
+    """Refuse nested models, encoder-decoders, and what ``_WITH_KEYS`` names."""
     if config.given("text_config") is not None:
         hint = "save the object under text_config as its own config.json"
         raise config.refusal("text_config", "a model inside a model is not supported", hint=hint)
@@ -458,7 +458,7 @@ def _refuse_unmodelled(config: _Config) -> None:
     for what, keys in _WITH_KEYS.items():
         for key in keys:
             if _asks_for(config.given(key)):
-                raise config.refusal(key, f"{what} are not modelled", wanted="no such key, or its neutral value")
+                raise config.refusal(key, f"not modelled: {what}", wanted="no such key, or its neutral value")
 
 
 def _asks_for(value: Any) -> bool:

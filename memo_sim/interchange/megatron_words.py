@@ -321,7 +321,7 @@ SAYINGS: dict[str, Saying] = {
     "layout.ulysses": Saying("exact", ("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes")),
     "layout.uneven_heads": Saying("none", (), "a2a divides heads evenly: context parallelism in its place"),
     "layout.metp": Saying("none", (), "Megatron passes no weights round a ring: tensor parallelism in its place"),
-    "layout.overlap_exchanges": Saying("none", (), "a choice of METP."),
+    "layout.overlap_exchanges": Saying("none", (), "a choice of METP"),
     "layout.pp": Saying("exact", ("pipeline_model_parallel_size",)),
     "layout.pp_layers": Saying("exact", ("pipeline_model_parallel_layout",)),
     "layout.schedule": Saying("exact", ("virtual_pipeline_model_parallel_size",), "it has 1F1B, plain or interleaved"),
@@ -350,7 +350,7 @@ SAYINGS: dict[str, Saying] = {
         ("recompute_method", "recompute_num_layers"),
         "all layers, groups of N, or the first K of each stage: no every N-th layer",
     ),
-    "decisions.keep_norms": Saying("none", (), "a choice of METP."),
+    "decisions.keep_norms": Saying("none", (), "a choice of METP"),
     "decisions.early_stop": Saying("own", (), "full recompute repeats whole layers"),
     "decisions.swapped_tokens": Saying("none", (), _NO_SWAP),
     "decisions.subsequence_swapped_tokens": Saying("none", (), _NO_SWAP),
@@ -393,4 +393,4 @@ SAYINGS: dict[str, Saying] = {
     "decisions.replay_allocator": Saying("none", (), _OWN_ALLOCATOR),
     "decisions.cuda_graphs": Saying("near", ("cuda_graph_impl",), "one graph of a whole iteration"),
 }
-"""How Megatron says each decision, by its configuration's names"""
+"""How Megatron says each decision, by its configuration's names."""
