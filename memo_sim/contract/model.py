@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from memo_sim.contract.units import MOST_TOKENS, Layers, Positive, Rate, Width
+from memo_sim.contract.units import MOST_EXPERTS, MOST_TOKENS, Layers, NonNegative, Positive, Rate, Width
 
 Family = Literal["gpt", "llama"]
 
@@ -44,6 +44,38 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("short_factors and long_factors must have one entry for each frequency")
 
 
+class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mixture of experts in place of a layer's MLP: each token goes to few of many narrow MLPs.
+
+    A router (one product, in fp32) scores the experts of every token; softmax over all of them gives probabilities, of
+    which the ``per_token`` largest choose the experts. A token's output is the sum of their outputs, each times its
+    probability (Shazeer et al. 2017; Fedus et al. 2021).
+    """
+
+    count: Annotated[int, msgspec.Meta(ge=2, le=MOST_EXPERTS)]
+    """Experts of a layer."""
+    per_token: Annotated[int, msgspec.Meta(ge=1, le=MOST_EXPERTS)]
+    """Experts that each token goes to."""
+    hidden: Width
+    """Features inside one expert."""
+    renormalize: bool = True
+    """Whether the probabilities of a token's experts are divided by their sum (Mixtral; Qwen3 with norm_topk_prob)."""
+    balance: NonNegative = 0.0
+    """Coefficient of the loss that evens out the experts' loads (Switch Transformer, equation 4); 0: no such loss.
+
+    Each micro-batch of a rank has its own, from its own tokens. Only its gradient is added, not its value to the loss
+    that is reported."""
+
+    def __post_init__(self) -> None:
+        """Refuse tokens that go to more experts than there are."""
+        if self.per_token > self.count:
+            raise ValueError(f"per_token ({self.per_token}) is more than the {self.count} experts")
+
+    def params(self, hidden: int, *, active: bool = False) -> int:
+        """Return the weights of a layer's router and experts; ``active``: with only the experts of one token."""
+        return self.count * hidden + (self.per_token if active else self.count) * 3 * hidden * self.hidden
+
+
 class Model(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.model/1"
 ):
@@ -78,6 +110,8 @@ class Model(
     bidirectional: bool = False
     """Whether a token also attends to later tokens (BERT); otherwise the mask is causal."""
     activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
+    experts: Experts | None = None
+    """The experts that every layer has in place of an MLP; None: every layer has an MLP, ``ffn_hidden`` wide."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -92,6 +126,8 @@ class Model(
         if (self.activation == "silu") != self.gated:
             wanted = "silu" if self.gated else "gelu or gelu_tanh"
             raise ValueError(f"activation of the {self.family} family must be {wanted}, not {self.activation}")
+        if self.experts is not None and (not self.gated or self.linear_bias):
+            raise ValueError("experts belong to the llama family without biases in its products")
 
     @property
     def learned_positions(self) -> bool:
@@ -116,7 +152,17 @@ class Model(
     @property
     def layer_matrix_params(self) -> int:
         """Weights of one layer's matrices, without biases and norms."""
+        return self._layer_matrix_params(active=False)
+
+    @property
+    def layer_active_params(self) -> int:
+        """Weights of one layer's matrices that one token is multiplied with: all of them, or of few experts."""
+        return self._layer_matrix_params(active=True)
+
+    def _layer_matrix_params(self, *, active: bool) -> int:
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
+        if self.experts is not None:
+            return attention + self.experts.params(self.hidden, active=active)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn_hidden
 
     @property
@@ -136,14 +182,22 @@ class Model(
         return layers + embeddings + positions + self.hidden * self._norm_vectors
 
     @property
+    def active_params(self) -> int:
+        """Trained weights that one token uses: all of them, or without the experts that it does not go to."""
+        return self.total_params - self.layers * (self.layer_matrix_params - self.layer_active_params)
+
+    @property
     def _norm_vectors(self) -> int:
         """Vectors per norm: LayerNorm has a weight and a bias, RMSNorm has only a weight."""
         return 2 if self.family == "gpt" else 1
 
     @property
     def mfu_params(self) -> int:
-        """P of MEMO 5.1: all matrix weights and the classifier, one embedding. GPT presets: 12*n*h^2 + V*h."""
-        return self.layers * self.layer_matrix_params + self.vocab * self.hidden
+        """P of MEMO 5.1: all matrix weights and the classifier, one embedding. GPT presets: 12*n*h^2 + V*h.
+
+        Of experts only those of one token count, and the router: the weights that a token is multiplied with.
+        """
+        return self.layers * self.layer_active_params + self.vocab * self.hidden
 
     def step_flops(self, seq_tokens: int, sequences: int = 1) -> float:
         """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 per sequence, with a causal mask.

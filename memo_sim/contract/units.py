@@ -30,6 +30,8 @@ Layers = Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
 MOST_WIDTH = 2**24
 Width = Annotated[int, msgspec.Meta(ge=1, le=MOST_WIDTH)]
 """Heads or features of a layer, rows of a vocabulary. Far above any model, and small enough that no size overflows."""
+MOST_EXPERTS = 1_024
+"""Experts of a layer: more than any published model has (DeepSeek-V3: 256, Llama 4 Maverick: 128)."""
 Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A number of devices, nodes or sequences."""
 LAYER_CHOICE = r"all|first-[1-9][0-9]{0,3}|(every|groups)-([2-9]|[1-9][0-9]{1,3})"
