@@ -121,6 +121,14 @@ def search_command(decisions: Decisions, framework: Framework, cluster: Cluster)
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
     """Return the fastest of the nearest jobs that fits, or the one that is nearest to fitting; equal ones first."""
     found, refused = list[_There](), list[MemoError]()
+    if any(shape.experts for shape in decisions.model.layer_shapes):
+        raise UsageError(
+            "memo writes no framework's options of experts",
+            where="model.experts",
+            got=decisions.model.name,
+            wanted="a model without experts",
+            hint="memo-exec runs the plan itself",
+        )
     for job in framework.jobs(decisions):
         question = job.question(cluster, hardware, framework.system)
         try:

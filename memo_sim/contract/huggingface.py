@@ -98,6 +98,8 @@ def model_type(model: Model) -> str:
     """
     if model.bidirectional:
         pass  # BERT is not this model: its norms come after the residual sums, ours before the matrix products
+    elif len(model.layer_shapes) > 1:
+        pass  # models with layers that differ (OpenELM, Nemotron-NAS) are outside of transformers
     elif model.family == "gpt":
         square = model.heads == model.kv_heads and model.q_width == model.hidden
         if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
@@ -116,7 +118,8 @@ def model_type(model: Model) -> str:
     raise UsageError(
         "no model type of Hugging Face has this shape",
         got=model.name,
-        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2, a Qwen3, a Mixtral or a Qwen3-MoE",
+        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2, a Qwen3, a Mixtral or a Qwen3-MoE; layers "
+        "of one kind",
         hint="use checkpoints, which can store any model",
     )
 
@@ -172,7 +175,8 @@ def _experts_of(model: Model, kind: str) -> dict[str, Any]:
         "router_aux_loss_coef": experts.balance,
     }
     if kind == "mixtral":
-        return shared | {"num_local_experts": experts.count, "intermediate_size": experts.hidden, "sliding_window": None}
+        own = {"num_local_experts": experts.count, "intermediate_size": experts.hidden, "sliding_window": None}
+        return shared | own
     return shared | {
         "num_experts": experts.count,
         "moe_intermediate_size": experts.hidden,

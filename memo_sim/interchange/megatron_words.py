@@ -71,6 +71,13 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
             got=f"{decisions.model.name}, which is bidirectional",
             wanted="a model with causal attention",
         )
+    if len(decisions.model.layer_shapes) > 1:
+        raise UsageError(
+            "memo does not write Megatron's files of heterogeneous layers",
+            where="model.layer_pattern",
+            got=f"{decisions.model.name}, whose layers differ",
+            wanted="a model whose layers are alike",
+        )
     layout, states = decisions.layout, _states(decisions.states)
     tp, cp, ulysses = layout.tp * layout.metp, layout.cp, layout.ulysses
     if layout.uneven_heads and ulysses > 1:
@@ -304,6 +311,8 @@ SAYINGS: dict[str, Saying] = {
     "model.linear_bias": Saying("exact", ("add_bias_linear",)),
     "model.qk_norm": Saying("exact", ("qk_layernorm",)),
     "model.bidirectional": Saying("none", (), "GPT has causal attention alone."),
+    "model.experts": Saying("none", (), "memo writes no options of experts."),
+    "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers."),
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),
     "layout.tp": Saying("exact", ("tensor_model_parallel_size",)),
     "layout.sequence_parallel": Saying("exact", ("sequence_parallel",)),

@@ -5,13 +5,14 @@ from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memo_sim.contract.errors import BadInput
-from memo_sim.contract.huggingface import SUPPORTED, model_from_config, not_read
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.huggingface import SUPPORTED, config_of, model_from_config, not_read
+from memo_sim.contract.model import Experts, Model, RopeScaling
 from tests.refusals import check_fields
 
 REAL = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
@@ -30,6 +31,11 @@ QWEN2 = {**LLAMA, "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
 PHI3 = {**LLAMA, "model_type": "phi3", "max_position_embeddings": 128, "sliding_window": 128}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    **{**QWEN3, "model_type": "qwen3_moe"},
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -76,6 +82,8 @@ TINY = {
     "qwen3": QWEN3,
     "mistral": MISTRAL,
     "phi3": {**PHI3, "pad_token_id": 0},
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
     "gpt2": GPT2,
     "gpt2 with its own inner width": {**GPT2, "n_inner": 80},
     "gpt2 untied": {**GPT2, "tie_word_embeddings": False},
@@ -91,6 +99,20 @@ def test_tiny_configs_count_as_transformers_does(name: str) -> None:
     with torch.device("meta"):
         oracle = auto.AutoModelForCausalLM.from_config(auto.AutoConfig.for_model(TINY[name]["model_type"], **fields))
     assert loaded(TINY[name]).total_params == sum(parameter.numel() for parameter in oracle.parameters())
+
+
+def test_experts() -> None:
+    mixtral, qwen = loaded(MIXTRAL), loaded({**QWEN3_MOE, "output_router_logits": True, "router_aux_loss_coef": 0.02})
+    assert mixtral.experts == Experts(count=4, per_token=2, hidden=96)
+    assert qwen.experts == Experts(count=6, per_token=2, hidden=48, renormalize=False, balance=0.02)
+    assert (mixtral.qk_norm, qwen.qk_norm) == (False, True)
+    for model in (mixtral, qwen, loaded({**QWEN3_MOE, "norm_topk_prob": True})):
+        again = loaded(config_of(model, 128))
+        assert msgspec.structs.replace(again, name=model.name, source=model.source) == model
+    assert refusal({**QWEN3_MOE, "mlp_only_layers": [0]}).where == "config.json: $.mlp_only_layers"
+    assert refusal({**QWEN3_MOE, "decoder_sparse_step": 2}).where == "config.json: $.decoder_sparse_step"
+    assert refusal({**MIXTRAL, "router_jitter_noise": 0.1}).where == "config.json: $.router_jitter_noise"
+    assert refusal({**LLAMA, "model_type": "deepseek_v3"}).where == "config.json: $.model_type"
 
 
 def test_families() -> None:

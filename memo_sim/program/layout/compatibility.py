@@ -363,7 +363,18 @@ MULTIPLEXING = (
     ),
 )
 
+LAYERS_THAT_DIFFER = Rule(
+    name="layers that differ: layer_pattern",
+    breaks=lambda d: len(d.model.layer_shapes) > 1,
+    what="layers that differ have no lowering",
+    where="model.layer_pattern",
+    got=lambda d: f"layers of {len(d.model.layer_shapes)} kinds",
+    wanted="layers of one kind",
+    hint="a model without layer_pattern",
+)
+
 RULES = (
+    LAYERS_THAT_DIFFER,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(

@@ -8,11 +8,13 @@ import msgspec
 import pytest
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.model import LayerShape
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.layout.compatibility import ARENA_RULES, RULES, Rule, check_compatible
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT
 
+UNEVEN = GPT.of_layers([LayerShape(ffn_hidden=width) for width in (128, 256, 128, 256)])
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
@@ -30,6 +32,7 @@ def chunked(**changes: Any) -> Layout:
 
 
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
+    "layers that differ: layer_pattern": (Layout(), {"model": UNEVEN}, "layers of 2 kinds"),
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
