@@ -30,9 +30,9 @@ from memo_exec.machine.distinct_instructions import call_on_zeros, distinct_inst
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Family, Instruction
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Attention, BatchedGemm, Gemm
+from memo_sim.program.ir.work import Attention, BatchedGemm, Gemm, GroupedGemm
 
-MEASURED = Gemm | BatchedGemm | Attention
+MEASURED = Gemm | BatchedGemm | GroupedGemm | Attention
 """Works that a matrix library plays."""
 
 KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -70,6 +70,8 @@ def _undeclared(kernel: Kernel, instruction: Instruction, context: Context, fami
     pairs = zip(instruction.operands, families, strict=True)
     declared = sum(family.bytes for operand, family in pairs if library and operand.role == "workspace")
     call = call_on_zeros(instruction, families, context)
+    if isinstance(instruction.work, GroupedGemm):
+        call["ends"].fill_(instruction.work.rows)  # one expert has all rows: the largest product that there may be
     with _quiet(), torch.inference_mode(), profile(profile_memory=True, use_kineto=False) as seen:
         kernel(call)
     assert seen.kineto_results is not None

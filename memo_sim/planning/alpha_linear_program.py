@@ -72,7 +72,7 @@ def linear_program(
     whole = {t.name: t.bytes for t in tensors if t.fate is Fate.WHOLE}
     return LinearProgram(
         input_bytes=whole["x"],
-        attention_bytes=sum(size for name, size in whole.items() if name.startswith(("attn", "lse"))),
+        attention_bytes=sum(size for name, size in whole.items() if name.startswith(("attn", "lse", "route"))),
         others_bytes=sum(t.bytes for t in tensors if t.fate is Fate.BY_TOKEN),
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         layer_forward_s=layer_forward_s,

@@ -32,10 +32,8 @@ QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
 PHI3 = {**LLAMA, "model_type": "phi3", "max_position_embeddings": 128, "sliding_window": 128}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-QWEN3_MOE = {
-    **{**QWEN3, "model_type": "qwen3_moe"},
-    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
-}
+_QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", **_QWEN_EXPERTS}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",

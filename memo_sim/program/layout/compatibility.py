@@ -179,6 +179,13 @@ _SOME_LAYERS = _Feature(
     setting=lambda d: f"recompute_layers {d.recompute_layers}",
     hint="leave --recompute-layers out; tp, cp, Ulysses, pp, dp and ZeRO go with it",
 )
+_EXPERTS = _Feature(
+    name="experts",
+    chosen=lambda d: d.model.experts is not None,
+    beside="beside experts",
+    setting="a model with experts",
+    hint="cp, Ulysses, dp, pp and ZeRO go with experts, and recompute none, selective, norms, full or tokenwise",
+)
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
@@ -373,8 +380,42 @@ LAYERS_THAT_DIFFER = Rule(
     hint="a model without layer_pattern",
 )
 
+EXPERTS = (
+    _EXPERTS.allows("layout.tp", 1, because="tensor-parallel ranks would each need a part of every expert"),
+    _EXPERTS.allows("layout.metp", 1, because="METP's rings would carry all experts' weights"),
+    _EXPERTS.allows("layout.subsequences", 1, because="each subsequence would be routed by itself"),
+    _EXPERTS.allows(
+        "decisions.recompute",
+        *("none", "selective", "norms", "full", "tokenwise"),
+        because="modules and products of experts would have to be chosen one by one",
+    ),
+    _EXPERTS.allows("decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"),
+    _EXPERTS.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would need every expert's rows once more",
+        when=lambda d: d.model.experts is not None and _staged(d),
+    ),
+    _EXPERTS.allows(
+        "decisions.memory_policy", "planned", "caching", because="no framework's kernels of experts are known"
+    ),
+    _EXPERTS.allows(
+        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of experts are known"
+    ),
+    Rule(
+        name="load of experts: model",
+        breaks=lambda d: d.expert_load != "balanced" and d.model.experts is None,
+        what="a model without experts has no load of experts",
+        where="decisions.expert_load",
+        got=lambda d: d.expert_load,
+        wanted="balanced",
+        hint="leave --expert-load out",
+    ),
+)
+
 RULES = (
     LAYERS_THAT_DIFFER,
+    *EXPERTS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(

@@ -101,16 +101,22 @@ def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
 
 
 def layer_block(model: Model, tp: int) -> Block:
-    """Return the block of one transformer layer; matrices are (out, in), and Q, K, V are packed in that order."""
+    """Return the block of one transformer layer; matrices are (out, in), and Q, K, V are packed in that order.
+
+    The experts' matrices lie one after the other, each with its gate before its up half.
+    """
     h, f = model.hidden, model.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
     up = 2 * f if model.gated else f
-    matrices: Matrices = [
-        ("qkv.weight", (q + 2 * kv, h)),
-        ("proj.weight", (h, q)),
-        ("ffn_up.weight", (up, h)),
-        ("ffn_down.weight", (h, f)),
-    ]
+    matrices: Matrices = [("qkv.weight", (q + 2 * kv, h)), ("proj.weight", (h, q))]
+    if (experts := model.experts) is None:
+        matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
+    else:
+        matrices += [
+            ("router.weight", (experts.count, h)),
+            ("experts_up.weight", (experts.count * 2 * experts.hidden, h)),
+            ("experts_down.weight", (experts.count * h, experts.hidden)),
+        ]
     vectors: Vectors = [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]

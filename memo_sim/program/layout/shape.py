@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from memo_sim.contract.errors import BadInput, Infeasible
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import Experts, Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.layout.attention_chunks import check_attention_chunks
@@ -64,8 +64,15 @@ class Shape:
     """Coordinate among the ranks of Ulysses, which may have different numbers of heads (``heads.py``)."""
     shared_by: int = 1
     """Tensor-parallel ranks that have copies of one key/value head."""
+    experts: Experts | None = None
+    """The experts in place of the MLP, if the layer has them."""
     ring: Literal["cp", "metp"] = "cp"
     """The group that forms the ring of the ``cp`` ranks; "metp" inside METP's attention (``layers/metp.py``)."""
+
+    @property
+    def dispatched(self) -> int:
+        """Rows that go to experts: one for each token and each of its experts."""
+        return self.tokens * self.experts.per_token if self.experts else 0
 
     @property
     def qkv_width(self) -> int:
@@ -178,6 +185,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
         metp=layout.metp,
         keep_norms=decisions.keep_norms,
+        experts=model.experts,
     )
 
 
