@@ -16,6 +16,7 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.explain.attention import attention
+from memo_sim.explain.experts import experts
 from memo_sim.explain.metp import metp
 from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
@@ -112,6 +113,7 @@ def explain(
         *_overlap(question, simulation),
         *_ulysses(simulation),
         *_tp_chunks(simulation),
+        *experts(question, simulation),
         *_alpha(found),
         *_partial_swap(found),
         *_full_recompute(found, simulation),

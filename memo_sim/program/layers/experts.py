@@ -80,7 +80,7 @@ class ExpertMlp:
         """Write the second product, the sum over each token's experts, and the residual sum into ``out``."""
         writer, tokens = self.writer, self.shape.tokens
         down = writer.own("expert_out", self.rows, self.shape.hidden)
-        self._product("experts_down", Rows("act", *self._all), Rows(down, *self._all), self.shape.hidden)
+        self._product("experts_down", Rows("act", *self._all), Rows(down, *self._all))
         combined = Rows(writer.own("moe_out", tokens, self.shape.hidden), 0, tokens)
         self._combine("combine", down, combined)
         writer.residual("out_add", "resid", combined, out=out, rows=(0, tokens), bias="")
@@ -100,18 +100,18 @@ class ExpertMlp:
         d_down = Rows(writer.own("d_expert_out", self.rows, shape.hidden), *whole)
         self._dispatch("dispatch.grad", grad_out, d_down)
         t = Rows(writer.own("d_act", self.rows, experts.hidden), *whole)
-        self._dgrad("experts_down", d_down, t, experts.hidden, shape.hidden)
-        self._wgrad("experts_down", d_down, Rows("act", *whole), shape.hidden, experts.hidden)
+        self._dgrad("experts_down", d_down, t)
+        self._wgrad("experts_down", d_down, Rows("act", *whole))
         d_up = Rows(writer.own("d_up", self.rows, 2 * experts.hidden), *whole)
         d_probs = self._own("d_probs", "fp32", shape.tokens, experts.per_token)
         self._activation_backward(t, d_up, d_probs)
         d_logits = self._own("d_logits", "fp32", shape.tokens, experts.count)
         self._route_backward(d_probs, d_logits)
         d_rows = writer.own("d_dispatched", self.rows, shape.hidden)
-        self._dgrad("experts_up", d_up, Rows(d_rows, *whole), shape.hidden, 2 * experts.hidden)
+        self._dgrad("experts_up", d_up, Rows(d_rows, *whole))
         dispatched = Rows(writer.own(f"{self.builder.phase}.dispatched", self.rows, shape.hidden), *whole)
         self._dispatch("dispatch.again", "norm2", dispatched)
-        self._wgrad("experts_up", d_up, dispatched, 2 * experts.hidden, shape.hidden)
+        self._wgrad("experts_up", d_up, dispatched)
         d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
         self._combine("dispatch.bwd", d_rows, d_norm)
         self._router_backward(d_logits, d_norm)
@@ -126,7 +126,7 @@ class ExpertMlp:
         dispatched = Rows(writer.own(f"{phase}.dispatched", self.rows, self.shape.hidden), *rows)
         self._dispatch("dispatch", "norm2", dispatched)
         up, width = Rows("up", *rows), self.experts.hidden
-        self._product("experts_up", dispatched, up, self.shape.hidden)
+        self._product("experts_up", dispatched, up)
         size = writer.size * width * rows[1]
         self._emit(
             "act",
@@ -284,14 +284,15 @@ class ExpertMlp:
             out=writes(out),
         )
 
-    def _product(self, name: str, x: Rows, out: Rows, k: int) -> None:
-        """Emit the product of dispatched rows with their experts' weights: ``k`` input features."""
-        n = self.builder.features(out.slot)
+    def _product(self, name: str, x: Rows, out: Rows) -> None:
+        """Emit the product of dispatched rows with their experts' weights."""
+        n, k = self.builder.features(out.slot), self.builder.features(x.slot)
         operands = {"x": reads(x), "weight": self.writer.param(f"{name}.weight"), "ends": reads(self._ends)}
         self._grouped(name, "experts.linear", out, n, k, **operands, out=writes(out))
 
-    def _dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int) -> None:
-        """Emit the gradient of a product's input: ``n`` input features of ``k`` output features."""
+    def _dgrad(self, name: str, grad: Rows, out: Rows) -> None:
+        """Emit the gradient of a product's input."""
+        n, k = self.builder.features(out.slot), self.builder.features(grad.slot)
         operands = {"grad": reads(grad), "weight": self.writer.param(f"{name}.weight"), "ends": reads(self._ends)}
         self._grouped(f"{name}.dgrad", "experts.linear.dgrad", out, n, k, **operands, out=writes(out))
 
@@ -302,8 +303,9 @@ class ExpertMlp:
         work = GroupedGemm(self._sizes(rows), n, k, "dgrad" if op.endswith("dgrad") else "fprop", writer.dtype)
         self.builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=scratch)
 
-    def _wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int) -> None:
+    def _wgrad(self, name: str, grad: Rows, x: Rows) -> None:
         """Emit the gradients of all experts' weights, ``m`` output features by ``n`` input features each."""
+        m, n = self.builder.features(grad.slot), self.builder.features(x.slot)
         writer, into = self.writer, gradient_dtype(self.writer.decisions)
         kernel, builder = writer.decisions.kernels.attention, self.builder
         wide = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)

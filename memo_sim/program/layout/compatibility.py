@@ -380,6 +380,9 @@ LAYERS_THAT_DIFFER = Rule(
     hint="a model without layer_pattern",
 )
 
+EXPERTS_WHOLE_MLP = _EXPERTS.allows(
+    "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
+)
 EXPERTS = (
     _EXPERTS.allows("layout.tp", 1, because="tensor-parallel ranks would each need a part of every expert"),
     _EXPERTS.allows("layout.metp", 1, because="METP's rings would carry all experts' weights"),
@@ -389,7 +392,7 @@ EXPERTS = (
         *("none", "selective", "norms", "full", "tokenwise"),
         because="modules and products of experts would have to be chosen one by one",
     ),
-    _EXPERTS.allows("decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"),
+    EXPERTS_WHOLE_MLP,
     _EXPERTS.allows(
         "layout.schedule",
         *("gpipe", "1f1b", "interleaved"),
