@@ -23,7 +23,8 @@ def combine(call: Call) -> None:
     scratch, count = call.scratch(), min(len(out), NORM_ROWS)
     numbers = scratch.take(count, dtype=torch.int64)
     picked = scratch.take(count, out.shape[1], dtype=out.dtype)
-    wide = None if out.dtype == torch.float32 else scratch.take(count, out.shape[1])
+    narrow = out.dtype != torch.float32
+    wide, term = (scratch.take(count, out.shape[1]) if narrow else None for _ in range(2))
     for first in range(0, len(out), NORM_ROWS):
         block = slice(first, min(len(out), first + NORM_ROWS))
         rows = block.stop - first
@@ -31,7 +32,7 @@ def combine(call: Call) -> None:
         for j in range(places.shape[1]):
             torch.index_select(x, 0, numbers[:rows].copy_(places[block, j]), out=picked[:rows])
             if j:
-                total.add_(picked[:rows])
+                total.add_(picked[:rows] if term is None else term[:rows].copy_(picked[:rows]))
             else:
                 total.copy_(picked[:rows])
         if wide is not None:

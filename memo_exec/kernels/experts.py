@@ -88,16 +88,17 @@ def swiglu_backward(call: Call) -> None:
     grad, order = call.matrix("grad"), call["order"]
     scratch, count = call.scratch(), min(len(grad), NORM_ROWS)
     weights, sums = _probabilities(call, scratch.take(len(order))), scratch.take(len(order), 1)
-    wide = scratch.take(count, grad.shape[1])
+    wide, factor = scratch.take(count, grad.shape[1]), scratch.take(count, grad.shape[1])
     for block in _blocks(len(grad)):
         gate, up = torch.split(call["x"][block], grad.shape[1], dim=1)
         grad_gate, grad_up = torch.split(call["grad_x"][block], grad.shape[1], dim=1)
-        given, work, weight = grad[block], wide[: len(gate)], weights[block]
+        work, other, weight = wide[: len(gate)], factor[: len(gate)], weights[block]
         aten.silu.out(gate, out=grad_up)
-        torch.sum(work.copy_(grad_up).mul_(up).mul_(given), 1, keepdim=True, out=sums[block])
-        grad_up.copy_(work.copy_(grad_up).mul_(given).mul_(weight))
-        torch.mul(work.copy_(given), up, out=work)
-        grad_gate.copy_(work.mul_(weight))
+        work.copy_(grad_up).mul_(other.copy_(grad[block]))
+        torch.sum(other.copy_(up).mul_(work), 1, keepdim=True, out=sums[block])
+        grad_up.copy_(work.mul_(weight))
+        work.copy_(grad[block]).mul_(weight)
+        grad_gate.copy_(other.copy_(up).mul_(work))
         aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
     call["grad_probs"].view(-1).index_copy_(0, order, sums.view(-1))
 

@@ -350,9 +350,9 @@ def dispatch_workspace_bytes(rows: int) -> int:
 
 
 def combine_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of summing each token's rows: for a block of tokens, row numbers, a row, and one in fp32."""
+    """Return the scratch of summing each token's rows: for a block of tokens, row numbers, a row, and two in fp32."""
     block = min(rows, NORM_ROWS)
-    return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype))
+    return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype) * 2)
 
 
 def expert_activation_workspace_bytes(rows: int, features: int, dtype: str) -> int:
@@ -361,8 +361,8 @@ def expert_activation_workspace_bytes(rows: int, features: int, dtype: str) -> i
 
 
 def expert_activation_backward_workspace_bytes(rows: int, features: int) -> int:
-    """Return the scratch of its backward: two numbers of every row, and a block of rows in fp32."""
-    return _pieces(4 * rows, 4 * rows, 4 * min(rows, NORM_ROWS) * features)
+    """Return the scratch of its backward: two numbers of every row, and two blocks of rows in fp32."""
+    return _pieces(4 * rows, 4 * rows, *[4 * min(rows, NORM_ROWS) * features] * 2)
 
 
 def grouped_workspace_bytes(elements: int, dtype: str, experts: int, attention_kernel: str) -> int:
