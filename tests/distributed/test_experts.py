@@ -1,0 +1,29 @@
+"""Models with experts on several ranks, over gloo: gradients and losses are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memo_sim.contract.plan import Layout
+from tests.distributed import parity
+from tests.distributed.team import Member, Team
+from tests.exec_cpu.small import EXPERT_MODELS, decide
+
+CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
+    "ring and stages": ("mixtral", Layout(cp=2, pp=2), {}),
+    "ulysses and zero 3": ("mixtral", Layout(ulysses=2, dp=2, zero=3), {}),
+    "all-gather and zero 1": ("qwen3-moe", Layout(cp=2, cp_exchange="all_gather", dp=2, zero=1), {"overlap": "both"}),
+    "stages and zero 1": ("qwen3-moe", Layout(pp=2, dp=2, zero=1), {}),
+}
+QUICK = {"ring and stages", "ulysses and zero 3"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+def test_layouts_have_the_gradients_of_one_process(team: Team, case: str) -> None:
+    name, layout, fields = CASES[case]
+    sizes = {"seq_tokens": 512, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise", "swapped_tokens": 128}
+    chosen = decide(EXPERT_MODELS[name], layout=layout, **sizes, **fields)
+    alone = parity.play(Member(0, 1), parity.one_process(chosen), 2, {})
+    parity.check(team, chosen, alone, steps=2)
