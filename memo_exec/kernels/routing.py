@@ -28,7 +28,7 @@ def experts_of(call: Call) -> Experts:
     Raises:
         ValueError: when the model has none.
     """
-    experts = call.context.model.experts
+    experts = call.context.model.mixture
     if experts is None:
         raise ValueError(f"{call.instruction.op} needs a model with experts")
     return experts

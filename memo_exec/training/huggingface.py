@@ -27,7 +27,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.files import check_regular
 from memo_sim.contract.huggingface import config_of, model_from_config, model_type
-from memo_sim.contract.model import Experts, Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 
 SHARD_BYTES = 4 * 2**30
@@ -74,27 +74,30 @@ def _gpt2(model: Model) -> list[Entry]:
     return found + _classifier(model)
 
 
-def _llama(model: Model, kind: str) -> list[Entry]:
-    h, f, q, kv = model.hidden, model.ffn_hidden, model.q_width, model.kv_width
-    products = {
+def _products(model: Model, kind: str, layer: LayerShape) -> dict[str, list[tuple[str, int]]]:
+    """Return the parts of each matrix of a layer."""
+    h, f, q, kv = model.hidden, layer.ffn_hidden, model.q_width, model.kv_width
+    attention = {
         "qkv": [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
         "proj": [("self_attn.o_proj", h)],
     }
-    if model.experts is not None:
-        products |= _experts(model.experts, h, mixtral=kind == "mixtral")
-    elif kind == "phi3":
-        products |= {"qkv": [("self_attn.qkv_proj", q + 2 * kv)], "ffn_up": [("mlp.gate_up_proj", 2 * f)]}
-    else:
-        products["ffn_up"] = [("mlp.gate_proj", f), ("mlp.up_proj", f)]
-    if model.experts is None:
-        products["ffn_down"] = [("mlp.down_proj", h)]
+    if layer.experts is not None:
+        return attention | _experts(layer.experts, h, mixtral=kind == "mixtral")
+    mlp = {"ffn_up": [("mlp.gate_proj", f), ("mlp.up_proj", f)], "ffn_down": [("mlp.down_proj", h)]}
+    if kind == "phi3":
+        attention["qkv"], mlp["ffn_up"] = [("self_attn.qkv_proj", q + 2 * kv)], [("mlp.gate_up_proj", 2 * f)]
+    return attention | mlp
+
+
+def _llama(model: Model, kind: str) -> list[Entry]:
+    h = model.hidden
     norms = [("norm1", "input_layernorm", h), ("norm2", "post_attention_layernorm", h)]
     if model.qk_norm:
         norms += [("q_norm", "self_attn.q_norm", model.head_dim), ("k_norm", "self_attn.k_norm", model.head_dim)]
     found = [Entry("embed/tokens.weight", (("model.embed_tokens.weight", model.vocab),))]
     for i in range(model.layers):
         at = f"model.layers.{i}."
-        for ours, theirs in products.items():
+        for ours, theirs in _products(model, kind, model.layer(i)).items():
             found.append(
                 Entry(f"layer.{i}/{ours}.weight", tuple((f"{at}{name}.weight", rows) for name, rows in theirs))
             )
@@ -237,7 +240,7 @@ def _shapes_in(directory: Path) -> dict[Stored, tuple[int, ...]]:
 
 
 def _shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
-    blocks = (embed_block(model, 1), layer_block(model, 1), head_block(model, 1))
+    blocks = (embed_block(model, 1), layer_block(model, 1, model.layer(0)), head_block(model, 1))
     return {p.name: p.shape for block in blocks for p in block.parameters}
 
 

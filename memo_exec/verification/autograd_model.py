@@ -35,14 +35,14 @@ class AutogradModel:
         if "embed/positions.weight" in self.p:
             x = x + self.p["embed/positions.weight"][torch.arange(ids.shape[1])]
         for i in range(self.model.layers):
-            x = self._layer(x, f"layer.{i}/")
+            x = self._layer(x, f"layer.{i}/", self.model.layer(i).experts)
         x = self._norm(x, "head/norm")
         return F.linear(x, self.p.get("head/classifier.weight", self.p["embed/tokens.weight"]))
 
-    def _layer(self, x: Tensor, at: str) -> Tensor:
+    def _layer(self, x: Tensor, at: str, experts: Experts | None) -> Tensor:
         x = x + self._attention(self._norm(x, f"{at}norm1"), at)
-        if self.model.experts is not None:
-            return x + self._experts(self._norm(x, f"{at}norm2").flatten(0, 1), self.model.experts, at).view_as(x)
+        if experts is not None:
+            return x + self._experts(self._norm(x, f"{at}norm2").flatten(0, 1), experts, at).view_as(x)
         up = self._linear(self._norm(x, f"{at}norm2"), f"{at}ffn_up")
         if self.model.gated:
             gate, up = up.chunk(2, dim=-1)

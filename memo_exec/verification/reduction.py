@@ -130,7 +130,7 @@ def _alpha(d: Decisions) -> str:
 
 
 def _experts_shown(d: Decisions) -> str:
-    experts = d.model.experts
+    experts = d.model.mixture
     if experts is None:
         return "none"
     balance = f", balance {experts.balance:g}" if experts.balance else ""

@@ -121,7 +121,7 @@ def search_command(decisions: Decisions, framework: Framework, cluster: Cluster)
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
     """Return the fastest of the nearest jobs that fits, or the one that is nearest to fitting; equal ones first."""
     found, refused = list[_There](), list[MemoError]()
-    if any(shape.experts for shape in decisions.model.layer_shapes):
+    if decisions.model.mixture:
         raise UsageError(
             "memo writes no framework's options of experts",
             where="model.experts",

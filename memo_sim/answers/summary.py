@@ -227,7 +227,7 @@ def _batch(question: Question, decisions: Decisions) -> str:
 
 def _experts(decisions: Decisions) -> list[Assumption]:
     """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
-    if decisions.model.experts is None:
+    if decisions.model.mixture is None:
         return []
     value = (
         f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"

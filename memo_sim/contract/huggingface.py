@@ -3,8 +3,8 @@ and the mixtures of experts Mixtral and Qwen3-MoE.
 
 Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
 belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
-arithmetic and are not modelled are refused: sliding windows in use, experts of other model types, layers without
-experts beside layers with them, rotary positions on a part of a head, and biases on some of the products.
+arithmetic and are not modelled are refused: sliding windows in use, experts of other model types, rotary positions on a
+part of a head, and biases on some of the products.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.model import Experts, Model, RopeScaling
+from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
 from memo_sim.contract.units import MOST_EXPERTS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
 SUPPORTED = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
@@ -84,6 +84,8 @@ def _read(config: _Config, name: str) -> Model:
         )
     except ValueError as error:
         raise BadInput(str(error), where=where) from None
+    if model_type == "qwen3_moe":
+        model = _with_dense_layers(config, model)
     try:  # a constructor does not check types and bounds; reading the document again does
         return msgspec.json.decode(msgspec.json.encode(model), type=Model)
     except msgspec.ValidationError as error:
@@ -98,16 +100,16 @@ def model_type(model: Model) -> str:
     """
     if model.bidirectional:
         pass  # BERT is not this model: its norms come after the residual sums, ours before the matrix products
-    elif len(model.layer_shapes) > 1:
+    elif len(model.layer_shapes) > 1 and not (model.mixture and _is_mixed(model)):
         pass  # models with layers that differ (OpenELM, Nemotron-NAS) are outside of transformers
     elif model.family == "gpt":
         square = model.heads == model.kv_heads and model.q_width == model.hidden
         if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
             return "gpt2"
-    elif model.experts is not None:
+    elif (experts := model.mixture) is not None:
         if model.qk_norm and not model.qkv_bias:
             return "qwen3_moe"
-        if not model.qk_norm and not model.qkv_bias and model.experts.renormalize:
+        if model.experts and not model.qk_norm and not model.qkv_bias and experts.renormalize:
             return "mixtral"
     elif model.qk_norm and not model.qkv_bias and not model.linear_bias:
         return "qwen3"
@@ -121,6 +123,13 @@ def model_type(model: Model) -> str:
         wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2, a Qwen3, a Mixtral or a Qwen3-MoE; layers "
         "of one kind",
         hint="use checkpoints, which can store any model",
+    )
+
+
+def _is_mixed(model: Model) -> bool:
+    """Return whether layers differ in nothing else than that some have experts, all the same."""
+    return len({shape.ffn_hidden for shape in model.layer_shapes}) == 1 and len(model.layer_shapes) == len(
+        {shape.experts is None for shape in model.layer_shapes}
     )
 
 
@@ -146,7 +155,7 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         }
     biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
-    own = _experts_of(model, kind) if model.experts is not None else {}
+    own = _experts_of(model, kind) if model.mixture is not None else {}
     return shared | {
         "architectures": [f"{kind.title().replace('_M', 'M')}ForCausalLM"],
         "hidden_size": model.hidden,
@@ -167,7 +176,7 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
 
 def _experts_of(model: Model, kind: str) -> dict[str, Any]:
     """Return the fields about experts in the ``config.json`` of a model type."""
-    experts = model.experts
+    experts = model.mixture
     assert experts is not None
     shared = {
         "num_experts_per_tok": experts.per_token,
@@ -182,7 +191,7 @@ def _experts_of(model: Model, kind: str) -> dict[str, Any]:
         "moe_intermediate_size": experts.hidden,
         "norm_topk_prob": experts.renormalize,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": [number for number in range(model.layers) if model.layer(number).experts is None],
     }
 
 
@@ -344,6 +353,23 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
     }
 
 
+def _with_dense_layers(config: _Config, model: Model) -> Model:
+    """Return a Qwen3-MoE with an MLP in place of experts in ``mlp_only_layers`` and between every N-th layer."""
+    step, dense = config.whole("decoder_sparse_step", 1, most=MOST_LAYERS), config.given("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(not isinstance(each, int) or isinstance(each, bool) for each in dense):
+        raise config.refusal("mlp_only_layers", "a wrong value", wanted="a list of numbers of layers")
+    shapes = [
+        LayerShape(
+            ffn_hidden=model.ffn_hidden,
+            experts=model.experts if number not in dense and (number + 1) % step == 0 else None,
+        )
+        for number in range(model.layers)
+    ]
+    if not any(shape.experts for shape in shapes):
+        raise config.refusal("mlp_only_layers", "no layer has experts", wanted="fewer layers, or a Qwen3")
+    return model.of_layers(shapes)
+
+
 def _experts(config: _Config, model_type: str) -> Experts:
     """Return the experts of a Mixtral or Qwen3-MoE, which every layer has."""
     balanced = config.flag("output_router_logits", False)
@@ -351,9 +377,6 @@ def _experts(config: _Config, model_type: str) -> Experts:
     if config.number("router_jitter_noise", 0.0, least=0.0):
         raise config.refusal("router_jitter_noise", "noise on the router's input is not modelled", wanted="0")
     qwen = model_type == "qwen3_moe"
-    if qwen and (config.whole("decoder_sparse_step", 1) != 1 or config.given("mlp_only_layers")):
-        key = "mlp_only_layers" if config.given("mlp_only_layers") else "decoder_sparse_step"
-        raise config.refusal(key, "only models whose layers all have experts are modelled", wanted="experts everywhere")
     count = "num_experts" if qwen and "num_experts" in config.fields else "num_local_experts"
     return Experts(
         count=config.whole(count, most=MOST_EXPERTS),

@@ -154,7 +154,7 @@ class Model(
             wanted = "silu" if self.gated else "gelu or gelu_tanh"
             raise ValueError(f"activation of the {self.family} family must be {wanted}, not {self.activation}")
         self._check_pattern()
-        if any(shape.experts for shape in self.layer_shapes) and (not self.gated or self.linear_bias):
+        if self.mixture and (not self.gated or self.linear_bias):
             raise ValueError("experts belong to the llama family without biases in its products")
 
     def _check_pattern(self) -> None:
@@ -188,6 +188,11 @@ class Model(
     @property
     def _every_layer(self) -> tuple[LayerShape, ...]:
         return _every_layer(self.layer_pattern, self.layers, self.ffn_hidden, self.experts)
+
+    @property
+    def mixture(self) -> Experts | None:
+        """The experts of the layers that have them; None where no layer has any."""
+        return next((shape.experts for shape in self.layer_shapes if shape.experts), None)
 
     def of_layers(self, shapes: Sequence[LayerShape]) -> Model:
         """Return the same model with other layers; equal layers need no pattern."""

@@ -14,7 +14,6 @@ from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.work import GroupedGemm
 from memo_sim.program.layout.expert_load import BALANCED, rows_of, sizes_of
-from memo_sim.program.layout.shape import shape_of
 
 BILLION = 1e9
 
@@ -26,10 +25,10 @@ def active_weights(model: Model) -> str:
 
 def experts(question: Question, simulation: Simulation) -> list[str]:
     """Say how long the experts' products take, and how much of that an uneven load costs."""
-    decisions, of = simulation.decisions, simulation.decisions.model.experts
+    decisions, of = simulation.decisions, simulation.decisions.model.mixture
     if of is None:
         return []
-    rows = shape_of(decisions).dispatched
+    rows = decisions.local_tokens * of.per_token
     pricer = Pricer(question.hardware, question.cluster, decisions.layout, rowwise=decisions.kernels.rowwise)
     taken, even = 0.0, 0.0
     for stage in simulation.stages:

@@ -85,7 +85,8 @@ def _least_tp(question: Question) -> int:
     if any(getattr(question.pins, name) is not None for name in WITHIN_A_STAGE):
         return 1
     wanted = min(question.preset.least_tp, cluster.devices_per_node)
-    divided = (model.heads, model.kv_heads, model.ffn_hidden, cluster.devices)
+    widths = [shape.ffn_hidden for shape in model.layer_shapes]
+    divided = (model.heads, model.kv_heads, *widths, cluster.devices)
     return max(d for d in range(1, wanted + 1) if all(n % d == 0 for n in divided))
 
 

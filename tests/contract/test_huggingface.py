@@ -82,6 +82,7 @@ TINY = {
     "phi3": {**PHI3, "pad_token_id": 0},
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe with an MLP": {**QWEN3_MOE, "mlp_only_layers": [1]},
     "gpt2": GPT2,
     "gpt2 with its own inner width": {**GPT2, "n_inner": 80},
     "gpt2 untied": {**GPT2, "tie_word_embeddings": False},
@@ -107,8 +108,15 @@ def test_experts() -> None:
     for model in (mixtral, qwen, loaded({**QWEN3_MOE, "norm_topk_prob": True})):
         again = loaded(config_of(model, 128))
         assert msgspec.structs.replace(again, name=model.name, source=model.source) == model
-    assert refusal({**QWEN3_MOE, "mlp_only_layers": [0]}).where == "config.json: $.mlp_only_layers"
-    assert refusal({**QWEN3_MOE, "decoder_sparse_step": 2}).where == "config.json: $.decoder_sparse_step"
+    mixed = loaded({**QWEN3_MOE, "mlp_only_layers": [0]})
+    assert [mixed.layer(number).experts for number in range(3)] == [None, *[loaded(QWEN3_MOE).experts] * 2]
+    every_second = loaded({**QWEN3_MOE, "decoder_sparse_step": 2})
+    assert [every_second.layer(number).experts is None for number in range(3)] == [True, False, True]
+    for model in (mixed, every_second):
+        again = loaded(config_of(model, 128))
+        assert [again.layer(number) for number in range(3)] == [model.layer(number) for number in range(3)]
+    assert refusal({**QWEN3_MOE, "mlp_only_layers": [0, 1, 2]}).where == "config.json: $.mlp_only_layers"
+    assert refusal({**QWEN3_MOE, "mlp_only_layers": "0"}).where == "config.json: $.mlp_only_layers"
     assert refusal({**MIXTRAL, "router_jitter_noise": 0.1}).where == "config.json: $.router_jitter_noise"
     assert refusal({**LLAMA, "model_type": "deepseek_v3"}).where == "config.json: $.model_type"
 

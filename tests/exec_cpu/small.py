@@ -11,7 +11,7 @@ from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import StepScalars
 from memo_exec.training import weights
 from memo_exec.training.checkpoint import STATES
-from memo_sim.contract.model import Experts, Model, RopeScaling
+from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
@@ -78,7 +78,10 @@ EXPERT_MODELS = {
         experts=Experts(count=6, per_token=3, hidden=24, renormalize=False),
     ),
 }
-"""Models whose layers all have experts."""
+EXPERT_MODELS["first layer dense"] = EXPERT_MODELS["qwen3-moe"].of_layers(
+    [LayerShape(ffn_hidden=160), *[EXPERT_MODELS["qwen3-moe"].layer(1)] * 2]
+)
+"""Models whose layers all have experts, or all but the first."""
 
 
 def decide(model: Model, **changes: Any) -> Decisions:

@@ -181,13 +181,20 @@ _SOME_LAYERS = _Feature(
 )
 _EXPERTS = _Feature(
     name="experts",
-    chosen=lambda d: d.model.experts is not None,
+    chosen=lambda d: d.model.mixture is not None,
     beside="beside experts",
     setting="a model with experts",
     hint="cp, Ulysses, dp, pp and ZeRO go with experts, and recompute none, selective, norms, full or tokenwise",
 )
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
+_UNLIKE = _Feature(
+    name="layers that differ",
+    chosen=lambda d: len(d.model.layer_shapes) > 1,
+    beside="for layers that differ",
+    setting=lambda d: f"layers of {len(d.model.layer_shapes)} kinds",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, every recompute mode and swapping go with them",
+)
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
 
 _CAST = _Feature(
@@ -370,16 +377,6 @@ MULTIPLEXING = (
     ),
 )
 
-LAYERS_THAT_DIFFER = Rule(
-    name="layers that differ: layer_pattern",
-    breaks=lambda d: len(d.model.layer_shapes) > 1,
-    what="layers that differ have no lowering",
-    where="model.layer_pattern",
-    got=lambda d: f"layers of {len(d.model.layer_shapes)} kinds",
-    wanted="layers of one kind",
-    hint="a model without layer_pattern",
-)
-
 EXPERTS_WHOLE_MLP = _EXPERTS.allows(
     "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
 )
@@ -397,7 +394,7 @@ EXPERTS = (
         "layout.schedule",
         *("gpipe", "1f1b", "interleaved"),
         because="deferred weight gradients would need every expert's rows once more",
-        when=lambda d: d.model.experts is not None and _staged(d),
+        when=lambda d: d.model.mixture is not None and _staged(d),
     ),
     _EXPERTS.allows(
         "decisions.memory_policy", "planned", "caching", because="no framework's kernels of experts are known"
@@ -406,8 +403,17 @@ EXPERTS = (
         "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of experts are known"
     ),
     Rule(
+        name="experts: layer_pattern",
+        breaks=lambda d: len({shape.experts for shape in d.model.layer_shapes if shape.experts}) > 1,
+        what="layers with other experts than those of other layers have no lowering",
+        where="model.layer_pattern",
+        got="experts of several kinds",
+        wanted="experts of one kind, beside layers without",
+        hint="a model whose layers have the same experts, or none",
+    ),
+    Rule(
         name="load of experts: model",
-        breaks=lambda d: d.expert_load != "balanced" and d.model.experts is None,
+        breaks=lambda d: d.expert_load != "balanced" and d.model.mixture is None,
         what="a model without experts has no load of experts",
         where="decisions.expert_load",
         got=lambda d: d.expert_load,
@@ -417,7 +423,6 @@ EXPERTS = (
 )
 
 RULES = (
-    LAYERS_THAT_DIFFER,
     *EXPERTS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
@@ -466,6 +471,11 @@ RULES = (
         got="true with metp 1",
         wanted="false",
         hint="leave it out, or divide by metp",
+    ),
+    _UNLIKE.allows("layout.metp", 1, because="METP passes equal weights of every layer round its ring"),
+    _UNLIKE.allows("layout.subsequences", 1, because="subsequences are priced with layers that are all alike"),
+    _UNLIKE.allows(
+        "decisions.modules", "auto", "operators", because="Hugging Face's transformers has no model whose layers differ"
     ),
     _METP.allows("layout.tp", 1, because="METP divides the same rows and columns of a layer's weights as tp"),
     _METP.allows("layout.cp", 1, because="METP passes keys and values round a ring of its own"),

@@ -15,7 +15,7 @@ from enum import IntEnum
 from math import prod
 
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions
 
 
@@ -100,16 +100,17 @@ def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
     return _block("embed", matrices, [])
 
 
-def layer_block(model: Model, tp: int) -> Block:
-    """Return the block of one transformer layer; matrices are (out, in), and Q, K, V are packed in that order.
+def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer") -> Block:
+    """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
 
-    The experts' matrices lie one after the other, each with its gate before its up half.
+    The experts' matrices lie one after the other, each with its gate before its up half. ``name``: the block's name,
+    which differs by layer kind.
     """
-    h, f = model.hidden, model.ffn_hidden // tp
+    h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
     up = 2 * f if model.gated else f
     matrices: Matrices = [("qkv.weight", (q + 2 * kv, h)), ("proj.weight", (h, q))]
-    if (experts := model.experts) is None:
+    if (experts := layer.experts) is None:
         matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
     else:
         matrices += [
@@ -127,7 +128,7 @@ def layer_block(model: Model, tp: int) -> Block:
         vectors.append(("ffn_down.bias", h, Part.TOKENS))
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
-    return _block("layer", matrices, vectors)
+    return _block(name, matrices, vectors)
 
 
 def head_block(model: Model, tp: int) -> Block:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from memo_sim.contract.errors import BadInput, Infeasible
-from memo_sim.contract.model import Experts, Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.layout.attention_chunks import check_attention_chunks
@@ -68,6 +68,12 @@ class Shape:
     """The experts in place of the MLP, if the layer has them."""
     ring: Literal["cp", "metp"] = "cp"
     """The group that forms the ring of the ``cp`` ranks; "metp" inside METP's attention (``layers/metp.py``)."""
+    divided: int = 1
+    """Number of ranks that divide the MLP's features."""
+
+    def of_layer(self, layer: LayerShape) -> Shape:
+        """Return the sizes in a layer of this shape."""
+        return replace(self, ffn=layer.ffn_hidden // self.divided, experts=layer.experts)
 
     @property
     def dispatched(self) -> int:
@@ -125,6 +131,8 @@ class Shape:
 def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: int = 0, tp_rank: int = 0) -> Shape:
     """Return the per-rank sizes of ``decisions`` on the representative context-parallel rank, or on ``cp_rank``.
 
+    Where layers differ, the sizes are those of the widest one (``Shape.of_layer``).
+
     ``ulysses_rank``: the rank of Ulysses; rank 0 has the most heads. ``tp_rank``: the tensor-parallel rank.
 
     Raises:
@@ -136,8 +144,9 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
     check_compatible(decisions)
     check_attention_chunks(decisions)
     _check_heads(decisions)
-    _degree_divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
-    _degree_divides("ffn_hidden", model.ffn_hidden, "metp", layout.metp)
+    for each in model.layer_shapes:
+        _degree_divides("ffn_hidden", each.ffn_hidden, "tp", layout.tp)
+        _degree_divides("ffn_hidden", each.ffn_hidden, "metp", layout.metp)
     _check_batch(decisions)
     if model.learned_positions and decisions.seq_tokens > model.max_positions:
         raise Infeasible(
@@ -185,7 +194,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
         metp=layout.metp,
         keep_norms=decisions.keep_norms,
-        experts=model.experts,
+        divided=layout.divided,
     )
 
 

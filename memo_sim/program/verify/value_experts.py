@@ -51,7 +51,7 @@ def _decided(call: Call, role: str, wanted: Value, count: int) -> None:
 
 
 def _ends(call: Call, value: Value) -> None:
-    experts = call.values.model.experts
+    experts = call.values.model.mixture
     assert experts is not None
     _decided(call, "ends", Value("route_ends", value.layer, value.micro_batch), experts.count)
 

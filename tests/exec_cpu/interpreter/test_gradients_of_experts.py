@@ -10,6 +10,7 @@ from memo_exec.kernels import KERNELS, Call
 from memo_exec.training import weights
 from tests.exec_cpu.interpreter.replayed import TOLERANCE, assert_gradients_equal_autograds
 from tests.exec_cpu.small import EXPERT_MODELS, batch, decide, gradients, one_step, play, scalars
+from tests.pairs import covering
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
@@ -24,24 +25,22 @@ POLICIES: dict[str, dict[str, Any]] = {
 """Policies that cut no expert's rows, so that every product has the rows of keep."""
 
 
-@pytest.mark.parametrize("name", EXPERT_MODELS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_bitwise_those_of_keep(name: str, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "name"), covering(POLICIES, EXPERT_MODELS))
+def test_gradients_are_bitwise_those_of_keep(policy: str, name: str) -> None:
     kept, wanted = one_step(decide(EXPERT_MODELS[name]))
     record, found = one_step(decide(EXPERT_MODELS[name], **POLICIES[policy]))
     assert record.loss == kept.loss
     assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
 
 
-@pytest.mark.parametrize("name", EXPERT_MODELS)
-@pytest.mark.parametrize("memory_policy", ["planned", "caching"])
-def test_alpha_of_a_half_leaves_the_gradients_to_autograd(name: str, memory_policy: str) -> None:
+@pytest.mark.parametrize(("memory_policy", "name"), covering(["planned", "caching"], EXPERT_MODELS))
+def test_alpha_of_a_half_leaves_the_gradients_to_autograd(memory_policy: str, name: str) -> None:
     fields: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128, "memory_policy": memory_policy}
     sizes = {"seq_tokens": 256, "micro_batch": 1, "global_batch": 2}
     assert_gradients_equal_autograds(decide(EXPERT_MODELS[name], **fields, **sizes))
 
 
-@pytest.mark.parametrize("name", EXPERT_MODELS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_recompute_finds_the_bits_of_forward(name: str) -> None:
     """The rows of one expert may be cut: its first ones come from the host, the others from a product again."""
     found: dict[str, list[torch.Tensor]] = {}
@@ -90,6 +89,8 @@ def test_a_whole_model_has_the_gradients_of_transformers(name: str, tmp_path: An
     (loss * scalars(batches).loss_scale).backward()
     assert record.loss == pytest.approx(float(loss.detach() * scalars(batches).loss_scale), rel=1e-6)
     for layer in range(decisions.model.layers):
+        if decisions.model.layer(layer).experts is None:
+            continue
         at, ours = theirs.model.layers[layer], f"layer.{layer}/"
         pairs = {
             "router.weight": at.mlp.gate.weight.grad,

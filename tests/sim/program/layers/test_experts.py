@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memo_sim.contract.model import Experts
+from memo_sim.contract.model import Experts, LayerShape
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.kinds import Phase
@@ -20,6 +20,8 @@ from memo_sim.program.verify.values import check_values
 from tests.sim.program.verify import planted
 from tests.sim.small_programs import EXPERTS, POLICIES, decide, faults_of
 
+MIXED = EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[EXPERTS.layer(0)] * 3])
+"""The first layer has an MLP, as in DeepSeek's models."""
 HALF = ("tokenwise", 0.5)
 LAYOUTS = {
     "ring": (Layout(cp=4), {}),
@@ -36,6 +38,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("policy", [*POLICIES, ("selective", 0.0), ("norms", 0.0)], ids=str)
 def test_every_policy_passes_the_checkers(policy: tuple[str, float]) -> None:
     assert faults_of(decide(EXPERTS, policy=policy)) == []
+
+
+@pytest.mark.parametrize("policy", [("none", 1.0), HALF, ("full", 0.5), ("full", 0.0)], ids=str)
+def test_layers_without_experts_pass_the_checkers(policy: tuple[str, float]) -> None:
+    assert faults_of(decide(MIXED, policy=policy)) == []
+    assert faults_of(decide(MIXED, Layout(cp=2, pp=2, dp=2, zero=1), policy, global_batch=8)) == []
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -76,7 +84,7 @@ def test_skeletal_tensors_by_hand() -> None:
     """Per token: 2 of 8 experts of width 192. The router keeps 8 scores, and 2 probabilities, experts and places."""
     decisions = decide(EXPERTS, policy=HALF)
     shape = shape_of(decisions)
-    tensors = {t.name: t for t in skeletal_of(decisions, shape)}
+    tensors = {t.name: t for t in skeletal_of(decisions, shape, EXPERTS.layer(0))}
     tokens, rows = shape.tokens, 2 * shape.tokens
     assert (tensors["up"].tokens, tensors["up"].features) == (rows, 2 * 192)
     assert (tensors["act"].tokens, tensors["act"].features) == (rows, 192)

@@ -16,6 +16,9 @@ from tests.sim.small_programs import GPT, LLAMA
 
 UNEVEN = GPT.of_layers([LayerShape(ffn_hidden=width) for width in (128, 256, 128, 256)])
 EXPERTS = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64))
+SEVERAL_EXPERTS = LLAMA.of_layers(
+    [LayerShape(ffn_hidden=640, experts=Experts(count=count, per_token=2, hidden=64)) for count in (4, 8)]
+)
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
@@ -33,7 +36,6 @@ def chunked(**changes: Any) -> Layout:
 
 
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
-    "layers that differ: layer_pattern": (Layout(), {"model": UNEVEN}, "layers of 2 kinds"),
     "experts: tp": (Layout(tp=2), {"model": EXPERTS}, "2 with a model with experts"),
     "experts: metp": (Layout(metp=2), {"model": EXPERTS}, "2 with a model with experts"),
     "experts: subsequences": (Layout(subsequences=2), {"model": EXPERTS}, "2 with a model with experts"),
@@ -58,7 +60,15 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": EXPERTS, "kernels": Kernels(rowwise="compiled")},
         "compiled with a model with experts",
     ),
+    "experts: layer_pattern": (Layout(), {"model": SEVERAL_EXPERTS}, "experts of several kinds"),
     "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
+    "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
+    "layers that differ: subsequences": (Layout(subsequences=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
+    "layers that differ: modules": (
+        Layout(),
+        {"model": UNEVEN, "modules": "huggingface", "memory_policy": "eager", "recompute": "full"},
+        "huggingface with layers of 2 kinds",
+    ),
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
