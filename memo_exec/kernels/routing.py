@@ -66,7 +66,9 @@ def sort(call: Call) -> None:
 
 
 def places(call: Call) -> None:
-    """Write the dispatched row of every slot (``places``), and where each expert's rows end (``ends``)."""
+    """Write the dispatched row of every slot (``places``), and where each expert's rows end (``ends``).
+
+    Also add the experts' rows, the fullest first, to those of earlier calls (``Context.loads``)."""
     order, ends = call["order"], call["ends"]
     scratch = call.scratch()
     numbers = scratch.take(len(order), dtype=torch.int64)
@@ -75,6 +77,10 @@ def places(call: Call) -> None:
     every = scratch.take(len(ends), dtype=torch.int64)
     torch.arange(len(ends), out=every)
     torch.searchsorted(call["sorted"], every, right=True, out_int32=True, out=ends)
+    loads, fullest = scratch.take(len(ends), dtype=torch.int32), scratch.take(len(ends), dtype=torch.int32)
+    loads.copy_(ends)[1:].sub_(ends[:-1])
+    torch.topk(loads, len(loads), out=(fullest, every))
+    call.context.loads.add_(every.copy_(fullest))
 
 
 def route_backward(call: Call) -> None:
@@ -88,7 +94,10 @@ def route_backward(call: Call) -> None:
     scratch, count = call.scratch(), min(len(scores), NORM_ROWS)
     product, picked = scratch.take(count, experts.count), scratch.take(count, experts.per_token)
     values, number = scratch.take(count, experts.per_token), scratch.take(count, 1)
-    loads = _loads(call, experts, scratch.take(experts.count)) if experts.balance else None
+    loads = None
+    if experts.balance:
+        counts = scratch.take(experts.count, dtype=torch.int32)
+        loads = _loads(call, experts, counts, scratch.take(experts.count))
     for block in _blocks(len(scores)):
         rows = block.stop - block.start
         given, sums = picked[:rows], number[:rows]
@@ -109,16 +118,16 @@ def route_backward(call: Call) -> None:
         target.sub_(torch.sum(product[:rows], 1, keepdim=True, out=sums)).mul_(scores[block])
 
 
-def _loads(call: Call, experts: Experts, out: Tensor) -> Tensor:
-    """Write the gradient of the balance loss for a score of each expert.
+def _loads(call: Call, experts: Experts, rows: Tensor, out: Tensor) -> Tensor:
+    """Write the gradient of the balance loss for a score of each expert; ``rows`` is scratch in 32-bit integers.
 
     The loss of T tokens is coefficient x experts / (per_token x T**2) x sum over experts of (rows of the expert x sum
     of its scores). It counts as much in the step as these tokens do among all tokens of the global batch.
     """
     ends, decisions = call["ends"], call.context.decisions
     tokens = len(call["scores"])
-    out.copy_(ends)
-    out[1:].sub_(ends[:-1])
+    rows.copy_(ends)[1:].sub_(ends[:-1])
+    out.copy_(rows)
     every = decisions.global_batch * decisions.seq_tokens
     return out.mul_(experts.balance * experts.count / (experts.per_token * tokens * every))
 

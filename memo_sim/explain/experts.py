@@ -15,12 +15,17 @@ from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.work import GroupedGemm
 from memo_sim.program.layout.expert_load import BALANCED, rows_of, sizes_of
 
-BILLION = 1e9
+UNITS = ((1e9, " billion"), (1e6, " million"), (1.0, ""))
 
 
 def active_weights(model: Model) -> str:
     """Return how many of the model's parameters one token uses."""
-    return f"{model.active_params / BILLION:.3g} of {model.total_params / BILLION:.3g} billion parameters"
+    size, unit = next((size, unit) for size, unit in UNITS if model.active_params >= size)
+    return f"{_digits(model.active_params / size)} of {_digits(model.total_params / size)}{unit} parameters"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 1_000 else f"{value:,.0f}"
 
 
 def experts(question: Question, simulation: Simulation) -> list[str]:

@@ -9,12 +9,15 @@ router decides. Prices do: products work in tiles of rows, and every expert's la
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
 from memo_sim.contract.model import Experts
 
 BALANCED = "balanced"
+MOST_POWER = 500
+"""Hundredths of the exponents that a load may have (``contract/units.py``)."""
 
 
 @lru_cache(maxsize=256)
@@ -31,6 +34,23 @@ def rows_of(experts: Experts, rows: int, load: str) -> tuple[int, ...]:
     ends = [round(end) for end in accumulate(shares)]
     ends[-1] = rows
     return tuple(sorted((end - before for before, end in zip([0, *ends], ends, strict=False)), reverse=True))
+
+
+def nearest_load(experts: Experts, rows: Sequence[int]) -> str:
+    """Return the load whose experts are nearest to measured ``rows`` of the fullest expert, of the next one, and so on.
+
+    Near means that few rows would have to go to another expert.
+    """
+    total = sum(rows) // experts.per_token * experts.per_token
+
+    def moved(power: float) -> int:
+        return sum(abs(a - b) for a, b in zip(rows_of(experts, total, _named(power)), rows, strict=True))
+
+    return _named(min((number / 100 for number in range(MOST_POWER)), key=moved))
+
+
+def _named(power: float) -> str:
+    return f"zipf-{power:g}" if power else BALANCED
 
 
 def sizes_of(experts: Experts, rows: int, load: str, first: int, taken: int) -> tuple[tuple[int, int], ...]:

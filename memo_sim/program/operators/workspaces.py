@@ -325,10 +325,11 @@ def route_workspace_bytes(rows: int) -> int:
 def route_backward_workspace_bytes(rows: int, experts: int, per_token: int, *, balance: bool) -> int:
     """Return the scratch of the gradient of the logits, for a block of rows.
 
-    A number of every expert, two of every chosen expert, and one of each row; with ``balance`` one of each expert.
+    A number of every expert, two of every chosen expert, and one of each row; with ``balance`` two of each expert.
     """
     block = min(rows, NORM_ROWS)
-    return _pieces(4 * block * experts, *[4 * block * per_token] * 2, 4 * block, *([4 * experts] if balance else []))
+    each = [4 * experts] * 2 if balance else []
+    return _pieces(4 * block * experts, *[4 * block * per_token] * 2, 4 * block, *each)
 
 
 def sort_workspace_bytes(rows: int, attention_kernel: str) -> int:
@@ -340,8 +341,8 @@ def sort_workspace_bytes(rows: int, attention_kernel: str) -> int:
 
 
 def places_workspace_bytes(rows: int, experts: int) -> int:
-    """Return the scratch of the places of dispatched rows: the numbers of rows and of experts."""
-    return _pieces(8 * rows, 8 * experts)
+    """Return the scratch of the places of dispatched rows: the numbers of rows and of experts, and their loads."""
+    return _pieces(8 * rows, 8 * experts, *[4 * experts] * 2)
 
 
 def dispatch_workspace_bytes(rows: int) -> int:

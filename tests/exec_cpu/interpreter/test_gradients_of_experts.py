@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from memo_exec.commands.run import load_of_experts
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.training import weights
+from memo_sim.program.layout.expert_load import nearest_load
 from tests.exec_cpu.interpreter.replayed import TOLERANCE, assert_gradients_equal_autograds
 from tests.exec_cpu.small import EXPERT_MODELS, batch, decide, gradients, one_step, play, scalars
 from tests.pairs import covering
@@ -59,6 +61,23 @@ def test_recompute_finds_the_bits_of_forward(name: str) -> None:
     for each in ("dispatch", "experts_up", "act"):
         (again,) = found[f"rec/{each}.r1"]  # of the first of three layers; the others never leave the device
         assert torch.equal(again, found[f"fwd/{each}.r1"][0]), each
+
+
+def test_a_run_counts_the_rows_of_each_expert() -> None:
+    """Two micro-batches of 256 tokens, each routed to 2 of 4 experts in three layers."""
+    decisions = decide(EXPERT_MODELS["mixtral"], global_batch=4)
+    batches = batch(decisions)
+    with play(decisions) as interpreter:
+        interpreter.run_step(batches, scalars(batches, lr=0.0))
+        loads = interpreter.context.loads.tolist()
+        text = load_of_experts(interpreter)
+    assert sum(loads) == 2 * 256 * 2 * 3
+    assert loads == sorted(loads, reverse=True)
+    near = nearest_load(EXPERT_MODELS["mixtral"].mixture, loads)
+    assert text == (
+        f"experts: a layer's fullest got {loads[0] * 4 / sum(loads):.2f} times the mean of its rows, nearest to {near}"
+        f" (planned as balanced; --expert-load {near} prices it)"
+    )
 
 
 def test_alpha_swaps_as_large_a_part_of_dispatched_rows() -> None:

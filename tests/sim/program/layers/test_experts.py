@@ -12,7 +12,7 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import GroupedGemm
 from memo_sim.program.layers.kinds import skeletal_of
-from memo_sim.program.layout.expert_load import rows_of, sizes_of
+from memo_sim.program.layout.expert_load import nearest_load, rows_of, sizes_of
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import Fate
 from memo_sim.program.lower import lower
@@ -127,6 +127,13 @@ def test_loads_by_hand() -> None:
     assert sizes_of(of, 200, "balanced", 0, 200) == ((50, 4),)
     assert sizes_of(of, 200, "balanced", 75, 75) == ((25, 1), (50, 1))
     assert sizes_of(of, 250, "zipf-1", 100, 150) == ((20, 1), (60, 1), (40, 1), (30, 1))
+
+
+def test_a_measured_load_is_named() -> None:
+    of = Experts(count=16, per_token=2, hidden=16)
+    assert nearest_load(of, [100] * 16) == "balanced"
+    for load in ("zipf-0.35", "zipf-1.2"):
+        assert nearest_load(of, rows_of(of, 20_000, load)) == load
 
 
 @given(
