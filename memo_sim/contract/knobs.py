@@ -447,12 +447,13 @@ class Pins:
         None,
         Numbers(),
         "Layers of each stage (with virtual stages: of each chunk, in the model's order). Unless given stages have"
-        " equal numbers of layers, or nearly equal ones: the first and the last get one more last.",
+        " nearly equal numbers of layers: the first and the last get one more last. Where --pp is not given, or layers"
+        " differ, splits of more equal work are tried too.",
         at="layout",
         labels=(Listed("pp"),),
         needs="pp",
     )
-    """Not searched."""
+    """Splits that are tried: ``planning/stage_splits.py``. Empty: nearly equal numbers."""
     schedule: Schedule | None = _knob(
         None,
         _one_of(Schedule),

@@ -129,7 +129,7 @@ class PartPrices:
         layout = decisions.layout
         alone = msgspec.structs.replace(
             decisions,
-            model=msgspec.structs.replace(decisions.model, layers=2),
+            model=decisions.model.of_layers([decisions.model.layer(0)] * 2),
             layout=Layout(tp=layout.tp, sequence_parallel=layout.sequence_parallel),
             seq_tokens=tokens,
             global_batch=1,
