@@ -122,13 +122,14 @@ def _loads(call: Call, experts: Experts, rows: Tensor, out: Tensor) -> Tensor:
     """Write the gradient of the balance loss for a score of each expert; ``rows`` is scratch in 32-bit integers.
 
     The loss of T tokens is coefficient x experts / (per_token x T**2) x sum over experts of (rows of the expert x sum
-    of its scores). It counts as much in the step as these tokens do among all tokens of the global batch.
+    of its scores). It counts as much in the step as these tokens do among all tokens of the global batch. The ranks of
+    tensor parallelism, which have the same tokens, add their results up.
     """
     ends, decisions = call["ends"], call.context.decisions
     tokens = len(call["scores"])
     rows.copy_(ends)[1:].sub_(ends[:-1])
     out.copy_(rows)
-    every = decisions.global_batch * decisions.seq_tokens
+    every = decisions.global_batch * decisions.seq_tokens * call.context.mesh.size("tp")
     return out.mul_(experts.balance * experts.count / (experts.per_token * tokens * every))
 
 

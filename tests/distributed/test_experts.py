@@ -21,13 +21,29 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "all-gather and zero 1": ("qwen3-moe", Layout(cp=2, cp_exchange="all_gather", dp=2, zero=1), {"overlap": "both"}),
     "stages and zero 1": ("qwen3-moe", Layout(pp=2, dp=2, zero=1), {}),
 }
-QUICK = {"ring and stages", "ulysses and zero 3"}
+CASES |= {
+    "tensor parallel": ("mixtral", Layout(tp=2, sequence_parallel=True, pp=2), {}),
+    "tensor parallel, whole tokens": ("mixtral", Layout(tp=2, dp=2, zero=1), {}),
+    "tensor parallel, full recompute": (
+        "first layer dense",
+        Layout(tp=2, sequence_parallel=True, cp=2),
+        {"recompute": "full", "swapped_tokens": 0},
+    ),
+}
+QUICK = {"tensor parallel", "ring and stages", "ulysses and zero 3"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_layouts_have_the_gradients_of_one_process(team: Team, case: str) -> None:
     name, layout, fields = CASES[case]
-    sizes = {"seq_tokens": 512, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise", "swapped_tokens": 128}
-    chosen = decide(EXPERT_MODELS[name], layout=layout, **sizes, **fields)
+    swapped = layout.tp * 128 if layout.sequence_parallel else 128
+    sizes = {
+        "seq_tokens": 512,
+        "micro_batch": 1,
+        "global_batch": 4,
+        "recompute": "tokenwise",
+        "swapped_tokens": swapped,
+    }
+    chosen = decide(EXPERT_MODELS[name], layout=layout, **(sizes | fields))
     alone = parity.play(Member(0, 1), parity.one_process(chosen), 1, {})
     parity.check(team, chosen, alone, steps=1)

@@ -21,6 +21,12 @@ What backward needs, and what becomes of it under token-wise recompute (alpha):
 - The dispatched copies of norm2 are neither kept nor swapped: backward copies the rows again.
 
 Full recompute routes again, from the same bits.
+
+Tensor parallelism divides the features inside every expert. Each rank routes all tokens, from the gathered norm, and so
+has the same dispatched rows. Sums over ranks are needed where features were divided:
+
+    combine -> [reduce-scatter] -> next x          d_norm2 = combine + d_logits W -> [reduce-scatter]
+    d_probability -> d_logits (of this rank's features) -> [all-reduce] -> gradient of the router's weight
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import TemplateKind
-from memo_sim.program.ir.work import Gemm, GroupedGemm, Rowwise
+from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise
 from memo_sim.program.layout.expert_load import sizes_of
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.operators import workspaces as table
@@ -67,12 +73,14 @@ class ExpertMlp:
         ``blocks`` are of tokens; as large a part of the dispatched rows belongs to each. ``routed``: whether the
         router's decisions are there.
         """
+        shard = self.writer.shard_rows("norm2", (0, self.shape.tokens))
+        source = self.writer.gather("norm2", shard, "norm2_full", 0)
         if not routed:
-            self._route()
+            self._route(source)
         for i, (first, tokens) in enumerate(blocks):
             if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
                 self.writer.suffix = f".r{i}"
-            self._first_half((first * self.experts.per_token, tokens * self.experts.per_token))
+            self._first_half(source, (first * self.experts.per_token, tokens * self.experts.per_token))
         if self.builder.kind is TemplateKind.FORWARD:
             self.writer.suffix = ""
 
@@ -83,7 +91,8 @@ class ExpertMlp:
         self._product("experts_down", Rows("act", *self._all), Rows(down, *self._all))
         combined = Rows(writer.own("moe_out", tokens, self.shape.hidden), 0, tokens)
         self._combine("combine", down, combined)
-        writer.residual("out_add", "resid", combined, out=out, rows=(0, tokens), bias="")
+        summed = writer.scatter("experts_down", combined)
+        writer.residual("out_add", "resid", summed, out=out, rows=(0, tokens), bias="")
 
     def again(self) -> None:
         """Recompute of the MLP alone is refused (``layout/compatibility.py``)."""
@@ -97,12 +106,13 @@ class ExpertMlp:
         """Write the backward from ``grad_out`` to ``d_resid``."""
         writer, shape, experts = self.writer, self.shape, self.experts
         whole, tokens = self._all, (0, shape.tokens)
+        upstream = writer.gather("experts.grad", writer.shard_rows(grad_out, tokens), "d_moe_full", 0)
         d_down = Rows(writer.own("d_expert_out", self.rows, shape.hidden), *whole)
-        self._dispatch("dispatch.grad", grad_out, d_down)
-        t = Rows(writer.own("d_act", self.rows, experts.hidden), *whole)
+        self._dispatch("dispatch.grad", upstream, d_down)
+        t = Rows(writer.own("d_act", self.rows, shape.expert_width), *whole)
         self._dgrad("experts_down", d_down, t)
         self._wgrad("experts_down", d_down, Rows("act", *whole))
-        d_up = Rows(writer.own("d_up", self.rows, 2 * experts.hidden), *whole)
+        d_up = Rows(writer.own("d_up", self.rows, 2 * shape.expert_width), *whole)
         d_probs = self._own("d_probs", "fp32", shape.tokens, experts.per_token)
         self._activation_backward(t, d_up, d_probs)
         d_logits = self._own("d_logits", "fp32", shape.tokens, experts.count)
@@ -110,22 +120,24 @@ class ExpertMlp:
         d_rows = writer.own("d_dispatched", self.rows, shape.hidden)
         self._dgrad("experts_up", d_up, Rows(d_rows, *whole))
         dispatched = Rows(writer.own(f"{self.builder.phase}.dispatched", self.rows, shape.hidden), *whole)
-        self._dispatch("dispatch.again", "norm2", dispatched)
+        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
+        self._dispatch("dispatch.again", source, dispatched)
         self._wgrad("experts_up", d_up, dispatched)
         d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
         self._combine("dispatch.bwd", d_rows, d_norm)
-        self._router_backward(d_logits, d_norm)
-        writer.own("d_resid", shape.tokens, shape.hidden)
+        self._router_backward(d_logits, source, d_norm)
+        summed = writer.scatter("d_norm2", d_norm)
+        writer.own("d_resid", shape.shard_tokens, shape.hidden)
         writer.norm_backward(
-            "norm2", grad=d_norm, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
+            "norm2", grad=summed, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
         )
 
-    def _first_half(self, rows: RowBlock) -> None:
-        """Write dispatch, first product and activation of a range of dispatched rows."""
+    def _first_half(self, source: Rows, rows: RowBlock) -> None:
+        """Write dispatch of ``source``, first product and activation of a range of dispatched rows."""
         writer, phase = self.writer, self.builder.phase
         dispatched = Rows(writer.own(f"{phase}.dispatched", self.rows, self.shape.hidden), *rows)
-        self._dispatch("dispatch", "norm2", dispatched)
-        up, width = Rows("up", *rows), self.experts.hidden
+        self._dispatch("dispatch", source, dispatched)
+        up, width = Rows("up", *rows), self.shape.expert_width
         self._product("experts_up", dispatched, up)
         size = writer.size * width * rows[1]
         self._emit(
@@ -141,8 +153,8 @@ class ExpertMlp:
             out=writes(Rows("act", *rows)),
         )
 
-    def _route(self) -> None:
-        """Write the router's product, and what it decides: experts, probabilities, order and places of rows."""
+    def _route(self, source: Rows) -> None:
+        """Write the router's product of ``source``, and what it decides: experts, probabilities, order and places."""
         writer, shape, experts = self.writer, self.shape, self.experts
         tokens, hidden, count, chosen = shape.tokens, shape.hidden, experts.count, experts.per_token
         scores = self._tokens("route_scores")
@@ -150,7 +162,7 @@ class ExpertMlp:
             "router",
             Gemm(tokens, count, hidden, "fprop", writer.dtype),
             table.router_workspace_bytes(tokens, hidden, count, writer.dtype),
-            x=reads(self._tokens("norm2")),
+            x=reads(source),
             weight=writer.param("router.weight"),
             out=writes(scores),
         )
@@ -193,8 +205,12 @@ class ExpertMlp:
             ends=writes(self._ends),
         )
 
-    def _router_backward(self, d_logits: Rows, d_norm: Rows) -> None:
-        """Write the gradients of the router's input, added to ``d_norm``, and of its weight."""
+    def _router_backward(self, d_logits: Rows, source: Rows, d_norm: Rows) -> None:
+        """Write the gradients of the router's input ``source``, added to ``d_norm``, and of its weight.
+
+        ``d_norm`` gets this rank's part of the logits' gradient, because it is summed over the tensor-parallel ranks
+        with the rest. The weight's gradient needs the whole.
+        """
         writer, tokens, hidden, count = self.writer, self.shape.tokens, self.shape.hidden, self.experts.count
         self._router_product(
             "router.dgrad",
@@ -204,13 +220,16 @@ class ExpertMlp:
             weight=writer.param("router.weight"),
             out=accumulates(d_norm),
         )
+        if self.shape.tp > 1:
+            work = Collective("all_reduce", NUMBER * tokens * count, self.shape.tp, "tp")
+            self.builder.emit("router.reduce", "all_reduce", Lane.TP, work, tensor=accumulates(d_logits))
         into = gradient_dtype(writer.decisions)
         self._router_product(
             "router.wgrad",
             Gemm(count, hidden, tokens, "wgrad", writer.dtype),
             table.router_wgrad_workspace_bytes(tokens, hidden, count, writer.dtype, into=into),
             grad=reads(d_logits),
-            x=reads(self._tokens("norm2")),
+            x=reads(source),
             out=writer.grad("router.weight"),
         )
 
@@ -238,14 +257,14 @@ class ExpertMlp:
         )
 
     def _activation_backward(self, grad: Rows, d_up: Rows, d_probs: Rows) -> None:
-        size = self.writer.size * self.experts.hidden * self.rows
+        size = self.writer.size * self.shape.expert_width * self.rows
         self._emit(
             "act.bwd",
             "experts.swiglu.bwd",
             self.rows,
             3 * size + (NUMBER + INDEX) * self.rows,
             2 * size + NUMBER * self.rows,
-            table.expert_activation_backward_workspace_bytes(self.rows, self.experts.hidden),
+            table.expert_activation_backward_workspace_bytes(self.rows, self.shape.expert_width),
             grad=reads(grad),
             x=reads(Rows("up", *self._all)),
             probs=reads(self._tokens("route_probs")),
@@ -254,8 +273,8 @@ class ExpertMlp:
             grad_probs=writes(d_probs),
         )
 
-    def _dispatch(self, name: str, source: str, out: Rows) -> None:
-        """Emit the copy of tokens' rows to dispatched rows."""
+    def _dispatch(self, name: str, source: Rows, out: Rows) -> None:
+        """Emit the copy of all tokens' rows to dispatched rows."""
         size = out.tokens * self.shape.hidden * self.writer.size
         self._emit(
             name,
@@ -264,7 +283,7 @@ class ExpertMlp:
             size + INDEX * out.tokens,
             size,
             table.dispatch_workspace_bytes(out.tokens),
-            x=reads(self._tokens(source)),
+            x=reads(source),
             order=reads(Rows("route_order", out.first, out.tokens)),
             out=writes(out),
         )

@@ -184,7 +184,7 @@ _EXPERTS = _Feature(
     chosen=lambda d: d.model.mixture is not None,
     beside="beside experts",
     setting="a model with experts",
-    hint="cp, Ulysses, dp, pp and ZeRO go with experts, and recompute none, selective, norms, full or tokenwise",
+    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and recompute none, selective, norms, full or tokenwise",
 )
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
@@ -381,7 +381,7 @@ EXPERTS_WHOLE_MLP = _EXPERTS.allows(
     "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
 )
 EXPERTS = (
-    _EXPERTS.allows("layout.tp", 1, because="tensor-parallel ranks would each need a part of every expert"),
+    _EXPERTS.allows("layout.tp_overlap", "none", because="experts need the rows of all tokens before their products"),
     _EXPERTS.allows("layout.metp", 1, because="METP's rings would carry all experts' weights"),
     _EXPERTS.allows("layout.subsequences", 1, because="each subsequence would be routed by itself"),
     _EXPERTS.allows(

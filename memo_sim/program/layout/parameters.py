@@ -113,10 +113,11 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
     if (experts := layer.experts) is None:
         matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
     else:
+        inside = experts.hidden // tp
         matrices += [
-            ("router.weight", (experts.count, h)),
-            ("experts_up.weight", (experts.count * 2 * experts.hidden, h)),
-            ("experts_down.weight", (experts.count * h, experts.hidden)),
+            ("experts_up.weight", (experts.count * 2 * inside, h)),
+            ("experts_down.weight", (experts.count * h, inside)),
+            ("router.weight", (experts.count, h)),  # every rank has all of it, so it comes last
         ]
     vectors: Vectors = [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":

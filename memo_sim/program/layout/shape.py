@@ -76,6 +76,11 @@ class Shape:
         return replace(self, ffn=layer.ffn_hidden // self.divided, experts=layer.experts)
 
     @property
+    def expert_width(self) -> int:
+        """Features inside one expert, on one of the ranks that divide them."""
+        return self.experts.hidden // self.divided if self.experts else 0
+
+    @property
     def dispatched(self) -> int:
         """Rows that go to experts: one for each token and each of its experts."""
         return self.tokens * self.experts.per_token if self.experts else 0
@@ -145,6 +150,9 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
     check_attention_chunks(decisions)
     _check_heads(decisions)
     for each in model.layer_shapes:
+        if each.experts is not None:
+            _degree_divides("features of an expert", each.experts.hidden, "tp", layout.tp)
+            continue
         _degree_divides("ffn_hidden", each.ffn_hidden, "tp", layout.tp)
         _degree_divides("ffn_hidden", each.ffn_hidden, "metp", layout.metp)
     _check_batch(decisions)

@@ -106,8 +106,8 @@ def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, .
         decided("order", "int64", rows, 1),
         decided("places", "int64", tokens, experts.per_token),
         decided("ends", "int32", experts.count, 1),
-        Skeletal("up", rows, 2 * experts.hidden, dtype, Fate.BY_TOKEN),
-        Skeletal("act", rows, experts.hidden, dtype, Fate.BY_TOKEN),
+        Skeletal("up", rows, 2 * shape.expert_width, dtype, Fate.BY_TOKEN),
+        Skeletal("act", rows, shape.expert_width, dtype, Fate.BY_TOKEN),
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memo_sim.program.verify.value_call import Call
-from memo_sim.program.verify.value_operands import add_gradient, agree, rowwise, weight
+from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import Value
 from memo_sim.program.verify.value_terms import whole
 
@@ -25,7 +25,7 @@ PRODUCTS = {"dispatched": ("experts_up", "up"), "act": ("experts_down", "expert_
 GRADIENTS = {"d_up": ("experts_up", "d_dispatched", "dispatched"), "d_expert_out": ("experts_down", "d_act", "act")}
 """By gradient of the result: the weight's name, the gradient of the input, and the input."""
 COPIED = {"norm2": ("dispatched", 0), "d_x": ("d_expert_out", 1)}
-"""By what is copied to experts: the dispatched rows, and by how many layers it comes later."""
+"""By what is gathered and copied to experts: the dispatched rows, and by how many layers it comes later."""
 SUMMED = {"expert_out": "down", "d_dispatched": "d_norm2.experts"}
 """By dispatched rows: what their sum over each token's experts is."""
 
@@ -56,9 +56,14 @@ def _ends(call: Call, value: Value) -> None:
     _decided(call, "ends", Value("route_ends", value.layer, value.micro_batch), experts.count)
 
 
+def _partial(call: Call, name: str) -> str:
+    """Return the name of a value that is this tensor-parallel rank's part of a sum."""
+    return f"{name}~" if call.values.tp > 1 else name
+
+
 def router(call: Call) -> None:
     """Check the router's product."""
-    for found in rowwise(call, {"x": "norm2"}, {"out": "router_logits"}):
+    for found in rowwise(call, {"x": f"norm2{call.values.full}"}, {"out": "router_logits"}):
         weight(call, "weight", "router.weight", found[0])
 
 
@@ -95,9 +100,10 @@ def places(call: Call) -> None:
 def dispatch(call: Call) -> None:
     """Check the copy of tokens' rows to dispatched rows."""
     source = _all(call, "x", call.values.tokens)
-    made = COPIED.get(source.name) if source is not None else None
+    gathered = {f"{name}{call.values.full}": made for name, made in COPIED.items()}
+    made = gathered.get(source.name) if source is not None else None
     if source is not None and made is None:
-        call.wrong("x", source, 0, " or ".join(COPIED))
+        call.wrong("x", source, 0, " or ".join(gathered))
     for first, tokens, [(order, row)] in call.pieces("order"):
         value = None
         if source is not None and made is not None and order is not None:
@@ -122,7 +128,7 @@ def combine(call: Call) -> None:
             if found != source._replace(name="route_places"):
                 call.wrong("places", found, row, f"route_places of layer {source.layer}")
             else:
-                value = source._replace(name=name)
+                value = source._replace(name=name if name.endswith(".experts") else _partial(call, name))
         call.put("out", first, tokens, value, row)
 
 
@@ -192,27 +198,29 @@ def activation_backward(call: Call) -> None:
     for layer, micro_batch, _, row in every:
         _decided(call, "probs", Value("route_probs", layer, micro_batch), call.values.tokens)
         if row == 0 and len(every) == 1 and call.tokens("grad") == call.values.dispatched:
-            value = Value("d_probs", layer, micro_batch)
+            value = Value(_partial(call, "d_probs"), layer, micro_batch)
     call.put("grad_probs", 0, call.tokens("grad_probs"), value)
 
 
 def route_backward(call: Call) -> None:
     """Check the gradient of the router's logits."""
-    wanted = {"grad": "d_probs", "probs": "route_probs", "scores": "route_scores", "experts": "route_experts"}
-    for layer, micro_batch, _, _ in rowwise(call, {**wanted}, {"out": "d_router"}):
+    wanted = {"probs": "route_probs", "scores": "route_scores", "experts": "route_experts"}
+    made = {"out": _partial(call, "d_router")}
+    for layer, micro_batch, _, _ in rowwise(call, {"grad": _partial(call, "d_probs"), **wanted}, {**made}):
         _ends(call, Value("", layer, micro_batch))
 
 
 def router_dgrad(call: Call) -> None:
     """Check the router's part of the gradient of its input, which is added to the experts' part."""
-    for found in rowwise(call, {"grad": "d_router", "out": "d_norm2.experts"}, {"out": "d_norm2"}):
+    wanted: dict[str, Wanted] = {"grad": _partial(call, "d_router"), "out": "d_norm2.experts"}
+    for found in rowwise(call, wanted, {"out": _partial(call, "d_norm2")}):
         weight(call, "weight", "router.weight", found[0])
 
 
 def router_wgrad(call: Call) -> None:
     """Check the gradient of the router's weight, and add its rows to the sum."""
     for _, tokens, values in call.pieces("grad", "x"):
-        found = agree(call, {"grad": "d_router", "x": "norm2"}, values, tokens)
+        found = agree(call, {"grad": "d_router", "x": f"norm2{call.values.full}"}, values, tokens)
         if found is not None:
             add_gradient(call, "out", "router.weight", found, tokens)
 

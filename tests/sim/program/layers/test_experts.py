@@ -10,7 +10,7 @@ from memo_sim.contract.model import Experts, LayerShape
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.kinds import Phase
-from memo_sim.program.ir.work import GroupedGemm
+from memo_sim.program.ir.work import Collective, GroupedGemm
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.expert_load import nearest_load, rows_of, sizes_of
 from memo_sim.program.layout.shape import shape_of
@@ -24,6 +24,9 @@ MIXED = EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[EXPERTS.layer(0)] * 3])
 """The first layer has an MLP, as in DeepSeek's models."""
 HALF = ("tokenwise", 0.5)
 LAYOUTS = {
+    "tensor parallel": (Layout(tp=2, sequence_parallel=True, dp=2, zero=3), {}),
+    "tensor parallel, whole tokens": (Layout(tp=4), {}),
+    "tensor parallel with all": (Layout(tp=2, sequence_parallel=True, cp=2, ulysses=2, pp=2), {"global_batch": 4}),
     "ring": (Layout(cp=4), {}),
     "all-gather": (Layout(cp=4, cp_exchange="all_gather"), {}),
     "ulysses": (Layout(ulysses=4), {}),
@@ -59,9 +62,10 @@ OPS = (
 )
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("op", OPS)
-def test_a_kernel_left_out_is_found(op: str) -> None:
-    decisions = decide(EXPERTS, policy=HALF, global_batch=1)
+def test_a_kernel_left_out_is_found(op: str, tp: int) -> None:
+    decisions = decide(EXPERTS, Layout(tp=tp, sequence_parallel=tp > 1), HALF, global_batch=1)
     (program,) = lower(decisions)
     number = planted.places(program, lambda each: each.op == op)[0]
     less = planted.without(program, number, lambda each: each.op == op)
@@ -106,6 +110,23 @@ def test_products_by_hand() -> None:
             flops += sum(work.flops for work in works if isinstance(work, GroupedGemm))
         rows = 2 * decisions.seq_tokens
         assert flops == times * EXPERTS.layers * 2 * rows * 3 * 256 * 192
+
+
+def test_tensor_parallelism_divides_the_features_of_every_expert() -> None:
+    """It gathers norm and gradient, sums results and gradients of inputs, and the gradients of the logits in fp32."""
+    decisions = decide(EXPERTS, Layout(tp=4, sequence_parallel=True), global_batch=1)
+    tensors = {t.name: t for t in skeletal_of(decisions, shape_of(decisions), EXPERTS.layer(0))}
+    assert (tensors["up"].features, tensors["act"].features) == (2 * 192 // 4, 192 // 4)
+    (program,) = lower(decisions)
+    found: dict[str, int] = {}
+    for template in program.templates:
+        for each in template.instructions:
+            if template.name in ("layer.fwd", "layer.bwd") and isinstance(each.work, Collective):
+                found[each.name] = each.work.bytes
+    whole = 2048 * 256 * 2
+    assert found["fwd/norm2.gather"] == found["bwd/experts.grad.gather"] == found["bwd/norm2.again.gather"] == whole
+    assert found["fwd/experts_down.scatter"] == found["bwd/d_norm2.scatter"] == whole
+    assert found["bwd/router.reduce"] == 2048 * 8 * 4
 
 
 def test_the_load_changes_no_size() -> None:

@@ -36,7 +36,7 @@ def chunked(**changes: Any) -> Layout:
 
 
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
-    "experts: tp": (Layout(tp=2), {"model": EXPERTS}, "2 with a model with experts"),
+    "experts: tp_overlap": (chunked(), {"model": EXPERTS}, "chunked with a model with experts"),
     "experts: metp": (Layout(metp=2), {"model": EXPERTS}, "2 with a model with experts"),
     "experts: subsequences": (Layout(subsequences=2), {"model": EXPERTS}, "2 with a model with experts"),
     "experts: recompute": (Layout(), {"model": EXPERTS, "recompute": "mlp"}, "mlp with a model with experts"),
