@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.huggingface import SUPPORTED, config_of, model_from_config, not_read
 from memo_sim.contract.model import Experts, Model, RopeScaling
@@ -119,6 +120,19 @@ def test_experts() -> None:
     assert refusal({**QWEN3_MOE, "mlp_only_layers": "0"}).where == "config.json: $.mlp_only_layers"
     assert refusal({**MIXTRAL, "router_jitter_noise": 0.1}).where == "config.json: $.router_jitter_noise"
     assert refusal({**LLAMA, "model_type": "deepseek_v3"}).where == "config.json: $.model_type"
+
+
+def test_configs_of_published_experts_are_the_presets() -> None:
+    """Mixtral's are the defaults of transformers; Qwen3-30B-A3B's are its defaults but for layers and probabilities."""
+    transformers = pytest.importorskip("transformers")
+    mixtral = transformers.MixtralConfig(rope_theta=1e6, sliding_window=None).to_dict()
+    qwen = {"num_hidden_layers": 48, "norm_topk_prob": True, "head_dim": 128, "rope_theta": 1e6}
+    for name, config in {
+        "mixtral-8x7b": mixtral,
+        "qwen3-30b-a3b": transformers.Qwen3MoeConfig(**qwen).to_dict(),
+    }.items():
+        preset = load_model(name)
+        assert msgspec.structs.replace(loaded(config), name=name, source=preset.source) == preset
 
 
 def test_families() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Decisions, Layout
 from tests.distributed import parity
 from tests.distributed.team import Member, Team
 from tests.exec_cpu.small import EXPERT_MODELS, decide
@@ -44,6 +45,17 @@ def test_layouts_have_the_gradients_of_one_process(team: Team, case: str) -> Non
         "recompute": "tokenwise",
         "swapped_tokens": swapped,
     }
-    chosen = decide(EXPERT_MODELS[name], layout=layout, **(sizes | fields))
+    check(team, decide(EXPERT_MODELS[name], layout=layout, **(sizes | fields)))
+
+
+def test_tensor_parallel_ranks_share_the_loss_of_balance(team: Team) -> None:
+    """It is of the tokens of a micro-batch, which these ranks have in common."""
+    balanced = msgspec.structs.replace(EXPERT_MODELS["mixtral"].mixture, balance=0.3)
+    model = msgspec.structs.replace(EXPERT_MODELS["mixtral"], experts=balanced)
+    layout = Layout(tp=2, sequence_parallel=True)
+    check(team, decide(model, layout=layout, micro_batch=1, global_batch=2))
+
+
+def check(team: Team, chosen: Decisions) -> None:
     alone = parity.play(Member(0, 1), parity.one_process(chosen), 1, {})
     parity.check(team, chosen, alone, steps=1)

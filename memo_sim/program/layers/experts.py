@@ -35,7 +35,7 @@ from memo_sim.contract.model import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.kinds import TemplateKind
+from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise
 from memo_sim.program.layout.expert_load import sizes_of
 from memo_sim.program.layout.parameters import gradient_dtype
@@ -86,17 +86,23 @@ class ExpertMlp:
 
     def forward(self, out: str) -> None:
         """Write the second product, the sum over each token's experts, and the residual sum into ``out``."""
+        self.writer.residual("out_add", "resid", self._second_half(), out=out, rows=(0, self.shape.tokens), bias="")
+
+    def _second_half(self) -> Rows:
+        """Write the second product and the sum over each token's experts; return the sum."""
         writer, tokens = self.writer, self.shape.tokens
         down = writer.own("expert_out", self.rows, self.shape.hidden)
         self._product("experts_down", Rows("act", *self._all), Rows(down, *self._all))
         combined = Rows(writer.own("moe_out", tokens, self.shape.hidden), 0, tokens)
         self._combine("combine", down, combined)
-        summed = writer.scatter("experts_down", combined)
-        writer.residual("out_add", "resid", summed, out=out, rows=(0, tokens), bias="")
+        return writer.scatter("experts_down", combined)
 
     def again(self) -> None:
-        """Recompute of the MLP alone is refused (``layout/compatibility.py``)."""
-        raise NotImplementedError
+        """Write the experts once more from the kept output of the norm (``module_recompute.py``); routing is kept."""
+        phase, self.builder.phase = self.builder.phase, Phase.RECOMPUTE
+        self.inner([(0, self.shape.tokens)], routed=True)
+        self._second_half()
+        self.builder.phase = phase
 
     def rebuild_operators(self) -> None:
         """Recompute by operator is refused (``layout/compatibility.py``)."""

@@ -184,7 +184,7 @@ _EXPERTS = _Feature(
     chosen=lambda d: d.model.mixture is not None,
     beside="beside experts",
     setting="a model with experts",
-    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and recompute none, selective, norms, full or tokenwise",
+    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
 )
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
@@ -386,8 +386,8 @@ EXPERTS = (
     _EXPERTS.allows("layout.subsequences", 1, because="each subsequence would be routed by itself"),
     _EXPERTS.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "full", "tokenwise"),
-        because="modules and products of experts would have to be chosen one by one",
+        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        because="every second product would have to be chosen among those of experts",
     ),
     EXPERTS_WHOLE_MLP,
     _EXPERTS.allows(

@@ -19,6 +19,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "early stop": {"recompute": "full", "early_stop": True},
     "inputs swapped": {"recompute": "full", "swapped_tokens": 256},
     "selective recompute": {"recompute": "selective"},
+    "norms' recompute": {"recompute": "norms"},
+    "the experts' recompute": {"recompute": "mlp"},
     "full swap": {"swapped_tokens": 256},
     "half swapped, half kept": {"swapped_tokens": 128},
     "alpha 1": {"recompute": "tokenwise", "swapped_tokens": 256},

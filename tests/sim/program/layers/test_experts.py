@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, ("selective", 0.0), ("norms", 0.0)], ids=str)
+@pytest.mark.parametrize("policy", [*POLICIES, ("selective", 0.0), ("norms", 0.0), ("mlp", 0.0)], ids=str)
 def test_every_policy_passes_the_checkers(policy: tuple[str, float]) -> None:
     assert faults_of(decide(EXPERTS, policy=policy)) == []
 

@@ -39,7 +39,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "experts: tp_overlap": (chunked(), {"model": EXPERTS}, "chunked with a model with experts"),
     "experts: metp": (Layout(metp=2), {"model": EXPERTS}, "2 with a model with experts"),
     "experts: subsequences": (Layout(subsequences=2), {"model": EXPERTS}, "2 with a model with experts"),
-    "experts: recompute": (Layout(), {"model": EXPERTS, "recompute": "mlp"}, "mlp with a model with experts"),
+    "experts: recompute": (
+        Layout(),
+        {"model": EXPERTS, "recompute": "operators"},
+        "operators with a model with experts",
+    ),
     "experts: mlp_chunk_tokens": (
         Layout(),
         {"model": EXPERTS, "recompute": "full", "mlp_chunk_tokens": 512},
