@@ -24,5 +24,6 @@ autodoc_class_signature = "separated"
 autodoc_member_order = "bysource"
 smartquotes = False  # it would turn the dashes of an option into one
 
+html_extra_path = ["../llms.txt", "SKILL.md"]  # agents look for them at the top of a site
 html_theme = "furo"
 html_title = f"memo {version}"

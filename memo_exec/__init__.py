@@ -1,7 +1,8 @@
 """The executor: plays a plan's program with torch on real devices and times each instruction.
 
-``memo_exec.run`` trains as a plan says (``memo_exec/api.py``). ``memo_exec.offload_activations`` needs no plan: it
-offloads the activations that autograd saves, for any torch model.
+``memo_exec.run`` trains as a plan says, ``verify`` checks its gradients, ``compare`` holds a measured step against the
+prediction, ``calibrate`` measures this machine (``memo_exec/api.py``). ``memo_exec.offload_activations`` needs no plan:
+it offloads the activations that autograd saves, for any torch model.
 """
 
 from __future__ import annotations
@@ -9,29 +10,50 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memo_exec.api import RunResult, run
+    from memo_exec.api import (
+        CalibrateResult,
+        ComparisonResult,
+        RunResult,
+        VerifyResult,
+        calibrate,
+        compare,
+        run,
+        verify,
+    )
     from memo_exec.offload import OffloadActivations, keep_activations
 
     offload_activations = OffloadActivations
 
-__all__ = ["RunResult", "keep_activations", "offload_activations", "run"]
+__all__ = [
+    "CalibrateResult",
+    "ComparisonResult",
+    "RunResult",
+    "VerifyResult",
+    "calibrate",
+    "compare",
+    "keep_activations",
+    "offload_activations",
+    "run",
+    "verify",
+]
+
+_OFFLOAD = {"keep_activations": "keep_activations", "offload_activations": "OffloadActivations"}
+"""Names of ``memo_exec.offload``, and what they are called there."""
 
 
 def __getattr__(name: str) -> object:
     """Import torch only when an attribute that needs it is used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("RunResult", "run"):
-        try:
-            from memo_exec import api
-        except ModuleNotFoundError as error:
-            from memo_sim.contract.errors import missing_package
+    from importlib import import_module
 
-            raise missing_package(error) or error from None
-        return api.RunResult if name == "RunResult" else api.run
-    from memo_exec import offload
+    try:
+        module = import_module("memo_exec.offload" if name in _OFFLOAD else "memo_exec.api")
+    except ModuleNotFoundError as error:
+        from memo_sim.contract.errors import missing_package
 
-    return offload.keep_activations if name == "keep_activations" else offload.OffloadActivations
+        raise missing_package(error) or error from None
+    return getattr(module, _OFFLOAD.get(name, name))
 
 
 def __dir__() -> list[str]:

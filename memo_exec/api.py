@@ -1,39 +1,108 @@
-"""The executor from Python: ``memo_exec.run`` is ``memo-exec run`` with a typed result.
+"""The executor from Python: the commands of ``memo-exec`` as functions with typed results.
 
     outcome = memo_exec.run("plan.json", steps=20, data="text.txt", lr=1e-4)
     outcome.document.ratio, outcome.table(), outcome.plot("step.png")
 
-The arguments are the options of the command with underscores. Every failure is a ``MemoError``.
+The arguments are the options of the commands with underscores. Every failure is a ``MemoError``. Under torchrun every
+rank calls the function; what only the first rank knows is None on the others.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from memo_exec.commands import calibrate as calibrate_command
+from memo_exec.commands import compare as compare_command
 from memo_exec.commands import run as command
+from memo_exec.commands import verify as verify_command
 from memo_exec.commands.outputs import draw_both
+from memo_exec.commands.report import report_page
 from memo_exec.training.loop import StepFigure
-from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.named_arguments import with_names_checked
+from memo_sim.contract.peaks import warnings_about
 from memo_sim.contract.plain_text import one_line, printable
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_seconds
+from memo_sim.contract.verdict import Verdict
 from memo_sim.views.comparison_table import comparison_table
-from memo_sim.views.html_table import html_table
+from memo_sim.views.html_table import rows_as_html
 from memo_sim.views.pictures import Picture, picture_in
-from memo_sim.views.rows import Row, comparison_rows
+from memo_sim.views.report.page import save_page
+from memo_sim.views.rows import Row, comparison_rows, verdict_rows
+from memo_sim.views.typed_result import PathLike, TypedResult
+from memo_sim.views.verdict_table import verdict_table
 
-__all__ = ["RunResult", "run"]
-
-PathLike = str | os.PathLike[str]
+__all__ = ["CalibrateResult", "ComparisonResult", "RunResult", "VerifyResult", "calibrate", "compare", "run", "verify"]
 
 
-@dataclass(frozen=True, repr=False)
-class RunResult:
+class _Compared(TypedResult):
+    """A measured step beside a predicted one: ``memo.comparison/1``, and the timelines that there are."""
+
+    if TYPE_CHECKING:  # a class below has a field or a property of each name
+
+        @property
+        def document(self) -> Comparison:
+            """The measured step compared with the prediction."""
+
+        @property
+        def traces(self) -> Sequence[Trace]:
+            """The predicted timeline, where there is one, and the measured one."""
+
+    @with_names_checked()
+    def table(self) -> list[Row]:
+        """Return rows for ``pandas.DataFrame``: each figure of the step, predicted, measured and their ratio."""
+        return comparison_rows(self.document)
+
+    @with_names_checked()
+    def plot(self, path: PathLike | None = None) -> Picture:
+        """Draw the predicted and the measured timeline, into ``path`` (.png, .svg, .pdf) where one is given.
+
+        Raises:
+            UsageError: when there is no predicted timeline, or the file cannot be written.
+            CannotRun: when matplotlib is not installed.
+        """
+        return picture_in(lambda file: draw_both(list(self.traces), file), path)
+
+    @with_names_checked()
+    def save_report(self, path: PathLike, *, plan: PathLike | None = None) -> None:
+        """Write both timelines and all figures as one HTML page; ``plan`` is the plan's file, which the heading names.
+
+        Raises:
+            UsageError: when the file cannot be written.
+            BadInput: when ``plan`` cannot be read.
+            CannotRun: when jinja2 is not installed.
+        """
+        file = None if plan is None else Path(plan)
+        page = partial(report_page, self.document, self.traces, plan=file)
+        save_page(lambda **told: page(command=told["command"]), path, "memo_exec")
+
+    @with_names_checked()
+    def check(self, tolerance: float) -> None:
+        """Check that the predicted step is within ``tolerance``, a fraction of the measured one.
+
+        Raises:
+            OutOfTolerance: when it is not, or there is no prediction.
+        """
+        compare_command.check_tolerance(self.document, tolerance)
+
+    def __str__(self) -> str:
+        """Return the comparison as the command prints it."""
+        return printable(comparison_table(self.document))
+
+    def _repr_html_(self) -> str:
+        return rows_as_html(f"measured on {self.document.machine}", self.table())
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class RunResult(_Compared):
     """How a run went: the measured step beside the predicted one, the losses, and both timelines."""
 
     outcome: command.Outcome
@@ -59,6 +128,11 @@ class RunResult:
         return self.outcome.predicted
 
     @property
+    def traces(self) -> Sequence[Trace]:
+        """The predicted timeline, where there is one, and the measured one."""
+        return [self.measured] if self.predicted is None else [self.predicted, self.measured]
+
+    @property
     def steps(self) -> int:
         """How many steps have ended, including those before a resume."""
         return self.outcome.steps
@@ -68,47 +142,64 @@ class RunResult:
         """The number of the signal that ended the run early; 0 when it played all its steps."""
         return self.outcome.stopped_by
 
-    def table(self) -> list[Row]:
-        """Return rows for ``pandas.DataFrame``: each figure of the step, predicted, measured and their ratio."""
-        return comparison_rows(self.document)
-
-    def plot(self, path: PathLike | None = None) -> Picture:
-        """Draw the predicted and the measured timeline, into ``path`` (.png, .svg, .pdf) where one is given.
-
-        Raises:
-            UsageError: when there is no predicted timeline, or the file cannot be written.
-            CannotRun: when matplotlib is not installed.
-        """
-        traces = [self.measured] if self.predicted is None else [self.predicted, self.measured]
-        return picture_in(lambda file: draw_both(traces, file), path)
-
-    def save(self, path: PathLike) -> None:
-        """Write the comparison, ``memo.comparison/1``.
-
-        Raises:
-            UsageError: when the file cannot be written.
-        """
-        codec.write(Path(path), self.document)
-
-    def to_json(self) -> str:
-        """Return the document ``memo.comparison/1``."""
-        return codec.encode(self.document).decode()
-
-    def __str__(self) -> str:
-        """Return the comparison as ``memo-exec run`` prints it."""
-        return printable(comparison_table(self.document))
-
     def __repr__(self) -> str:
         step = format_seconds(self.document.measured.step_s)
         return f"<RunResult on {one_line(self.document.machine)}: {self.steps} steps, {step} a step>"
 
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ComparisonResult(_Compared):
+    """The answer of ``compare``: a measured step beside a predicted one."""
+
+    document: Comparison
+    traces: Sequence[Trace]
+
+    def __repr__(self) -> str:
+        ratio = self.document.ratio
+        told = "no prediction" if ratio is None else f"predicted / measured {ratio.step_s:.3f}"
+        return f"<ComparisonResult: {format_seconds(self.document.measured.step_s)} a step, {told}>"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class VerifyResult(TypedResult):
+    """The answer of ``verify``: whether a plan's gradients are those of keep-everything and of plain autograd."""
+
+    document: Verdict
+
+    @property
+    def verified(self) -> bool:
+        """Whether no check found a fault, and every difference is within its tolerance."""
+        return self.document.verified
+
+    @with_names_checked()
+    def table(self) -> list[Row]:
+        """Return rows for ``pandas.DataFrame``: each kind of value, its reference, and its largest difference."""
+        return verdict_rows(self.document)
+
+    def __str__(self) -> str:
+        """Return the verdict as ``memo-exec verify`` prints it."""
+        return printable(verdict_table(self.document))
+
+    def __repr__(self) -> str:
+        return f"<VerifyResult {one_line(self.document.model)}: {'verified' if self.verified else 'differs'}>"
+
     def _repr_html_(self) -> str:
-        rows = [[None if cell is None else _text(cell) for cell in row.values()] for row in self.table()]
-        return html_table(f"measured on {self.document.machine}", ["figure", "predicted", "measured", "ratio"], rows)
+        return rows_as_html(str(self).partition("\n")[0], self.table())
 
 
-def _text(cell: str | float) -> str:
-    return cell if isinstance(cell, str) else f"{cell:.6g}"
+@dataclass(frozen=True, repr=False, eq=False)
+class CalibrateResult(TypedResult):
+    """The answer of ``calibrate``: this machine's profile, ``memo.hardware/1``, which ``save`` writes."""
+
+    document: Hardware
+
+    @property
+    def warnings(self) -> list[str]:
+        """Which rates are above what the chip can do."""
+        return warnings_about(self.document, {})
+
+    def __repr__(self) -> str:
+        return f"<CalibrateResult {one_line(self.document.name)}>"
 
 
 @with_names_checked()
@@ -173,3 +264,68 @@ def run(
         note=note or (lambda text: None),
     )
     return None if outcome is None else RunResult(outcome)
+
+
+@with_names_checked()
+def verify(
+    plan: PathLike,
+    *,
+    device: Literal["cpu", "cuda"] | None = None,
+    seed: int = 0,
+    steps: int = 1,
+    layers: int | None = None,
+) -> VerifyResult | None:
+    """Compare the gradients of a plan with keep-everything and plain autograd, at a reduced size.
+
+    ``device`` is where to play: by default the GPU for a plan of one rank and under torchrun, else the CPU. ``steps``
+    are steps to play, ``layers`` those of the reduced model. That a plan differs is a result: ``verified`` is False.
+
+    Raises:
+        BadInput: when the plan cannot be read, or is not what it pins.
+        CannotRun: when it cannot be reduced, or this machine cannot play it.
+        UsageError: when an argument is wrong.
+    """
+    options = verify_command.verify_options({"device": device, "seed": seed, "steps": steps, "layers": layers})
+    verdict = verify_command.verify_plan(Path(plan), options)
+    return None if verdict is None else VerifyResult(verdict)
+
+
+@with_names_checked()
+def compare(predicted: PathLike, measured: PathLike) -> ComparisonResult:
+    """Compare a prediction with a measured step, by lane and by kind of instruction, as ``memo-exec compare`` does.
+
+    ``predicted`` is a plan's file, with its predicted trace in the same folder, or a trace's; ``measured`` a trace's.
+
+    Raises:
+        BadInput: when a file is not such a document, or the two are of different programs.
+    """
+    return ComparisonResult(*compare_command.compare_files(Path(predicted), Path(measured)))
+
+
+@with_names_checked()
+def calibrate(
+    *,
+    name: str | None = None,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
+) -> CalibrateResult | None:
+    """Measure single operators and copies on this machine; ``save`` writes its profile, for ``cluster=``.
+
+    ``name`` is the profile's, by default made from the device's. After ``budget_s`` seconds no further pass over the
+    operators starts. ``progress`` receives (measurements done, all) and ``note`` messages.
+
+    Raises:
+        CannotRun: when no attention kernel works here, or another rank stops.
+        UsageError: when an argument is wrong.
+    """
+    if budget_s is not None and not 0 < budget_s < float("inf"):
+        raise UsageError("not a value of budget_s", got=repr(budget_s), wanted="a number of seconds above 0")
+    profile = calibrate_command.calibrate(
+        name=name,
+        budget_s=budget_s,
+        progress=progress or (lambda done, total: None),
+        note=note or (lambda text: None),
+        command="memo_exec.calibrate()",
+    )
+    return None if profile is None else CalibrateResult(profile)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from memo_exec.commands.error_file import leave_for_torchrun
+from memo_exec.commands.verify_bounds import BOUNDS
 from memo_sim import __version__
 from memo_sim.contract.errors import RankLost, UsageError
 from memo_sim.contract.plain_text import one_line, printable
@@ -38,11 +39,6 @@ if TYPE_CHECKING:
     from memo_sim.contract.trace import Trace
 
 Options = dict[str, Any]
-
-MOST_SEED = 2**32 - 1
-MOST_VERIFIED_STEPS = 10
-MOST_VERIFIED_LAYERS = 64
-"""Of ``verify``: a CPU plays so many in minutes."""
 
 
 class Named(click.Path):
@@ -182,18 +178,18 @@ def run_command(**options: Any) -> None:
     help="Where to play [default: the GPU for a plan of one rank and under torchrun, else the CPU].",
 )
 @click.option(
-    "--seed", type=click.IntRange(0, MOST_SEED), default=0, show_default=True, help="Seed of the weights and tokens."
+    "--seed", type=click.IntRange(*BOUNDS["seed"]), default=0, show_default=True, help="Seed of the weights and tokens."
 )
 @click.option(
     "--steps",
-    type=click.IntRange(1, MOST_VERIFIED_STEPS),
+    type=click.IntRange(*BOUNDS["steps"]),
     default=1,
     show_default=True,
     help="Steps to play; from the second on, losses show the optimizer's update.",
 )
 @click.option(
     "--layers",
-    type=click.IntRange(1, MOST_VERIFIED_LAYERS),
+    type=click.IntRange(*BOUNDS["layers"]),
     help="Layers of the reduced model [default: as many as the policy needs, 4 on one rank].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.verdict/1 document.")
@@ -206,12 +202,11 @@ def verify_command(plan: Path, *, as_json: bool, **options: Any) -> None:
 
     Exit code 5: a gradient, a loss or a norm differs. Exit code 1: only a check of the programs found a fault.
     """
-    from memo_exec.commands.verify import VerifyOptions, exit_code, verify_plan
+    from memo_exec.commands.verify import exit_code, verify_options, verify_plan
     from memo_sim.contract.codec import encode
     from memo_sim.views.verdict_table import verdict_table
 
-    given = {name: value for name, value in options.items() if value is not None}
-    verdict = verify_plan(plan, VerifyOptions(**given))
+    verdict = verify_plan(plan, verify_options(options), note=lambda text: say(f"verify: {text}"))
     if verdict is None:  # rank 0 prints
         return
     if as_json:

@@ -12,505 +12,88 @@ plan that fits is a result whose ``best`` is None. ``docs/python.md`` says what 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from memo_sim.answers import difference as difference_answer
+from memo_sim.answers import explanation as explanation_answer
+from memo_sim.answers import gpus as gpus_answer
 from memo_sim.answers import longest as longest_answer
 from memo_sim.answers import more_memory, named_values, sweep_file
 from memo_sim.answers import plan_memory as memory_answer
+from memo_sim.answers import shortage as shortage_answer
 from memo_sim.answers import sweep as sweep_answer
 from memo_sim.answers import what_if as what_if_answer
-from memo_sim.answers.given_plan import GivenPlan
+from memo_sim.answers.several_clusters import several_clusters
 from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.comparison import Comparison
-from memo_sim.contract.difference import Difference
+from memo_sim.contract.datasheet import is_datasheet
 from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.gpu_kind import GpuKind, load_gpu_kinds
+from memo_sim.contract.interchange import FrameworkName, Launcher
 from memo_sim.contract.knobs import ARGUMENTS
-from memo_sim.contract.longest import Longest
-from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.model import Model
 from memo_sim.contract.named_arguments import with_names_checked
 from memo_sim.contract.named_knobs import Knobs
-from memo_sim.contract.placement import Placement
-from memo_sim.contract.plain_text import one_line, printable
-from memo_sim.contract.plan import Plan, PlanRow
+from memo_sim.contract.plain_text import one_line
+from memo_sim.contract.plan import Plan
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
-from memo_sim.contract.summary import Summary
-from memo_sim.contract.sweep import SweepLine
 from memo_sim.contract.trace import Trace
-from memo_sim.contract.units import GIB, format_bytes, format_seconds, format_tokens, parse_tokens
-from memo_sim.engine.simulate import Simulation
+from memo_sim.contract.units import parse_duration, parse_tokens
+from memo_sim.planning.plan_question import question_of_plan
 from memo_sim.planning.question import Question
-from memo_sim.views.difference_chart import draw_difference
-from memo_sim.views.difference_table import difference_table
-from memo_sim.views.html_table import html_table
-from memo_sim.views.pictures import Picture, picture_in
-from memo_sim.views.plan_table import layout_label
-from memo_sim.views.rows import Row, buffer_rows, difference_rows, kind_rows, length_rows, plan_rows
-from memo_sim.views.sweep_chart import draw_sweep, front
-from memo_sim.views.sweep_table import HEADS, sweep_cells, sweep_csv, sweep_rows, sweep_table
-from memo_sim.views.tables import answer_text, longest_text, placement_report
+from memo_sim.results.interchange import DoctorResult, ExportResult, ImportResult
+from memo_sim.results.memory import MemoryResult, OomResult
+from memo_sim.results.planned import ClustersResult, GpusResult, LongestResult, WhatIfResult
+from memo_sim.results.sweep import SweepResult
+from memo_sim.results.understanding import CompareResult, ExplainResult
+from memo_sim.views.pictures import Picture
+from memo_sim.views.typed_result import PathLike
 
 __all__ = [
+    "ClustersResult",
     "CompareResult",
+    "DoctorResult",
+    "ExplainResult",
+    "ExportResult",
+    "GpusResult",
+    "ImportResult",
     "Knobs",
     "LongestResult",
     "MemoryResult",
+    "OomResult",
     "Picture",
     "SweepResult",
     "WhatIfResult",
     "compare",
+    "doctor",
+    "explain",
+    "export",
+    "gpus",
     "grid",
+    "import_job",
     "load_plan",
     "load_sweep",
     "longest",
+    "oom",
     "plan_memory",
     "simulate",
     "sweep",
     "what_if",
 ]
 
-PathLike = str | os.PathLike[str]
 SECONDS = (1e-9, 1e9)
 """Least and most seconds of a limit."""
-PRICES = (1e-9, 1e12)
 Solver = Literal["portfolio", "bilevel-mip", "mip", "greedy", "cp-sat"]
+Prices = float | Mapping[str, float]
+"""Of a GPU for an hour: one for all, or one for each kind (``h100``) or cluster (``h100-1x8``)."""
 
 
-@dataclass(frozen=True, repr=False)
-class WhatIfResult:
-    """The answer of ``what_if`` and ``simulate``: ranked plans, reasons, and the best plan's simulation.
-
-    ``refused`` says why no plan could be evaluated at all; it is None where plans were.
-    """
-
-    question: Question
-    document: Result
-    answer: what_if_answer.Answer | None
-    command: str
-    refused: Infeasible | None = None
-
-    @property
-    def best(self) -> PlanRow | None:
-        """The fastest plan that fits, or None."""
-        return self.document.best
-
-    @property
-    def summary(self) -> Summary | None:
-        """The verdict in numbers, with what it assumes; None where no plan could be evaluated."""
-        return self.document.summary
-
-    @property
-    def plans(self) -> list[PlanRow]:
-        """The plans, the fastest that fits first; those that do not fit come last."""
-        return self.document.plans
-
-    @property
-    def front(self) -> list[PlanRow]:
-        """The Pareto front of step time, device memory and host memory."""
-        return self.document.front
-
-    @property
-    def why(self) -> list[str]:
-        """Why the best plan is best, or why none fits; one sentence each."""
-        return self.document.why
-
-    @property
-    def warnings(self) -> list[str]:
-        """Why the figures cannot be right."""
-        return self.document.warnings
-
-    @property
-    def simulation(self) -> Simulation:
-        """The best plan as played.
-
-        Raises:
-            Infeasible: when no plan fits.
-        """
-        return self._fitting().best_simulation
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The best plan as its file holds it.
-
-        Raises:
-            Infeasible: when no plan fits.
-        """
-        return self._plan_and_placement[0]
-
-    @property
-    def placement(self) -> Placement | None:
-        """The addresses of the best plan's buffers; None where memory is not planned.
-
-        Raises:
-            Infeasible: when no plan fits.
-        """
-        return self._plan_and_placement[1]
-
-    @cached_property
-    def _plan_and_placement(self) -> tuple[Plan, Placement | None]:
-        answer = self._fitting()
-        made = {"created": what_if_answer.now(), "command": self.command}
-        return what_if_answer.plan_of(answer.best_simulation, answer.arena, self.question, **made)
-
-    @cached_property
-    def traces(self) -> list[Trace]:
-        """The best plan's predicted timeline, one for each pipeline stage.
-
-        Raises:
-            Infeasible: when no plan fits.
-        """
-        return self.simulation.traces()
-
-    def table(self, of: Literal["plans", "front", "kinds"] = "plans") -> list[Row]:
-        """Return rows for ``pandas.DataFrame``: the plans, the Pareto front, or the best plan's seconds by kind.
-
-        A plan's row has its memory by class, its busy seconds by lane and compute's waits; ``kinds`` are the busy
-        seconds by lane and kind of instruction of the stage that sets the pace.
-
-        Raises:
-            UsageError: when ``of`` is another word.
-            Infeasible: for ``kinds``, when no plan fits.
-        """
-        document = self.document
-        about: Row = {"model": document.model, "cluster": document.cluster, "seq_tokens": document.seq_tokens}
-        if of == "kinds":
-            return kind_rows(self.simulation.pace.kinds_s, self.simulation.prediction.step_s or 0.0)
-        if of not in ("plans", "front"):
-            raise UsageError("no such table", got=repr(of), wanted="plans, front, kinds")
-        return plan_rows(document.plans if of == "plans" else document.front, about)
-
-    def plot(self, path: PathLike | None = None) -> Picture:
-        """Draw the best plan's timeline, into ``path`` (.png, .svg, .pdf) where one is given.
-
-        Raises:
-            Infeasible: when no plan fits.
-            UsageError: when the file cannot be written.
-            CannotRun: when matplotlib is not installed.
-        """
-        self._fitting()
-        return picture_in(lambda file: self.write(what_if_answer.Outputs(picture=file)), path)
-
-    def save(self, path: PathLike) -> None:
-        """Write the best plan as ``memo-sim what-if -o`` does: its trace and placement beside it.
-
-        Raises:
-            Infeasible: when no plan fits.
-            UsageError: when the file cannot be written, or its name does not end in .json.
-        """
-        self._fitting()
-        self.write(what_if_answer.Outputs(plan=Path(path)))
-
-    def save_timeline(self, path: PathLike) -> None:
-        """Write the best plan's timeline for ui.perfetto.dev.
-
-        Raises:
-            Infeasible: when no plan fits.
-            UsageError: when the file cannot be written.
-        """
-        self._fitting()
-        self.write(what_if_answer.Outputs(timeline=Path(path)))
-
-    def save_report(self, path: PathLike) -> None:
-        """Write the answer as one HTML page that opens offline; one without a plan says why.
-
-        Raises:
-            UsageError: when the file cannot be written.
-            CannotRun: when a package that draws the page is missing.
-        """
-        self.write(what_if_answer.Outputs(report=Path(path)))
-
-    def as_given(self, name: str) -> GivenPlan:
-        """Return the best plan as it was simulated, called ``name``.
-
-        Raises:
-            Infeasible: when no plan fits.
-        """
-        simulation = self.simulation
-        return GivenPlan(name, simulation.decisions, simulation.cluster, simulation.hardware, simulation)
-
-    def write(self, outputs: what_if_answer.Outputs) -> None:
-        """Write the best plan to all the files of a command line; when no plan fits, only the report, which says why.
-
-        Raises:
-            UsageError: when a file cannot be written.
-        """
-        outputs.check()
-        answer = self.answer or what_if_answer.Answer(self.document, None, None)
-        made = {"created": what_if_answer.now(), "command": self.command}
-        what_if_answer.write_files(answer, self.question, outputs, **made)
-
-    def to_json(self) -> str:
-        """Return the document ``memo.result/2``."""
-        return codec.encode(self.document).decode()
-
-    def _fitting(self) -> what_if_answer.Answer:
-        if self.answer is None or self.answer.best is None:
-            raise self.refused or Infeasible("no plan fits", hint="see .why")
-        return self.answer
-
-    def __str__(self) -> str:
-        """Return the answer as ``memo-sim what-if`` prints it."""
-        return printable(answer_text(self.document, why=True))
-
-    def __repr__(self) -> str:
-        short = one_line(self.refused.what) if self.refused else _in_short(self.best)
-        return f"<WhatIfResult {_title(self.document)}: {short}>"
-
-    def _repr_html_(self) -> str:
-        caption = "\n".join([_title(self.document), *(f"WARNING: {text}" for text in self.warnings)])
-        if self.best is None:
-            caption += "\n" + "\n".join([*([] if self.refused else ["no plan fits"]), *self.why])
-        return html_table(caption, _HEADS, [_cells(rank, plan) for rank, plan in enumerate(self.plans, start=1)])
-
-
-@dataclass(frozen=True, repr=False)
-class LongestResult:
-    """The answer of ``longest``; ``at_longest`` is the answer of ``what_if`` there, None when no length fits."""
-
-    document: Longest
-    at_longest: WhatIfResult | None
-
-    @property
-    def seq_tokens(self) -> int:
-        """The longest sequence that fits, in tokens; 0 when none fits."""
-        return self.document.seq_tokens
-
-    @property
-    def best(self) -> PlanRow | None:
-        """The fastest plan at that length, or None."""
-        return self.document.best
-
-    @property
-    def summary(self) -> Summary | None:
-        """The verdict about that plan in numbers, with what it assumes."""
-        return self.document.summary
-
-    @property
-    def why(self) -> list[str]:
-        """What limits the length, and why the plan is best; one sentence each."""
-        return self.document.why
-
-    @property
-    def warnings(self) -> list[str]:
-        """Why the figures cannot be right."""
-        return self.document.warnings
-
-    def table(self) -> list[Row]:
-        """Return rows for ``pandas.DataFrame``: every length that was tried."""
-        return length_rows(self.document)
-
-    def plot(self, path: PathLike | None = None) -> Picture:
-        """Draw the timeline of the best plan at the longest length (``WhatIfResult.plot``)."""
-        return self._fitting().plot(path)
-
-    def save(self, path: PathLike) -> None:
-        """Write the best plan at the longest length (``WhatIfResult.save``)."""
-        self._fitting().save(path)
-
-    def to_json(self) -> str:
-        """Return the document ``memo.longest/2``."""
-        return codec.encode(self.document).decode()
-
-    def _fitting(self) -> WhatIfResult:
-        if self.at_longest is None:
-            raise Infeasible("no length fits", hint="see .why")
-        return self.at_longest
-
-    def __str__(self) -> str:
-        """Return the answer as ``memo-sim longest`` prints it."""
-        return printable(longest_text(self.document, why=True))
-
-    def __repr__(self) -> str:
-        document = self.document
-        longest = format_tokens(document.seq_tokens)
-        return f"<LongestResult {one_line(document.model)} on {one_line(document.cluster)}: {longest} tokens>"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            [
-                format_tokens(tried.seq_tokens),
-                "fits" if tried.fits else "does not fit",
-                None if tried.step_s is None else format_seconds(tried.step_s),
-                tried.bound,
-            ]
-            for tried in self.document.tried
-        ]
-        head = f"{self.document.model} on {self.document.cluster}: {format_tokens(self.seq_tokens)} tokens at most"
-        return html_table(head, ["tokens", "", "a plan's step", "limited by"], rows)
-
-
-@dataclass(frozen=True, repr=False)
-class MemoryResult:
-    """The answer of ``plan_memory``: the report, and the placement with an address for every buffer."""
-
-    made: memory_answer.MemoryPlan
-
-    @property
-    def document(self) -> MemoryReport:
-        """The figures."""
-        return self.made.report
-
-    @property
-    def placement(self) -> Placement:
-        """The addresses."""
-        return self.made.placement
-
-    def table(self) -> list[Row]:
-        """Return rows for ``pandas.DataFrame``: every buffer with its class, life, size and address."""
-        return buffer_rows(self.made.placement)
-
-    def plot(self, path: PathLike | None = None) -> Picture:
-        """Draw addresses over time, into ``path`` (.png, .svg, .pdf) where one is given.
-
-        Raises:
-            UsageError: when the file cannot be written.
-            CannotRun: when matplotlib is not installed.
-        """
-        return picture_in(lambda file: memory_answer.write_files(self.made, None, file), path)
-
-    def save(self, path: PathLike) -> None:
-        """Write the placement: .json, .csv, or .pickle for PyTorch's memory viewer.
-
-        Raises:
-            UsageError: when the file cannot be written.
-        """
-        memory_answer.write_files(self.made, Path(path), None)
-
-    def to_json(self) -> str:
-        """Return the document ``memo.memory/2``."""
-        return codec.encode(self.document).decode()
-
-    def __str__(self) -> str:
-        """Return the report as ``memo-sim plan-memory`` prints it."""
-        return printable(placement_report(self.document))
-
-    def __repr__(self) -> str:
-        peak = format_bytes(self.document.peak_bytes)
-        return f"<MemoryResult {one_line(self.document.input)}: {self.document.buffers} buffers in {peak}>"
-
-    def _repr_html_(self) -> str:
-        document, cached = self.document, self.document.reserved_caching_bytes
-        rows: list[list[str | None]] = [
-            ["live bytes", format_bytes(document.live_bytes)],
-            ["planned arena", format_bytes(document.peak_bytes)],
-            ["lower bound", format_bytes(document.lower_bound_bytes)],
-            ["reserved by PyTorch's caching allocator", None if cached is None else format_bytes(cached)],
-        ]
-        return html_table(f"{document.input}: {document.buffers} buffers", ["memory", "size"], rows)
-
-
-@dataclass(frozen=True, repr=False)
-class SweepResult:
-    """The answers of ``sweep``, in the order of the questions."""
-
-    lines: list[SweepLine]
-
-    @property
-    def failed(self) -> list[SweepLine]:
-        """The questions without an answer; that no plan fits is an answer."""
-        return [line for line in self.lines if line.failure is not None]
-
-    @property
-    def front(self) -> list[SweepLine]:
-        """The answers that no other about the same model and length beats in speed and device memory."""
-        return front(self.lines)
-
-    def table(self) -> list[Row]:
-        """Return rows for ``pandas.DataFrame``: what was asked, and the best plan's figures as in ``WhatIfResult``."""
-        return sweep_rows(self.lines)
-
-    def plot(self, path: PathLike | None = None) -> Picture:
-        """Draw length against MFU, speed and memory, into ``path`` (.png, .svg, .pdf) where one is given.
-
-        Raises:
-            UsageError: when the file cannot be written.
-            CannotRun: when matplotlib is not installed.
-        """
-        return picture_in(lambda file: draw_sweep(self.lines, file), path)
-
-    def save(self, path: PathLike) -> None:
-        """Write the rows (.csv), or the answers as they are (.jsonl).
-
-        Raises:
-            UsageError: when the file's kind is unknown or it cannot be written.
-        """
-        path = Path(path)
-        if path.suffix not in (".csv", ".jsonl"):
-            raise UsageError("not a kind of file", got=str(path), wanted=".csv, .jsonl")
-        lines = b"".join(map(sweep_file.encoded, self.lines))
-        codec.write_bytes(path, sweep_csv(self.lines).encode() if path.suffix == ".csv" else lines)
-
-    def __str__(self) -> str:
-        """Return the table that ``memo-sim sweep`` prints."""
-        return printable(sweep_table(self.lines))
-
-    def __repr__(self) -> str:
-        return f"<SweepResult: {len(self.lines)} questions, {len(self.failed)} failed>"
-
-    def _repr_html_(self) -> str:
-        return html_table(repr(self)[1:-1], HEADS, sweep_cells(self.lines))
-
-
-@dataclass(frozen=True, repr=False)
-class CompareResult:
-    """The answer of ``compare``: sides are named A, B, ... in their order."""
-
-    document: Difference
-
-    @property
-    def verdict(self) -> list[str]:
-        """One sentence for each side but the first."""
-        return self.document.verdict
-
-    def table(self) -> list[Row]:
-        """Return rows for ``pandas.DataFrame``: each part of the step, its seconds on each side and their difference.
-
-        The seconds of a side sum to its step.
-        """
-        return difference_rows(self.document)
-
-    def plot(self, path: PathLike | None = None) -> Picture:
-        """Draw step and memory side by side, into ``path`` (.png, .svg, .pdf) where one is given.
-
-        Raises:
-            UsageError: when the file cannot be written.
-            CannotRun: when matplotlib is not installed.
-        """
-        return picture_in(lambda file: draw_difference(self.document, file), path)
-
-    def save(self, path: PathLike) -> None:
-        """Write the document ``memo.difference/1``.
-
-        Raises:
-            UsageError: when the file cannot be written.
-        """
-        codec.write(Path(path), self.document)
-
-    def to_json(self) -> str:
-        """Return the document ``memo.difference/1``."""
-        return codec.encode(self.document).decode()
-
-    def __str__(self) -> str:
-        """Return the table that ``memo-sim compare`` prints."""
-        return printable(difference_table(self.document))
-
-    def __repr__(self) -> str:
-        return f"<CompareResult: {' | '.join(one_line(side.name) for side in self.document.sides)}>"
-
-    def _repr_html_(self) -> str:
-        rows = self.table()
-        cells = [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows]
-        return html_table("\n".join(self.verdict), list(rows[0]) if rows else [], cells)
-
-
-@with_names_checked(others=ARGUMENTS)
+@overload
 def what_if(
     model: PathLike | Model,
     *,
@@ -528,31 +111,139 @@ def what_if(
     price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
     **knobs: Unpack[Knobs],
-) -> WhatIfResult:
+) -> WhatIfResult: ...
+@overload
+def what_if(
+    model: PathLike | Model,
+    *,
+    seq_len: int | str,
+    cluster: list[str] | list[PathLike] | tuple[PathLike, ...],
+    system: str = "any",
+    device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
+    power_w: float | None = None,
+    price_per_gpu_hour: Prices | None = None,
+    progress: Progress | None = None,
+    **knobs: Unpack[Knobs],
+) -> ClustersResult: ...
+@overload
+def what_if(
+    *,
+    from_: PathLike | Sequence[PathLike],
+    set: Mapping[str, str | float] | None = None,
+    cluster: PathLike | None = None,
+    from_datasheet: str | None = None,
+    device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
+    power_w: float | None = None,
+    price_per_gpu_hour: float | None = None,
+) -> WhatIfResult: ...
+@with_names_checked(others=ARGUMENTS)
+def what_if(
+    model: PathLike | Model | None = None,
+    *,
+    seq_len: int | str | None = None,
+    cluster: PathLike | Sequence[PathLike] | None = None,
+    from_datasheet: str | None = None,
+    from_: PathLike | Sequence[PathLike] | None = None,
+    set: Mapping[str, str | float] | None = None,
+    system: str = "any",
+    device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
+    power_w: float | None = None,
+    top: int = 10,
+    pareto: bool = False,
+    one_more_gib: bool = False,
+    price_per_gpu_hour: Prices | None = None,
+    progress: Progress | None = None,
+    **knobs: Unpack[Knobs],
+) -> WhatIfResult | ClustersResult:
     """Search every knob that is not pinned, and rank the plans, as ``memo-sim what-if`` does.
 
     ``model`` is a preset's name, a file or a ``Model``; ``seq_len`` a number of tokens or text such as ``"64k"``;
-    ``cluster`` a name or a file, and ``from_datasheet`` a GPU in its place, as the option describes it.
-    ``price_per_gpu_hour`` is in any currency, and adds prices to ``summary``. ``progress`` receives (plans done, plans
-    in all).
+    ``cluster`` a name or a file, and ``from_datasheet`` a GPU in its place, as the option describes it. A list of
+    clusters is asked about each of them, and ranked. ``price_per_gpu_hour`` is in any currency, and adds prices to
+    ``summary``; of several clusters it may be a mapping from a GPU or a cluster to its price. ``progress`` receives
+    (plans done, plans in all).
+
+    With ``from_`` in place of ``model`` and ``seq_len``, the job of another framework is priced as it is: its script or
+    configuration, several of them, or its command as text. ``set`` gives values that the files leave open.
 
     Raises:
         UsageError: when a name or a value is wrong, or knobs contradict each other or the cluster.
         BadInput: when a file cannot be read.
     """
     values = {"model": model, "cluster": cluster, "seq_len": seq_len, "system": system, **knobs}
-    values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
-    values |= {"from_datasheet": from_datasheet, "power_w": power_w}
-    question = named_values.question_of(values)
-    return answered(
-        question,
-        top=top,
-        pareto=pareto,
-        one_more_gib=one_more_gib,
-        price_per_gpu_hour=price_per_gpu_hour,
-        progress=progress,
-        command=_call("what_if", values),
-    )
+    machine: dict[str, Any] = {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib}
+    machine |= {"safety_gib": safety_gib, "from_datasheet": from_datasheet, "power_w": power_w}
+    command = _call("what_if", {"from_": from_, "set": set, **values, **machine})
+    wanted: dict[str, Any] = {"top": top, "pareto": pareto, "one_more_gib": one_more_gib}
+    searched = [name for name, value in wanted.items() if value != _SEARCHED[name]]
+
+    def ask(one: object, price: object) -> WhatIfResult:
+        asked = {**values, **machine, "cluster": one}
+        if from_ is not None:
+            return _priced_job(from_, set, asked, price, command)
+        question = named_values.question_of(asked)
+        (per_hour,) = named_values.prices_of(price, [question.cluster.name])
+        return answered(question, **wanted, price_per_gpu_hour=per_hour, progress=progress, command=command)
+
+    if from_ is None and set is not None:
+        raise UsageError("set is about the files of from_", got=repr(set), hint='what_if(from_="train.sh", set={...})')
+    if from_ is not None:
+        given = [name for name, value in values.items() if name != "cluster" and value not in (None, "any")]
+        if given or searched:
+            hint = "leave these out: the files say them"
+            raise UsageError("from_ is priced as it is", got=", ".join([*given, *searched]), hint=hint)
+    if isinstance(cluster, str) and "," in cluster and not (is_datasheet(cluster) or os.path.exists(cluster)):
+        hint = f"cluster={cluster.split(',')}"
+        raise UsageError("several clusters are a list", got=repr(cluster), hint=hint)
+    if not isinstance(cluster, list | tuple):
+        return ask(cluster, price_per_gpu_hour)
+    if searched:
+        raise UsageError("not for several clusters at once", got=", ".join(searched), hint="name one cluster")
+    names = list(map(os.fspath, cluster))
+    check_clusters(names)
+    known = [load_cluster(name)[0].name for name in names]
+    prices = named_values.prices_of(price_per_gpu_hour, known)
+    return ranked([ask(name, price) for name, price in zip(names, prices, strict=True)], priced=None not in prices)
+
+
+_SEARCHED = {"top": 10, "pareto": False, "one_more_gib": False}
+"""What only a search of one cluster can answer, with its defaults."""
+
+
+def _priced_job(
+    files: object, given: Mapping[str, str | float] | None, values: Mapping[str, Any], price: object, command: str
+) -> WhatIfResult:
+    from memo_sim.answers.import_job import checked_given, question_of_files
+
+    paths = _paths(files)
+    plan, question = question_of_files(paths, checked_given(given or {}), values)
+    (per_hour,) = named_values.prices_of(price, [question.cluster.name])
+    return priced(plan, question, where=paths[0], price_per_gpu_hour=per_hour, command=command)
+
+
+def check_clusters(names: Sequence[str]) -> None:
+    """Refuse an empty list of clusters, and one that names a cluster twice.
+
+    Raises:
+        UsageError: naming them.
+    """
+    if not names:
+        raise UsageError("a list of clusters is empty", wanted='cluster="h100-1x8", or several in a list')
+    if len(dict.fromkeys(names)) < len(names):
+        raise UsageError("a cluster is named twice", got=",".join(names), hint="name each once")
+
+
+def ranked(found: Sequence[WhatIfResult], *, priced: bool) -> ClustersResult:
+    """Return the answers about several clusters in one, the best cluster first; ``priced``: every one has a price."""
+    document = several_clusters([each.document for each in found], priced=priced)
+    by_document = {id(each.document): each for each in found}
+    return ClustersResult(document, [by_document[id(result)] for result in document.results])
 
 
 @with_names_checked(others=ARGUMENTS)
@@ -596,6 +287,275 @@ def longest(
     )
 
 
+@with_names_checked(others=ARGUMENTS)
+def gpus(
+    model: PathLike | Model,
+    *,
+    seq_len: int | str,
+    cluster: PathLike | Sequence[PathLike] | None = None,
+    from_datasheet: str | None = None,
+    within: float | str | None = None,
+    most_gpus: int = gpus_answer.MOST_DEVICES,
+    system: str = "any",
+    device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
+    power_w: float | None = None,
+    price_per_gpu_hour: Prices | None = None,
+    progress: Progress | None = None,
+    **knobs: Unpack[Knobs],
+) -> GpusResult:
+    """Find how many GPUs are needed, of which kind, and what they cost, as ``memo-sim gpus`` does.
+
+    ``cluster`` has one or several kinds of GPU: ``"h100"``, ``"h100-ndr4"``, a cluster's name or file, a profile file;
+    without one, a800, h100, h200 and b200 are compared. ``within`` is the time that a step may take, in seconds or as
+    text such as ``"10m"``. ``progress`` receives (numbers of GPUs tried, most to try).
+
+    Raises:
+        UsageError: as in ``what_if``.
+        BadInput: when a file cannot be read.
+    """
+    values = {"model": model, "seq_len": seq_len, "system": system, **knobs}
+    values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
+    values |= {"power_w": power_w}
+    kinds = load_gpu_kinds(None if cluster is None else _paths(cluster), from_datasheet)
+    named = {"cluster": cluster, "from_datasheet": from_datasheet, "within": within}
+    return gpus_of(
+        [(kind, named_values.question_on(values, kind.cluster, kind.hardware, fill=False)) for kind in kinds],
+        within=within,
+        most_gpus=most_gpus,
+        prices=named_values.prices_of(price_per_gpu_hour, [kind.name for kind in kinds]),
+        progress=progress,
+        command=_call("gpus", {**values, **named}),
+    )
+
+
+@overload
+def oom(
+    model: PathLike | Model,
+    *,
+    seq_len: int | str,
+    cluster: PathLike | None = None,
+    from_datasheet: str | None = None,
+    system: str = "any",
+    device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
+    power_w: float | None = None,
+    progress: Progress | None = None,
+    **knobs: Unpack[Knobs],
+) -> OomResult: ...
+@overload
+def oom(model: WhatIfResult, *, progress: Progress | None = None) -> OomResult: ...
+@overload
+def oom(
+    *,
+    plan: Plan | PathLike,
+    cluster: PathLike | None = None,
+    from_datasheet: str | None = None,
+    device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
+    power_w: float | None = None,
+    progress: Progress | None = None,
+) -> OomResult: ...
+@with_names_checked(others=ARGUMENTS)
+def oom(
+    model: PathLike | Model | WhatIfResult | None = None,
+    *,
+    seq_len: int | str | None = None,
+    plan: Plan | PathLike | None = None,
+    cluster: PathLike | None = None,
+    from_datasheet: str | None = None,
+    system: str = "any",
+    device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    safety_gib: float | None = None,
+    power_w: float | None = None,
+    progress: Progress | None = None,
+    **knobs: Unpack[Knobs],
+) -> OomResult:
+    """Say why a run is out of memory, and which single changes make it fit, as ``memo-sim oom`` does.
+
+    The run is a question, as of ``what_if``, a plan, or an answer of ``what_if`` or ``simulate``. A plan is on the
+    cluster that it names, unless another one is given. ``progress`` receives (changes evaluated, all).
+
+    Raises:
+        UsageError: as in ``what_if``.
+        BadInput: when a file cannot be read.
+        Infeasible: when no plan can be evaluated at all.
+    """
+    values = {"model": model, "seq_len": seq_len, "cluster": cluster, "from_datasheet": from_datasheet, **knobs}
+    machine = {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
+    machine |= {"power_w": power_w}
+    if isinstance(model, WhatIfResult) or plan is not None:
+        decided = {"system": None if system == "any" else system, **values, **machine}
+        of_plan = plan is not None and not isinstance(model, WhatIfResult)
+        allowed = ("cluster", "from_datasheet", *machine) if of_plan else ("model",)
+        if given := [name for name, value in decided.items() if value is not None and name not in allowed]:
+            hint = "leave these out, or ask about a model in its place"
+            raise UsageError("the run is decided already", got=", ".join(given), hint=hint)
+    command = _call("oom", {"model": model, "plan": plan, **values, **machine})
+    if isinstance(model, WhatIfResult):
+        return oom_of(model.question, model.given, progress=progress, command=model.command)
+    if plan is None:
+        question = named_values.question_of({**values, "system": system, **machine})
+        return oom_of(question, None, progress=progress, command=command)
+    document = plan if isinstance(plan, Plan) else load_plan(plan)
+    there = {"cluster": cluster, "from_datasheet": from_datasheet, **machine}
+    return oom_of(_question_of_plan(document, there), document, progress=progress, command=command)
+
+
+def oom_of(question: Question, plan: Plan | None, *, progress: Progress | None = None, command: str = "") -> OomResult:
+    """Return why a question, or a plan on its machine, is short of memory.
+
+    Raises:
+        UsageError, Infeasible: as ``oom``.
+    """
+    if plan is not None:
+        question = question_of_plan(plan.decisions, question.cluster, question.hardware, system=plan.provenance.system)
+    return OomResult(shortage_answer.shortage(question, of_plan=plan is not None, progress=progress), command)
+
+
+@with_names_checked()
+def explain(
+    explained: PathLike | Plan | Result | WhatIfResult,
+    *,
+    cluster: PathLike | None = None,
+    progress: Progress | None = None,
+) -> ExplainResult:
+    """Say what binds a plan, what would help most and by how much, and why rivals lose, as ``memo-sim explain`` does.
+
+    ``explained`` is a plan, a result or an answer of ``what_if``, or a file. ``progress`` receives (simulations done,
+    all).
+
+    Raises:
+        UsageError: when the cluster is not known, or no plan of the result fits.
+        BadInput: when a file cannot be read, or the plan does not fit the cluster.
+        Infeasible: when no plan of an answer fits.
+    """
+    named = None if cluster is None else os.fspath(cluster)
+    if isinstance(explained, WhatIfResult) and named is None:
+        given, system = explained.as_given("the plan"), explained.question.system
+        rows = explained.plans if explained.given is None else None
+        return ExplainResult(explanation_answer.explain_given(given, system, rows, progress=progress))
+    asked = explained.plan if isinstance(explained, WhatIfResult) else explained
+    asked = Path(asked) if isinstance(asked, os.PathLike) else asked
+    return ExplainResult(explanation_answer.explain(asked, cluster=named, progress=progress))
+
+
+@with_names_checked()
+def export(
+    plan: PathLike | Plan | WhatIfResult,
+    *,
+    to: FrameworkName,
+    directory: PathLike | None = None,
+    cluster: PathLike | None = None,
+    launcher: Launcher = "torchrun",
+) -> ExportResult:
+    """Make the files by which another framework runs a plan, and say what is lost, as ``memo-sim export`` does.
+
+    With ``directory``, a new or empty folder, they are written there. Where the plan does not fit as the framework
+    would run it, the result's ``fits`` is False.
+
+    Raises:
+        UsageError: when a name is wrong, the plan's cluster is not known, or the folder cannot be written.
+        BadInput: when a file cannot be read.
+        Infeasible: when the framework can run nothing near to the plan, or no plan of an answer fits.
+    """
+    from memo_sim.answers.export_plan import export_plan
+    from memo_sim.interchange.frameworks import find_framework
+
+    folder = None if directory is None else Path(directory)
+    if folder is not None:
+        codec.check_new_folder(folder)
+    asked = "" if cluster is None else os.fspath(cluster)
+    if isinstance(plan, WhatIfResult):
+        document, machine = plan.plan, (plan.question.cluster, plan.question.hardware)
+    else:
+        document = plan if isinstance(plan, Plan) else load_plan(plan)
+        asked = _cluster_of_plan(document, cluster)
+    if asked:
+        machine = load_cluster(asked)
+    made = export_plan(document, find_framework(to), *machine, launcher, asked=asked)
+    if folder is not None:
+        codec.write_folder(folder, made.files)
+    return ExportResult(made, folder)
+
+
+@with_names_checked()
+def import_job(
+    files: PathLike | Sequence[PathLike],
+    *,
+    cluster: PathLike | None = None,
+    framework: FrameworkName | None = None,
+    set: Mapping[str, str | float] | None = None,
+    search: bool = True,
+    progress: Progress | None = None,
+) -> ImportResult:
+    """Read a job of another framework: what it says, costs, and what would be better, as ``memo-sim import`` does.
+
+    ``files`` is its script or configuration, several of them, or its command as text. ``set`` gives values that the
+    files leave open. Costs, and with ``search`` better plans, need ``cluster``. ``what_if(from_=files)`` prices the job
+    as a plan.
+
+    Raises:
+        UsageError: when a name or a value is wrong, or the job needs more devices than there are.
+        BadInput: when a file cannot be read, is no framework's, or does not say what memo needs.
+        Infeasible: when no plan can have the job's decisions.
+    """
+    from memo_sim.answers.import_job import checked_given
+    from memo_sim.answers.import_job import import_job as imported
+
+    machine = None if cluster is None else load_cluster(os.fspath(cluster))
+    given = checked_given(set or {})
+    asked: dict[str, Any] = {"framework": framework, "machine": machine, "search": search, "progress": progress}
+    return ImportResult(imported(_paths(files), given, **asked))
+
+
+@with_names_checked()
+def doctor(
+    *,
+    trace: PathLike | None = None,
+    memory: PathLike | None = None,
+    cluster: PathLike | None = None,
+    config: PathLike | Sequence[PathLike] | None = None,
+    framework: FrameworkName | None = None,
+    set: Mapping[str, str | float] | None = None,
+    search: bool = True,
+    nccl_tests: PathLike | Sequence[PathLike] = (),
+    nvbandwidth: PathLike | None = None,
+    progress: Progress | None = None,
+) -> DoctorResult:
+    """Hold a recorded step of your own job against a profile, as ``memo-sim doctor`` does.
+
+    ``trace`` is a PyTorch profiler trace with shapes, or a folder with one of each rank; ``memory`` a memory snapshot
+    of the same job; ``nccl_tests`` and ``nvbandwidth`` outputs of these programs. ``config`` is the job's script or
+    configuration, which is priced with the measured rates; ``framework``, ``set`` and ``search`` as in ``import_job``.
+    ``progress`` receives (plans done, all) of that.
+
+    Raises:
+        UsageError: when nothing is given, or no profile is known for the trace's device.
+        BadInput: when a file is not what it should be.
+    """
+    from memo_sim.answers.doctor import OwnJob, diagnose
+    from memo_sim.answers.import_job import checked_given
+
+    job = None
+    if config is not None:
+        job = OwnJob(_paths(config), checked_given(set or {}), framework=framework, search=search)
+    elif framework is not None or set is not None:
+        raise UsageError("these are about the files of a job", got="framework, set", wanted="config=FILE")
+    files = {"trace": trace, "memory": memory, "cluster": cluster, "nvbandwidth": nvbandwidth}
+    named = {name: None if path is None else os.fspath(path) for name, path in files.items()}
+    return DoctorResult(diagnose(**named, nccl_tests=_paths(nccl_tests), job=job, progress=progress))
+
+
+def _paths(given: Any) -> list[str]:
+    """Return one path, or the paths of a list, as text."""
+    return list(map(os.fspath, given)) if isinstance(given, list | tuple) else [os.fspath(given)]
+
+
 @with_names_checked()
 def simulate(
     plan: Plan | PathLike,
@@ -616,13 +576,28 @@ def simulate(
         BadInput: when a file cannot be read, or the plan cannot be played.
     """
     document = plan if isinstance(plan, Plan) else load_plan(plan)
-    if cluster is None and not document.provenance.cluster:
-        raise UsageError("the plan does not say which cluster it was made for", hint='give one: cluster="h100-1x8"')
-    values = {"cluster": cluster or document.provenance.cluster, "power_w": power_w}
+    values = {"cluster": cluster, "power_w": power_w}
     values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
-    question = named_values.question_about(document, values)
+    question = _question_of_plan(document, values)
     call = _call("simulate", {"plan": plan, **values})
     return priced(document, question, where=plan, price_per_gpu_hour=price_per_gpu_hour, command=call)
+
+
+def _question_of_plan(plan: Plan, values: Mapping[str, Any]) -> Question:
+    """Return the question about a plan on the machine of the values, or on the cluster that the plan names.
+
+    Raises:
+        UsageError: when it names none.
+    """
+    if values.get("from_datasheet") is not None:
+        return named_values.question_about(plan, values)
+    return named_values.question_about(plan, {**values, "cluster": _cluster_of_plan(plan, values.get("cluster"))})
+
+
+def _cluster_of_plan(plan: Plan, cluster: PathLike | None) -> str:
+    if cluster is None and not plan.provenance.cluster:
+        raise UsageError("the plan does not say which cluster it was made for", hint='give one: cluster="h100-1x8"')
+    return os.fspath(cluster or plan.provenance.cluster)
 
 
 @with_names_checked()
@@ -687,7 +662,9 @@ def compare(
             case _:
                 sides.append(one)
     named = None if cluster is None else os.fspath(cluster)
-    return CompareResult(difference_answer.compare(sides, cluster=named, progress=progress))
+    called = ", ".join(repr(os.fspath(one)) if isinstance(one, str | os.PathLike) else "..." for one in compared)
+    made = difference_answer.compare(sides, cluster=named, progress=progress)
+    return CompareResult(made, one_line(f"memo_sim.compare({called})"))
 
 
 @with_names_checked()
@@ -755,7 +732,7 @@ def answered(
     """
     if top < 1:
         raise UsageError("not a number of plans", got=top, wanted="from 1")
-    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *PRICES)
+    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *named_values.PRICES)
     try:
         answer = what_if_answer.what_if(
             question, top=top, pareto=pareto, price_per_device_hour=price_per_gpu_hour, progress=progress
@@ -780,13 +757,13 @@ def priced(
     Raises:
         BadInput: when the plan cannot be played.
     """
-    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *PRICES)
+    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *named_values.PRICES)
     try:
         with codec.of_file("the plan" if isinstance(where, Plan) else Path(where)):
             answer = what_if_answer.price(plan, question, price_per_device_hour=price_per_gpu_hour)
     except Infeasible as error:
-        return WhatIfResult(question, what_if_answer.without_answer(question, error), None, command, error)
-    return WhatIfResult(question, answer.result, answer, command)
+        return WhatIfResult(question, what_if_answer.without_answer(question, error), None, command, error, plan)
+    return WhatIfResult(question, answer.result, answer, command, given=plan)
 
 
 def longest_of(
@@ -806,55 +783,40 @@ def longest_of(
     """
     tokens = parse_tokens(str(step), option="--step")
     named_values.number("max_step_s", max_step_s, *SECONDS)
-    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *PRICES)
+    named_values.number("price_per_gpu_hour", price_per_gpu_hour, *named_values.PRICES)
     limits = {"most_step_s": max_step_s, "price_per_device_hour": price_per_gpu_hour}
     found = longest_answer.longest(question, step_tokens=tokens, **limits, progress=progress)
     if one_more_gib:
         found = more_memory.with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
     if found.answer is None:
-        return LongestResult(found.document, None)
-    return LongestResult(found.document, WhatIfResult(found.question, found.answer.result, found.answer, command))
+        return LongestResult(found.document, None, command)
+    answer = WhatIfResult(found.question, found.answer.result, found.answer, command)
+    return LongestResult(found.document, answer, command)
 
 
-_HEADS = (
-    "",
-    "status",
-    "system",
-    "layout",
-    "alpha",
-    "recompute",
-    "step",
-    "MFU %",
-    "tokens/GPU/s",
-    "device GiB",
-    "host GiB/node",
-)
+def gpus_of(
+    questions: Sequence[tuple[GpuKind, Question]],
+    *,
+    within: float | str | None = None,
+    most_gpus: int = gpus_answer.MOST_DEVICES,
+    prices: Sequence[float | None] = (),
+    progress: Progress | None = None,
+    command: str = "",
+) -> GpusResult:
+    """Return how many GPUs of each kind a question needs; ``within`` and ``prices`` as in ``gpus``, one for each kind.
 
-
-def _cells(rank: int, plan: PlanRow) -> list[str | None]:
-    return [
-        str(rank),
-        plan.status,
-        plan.system,
-        layout_label(plan.layout),
-        f"{plan.alpha:.3f}",
-        plan.recompute,
-        None if plan.step_s is None else format_seconds(plan.step_s),
-        None if plan.mfu is None else f"{100 * plan.mfu:.2f}",
-        None if plan.tgs is None else f"{plan.tgs:.1f}",
-        f"{plan.peak_device_bytes / GIB:.2f}",
-        f"{plan.peak_host_bytes_per_node / GIB:.2f}",
-    ]
-
-
-def _title(document: Result) -> str:
-    return f"{one_line(document.model)} on {one_line(document.cluster)}, {format_tokens(document.seq_tokens)} tokens"
-
-
-def _in_short(best: PlanRow | None) -> str:
-    if best is None or best.step_s is None:
-        return "no plan fits"
-    return f"{layout_label(best.layout)}, {format_seconds(best.step_s)}"
+    Raises:
+        UsageError: when a value is wrong, or pinned knobs contradict each other on every number.
+    """
+    if most_gpus < 1:
+        raise UsageError("not a number of GPUs", got=most_gpus, wanted="from 1")
+    text = parse_duration(within, option="--within") if isinstance(within, str) else within
+    limits: dict[str, Any] = {"within_s": named_values.number("within", text, *SECONDS), "most_devices": most_gpus}
+    found = gpus_answer.gpus(questions, **limits, prices=prices, progress=progress)
+    if found.answer is None or found.question is None:
+        return GpusResult(found.document, None, command)
+    answer = WhatIfResult(found.question, found.answer.result, found.answer, command)
+    return GpusResult(found.document, answer, command)
 
 
 def _call(function: str, values: Mapping[str, object]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -97,7 +98,9 @@ IN_JSON, IN_TEXT = 10, 3
     type=click.Path(),
     help="Write the best plan, its trace and placement beside it.",
 )
-@click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png, .svg, .pdf).")
+@click.option(
+    "--plot", type=click.Path(), help="Draw the best plan's timeline, with --pareto the front (.png, .svg, .pdf)."
+)
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
 @click.option("--full-trace", is_flag=True, help="With --trace: the instructions of every micro-batch.")
 @click.option("--report", type=click.Path(), help="Write the answer as one HTML page that opens offline.")
@@ -137,6 +140,7 @@ def what_if_command(**options: Any) -> None:
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
 @click.option("--plot", type=click.Path(), help="Draw its timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
+@click.option("--report", type=click.Path(), help="Write the answer as one HTML page that opens offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.longest/2 document.")
 def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, **options: Any) -> None:
     """Find the longest sequence that fits, to a step: the fastest plan there, and what bounds it.
@@ -154,7 +158,9 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     ask = partial(longest_of, question, **wanted, price_per_gpu_hour=price, command=command_line("memo-sim"))
     found = with_progress("lengths", lambda tell: ask(progress=tell))
     if found.at_longest is not None:
-        found.at_longest.write(outputs)
+        found.at_longest.write(replace(outputs, report=None))
+    if outputs.report is not None:
+        found.save_report(outputs.report, plan=outputs.plan)
     if options["as_json"]:
         show_document(found.to_json().encode())
     else:

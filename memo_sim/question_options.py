@@ -65,16 +65,13 @@ FROM_DATASHEET = click.option(
     help=f"In place of --cluster: rough figures of a GPU, {EXAMPLE} (memo-sim datasheet --help has every key).",
 )
 SYSTEM = click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
-MEMORY = (
-    click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
-    click.option("--host-memory-gib", type=Finite(*MEMORY_GIB), help="Of one node, instead of its own."),
-    click.option(
-        "--safety-gib", type=Finite(0, MEMORY_GIB[1]), help="Device memory to keep free, beside the reserve [0]."
-    ),
+OF_THE_MACHINE: tuple[tuple[str, Finite, str], ...] = (
+    ("--device-memory-gib", Finite(*MEMORY_GIB), "Instead of the profile's."),
+    ("--host-memory-gib", Finite(*MEMORY_GIB), "Of one node, instead of its own."),
+    ("--safety-gib", Finite(0, MEMORY_GIB[1]), "Device memory to keep free, beside the reserve [0]."),
+    ("--power-w", Finite(*POWER_W), "Power limit of a device in watts, instead of its board's."),
 )
-POWER = click.option(
-    "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
-)
+"""Options of the cluster's devices: name, kind, help."""
 COMPILED = click.option(
     "--compile/--eager",
     "compiled",
@@ -96,15 +93,53 @@ def cluster_options(command: Command) -> Command:
     return CLUSTER(FROM_DATASHEET(command))
 
 
-def question_options(command: Command) -> Command:
-    """Give ``command`` the options of a question beside the model and the sequence: one for each knob."""
-    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), COMPILED, *MEMORY, POWER)):
+def question_options(command: Command, *, several: bool = False) -> Command:
+    """Give ``command`` the options of a question beside the model and the sequence: one for each knob.
+
+    ``several``: an option that takes a value takes several, joined by commas.
+    """
+    knobs = [_option(knob, several=several) for knob in ON_COMMAND_LINE]
+    machine = [
+        click.option(name, type=Several(kind), metavar="X,...", help=text)
+        if several
+        else click.option(name, type=kind, help=text)
+        for name, kind, text in OF_THE_MACHINE
+    ]
+    for option in reversed((SYSTEM, *knobs, COMPILED, *machine)):
         command = option(command)
     return command
 
 
-def _option(knob: Knob) -> Callable[[Command], Command]:
-    """Return the option of a knob; its value is stored under the knob's name."""
+class Several(click.ParamType):  # type: ignore[type-arg]  # only the newest click has arguments
+    """Values of another kind, joined by commas: a list where there are several, else the value alone."""
+
+    def __init__(self, each: Any) -> None:
+        self.each = each
+        self.name = each.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the values, or fail with the option's name."""
+        if not isinstance(value, str):
+            return self.each.convert(value, param, ctx)
+        found = [self.each.convert(text.strip(), param, ctx) for text in value.split(",")]
+        if "" in found:
+            self.fail(f"{value!r} has an empty value: no comma at the end.", param, ctx)
+        return found if len(found) > 1 else found[0]
+
+
+def swept_options(command: Command) -> Command:
+    """Give ``command`` the same options, of which each that takes a value takes several, joined by commas.
+
+    A knob whose value is a list itself stays as it is.
+    """
+    return question_options(command, several=True)
+
+
+def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
+    """Return the option of a knob; its value is stored under the knob's name.
+
+    ``several``: values joined by commas, unless a value has commas itself.
+    """
     names, attributes = knob.option, Options(help=knob.help, default=knob.default, show_default=True)
     if knob.unless_given:
         attributes |= {"default": None, "show_default": knob.unless_given}
@@ -129,6 +164,10 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
             attributes |= {"is_flag": True, "show_default": False}
+    if several and not isinstance(knob.kind, Numbers | Switch | Flag):
+        attributes["type"] = Several(attributes.get("type", click.STRING))
+        shown = "|".join(knob.kind.words) if isinstance(knob.kind, OneOf) else attributes.get("metavar", "N")
+        attributes["metavar"] = f"{shown},..."
     return click.option(names, knob.name, **attributes)
 
 
@@ -143,16 +182,18 @@ def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None,
     """
     from memo_sim.answers.what_if import Outputs
     from memo_sim.contract.catalog import profile_path
+    from memo_sim.contract.interchange import is_command
 
     plan, picture, timeline, report = (
         Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
     )
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options.get(n))
-    read += tuple(map(Path, options.get("job_paths", ())))
+    read += tuple(Path(name) for name in options.get("job_paths", ()) if not is_command(name))
     full = bool(options.get("full_trace"))
     if full and timeline is None:
         raise UsageError("--full-trace is about the file of --trace", hint="add --trace FILE")
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, report=report, full_timeline=full, read=read)
+    outputs = replace(outputs, pareto_picture=bool(options.get("pareto")))
     outputs.check()
     given, question = question_of(options, fill=fill)
     if options["cluster"] is not None:
@@ -191,13 +232,12 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     if given := typed(*OF_A_SEARCH):
         hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
         raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    values, system = {name: options[name] for name in OF_A_MACHINE}, ""
-    if plan is None:
-        from memo_sim.answers.import_job import parse_given, plan_of_files
+    values = {name: options[name] for name in OF_A_MACHINE}
+    if plan is not None:
+        return plan, named_values.question_about(plan, values)
+    from memo_sim.answers.import_job import parse_given, question_of_files
 
-        machine = named_values.machine_of(values)
-        plan, system = plan_of_files(job_paths, parse_given(given_values), None, machine)
-    return plan, named_values.question_about(plan, values, system=system)
+    return question_of_files(job_paths, parse_given(given_values), values)
 
 
 def question_on(options: Options, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
@@ -246,16 +286,11 @@ def prices_of(options: Options, names: Sequence[str]) -> list[float | None]:
     Raises:
         UsageError: when the text is no price, or a price is of none of them.
     """
+    from memo_sim.answers import named_values
     from memo_sim.contract.units import parse_prices
 
     text = options["price_per_gpu_hour"]
-    if text is None:
-        return [None for _ in names]
-    given = parse_prices(text, option=PRICED_BY)
-    keys = [next((key for key in (name, name.partition("-")[0], "") if key in given), None) for name in names]
-    if unused := [key for key in given if key and key not in keys]:
-        raise UsageError("a price of what is not asked about", got=", ".join(unused), wanted=", ".join(names))
-    return [None if key is None else given[key] for key in keys]
+    return named_values.prices_of(None if text is None else parse_prices(text, option=PRICED_BY), names)
 
 
 def gpu_kinds(options: Options) -> list[GpuKind]:
@@ -265,14 +300,10 @@ def gpu_kinds(options: Options) -> list[GpuKind]:
         UsageError: when what is given names no kind, or one twice.
         BadInput: when a file cannot be read.
     """
-    from memo_sim.contract.gpu_kind import DEFAULT_KINDS, load_gpu_kind
+    from memo_sim.contract.gpu_kind import load_gpu_kinds
 
-    named, sheet = options["cluster"], options["from_datasheet"]
-    names = names_in(named) if named is not None else ([] if sheet is not None else list(DEFAULT_KINDS))
-    kinds = [load_gpu_kind(name) for name in [*names, *([sheet] if sheet is not None else [])]]
-    if len({kind.name for kind in kinds}) < len(kinds):
-        raise UsageError("a kind of GPU is named twice", got=", ".join(kind.name for kind in kinds))
-    return kinds
+    named = options["cluster"]
+    return load_gpu_kinds(None if named is None else names_in(named), options["from_datasheet"])
 
 
 def names_in(text: str, *, where: str = "--cluster") -> list[str]:

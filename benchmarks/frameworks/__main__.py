@@ -53,12 +53,25 @@ def _listed(make: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
     return list(make(*arguments))
 
 
+TEXT = (
+    "Measure the operators that frameworks use (row-wise kernels, matrix products, whole layers) once on this machine's"
+    " GPU, and write their times to a file."
+)
+
+
 def main() -> int:
     """Measure, write the file, and return the exit status: 1 when a part failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--budget-s", type=float, default=200.0, help="no part starts after so many seconds")
-    parser.add_argument("--only", action="append", help="run only the parts whose name begins so (repeat for several)")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=TEXT)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="JSON file for the measured times")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=200.0,
+        help="start no further part after this many seconds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only", action="append", help="run only parts whose name begins with this text (repeat for several)"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.stderr.write("benchmarks.frameworks: a CUDA device is needed\n")

@@ -46,9 +46,21 @@ def main() -> int:
         return 130
 
 
+TEXT = (
+    "Run and measure memo on this machine's GPU: tests on the GPU (checks), a profile (calibrate), training steps"
+    " beside their predictions (suite), the same steps in other frameworks (rivals), and the longest sequence that"
+    " trains (longest). Without --only all parts run in this order, until the time limit."
+)
+
+
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="time limit of the whole run, in seconds")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=TEXT)
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=BUDGET_S,
+        help="time limit of the whole run, in seconds (default: %(default)s)",
+    )
     parser.add_argument("--only", choices=PARTS, action="append", help="run only this part (repeat for several)")
     parser.add_argument("--profile", help="profile file or cluster name to use instead of the profile calibrated here")
     parser.add_argument("--lengths", help="sequence lengths of suite and rivals, in this order, such as 128k,64k")

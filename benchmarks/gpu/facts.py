@@ -29,9 +29,15 @@ MOST_SHARE = 0.5
 """Largest share of the free host memory that is pinned."""
 
 
+TEXT = (
+    "Write facts about this machine, and how fast it pins host memory, to machine.json in the results folder. Without a"
+    " GPU the memory is mapped but not pinned."
+)
+
+
 def main() -> int:
     """Write the facts and print them; return 6 if the memory cannot be pinned."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.facts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.facts", description=TEXT)
     parser.add_argument("--pin-gib", type=float, default=32.0, help="GiB of host memory to pin")
     options = parser.parse_args()
     folder = results_folder()

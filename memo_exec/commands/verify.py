@@ -7,14 +7,16 @@ rank plays its part, over NCCL on GPUs. A CPU computes in fp32, a GPU in the pla
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from memo_exec.commands.run import connected_groups, machine_text
+from memo_exec.commands.verify_bounds import BOUNDS
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.world import PATIENCE_S, Launch, World, device_of, joined, launched, side_by_side
@@ -25,7 +27,7 @@ from memo_exec.verification.play import Play, Played
 from memo_exec.verification.reduction import MOST_RANKS, reduced
 from memo_exec.verification.verify import CPU_ATTENTION, judge, play_here, plays_of
 from memo_sim.contract import codec
-from memo_sim.contract.errors import CannotRun, Infeasible
+from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.units import counted
 from memo_sim.contract.verdict import CheckResult, Verdict
@@ -53,8 +55,25 @@ class VerifyOptions:
     layers: int = 0
 
 
-def verify_plan(path: Path, options: VerifyOptions) -> Verdict | None:
+def verify_options(named: Mapping[str, Any]) -> VerifyOptions:
+    """Return the options by the names of the command line's; None: not given.
+
+    Raises:
+        UsageError: when a value is out of range.
+    """
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, (least, most) in BOUNDS.items():
+        if not least <= given.get(name, least) <= most:
+            raise UsageError(f"not a value of {name}", got=given[name], wanted=f"a whole number from {least} to {most}")
+    return VerifyOptions(**given)
+
+
+def verify_plan(
+    path: Path, options: VerifyOptions, *, note: Callable[[str], None] = lambda text: None
+) -> Verdict | None:
     """Return the verdict on a plan; None on every rank but the first.
+
+    ``note`` gets a line before each part of the work.
 
     Raises:
         BadInput: when the plan cannot be read, or is not what it pins.
@@ -70,6 +89,9 @@ def verify_plan(path: Path, options: VerifyOptions) -> Verdict | None:
     here = _reduced(plan.decisions, options, kind, launch)
     plays = plays_of(here, seed=options.seed, steps=options.steps)
     machine = machine_text(this_machine(sharing=launch.local_world)) if kind == "cuda" else _cpu_text()
+    if launch.rank == 0:
+        ranks = counted(here.layout.devices, "rank")
+        note(f"playing the plan at a reduced size, then keep-everything, on {ranks} ({kind})")
     if launch.world == 1:
         played = play_here(plays) if kind == "cpu" else _play_on_gpu(plays)
     else:
@@ -78,7 +100,9 @@ def verify_plan(path: Path, options: VerifyOptions) -> Verdict | None:
         if found is None:
             return None
         played = found
+    note(f"{time.perf_counter() - began:.0f} s: checking the programs at full size")
     checks = full_size_checks(plan.decisions)
+    note(f"{time.perf_counter() - began:.0f} s: comparing with keep-everything and plain autograd")
     verdict = judge(plan.decisions, plays, played, checks=checks, machine=machine)
     return msgspec.structs.replace(verdict, seconds=time.perf_counter() - began)
 

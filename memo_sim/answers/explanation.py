@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from pathlib import Path
 
 import msgspec
@@ -20,20 +21,25 @@ from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.explain.other_machine import MEMORIES, RATES, with_more
-from memo_sim.explain.remedies import Change, changes, evaluated
-from memo_sim.explain.runner_up import label, loss
-from memo_sim.planning.outcome import Evaluated, SearchResult
+from memo_sim.planning.arena import arena_of
+from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.planning.plan_question import question_of_plan, with_open_policy
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import best_with_more_memory, search
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.reasons.other_machine import MEMORIES, RATES, with_more
+from memo_sim.reasons.remedies import ANY_STEP_S, Change, Tried, both, changes, evaluated
+from memo_sim.reasons.runner_up import label, loss
 from memo_sim.views.plan_table import layout_label
 
 MORE = 1.25
 """How much more of a resource is asked about."""
 TWICE = 2
+MOST_PAIRS, MOST_IN_PAIRS = 12, 4
+"""Pairs of changes that are tried, and topics that they are made of on each side."""
+FREED, SLOWER = 0.05, 0.1
+"""A change that frees memory frees at least this fraction of the peak, and its step is at most so much longer."""
 COMPUTE = Lane.COMPUTE.label
 Explained = Plan | Result
 KINDS: tuple[type[Explained], ...] = (Plan, Result)
@@ -45,7 +51,8 @@ def explain(
     """Return the explanation of a plan, or of the best plan of a result, on ``cluster`` or on the one that it names.
 
     Rivals of a plan differ from it in one decision: a degree doubled and another one halved, another recompute or
-    alpha, ZeRO, states, loss, chunks, micro-batch or overlap. Rivals of a result are its ranked plans.
+    alpha, ZeRO, states, loss, chunks, micro-batch, overlap or schedule. Rivals of a result are its ranked plans; its
+    best plan is changed in the same way. Then the most promising changes are tried in pairs.
 
     Raises:
         UsageError: when the cluster is not known, or no plan of the result fits.
@@ -61,7 +68,18 @@ def explain(
         else:
             given, system = of_result(document, name, cluster=cluster), document.system
             rows = document.plans if cluster is None else None
-        return _Explaining(given, system, progress).explanation(rows)
+        return explain_given(given, system, rows, progress=progress)
+
+
+def explain_given(
+    given: GivenPlan, system: str, rows: list[PlanRow] | None, *, progress: Progress | None = None
+) -> Explanation:
+    """Return the explanation of a simulated plan; its rivals are ``rows`` but the first, or differ in one decision.
+
+    Raises:
+        BadInput: when the plan does not fit.
+    """
+    return _Explaining(given, system, progress).explanation(rows)
 
 
 @dataclass
@@ -83,14 +101,17 @@ class _Explaining:
                 hint="memo-sim oom --plan PLAN names ways out; or give another --cluster",
             )
         question = question_of_plan(given.decisions, given.cluster, given.hardware, system=self.system)
-        near = changes(question, given.decisions, near=True) if rows is None else []
-        self.steps = len(RATES) + len(MEMORIES) + 3 + len(near)
+        single = changes(question, given.decisions, near=True)
+        self.steps = len(RATES) + len(MEMORIES) + 3 + len(single) + MOST_PAIRS
         found = self._search(with_open_policy(question))
         best = found.best if found else None
         fixed = [self._with_rate(resource) for resource in RATES]
         searched = [self._with_memory(question, found, resource) for resource in MEMORIES]
         listed = [*fixed, *searched, self._twice_the_batch(), self._twice_the_micro_batch(question, best)]
         known = [each for each in listed if each is not None]
+        tried = self._tried(single)
+        one_changed = [rival for _, rival in tried]
+        two_changed, pairs_tried = self._pairs(question, [each for each, _ in tried])
         return Explanation(
             name=given.name,
             model=given.decisions.model.name,
@@ -102,12 +123,16 @@ class _Explaining:
             mfu=prediction.mfu,
             tgs=prediction.tgs,
             uses=uses(given.simulation),
-            rooms=rooms(given.simulation),
+            rooms=rooms(given.simulation, prediction=_placed(given.simulation)),
             searched_step_s=best.prediction.step_s if best else None,
             searched_plan=label(best) if best else "",
             sensitivities=sorted(known, key=lambda each: -(each.gain if each.gain is not None else -1.0)),
-            rivals=self._neighbours(question, near) if rows is None else _ranked(prediction, rows),
+            rivals=one_changed if rows is None else _ranked(prediction, rows),
             rivals_are="one decision changed" if rows is None else "ranked plans",
+            changed=[] if rows is None else one_changed,
+            changes_tried=len(tried),
+            pairs=two_changed,
+            pairs_tried=pairs_tried,
             notes=[given.note] if given.note else [],
         )
 
@@ -179,16 +204,60 @@ class _Explaining:
             reason=one.prediction.reason,
         )
 
-    def _neighbours(self, question: Question, near: list[Change]) -> list[Rival]:
-        found = dict[Decisions, tuple[Evaluated, Rival]]()
+    def _tried(self, listed: list[Change]) -> list[tuple[Tried, Rival]]:
+        """Return the changes that lead to a plan, each plan once, the fastest first."""
+        found = dict[Decisions, tuple[Tried, Rival]]()
         mine = self.given.simulation.prediction
-        for change in near:
+        for change in listed:
             one = evaluated(change, self.given.decisions)
             self._tell()
             if one is not None and one.decisions not in found:
                 rival = _rival(mine, one.prediction, plan=label(one), options=change.typed(one.decisions))
-                found[one.decisions] = (one, rival)
-        return [rival for _, rival in sorted(found.values(), key=lambda pair: pair[0].rank_key)]
+                found[one.decisions] = ((change, one), rival)
+        return sorted(found.values(), key=lambda pair: pair[0][1].rank_key)
+
+    def _pairs(self, question: Question, tried: list[Tried]) -> tuple[list[Rival], int]:
+        """Return the pairs that are faster than the plan and every single change, and how many were tried."""
+        given = self.given
+        together = [
+            change
+            for one, other in _promising(given.simulation.prediction, tried)
+            for change in both(question, one, other)
+        ]
+        found = self._tried(together[:MOST_PAIRS])
+        to_beat = min(_step_s(given.simulation.prediction), *(_step_s(one.prediction) for _, one in tried), ANY_STEP_S)
+        faster = [rival for (_, one), rival in found if ranked_s(_step_s(one.prediction)) < ranked_s(to_beat)]
+        return faster, len(found)
+
+
+def _promising(mine: Prediction, tried: list[Tried]) -> list[tuple[Tried, Tried]]:
+    """Return pairs of changes: two that are fast alone, or one that frees memory beside one that needs it.
+
+    ``tried`` has the fastest change first, and those that do not fit last.
+    """
+    fitting = [each for each in tried if each[1].prediction.step_s is not None]
+    faster = [each for each in fitting if _step_s(each[1].prediction) < _step_s(mine)]
+    freeing = [
+        each
+        for each in fitting
+        if each[1].prediction.peak_device_bytes < (1 - FREED) * mine.peak_device_bytes
+        and _step_s(each[1].prediction) < (1 + SLOWER) * _step_s(mine)
+    ]
+    needing = [each for each in tried if each[1].prediction.status == "gpu_oom"]
+    pairs = [*combinations(_topics(faster), 2), *product(_topics(freeing), _topics(needing))]
+    return [(one, other) for one, other in pairs if one[0].topic != other[0].topic]
+
+
+def _topics(tried: list[Tried]) -> list[Tried]:
+    """Return the first change of each of the first topics."""
+    found = dict[str, Tried]()
+    for each in tried:
+        found.setdefault(each[0].topic, each)
+    return list(found.values())[:MOST_IN_PAIRS]
+
+
+def _step_s(prediction: Prediction) -> float:
+    return ANY_STEP_S if prediction.step_s is None else prediction.step_s
 
 
 def _evaluated(decisions: Decisions, prediction: Prediction) -> Evaluated:
@@ -243,9 +312,20 @@ def uses(simulation: Simulation) -> list[Use]:
     return sorted(found, key=lambda use: (use.lane != COMPUTE, -use.compute_waits_s, -use.busy_s, use.lane))
 
 
-def rooms(simulation: Simulation) -> list[Room]:
-    """Return how full a device of the fullest stage is, and the fullest node's host memory."""
-    prediction, memory = simulation.prediction, simulation.memory
+def _placed(simulation: Simulation) -> Prediction:
+    """Return the prediction with the size of the planned arena, where memory is planned and it fits."""
+    if simulation.decisions.memory_policy != "planned":
+        return simulation.prediction
+    placed = arena_of(simulation).prediction
+    return placed if placed.status == "ok" else simulation.prediction
+
+
+def rooms(simulation: Simulation, *, prediction: Prediction | None = None) -> list[Room]:
+    """Return how full a device of the fullest stage is, and the fullest node's host memory.
+
+    ``prediction`` is that of the plan with its arena, where memory is planned.
+    """
+    prediction, memory = prediction or simulation.prediction, simulation.memory
     held, capacity = prediction.reserved_bytes, memory.device_capacity_bytes
     device = (prediction.peak_device_bytes if held is None else held) + memory.reserve_bytes
     host, there = prediction.peak_host_bytes_per_node, memory.host_capacity_bytes

@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 import memo_sim
+from memo_sim.answers.summary import device_memory
 from memo_sim.answers.what_if import price, row
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.codec import encode
 from memo_sim.contract.errors import Infeasible, MemoError, UsageError
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.interchange import Export, LostDecision, OwnDecision
+from memo_sim.contract.interchange import Export, Launcher, LostDecision, OwnDecision
 from memo_sim.contract.knobs import KNOBS
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Decisions, Plan, Prediction
+from memo_sim.contract.summary import DeviceMemory
 from memo_sim.contract.units import format_tokens
 from memo_sim.interchange.framework import Framework
 from memo_sim.interchange.job import Job, part_of
-from memo_sim.interchange.launch import Launcher, launch_of
+from memo_sim.interchange.launch import launch_of
+from memo_sim.interchange.memory_fraction import fraction_of
+from memo_sim.interchange.model_names import preset_of_shape
 from memo_sim.interchange.plan_paths import differences, plan_paths, value_at
-from memo_sim.planning.presets import known_system
+from memo_sim.interchange.reasons import option_of, reason
+from memo_sim.planning.allocator_limits import may_gain, with_best_limit
+from memo_sim.planning.outcome import Evaluated
+from memo_sim.planning.presets import Policy, known_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 from memo_sim.views.export_page import lost_page
 
 LOST_PAGE = "lost.md"
 PLAN_FILE = "plan.json"
+MODEL_FILE = "memo_model.json"
+"""The plan's model, where it is no preset."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +47,13 @@ class Exported:
 
     document: Export
     files: dict[str, bytes]
-    search_command: str
-    """What finds a plan that the framework can run whole."""
+    search: str
+    """The command that finds a plan which the framework can run whole; its model may be ``MODEL_FILE``."""
+
+    def search_command(self, folder: str) -> str:
+        """Return ``search`` for the files in ``folder``."""
+        path = shlex.quote(f"{folder}/{MODEL_FILE}")
+        return self.search.replace(f"what-if {MODEL_FILE}", f"what-if {path}", 1)
 
     @property
     def fits(self) -> bool:
@@ -48,11 +63,12 @@ class Exported:
 
 @dataclass(frozen=True)
 class _There:
-    """A job as the framework would run it, predicted."""
+    """A job as the framework would run it, predicted, and the memory of its fullest stage."""
 
     job: Job
     decisions: Decisions
     prediction: Prediction
+    memory: DeviceMemory
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -62,9 +78,17 @@ class _There:
 
 
 def export_plan(
-    plan: Plan, framework: Framework, cluster: Cluster, hardware: Hardware, launcher: Launcher = "torchrun"
+    plan: Plan,
+    framework: Framework,
+    cluster: Cluster,
+    hardware: Hardware,
+    launcher: Launcher = "torchrun",
+    *,
+    asked: str = "",
 ) -> Exported:
     """Return the files by which ``framework`` runs ``plan``, or what comes nearest to it, on a cluster.
+
+    ``asked``: how the cluster was named, for commands that name it again.
 
     Raises:
         Infeasible: when the framework can run nothing near to it.
@@ -72,9 +96,11 @@ def export_plan(
     """
     decisions = plan.decisions
     part_of(cluster, decisions.layout.devices)
-    there = _nearest(decisions, framework, cluster, hardware)
+    named, preset = asked or cluster.name, preset_of_shape(decisions.model)
+    there = _nearest(decisions, framework, cluster, hardware, named)
     layout = there.decisions.layout
-    launch = launch_of(layout.devices, cluster.devices_per_node, launcher)
+    fraction = fraction_of(there.decisions, there.memory.reserve_bytes, hardware.device_memory_bytes.value)
+    launch = launch_of(layout.devices, cluster.devices_per_node, launcher, fraction)
     where = f"{layout.devices} devices of {one_line(cluster.name)}"
     header = (
         f"Written by memo {memo_sim.__version__} for {framework.version}.",
@@ -89,36 +115,36 @@ def export_plan(
         seq_tokens=decisions.seq_tokens,
         system=known_system(plan.provenance.system),
     )
+    priced = price(plan, question).result
     document = Export(
         framework=framework.title,
         version=framework.version,
         system=framework.system,
         cluster=cluster.name,
-        files=[*written, LOST_PAGE, PLAN_FILE],
+        files=[*written, *([] if preset else [MODEL_FILE]), LOST_PAGE, PLAN_FILE],
         lost=_lost(decisions, there.decisions, framework),
         own=_own(decisions, there.decisions, framework),
-        plan=price(plan, question).result.plans[0],
+        plan=priced.plans[0],
         there=row(there.decisions, there.prediction, system=framework.system),
+        plan_memory=priced.summary.device_memory if priced.summary else None,
+        there_memory=there.memory,
     )
     files = {name: text.encode() for name, text in written.items()}
     files[LOST_PAGE] = lost_page(document).encode()
     files[PLAN_FILE] = encode(plan)
-    return Exported(document, files, search_command(decisions, framework, cluster))
+    if not preset:
+        files[MODEL_FILE] = encode(decisions.model)
+    return Exported(document, files, search_line(decisions, framework.system, named, preset or MODEL_FILE))
 
 
-def search_command(decisions: Decisions, framework: Framework, cluster: Cluster) -> str:
-    """Return the command line that searches a plan of the framework for the same question.
-
-    A search would find a limit of PyTorch's allocator again, which no framework has an option for.
-    """
-    asked = f"--cluster {shlex.quote(cluster.name)} --seq-len {format_tokens(decisions.seq_tokens)}"
+def search_line(decisions: Decisions, system: str, cluster: str, model: str) -> str:
+    """Return the command line that searches a plan of a system for a plan's question."""
+    asked = f"--cluster {shlex.quote(cluster)} --seq-len {format_tokens(decisions.seq_tokens)}"
     asked += f" --global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
-    whole = " --allocator-limit-gib 0" if decisions.allocator_limit_gib else ""
-    model = shlex.quote(decisions.model.name)
-    return f"memo-sim what-if {model} {asked} --system {framework.system}{whole} -o plan.json"
+    return f"memo-sim what-if {model} {asked} --system {system} -o plan.json"
 
 
-def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
+def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware, named: str) -> _There:
     """Return the fastest of the nearest jobs that fits, or the one that is nearest to fitting; equal ones first."""
     found, refused = list[_There](), list[MemoError]()
     if decisions.model.mixture:
@@ -129,36 +155,58 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             wanted="a model without experts",
             hint="memo-exec runs the plan itself",
         )
-    for job in framework.jobs(decisions):
+    for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)
         try:
             own = job.decisions(cluster, hardware, framework.system)
         except (Infeasible, UsageError) as error:
             refused.append(error)
             continue
-        one = _There(job, own, play(question, own).prediction)
+        played = play(question, own)
+        one = _There(job, own, played.prediction, device_memory(played, played.prediction, planned_arena=False))
         if own == decisions:
             return one
         found.append(one)
     if not found:
-        first = refused[0]
+        first, preset = refused[0], preset_of_shape(decisions.model)
+        searched = search_line(decisions, framework.system, named, preset) if preset else f"--system {framework.system}"
         raise Infeasible(
             f"{framework.title} can run nothing that comes near to this plan",
             where=first.where,
             got=f"{first.what}: {first.got}" if first.got else first.what,
             wanted=first.wanted,
-            hint=f"search a plan that it can run: {search_command(decisions, framework, cluster)}",
+            hint=f"search a plan that it can run: {searched}",
         )
-    return min(found, key=lambda there: there.order)
+    return _with_best_limit(min(found, key=lambda there: there.order), framework, cluster, hardware)
+
+
+def _limited(jobs: Sequence[Job], limit_gib: int) -> list[Job]:
+    """Return the jobs with the plan's limit of PyTorch's allocator, then without it."""
+    limited = [replace(job, pins=replace(job.pins, allocator_limit_gib=limit_gib)) for job in jobs] if limit_gib else []
+    return [*limited, *jobs]
+
+
+def _with_best_limit(there: _There, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
+    """Return a job under the limit of PyTorch's allocator that makes it faster, or makes it fit."""
+    capacity_bytes = hardware.device_memory_bytes.value
+    one = Evaluated(Policy.of(there.decisions), there.decisions, there.prediction)
+    if there.decisions.allocator_limit_gib or not may_gain(one, capacity_bytes):
+        return there
+    question = there.job.question(cluster, hardware, framework.system)
+    best = with_best_limit(one, lambda own: play(question, own).prediction, capacity_bytes=capacity_bytes)
+    played = play(question, best.decisions)
+    memory = device_memory(played, played.prediction, planned_arena=False)
+    return _There(there.job, best.decisions, played.prediction, memory)
 
 
 def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[LostDecision]:
     return [
         LostDecision(
             path=path,
-            wanted=in_words(value_at(decisions, path)),
-            instead=in_words(value_at(there, path)),
-            why=framework.sayings[path].lost,
+            wanted=_shown(decisions, path),
+            instead=_shown(there, path),
+            why=reason(framework.sayings[path], path, decisions, there),
+            option=option_of(path),
         )
         for path in differences(decisions, there)
         if not (_has_no_effect(decisions, path) and _has_no_effect(there, path))
@@ -169,7 +217,7 @@ def _own(decisions: Decisions, there: Decisions, framework: Framework) -> list[O
     """Return the decisions that are alike in the prediction, but that no option of the framework pins."""
     same = [path for path in plan_paths() if path not in differences(decisions, there)]
     return [
-        OwnDecision(path=path, value=in_words(value_at(decisions, path)), why=framework.sayings[path].lost)
+        OwnDecision(path=path, value=_shown(decisions, path), why=framework.sayings[path].lost, option=option_of(path))
         for path in same
         if not _has_no_effect(decisions, path)
         if framework.sayings[path].how in ("near", "none", "own")
@@ -192,6 +240,13 @@ _NEEDS = {"layout.overlap_p2p": KNOBS["pp"]}
 def _is_default(decisions: Decisions, path: str) -> bool:
     plain = Decisions(model=decisions.model, seq_tokens=decisions.seq_tokens)
     return bool(value_at(decisions, path) == value_at(plain, path))
+
+
+def _shown(decisions: Decisions, path: str) -> str:
+    """Return a decision's value as its option has it."""
+    if path == "decisions.swapped_tokens":
+        return f"{decisions.alpha:.4g}"
+    return in_words(value_at(decisions, path))
 
 
 def in_words(value: object) -> str:

@@ -89,7 +89,7 @@ def gpus(
         sizes=sizes,
         tried=[tried for scan in found for tried in scan.tried],
         warnings=_warnings(found),
-        why=_why(found, within_s),
+        why=[*_not_read(first), *_why(found, within_s)],
     )
     if chosen is None:
         return GpusAnswer(document)
@@ -249,6 +249,11 @@ def _warnings(found: Sequence[_Scan]) -> list[str]:
     """Return the warnings of all answers, each once."""
     told = [text for scan in found for answer in scan.answers.values() for text in answer.result.warnings]
     return list(dict.fromkeys(told))
+
+
+def _not_read(question: Question) -> list[str]:
+    """Return the fields of the model's file that are ignored."""
+    return [f"Not read of the model's file: {', '.join(question.not_read)}."] if question.not_read else []
 
 
 def _why(found: Sequence[_Scan], within_s: float | None) -> list[str]:

@@ -10,13 +10,15 @@ from typing import Any
 
 import msgspec
 
-from memo_sim.answers.export_plan import LOST_PAGE, PLAN_FILE
+from memo_sim.answers import named_values
+from memo_sim.answers.export_plan import LOST_PAGE, MODEL_FILE, PLAN_FILE, search_line
+from memo_sim.answers.summary import device_memory
 from memo_sim.answers.what_if import row, what_if, without_answer
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.files import read_regular
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.interchange import ImportedJob
+from memo_sim.contract.interchange import ImportedJob, is_command
 from memo_sim.contract.knobs import Pins
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.progress import Progress
@@ -24,11 +26,15 @@ from memo_sim.contract.result import Result
 from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
 from memo_sim.interchange.frameworks import find_framework, framework_of
 from memo_sim.interchange.job import Job
+from memo_sim.interchange.memory_fraction import limit_gib, settings_of
+from memo_sim.interchange.model_names import preset_of_shape
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 
 MOST_BYTES = 4_000_000
 """A script or configuration has some thousand bytes."""
+COMMAND = "the command"
+"""What a command is called in messages, in place of a file."""
 MOST_SEARCHED = 32
 """Devices up to which pipeline stages are searched too; a job on more keeps its own."""
 ALTERNATIVES = 3
@@ -37,8 +43,8 @@ ALTERNATIVES = 3
 
 def job_files(paths: Sequence[str]) -> list[str]:
     """Return the files of a job, without the pages that ``export`` writes beside them; a single file is always one."""
-    beside = {LOST_PAGE, PLAN_FILE}
-    return [path for path in paths if Path(path).name not in beside] or list(paths)
+    beside = {LOST_PAGE, MODEL_FILE, PLAN_FILE}
+    return [path for path in paths if is_command(path) or Path(path).name not in beside] or list(paths)
 
 
 def read_files(
@@ -50,9 +56,13 @@ def read_files(
         BadInput: when a file is no framework's, or does not say what memo needs.
         UsageError: when there is no such framework.
     """
-    sources = tuple(Source(path, _text(path)) for path in job_files(paths))
+    sources = tuple(Source(COMMAND, one) if is_command(one) else Source(one, _text(one)) for one in job_files(paths))
     of = find_framework(framework) if framework else framework_of(sources)
     read = of.read(sources, {**given, FALLBACK: str(devices or "")})
+    fraction, options, unused = settings_of([(source.name, source.text) for source in sources])
+    told = {option.key for option in read.ignored if "ALLOC_CONF" in option.key}
+    ignored = [option for option in read.ignored if option.key not in told]
+    read = replace(read, memory_fraction=fraction, read=(*read.read, *options), ignored=(*ignored, *unused))
     return find_framework(read.framework), read  # accelerate and TRL may start a job of DeepSpeed
 
 
@@ -84,19 +94,47 @@ def parse_given(pairs: Sequence[str]) -> dict[str, str]:
     found = dict[str, str]()
     for pair in pairs:
         name, sign, value = pair.partition("=")
-        if not sign or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+        if not sign or not _NAME.fullmatch(name):
             raise UsageError("not a value for a name", got=repr(pair), wanted="--set NAME=value")
         found[name] = value
     return found
 
 
-def decisions_of(job: Job, cluster: Cluster, hardware: Hardware, system: str) -> tuple[Decisions, list[str]]:
+def checked_given(given: Mapping[str, str | float]) -> dict[str, str]:
+    """Return the values of ``set={"NAME": value}`` as text.
+
+    Raises:
+        UsageError: when a name is none, or a value is neither text nor a number.
+    """
+    for name, value in given.items():
+        if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(value, str | int | float):
+            raise UsageError("not a value for a name", got=repr({name: value}), wanted='set={"NAME": "text", "N": 8}')
+    return {name: str(value) for name, value in given.items()}
+
+
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+def decisions_of(
+    job: Job, cluster: Cluster, hardware: Hardware, system: str, memory_fraction: float | None = None
+) -> tuple[Decisions, list[str]]:
     """Return the plan of a job on a cluster, and what was assumed to make it.
+
+    ``memory_fraction``: the part of a device's memory that PyTorch's allocator may reserve.
 
     Raises:
         Infeasible: when no plan can have the job's decisions.
         UsageError: when they contradict each other, or need more devices than there are.
     """
+    found, assumed = _whole_device(job, cluster, hardware, system)
+    if memory_fraction is None or found.memory_policy == "planned":
+        return found, assumed
+    memory = play(job.question(cluster, hardware, system), found).memory
+    limit = limit_gib(memory_fraction, memory.reserve_bytes, hardware.device_memory_bytes.value)
+    return msgspec.structs.replace(found, allocator_limit_gib=limit), assumed
+
+
+def _whole_device(job: Job, cluster: Cluster, hardware: Hardware, system: str) -> tuple[Decisions, list[str]]:
     try:
         return job.decisions(cluster, hardware, system), []
     except Infeasible as error:
@@ -135,7 +173,7 @@ def import_job(
     document = ImportedJob(
         framework=of.title,
         version=of.version,
-        files=job_files(paths),
+        files=[COMMAND if is_command(path) else path for path in job_files(paths)],
         model=job.model,
         seq_tokens=job.seq_tokens,
         micro_batch=job.micro_batch,
@@ -149,7 +187,7 @@ def import_job(
     if machine is None:
         return document
     cluster, hardware = machine
-    decisions, assumed = decisions_of(job, cluster, hardware, of.system)
+    decisions, assumed = decisions_of(job, cluster, hardware, of.system, read.memory_fraction)
     question = job.question(cluster, hardware, of.system)
     used = decisions.layout.devices
     if used < cluster.devices:
@@ -160,12 +198,16 @@ def import_job(
         chunks = layout.virtual_stages if layout.virtual_stages > 1 else None
         kept = replace(kept, pp=layout.pp, schedule=layout.schedule, virtual_stages=chunks)
         if search:
-            assumed.append(
-                f"what is better has pp {layout.pp} too: to search other stages takes minutes (memo-sim what-if)"
-            )
-    own = row(decisions, play(question, decisions).prediction, system=of.system)
+            preset = preset_of_shape(job.model)
+            line = f": {search_line(decisions, of.system, cluster.name, preset)}" if preset else ""
+            assumed.append(f"what is better has pp {layout.pp} too: to search other stages takes minutes{line}")
+    played = play(question, decisions)
+    own = row(decisions, played.prediction, system=of.system)
+    memory = device_memory(played, played.prediction, planned_arena=False)
     better = _better(job, kept, of.system, machine, progress) if search else []
-    return msgspec.structs.replace(document, job=own, better=better, assumed=[*document.assumed, *assumed])
+    return msgspec.structs.replace(
+        document, job=own, memory=memory, better=better, assumed=[*document.assumed, *assumed]
+    )
 
 
 def plan_of_files(
@@ -178,8 +220,20 @@ def plan_of_files(
     """
     cluster, hardware = machine
     of, read = read_files(paths, given, framework=framework, devices=cluster.devices)
-    decisions, _ = decisions_of(read.job, cluster, hardware, of.system)
+    decisions, _ = decisions_of(read.job, cluster, hardware, of.system, read.memory_fraction)
     return Plan(decisions=decisions, program_sha256=""), of.system
+
+
+def question_of_files(
+    paths: Sequence[str], given: Mapping[str, str], values: Mapping[str, Any]
+) -> tuple[Plan, Question]:
+    """Return the plan of a job, and the question about it on the machine of the values (``knobs.OF_A_MACHINE``).
+
+    Raises:
+        BadInput, Infeasible, UsageError: as ``import_job``.
+    """
+    plan, system = plan_of_files(paths, given, None, named_values.machine_of(values))
+    return plan, named_values.question_about(plan, values, system=system)
 
 
 def _better(

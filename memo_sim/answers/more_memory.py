@@ -11,10 +11,10 @@ from memo_sim.answers.longest import LongestAnswer, longest
 from memo_sim.answers.what_if import Answer, row
 from memo_sim.contract.result import MoreMemory
 from memo_sim.contract.units import GIB, format_bytes, format_seconds, format_tokens
-from memo_sim.explain.runner_up import label
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question, with_memory
 from memo_sim.planning.search import best_with_more_memory
+from memo_sim.reasons.runner_up import label
 
 Space = Literal["device", "host"]
 SPACES: tuple[Space, ...] = ("device", "host")

@@ -49,6 +49,8 @@ Values = Mapping[str, Any]
 
 MOST_DIGITS = 18
 """Digits of a number that are read; one with more is out of every range."""
+PRICES = (1e-9, 1e12)
+"""Least and most that a GPU costs for an hour, in any currency."""
 NEEDED = ("model", "seq_len")
 """What a question cannot do without, beside a cluster."""
 
@@ -288,6 +290,23 @@ def number(name: str, given: Any, least: float, most: float) -> float | None:
     if given is None or _in_range(given, least, most):
         return None if given is None else float(given)
     raise UsageError(f"not a value of {name}", got=repr(given), wanted=f"a number from {least:g} to {most:g}")
+
+
+def prices_of(given: Any, names: Sequence[str]) -> list[float | None]:
+    """Return the price of a device for an hour for each cluster or kind of GPU in ``names``; None where none is given.
+
+    ``given`` is one price for all, or prices by a kind (``h100``), by a cluster's or kind's whole name, or by ``""``.
+
+    Raises:
+        UsageError: when a price is no number, or is of none of them.
+    """
+    if not isinstance(given, Mapping):
+        given = {} if given is None else {"": given}
+    known = {str(key): number("price_per_gpu_hour", value, *PRICES) for key, value in given.items()}
+    keys = [next((key for key in (name, name.partition("-")[0], "") if key in known), None) for name in names]
+    if unused := [key for key in known if key and key not in keys]:
+        raise UsageError("a price of what is not asked about", got=", ".join(unused), wanted=", ".join(names))
+    return [None if key is None else known[key] for key in keys]
 
 
 def _text(given: Any, name: str) -> str:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memo_sim.contract.requests import Requests
+from memo_sim.contract.shortage import LiveTensor
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.requests import requests_of
-from memo_sim.views.report.page import write_page
+from memo_sim.reasons.peak import tensors_at
+from memo_sim.views.report.page import Page, write_page
 from memo_sim.views.report.what_if import Best, what_if_page
 from memo_sim.views.step import Step
 
@@ -19,16 +21,33 @@ if TYPE_CHECKING:
     from memo_sim.engine.stage_run import StageRun
     from memo_sim.planning.arena import Arena
 
+LARGEST = 12
+"""Tensors that the page lists."""
+
 
 def write_report(
-    answer: Answer, question: Question, path: Path, *, plan: Plan | None, file: Path | None, created: str, command: str
+    answer: Answer,
+    question: Question,
+    path: Path,
+    *,
+    plan: Plan | None,
+    file: Path | None,
+    created: str,
+    command: str,
 ) -> None:
-    """Write the page of an answer; ``plan`` is the best plan, ``file`` where it was written.
+    """Write the page of an answer (``report_page``).
 
     Raises:
         UsageError: when the page cannot be written.
         ModuleNotFoundError: when jinja2 is not installed.
     """
+    write_page(report_page(answer, question, plan=plan, file=file, created=created, command=command), path)
+
+
+def report_page(
+    answer: Answer, question: Question, *, plan: Plan | None, file: Path | None, created: str, command: str
+) -> Page:
+    """Return the page of an answer; ``plan`` is the best plan, ``file`` where it was written."""
     best = None
     if answer.best is not None and plan is not None:
         best = Best(
@@ -36,8 +55,9 @@ def write_report(
             file=None if file is None else str(file),
             steps=steps_of(answer.best, answer.arena),
             pace=answer.best.stages.index(answer.best.pace),
+            largest=_largest(answer.best),
         )
-    page = what_if_page(
+    return what_if_page(
         answer.result,
         cluster=question.cluster,
         hardware=question.hardware,
@@ -45,7 +65,6 @@ def write_report(
         command=command,
         created=created,
     )
-    write_page(page, path)
 
 
 def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:
@@ -60,9 +79,9 @@ def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:
             held_as = "planned arena"
         steps.append(
             Step(
-                name=f"stage {number} · rank {trace.rank}" if several else f"rank {trace.rank}",
+                name=f"stage {number + 1} · rank {trace.rank}" if several else f"rank {trace.rank}",
                 trace=trace,
-                buffers=_buffers(traced, simulation),
+                buffers=_buffers(traced),
                 capacity_bytes=stage.memory.device_capacity_bytes,
                 reserve_bytes=stage.memory.reserve_bytes,
                 held_bytes=held_bytes,
@@ -72,8 +91,15 @@ def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:
     return steps
 
 
-def _buffers(stage: StageRun, simulation: Simulation) -> Requests | None:
-    """Return a stage's device buffers with their names; an eager framework has other buffers than the program."""
-    if simulation.decisions.memory_policy == "eager":
-        return None
-    return requests_of(stage.program, stage.columns, lives=stage.memory.device_lives)
+def _buffers(stage: StageRun) -> Requests:
+    """Return a stage's device buffers with their names; an eager framework has more of them than the program."""
+    memory = stage.memory
+    return requests_of(stage.program, stage.columns, lives=memory.device_lives, names=memory.buffer_names)
+
+
+def _largest(simulation: Simulation) -> list[LiveTensor]:
+    """Return the largest tensors at the peak of the stage with most live bytes, by name."""
+    memory = simulation.most_live.memory
+    at = memory.device.instruction
+    found = tensors_at(memory.program, memory.device_lives, at, device=True, names=memory.buffer_names)
+    return found[:LARGEST]

@@ -13,15 +13,17 @@ from memo_sim.contract.plan import Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.shortage import Shortage, WayOut
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain.peak import tensors_at
-from memo_sim.explain.remedies import Change, changes, evaluated
-from memo_sim.explain.runner_up import label
 from memo_sim.planning.arena import arena_of
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play, search
+from memo_sim.reasons.peak import tensors_at
+from memo_sim.reasons.remedies import Change, Tried, changes, evaluated, pairs
+from memo_sim.reasons.runner_up import label
 
+MOVED = {"gpu_oom": "host_oom", "host_oom": "gpu_oom"}
+"""The status of a plan that is short of the other memory, by the status of the asked run."""
 LARGEST = 12
 """How many tensors the document names."""
 NOTES = {
@@ -32,28 +34,36 @@ NOTES = {
 """What changes mean besides time and memory, by their options."""
 
 
-def shortage(question: Question, *, progress: Progress | None = None) -> Shortage:
-    """Return why ``question`` is short of memory, and the single changes that make it fit; or by how much it fits.
+def shortage(question: Question, *, of_plan: bool = False, progress: Progress | None = None) -> Shortage:
+    """Return why ``question`` is short of memory, and the changes that make it fit; or by how much it fits.
+
+    Where no single change is enough, pairs of the most promising ones are tried.
 
     A change is evaluated with all other knobs as in the asked run (an alpha that the question leaves open is searched
     again). Plans on planned memory count as fitting when their arena does.
+
+    ``of_plan``: the question is that of a plan's file, so that no options were typed that could be left out.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence, or no plan can be evaluated.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
-    found = search(question)
-    chosen = _asked_run(question, found.ranked)
+    asked = search(question)
+    chosen = _asked_run(question, asked.ranked)
     if chosen.prediction.status == "invalid":
         raise Infeasible("no plan can be evaluated", where=label(chosen), got=chosen.prediction.reason)
     simulation = play(question, chosen.decisions)
-    peak = _peak(question, chosen, simulation, candidates=found.evaluated + found.pruned)
+    peak = _peak(question, chosen, simulation, candidates=asked.evaluated + asked.pruned)
     if peak.fits:
         return peak
-    ways, too_little, tried = _ways(question, chosen, progress)
-    return msgspec.structs.replace(
-        peak, ways=ways, too_little=too_little, tried=tried, open=_with_nothing_pinned(question, ways)
-    )
+    found = _ways(question, chosen, progress)
+    if of_plan:
+        for name in ("ways", "too_little", "pairs"):
+            found[name] = [msgspec.structs.replace(way, leave_out=[]) for way in found[name]]
+    opened = _with_nothing_pinned(question, found["ways"] or found["pairs"])
+    if of_plan and opened is not None:
+        opened = msgspec.structs.replace(opened, leave_out=[])
+    return msgspec.structs.replace(peak, **found, open=opened)
 
 
 def _asked_run(question: Question, ranked: list[Evaluated]) -> Evaluated:
@@ -104,9 +114,16 @@ def _peak(question: Question, chosen: Evaluated, simulation: Simulation, *, cand
         by_class=by_class,
         allocator={n: size for n, size in fault.live.items() if n != "reserve"} if fault and by_allocator else {},
         reserve={} if on_host else memory.reserve,
-        tensors=tensors_at(memory.program, lives, peak.instruction, device=not on_host)[:LARGEST],
+        tensors=tensors_at(
+            memory.program,
+            lives,
+            peak.instruction,
+            device=not on_host,
+            names=None if on_host else memory.buffer_names,
+        )[:LARGEST],
         step_s=prediction.step_s,
         reason=prediction.reason,
+        not_read=list(question.not_read),
     )
 
 
@@ -127,26 +144,54 @@ def _capacity(simulation: Simulation, *, on_host: bool) -> int:
     return memory.host_capacity_bytes if on_host else memory.device_capacity_bytes
 
 
-def _ways(question: Question, chosen: Evaluated, progress: Progress | None) -> tuple[list[WayOut], list[WayOut], int]:
-    """Return the changes that make the plan fit, those that help too little, and how many could be evaluated."""
-    tried = changes(question, chosen.decisions)
-    ways, too_little, seen = list[tuple[Evaluated, WayOut]](), list[tuple[Evaluated, WayOut]](), 0
-    for number, change in enumerate(tried, start=1):
-        one = evaluated(change, chosen.decisions)
-        if one is not None:
-            seen += 1
-            one = _placed(change.question, one)
-            listed = ways if one.prediction.status == "ok" else too_little
-            listed.append((one, _way(question, change, one, on_host=chosen.prediction.status == "host_oom")))
+def _ways(question: Question, chosen: Evaluated, progress: Progress | None) -> dict[str, Any]:
+    """Return the fields of ``Shortage`` about ways out: changes that are enough or not, pairs, how many were tried."""
+    single = changes(question, chosen.decisions)
+    tried = _tried(single, chosen, progress)
+    enough = _fitting(tried)
+    nearer = [each for each in tried if _is_nearer(each[1], chosen)]
+    # What makes the other memory short may fit with a second change, and so may what saves a little of that one.
+    moved = [each for each in tried if each[1].prediction.status == MOVED.get(chosen.prediction.status)]
+    together = [] if enough else list(pairs(question, [*_by_rank(nearer), *_by_rank(moved), *_by_rank(tried)]))
+    tried_together = _tried(together, chosen, progress, before=len(single))
+
+    def ways(listed: list[Tried]) -> list[WayOut]:
+        on_host = chosen.prediction.status == "host_oom"
+        return [_way(question, change, one, on_host=on_host) for change, one in _by_rank(listed)]
+
+    return {
+        "ways": ways(enough),
+        "too_little": ways(nearer),
+        "tried": len(tried),
+        "pairs": ways(_fitting(tried_together)),
+        "pairs_tried": len(tried_together),
+    }
+
+
+def _tried(listed: list[Change], chosen: Evaluated, progress: Progress | None, *, before: int = 0) -> list[Tried]:
+    """Return the changes that can be evaluated, each with its best plan; ``before`` were evaluated earlier."""
+    found = list[Tried]()
+    for number, change in enumerate(listed, start=before + 1):
+        if (one := evaluated(change, chosen.decisions)) is not None:
+            found.append((change, _placed(change.question, one)))
         if progress:
-            progress(number, len(tried))
-    status, short = chosen.prediction.status, chosen.prediction.shortfall_bytes
-    nearer = [(one, way) for one, way in too_little if way.status == status and way.shortfall_bytes < short]
-    return _sorted(ways), _sorted(nearer), seen
+            progress(number, before + len(listed))
+    return found
 
 
-def _sorted(found: list[tuple[Evaluated, WayOut]]) -> list[WayOut]:
-    return [way for _, way in sorted(found, key=lambda pair: pair[0].rank_key)]
+def _fitting(tried: list[Tried]) -> list[Tried]:
+    return [each for each in tried if each[1].prediction.status == "ok"]
+
+
+def _is_nearer(one: Evaluated, chosen: Evaluated) -> bool:
+    """Return whether a plan is short of the same memory by less."""
+    mine, theirs = chosen.prediction, one.prediction
+    return theirs.status == mine.status and theirs.shortfall_bytes < mine.shortfall_bytes
+
+
+def _by_rank(tried: list[Tried]) -> list[Tried]:
+    """Return the fastest first, then the nearest to fitting."""
+    return sorted(tried, key=lambda each: each[1].rank_key)
 
 
 def _way(question: Question, change: Change, one: Evaluated, *, on_host: bool) -> WayOut:
@@ -164,7 +209,7 @@ def _way(question: Question, change: Change, one: Evaluated, *, on_host: bool) -
         needed_bytes=_need(prediction, play(question, one.decisions), on_host=short),
         shortfall_bytes=prediction.shortfall_bytes,
         reason=prediction.reason,
-        note=NOTES.get(changed, ""),
+        note="; ".join(note for option, note in NOTES.items() if f"{option} " in f"{changed} "),
     )
 
 

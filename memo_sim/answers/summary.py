@@ -10,15 +10,15 @@ from math import prod
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
-from memo_sim.contract.knobs import DEGREES, RowwiseKernel, States
+from memo_sim.contract.knobs import DEGREES, KNOBS, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
+from memo_sim.contract.summary import NOT_READ, Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
 from memo_sim.contract.units import MOST_BYTES, counted, format_bytes, format_tokens
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain.answer import extrapolations
-from memo_sim.explain.experts import active_weights
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.reasons.answer import extrapolations
+from memo_sim.reasons.experts import active_weights
 from memo_sim.views.plan_table import layout_label
 
 BILLION = 1e9
@@ -47,6 +47,9 @@ KERNELS: dict[RowwiseKernel, str] = {
 OPEN = ("any", "every-layout")
 """Systems that search what memo knows; the others are layouts of their authors."""
 
+NOT_SEARCHED = ("overlap", "tp_overlap", "cp_exchange", "states", "loss", "micro_batch")
+"""Knobs that no search tries, and that ``explain`` and ``oom`` change one at a time."""
+
 POLICIES = {
     "planned": "one arena with planned addresses",
     "caching": "PyTorch's caching allocator",
@@ -61,13 +64,14 @@ def summary_of(
     *,
     planned_arena: bool = False,
     searched: bool = True,
+    no_interval: str = "",
     price_per_device_hour: float | None = None,
     ways_out: list[str] | None = None,
 ) -> Summary:
     """Return the verdict about one plan.
 
     ``prediction`` is the plan's, with the size of its arena where ``planned_arena``; ``searched``: it was chosen among
-    others, and not given.
+    others, and not given; ``no_interval``: why a step has none.
     """
     decisions = simulation.decisions
     layout, step_s = decisions.layout, prediction.step_s
@@ -82,13 +86,14 @@ def summary_of(
         tokens_per_step=tokens,
         step_s=step_s,
         interval=prediction.interval,
+        no_interval=no_interval,
         mfu=prediction.mfu,
         tokens_per_device_s=prediction.tgs,
         device_hours_per_billion_tokens=None if hours is None else hours * steps_of_a_billion,
         price_per_device_hour=price_per_device_hour,
         price_per_step=price,
         price_per_billion_tokens=None if price is None else price * steps_of_a_billion,
-        device_memory=_device_memory(simulation, prediction, planned_arena=planned_arena),
+        device_memory=device_memory(simulation, prediction, planned_arena=planned_arena),
         host_memory=HostMemory(
             needed_bytes=prediction.peak_host_bytes_per_node,
             capacity_bytes=min(simulation.memory.host_capacity_bytes, MOST_BYTES),
@@ -102,7 +107,7 @@ def summary_of(
     )
 
 
-def _device_memory(simulation: Simulation, prediction: Prediction, *, planned_arena: bool) -> DeviceMemory:
+def device_memory(simulation: Simulation, prediction: Prediction, *, planned_arena: bool) -> DeviceMemory:
     """Return what a device of the fullest stage needs: the arena or what is reserved, and the reserve."""
     fullest = simulation.fullest
     kind: PeakKind = "arena" if planned_arena else "live"
@@ -239,26 +244,53 @@ def _not_read(question: Question) -> list[Assumption]:
     """Return the fields of the model's file that are ignored."""
     if not question.not_read:
         return []
-    return [Assumption(name="not read", value=f"of the model's file: {', '.join(question.not_read)}")]
+    return [Assumption(name=NOT_READ, value=f"of the model's file: {', '.join(question.not_read)}")]
 
 
 def left_out(question: Question) -> list[LeftOut]:
-    """Return what the open searches leave out, with the options that include it; nothing for systems with layouts of
-    their own, and nothing where the degrees are all pinned."""
-    pins, system = question.pins, question.preset
-    pinned = prod(getattr(pins, name) or 1 for name in DEGREES)
-    if question.system not in OPEN or pinned >= question.cluster.devices:
-        return []
+    """Return what the search leaves out, with the options that include it: layouts, other systems' plans, knobs."""
+    found = _open_layouts(question) if question.system in OPEN else _of_other_systems(question)
+    knobs = [
+        KNOBS[name].option
+        for name in NOT_SEARCHED
+        if getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
+    ]
+    if knobs:
+        found.append(LeftOut(what=f"other values of {', '.join(knobs)}", option="memo-sim explain PLAN changes each"))
+    return found
+
+
+def _open_layouts(question: Question) -> list[LeftOut]:
+    """Return the layouts that an open search leaves out; where degrees fill the cluster, only subsequences."""
+    pins, system, found = question.pins, question.preset, list[LeftOut]()
     every = SYSTEMS["every-layout"]
-    more = [f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None]
-    if pins.zero is None:
-        more += [f"zero {level}" for level in every.zeros if level not in system.zeros]
-    found = [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
-    if pins.metp is None:
-        found.append(LeftOut(what="metp above 1", option="--system metp"))
+    if _has_open_degrees(question):
+        more = [
+            f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None
+        ]
+        if pins.zero is None:
+            more += [f"zero {level}" for level in every.zeros if level not in system.zeros]
+        found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
+        if pins.metp is None:
+            found.append(LeftOut(what="metp above 1", option="--system metp"))
     if pins.subsequences is None:
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
     return found
+
+
+def _of_other_systems(question: Question) -> list[LeftOut]:
+    """Return the degrees that a system has where they are named, and that it lacks what other systems have."""
+    pinnable = [name for name in question.preset.pinnable if getattr(question.pins, name) is None]
+    found = []
+    if pinnable and _has_open_degrees(question):
+        options = ", ".join(f"{KNOBS[name].option} N" for name in pinnable)
+        found.append(LeftOut(what=", ".join(f"{name} above 1" for name in pinnable), option=options))
+    return [*found, LeftOut(what=f"plans that {question.system} does not have", option="--system any")]
+
+
+def _has_open_degrees(question: Question) -> bool:
+    pinned: int = prod(getattr(question.pins, name) or 1 for name in DEGREES)
+    return pinned < question.cluster.devices
 
 
 def _reserve(simulation: Simulation) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 import memo_sim
+from memo_sim.answers.odd_length import about_length
 from memo_sim.answers.summary import summary_of
 from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.attention_kernels import PRICED_ONLY
@@ -22,9 +23,6 @@ from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain.answer import explain, plan_title
-from memo_sim.explain.remedies import ways_out
-from memo_sim.explain.runner_up import Closeness
 from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.layouts import cuts_sequences
 from memo_sim.planning.presets import Policy
@@ -32,6 +30,9 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
 from memo_sim.program.lower import program_sha256
+from memo_sim.reasons.answer import explain, plan_title
+from memo_sim.reasons.remedies import ways_out
+from memo_sim.reasons.runner_up import Closeness
 from memo_sim.validation.intervals import LEVEL, setting_of, shipped_spread, step_interval, without_interval
 from memo_sim.views.pictures import FORMATS
 from memo_sim.views.plan_table import step_line
@@ -42,9 +43,8 @@ LEAST_EXACT = 3
 fit. With subsequences no more ranks are exact, because playing one such plan takes seconds."""
 
 
-UNNAMED_FRAMEWORK = (
-    "The step has no interval: a plan on PyTorch's allocator does not say which framework it was made for."
-)
+NO_INTERVAL = "The step has no interval: "
+UNNAMED_FRAMEWORK = f"{NO_INTERVAL}a plan on PyTorch's allocator does not say which framework it was made for."
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Outputs:
     picture: Path | None = None
     timeline: Path | None = None
     report: Path | None = None
+    pareto_picture: bool = False
+    """Whether the picture is of the Pareto front, in place of the best plan's timeline."""
     full_timeline: bool = False
     """Whether the timeline has the instructions of every micro-batch."""
     read: tuple[Path, ...] = ()
@@ -143,6 +145,7 @@ def what_if(
         )
     rows = [_row(e, question) for e in found.ranked[:top]]
     interval = interval_of(question, simulation.decisions, simulation.prediction) if simulation else None
+    sure = _certainty(question, simulation, interval)
     ways = _ways_out(question, found)
     result = Result(
         model=question.model.name,
@@ -154,7 +157,7 @@ def what_if(
         pruned=found.pruned,
         warnings=warnings_of(question, simulation),
         why=[
-            *_certainty(question, simulation, interval),
+            *sure,
             *explain(question, found, simulation, arena, close=_close(question, found), ways=ways),
             *beyond,
         ],
@@ -167,6 +170,7 @@ def what_if(
             found,
             simulation,
             interval=interval,
+            sure=sure,
             price_per_device_hour=price_per_device_hour,
             ways=ways,
         ),
@@ -187,6 +191,7 @@ def _summary(
     simulation: Simulation | None,
     *,
     interval: StepInterval | None,
+    sure: list[str],
     price_per_device_hour: float | None,
     ways: list[str],
     searched: bool = True,
@@ -196,15 +201,19 @@ def _summary(
     if shown.prediction.status == "invalid":
         return None
     simulation = simulation or play(question, shown.decisions)
-    return summary_of(
+    reasons = [line.removeprefix(NO_INTERVAL).removesuffix(".") for line in sure if line.startswith(NO_INTERVAL)]
+    summary = summary_of(
         question,
         simulation,
         msgspec.structs.replace(shown.prediction, interval=interval),
+        no_interval=" ".join(reasons),
         planned_arena=simulation.prediction.status == "ok" and shown.decisions.memory_policy == "planned",
         price_per_device_hour=price_per_device_hour,
         ways_out=ways,
         searched=searched,
     )
+    length = about_length(question, found) if searched else []
+    return msgspec.structs.replace(summary, assumptions=[*length, *summary.assumptions])
 
 
 def warnings_of(question: Question, best: Simulation | None) -> list[str]:
@@ -252,7 +261,7 @@ def _certainty(question: Question, best: Simulation | None, interval: StepInterv
     if interval is not None:
         return [step_line(best.prediction.step_s, interval)]
     setting = setting_of(question.system, best.decisions, question.hardware, best.prediction)
-    return [without_interval(setting, shipped_spread())]
+    return [f"{NO_INTERVAL}{without_interval(setting, shipped_spread())}."]
 
 
 def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
@@ -282,6 +291,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     interval = interval_of(question, plan.decisions, found.ranked[0].prediction) if simulation and named else None
     line = msgspec.structs.replace(line, interval=interval)
     sure = _certainty(question, simulation, interval) if named else [UNNAMED_FRAMEWORK]
+    sure = sure if simulation else []
     ways = _ways_out(question, found)
     result = Result(
         model=plan.decisions.model.name,
@@ -293,7 +303,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
         pruned=0,
         warnings=warnings_of(question, simulation),
         why=[
-            *(sure if simulation else []),
+            *sure,
             *explain(question, found, simulation, arena, ways=ways),
             *_idle(plan.decisions, question),
         ],
@@ -302,6 +312,7 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
             found,
             simulation,
             interval=interval,
+            sure=sure,
             price_per_device_hour=price_per_device_hour,
             ways=ways,
             searched=False,
@@ -374,16 +385,13 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.report is not None and answer.best is None:
         from memo_sim.answers.report import write_report
 
-        write_report(answer, question, outputs.report, plan=None, file=None, created=created, command=command)
+        told = {"created": created, "command": command}
+        write_report(answer, question, outputs.report, plan=None, file=None, **told)
     if answer.best is None or not any((outputs.plan, outputs.picture, outputs.timeline, outputs.report)):
         return
     traces = answer.best.traces()
     if outputs.picture:  # first, so that a drawing that fails leaves no other file
-        from memo_sim.answers.report import steps_of
-        from memo_sim.views.timeline import draw_timeline
-
-        title = plan_title(answer.best.decisions, answer.best.prediction.step_s, question.cluster.name)
-        draw_timeline(steps_of(answer.best, answer.arena), outputs.picture, title=title)
+        _draw(answer, answer.best, question, outputs)
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
@@ -394,13 +402,29 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     if outputs.report:
         from memo_sim.answers.report import write_report
 
-        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, created=created, command=command)
+        told = {"created": created, "command": command}
+        write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, **told)
     if outputs.plan:
         for number, trace in enumerate(traces):
             write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)
         if placement is not None:
             write(beside(outputs.plan, "placement"), placement)
         write(outputs.plan, plan)
+
+
+def _draw(answer: Answer, best: Simulation, question: Question, outputs: Outputs) -> None:
+    """Draw the best plan's timeline, or the Pareto front."""
+    assert outputs.picture is not None
+    if outputs.pareto_picture:
+        from memo_sim.views.front_chart import draw_front
+
+        draw_front(answer.result, outputs.picture)
+        return
+    from memo_sim.answers.report import steps_of
+    from memo_sim.views.timeline import draw_timeline
+
+    title = plan_title(best.decisions, best.prediction.step_s, question.cluster.name)
+    draw_timeline(steps_of(best, answer.arena), outputs.picture, title=title)
 
 
 def _row(evaluated: Evaluated, question: Question) -> PlanRow:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plain_text import one_line
 from memo_sim.question_options import (
     FROM_DATASHEET,
     OF_A_SEARCH,
@@ -23,7 +22,7 @@ from memo_sim.question_options import (
     question_on,
     question_options,
 )
-from memo_sim.views.command_line import Silent, command_line, now, show, show_document, typed, with_progress
+from memo_sim.views.command_line import Silent, command_line, show, show_document, typed, with_progress
 
 if TYPE_CHECKING:
     from memo_sim.api import WhatIfResult
@@ -100,31 +99,28 @@ def compare_clusters(
         UsageError: when the options contradict each other, or name what there is not.
         Infeasible: when no plan fits on any of them.
     """
-    from memo_sim.answers.several_clusters import several_clusters
-    from memo_sim.contract.codec import encode
+    from memo_sim.api import check_clusters, ranked
     from memo_sim.contract.errors import UsageError
-    from memo_sim.views.tables import results_table
 
     if given := typed("top", *OF_A_SEARCH):
         hint = "name one cluster, or leave it out"
         raise UsageError("not for several clusters at once", got=", ".join(given), hint=hint)
     names = names_in(options["cluster"])
-    if len(set(names)) < len(names):
-        raise UsageError("a cluster is named twice", got=options["cluster"], hint="name each once")
+    check_clusters(names)
     all_asked = [asked({**options, "cluster": name}) for name in names]
     outputs = all_asked[0][0]
     replace(outputs, read=tuple(file for each, *_ in all_asked for file in each.read)).check()
-    plan, questions = all_asked[0][1], [question for *_, question in all_asked]
-    prices = prices_of(options, [question.cluster.name for question in questions])
-    found = [ask(plan, question, options, price) for question, price in zip(questions, prices, strict=True)]
-    document = several_clusters([each.document for each in found], priced=None not in prices)
-    best = next(each for each in found if each.document is document.results[0])
-    best.write(outputs)
+    prices = prices_of(options, [question.cluster.name for *_, question in all_asked])
+    found = [ask(plan, question, options, price) for (_, plan, question), price in zip(all_asked, prices, strict=True)]
+    result = ranked(found, priced=None not in prices)
+    result.answers[0].write(replace(outputs, report=None))
+    if outputs.report is not None:
+        result.save_report(outputs.report, plan=outputs.plan)
     if options["as_json"]:
-        show_document(encode(document))
+        show_document(result.to_json().encode())
     else:
-        show(results_table(document))
-    if best.best is None:
+        show(str(result))
+    if result.best is None:
         raise Infeasible("no plan fits on any cluster", hint="see above") if not options["as_json"] else Silent(4)
 
 
@@ -144,6 +140,7 @@ def compare_clusters(
 @question_options
 @PRICE
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the chosen plan, its trace and placement.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write the answer as one HTML page that opens offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.gpus/1 document.")
 def gpus_command(**options: Any) -> None:
     """Find how many GPUs are needed, of which kind, and what they cost.
@@ -153,29 +150,27 @@ def gpus_command(**options: Any) -> None:
 
     MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
     """
-    from memo_sim.answers.gpus import gpus
-    from memo_sim.answers.what_if import Outputs, write_files
+    from memo_sim.answers.what_if import Outputs
+    from memo_sim.api import gpus_of
     from memo_sim.contract.catalog import profile_path
-    from memo_sim.contract.codec import encode
-    from memo_sim.contract.units import parse_duration
-    from memo_sim.views.tables import gpus_table
 
-    within, kinds = options["within"], gpu_kinds(options)
-    limits = Options(most_devices=options["most_gpus"], prices=prices_of(options, [kind.name for kind in kinds]))
-    limits["within_s"] = None if within is None else parse_duration(within, option="--within")
+    kinds = gpu_kinds(options)
     names = names_in(options["cluster"]) if options["cluster"] else []
     profiles = (profile_path(name, kind.cluster) for name, kind in zip(names, kinds, strict=False))
-    outputs = Outputs(plan=options["output"], read=(Path(options["model"]), *map(Path, names), *profiles))
+    read = (Path(options["model"]), *map(Path, names), *profiles)
+    outputs = Outputs(plan=options["output"], report=options["report"], read=read)
     outputs.check()
+    limits = Options(within=options["within"], most_gpus=options["most_gpus"], command=command_line("memo-sim"))
+    limits["prices"] = prices_of(options, [kind.name for kind in kinds])
     questions = [(kind, question_on(options, kind.cluster, kind.hardware, fill=False)) for kind in kinds]
-    work = with_progress("gpus", lambda tell: gpus(questions, **limits, progress=tell), told="numbers of GPUs")
-    if work.answer is not None and work.question is not None:
-        write_files(work.answer, work.question, outputs, created=now(), command=command_line("memo-sim"))
+    found = with_progress("gpus", lambda tell: gpus_of(questions, **limits, progress=tell), told="numbers of GPUs")
+    if found.at_chosen is not None:
+        found.at_chosen.write(replace(outputs, report=None))
+    if outputs.report is not None:
+        found.save_report(outputs.report, plan=outputs.plan)
     if options["as_json"]:
-        show_document(encode(work.document))
+        show_document(found.to_json().encode())
     else:
-        show(gpus_table(work.document) + "\n")
-        for line in work.document.why:
-            show(one_line(line))
-    if work.answer is None:
+        show(str(found))
+    if found.at_chosen is None:
         raise Infeasible("no number of GPUs is enough", hint="see above") if not options["as_json"] else Silent(4)

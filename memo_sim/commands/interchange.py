@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.errors import Infeasible
 from memo_sim.views.command_line import Silent, show, show_document, with_progress
+
+if TYPE_CHECKING:
+    from memo_sim.contract.interchange import FrameworkName, Launcher
 
 TO = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl")
 """Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
@@ -43,38 +46,25 @@ GIVEN = click.option(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.export/1 document.")
 def export_command(
-    plan: Path, framework: str, output: Path, cluster: str | None, launcher: str, *, as_json: bool
+    plan: Path, framework: FrameworkName, output: Path, cluster: str | None, launcher: Launcher, *, as_json: bool
 ) -> None:
     """Write the files by which another framework runs PLAN, and what is lost on the way.
 
     lost.md lists every decision of the plan that the framework cannot express, what it does instead, and what that
     costs by memo's prediction. Where what it can run does not fit, the files are written and the exit code is 4.
     """
-    from memo_sim.answers.export_plan import export_plan
-    from memo_sim.contract.catalog import load_cluster
-    from memo_sim.contract.codec import check_new_folder, encode, read, write_folder
-    from memo_sim.contract.plan import Plan
-    from memo_sim.interchange.frameworks import find_framework
-    from memo_sim.views.export_page import export_summary
+    from memo_sim.api import export
 
-    check_new_folder(output)
-    given = read(plan, Plan)
-    name = cluster or given.provenance.cluster
-    if not name:
-        raise UsageError("the plan does not say which cluster it was made for", hint="name one: --cluster a800-1x8")
-    exported = export_plan(
-        given, find_framework(framework), *load_cluster(name), "slurm" if launcher == "slurm" else "torchrun"
-    )
-    write_folder(output, exported.files)
+    found = export(plan, to=framework, directory=output, cluster=cluster, launcher=launcher)
     if as_json:
-        show_document(encode(exported.document))
+        show_document(found.to_json().encode())
     else:
-        show(export_summary(exported.document, str(output)))
-    if not exported.fits:
+        show(str(found))
+    if not found.fits:
         raise Infeasible(
             "the plan does not fit as the framework would run it",
             where=str(output / "lost.md"),
-            hint=f"search one that does: {exported.search_command}",
+            hint=f"search one that does: {found.search_command}",
         )
 
 
@@ -93,18 +83,16 @@ def import_command(files: tuple[str, ...], cluster: str | None, **options: Any) 
     would tell is named, and --set gives it. Every option is listed as read or as ignored, with the reason. `what-if
     --from` prices a job as a plan, and writes it.
     """
-    from memo_sim.answers.import_job import import_job, parse_given
-    from memo_sim.contract.catalog import load_cluster
-    from memo_sim.contract.codec import encode
+    from memo_sim.answers.import_job import parse_given
+    from memo_sim.api import import_job
     from memo_sim.views.import_page import import_summary
 
-    given = parse_given(options["given"])
-    machine = load_cluster(cluster) if cluster else None
-    asked = {"framework": options["framework"], "machine": machine, "search": not options["no_search"]}
-    document = with_progress("plans", lambda tell: import_job(files, given, **asked, progress=tell))
+    asked = {"cluster": cluster, "framework": options["framework"], "search": not options["no_search"]}
+    asked["set"] = parse_given(options["given"])
+    found = with_progress("plans", lambda tell: import_job(files, **asked, progress=tell))
     if options["as_json"]:
-        show_document(encode(document))
+        show_document(found.to_json().encode())
     else:
-        show(import_summary(document, everything=options["everything"]))
-    if document.job is not None and document.job.status != "ok":
+        show(import_summary(found.document, everything=options["everything"]))
+    if found.job is not None and found.job.status != "ok":
         raise Infeasible("the job does not fit", hint="see above") if not options["as_json"] else Silent(4)

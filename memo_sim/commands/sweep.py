@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import click
 
 from memo_sim.contract.errors import MemoError, UsageError
 from memo_sim.contract.knobs import OF_A_QUESTION
-from memo_sim.question_options import IN_A_PLAN, ON_COMMAND_LINE, Options, names_in, question_options, values_of
+from memo_sim.question_options import IN_A_PLAN, ON_COMMAND_LINE, Options, names_in, swept_options, values_of
 from memo_sim.views.command_line import say, show, typed, with_progress
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
     from memo_sim.contract.sweep import SweepLine
 
+MOST_QUESTIONS = 100_000
 LISTS = ("cluster", "system", "seq_len")
-"""Options that may list several values, beside the models."""
+"""Options that a sweep may not leave out or that always list names, beside the models."""
 
 
 @click.command("sweep")
@@ -32,7 +34,7 @@ LISTS = ("cluster", "system", "seq_len")
 @click.option("--cluster", help="Clusters, joined by commas: h100-1x8,a800-1x8.")
 @click.option("--seq-len", help="Lengths, joined by commas: 64k,128k,1m.")
 @click.option("--questions", type=click.Path(path_type=Path), help="A file of questions, a JSON object a line.")
-@question_options
+@swept_options
 @click.option(
     "-o",
     "--output",
@@ -48,10 +50,11 @@ LISTS = ("cluster", "system", "seq_len")
 @click.option("--dask", metavar="SCHEDULER", help="Workers of a dask cluster in place of processes: tcp://host:8786.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answers, one memo.sweep/1 document a line.")
 def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **options: Any) -> None:
-    """Ask what-if for every combination of models, clusters, systems and lengths.
+    """Ask what-if for every combination of models, clusters, systems, lengths and other options.
 
-    Lists are joined by commas; every other option holds for all questions. --questions has them in a file instead, with
-    the names of the options: a line is {"model": "llama3-8b", "cluster": "h100-1x8", "seq_len": "1m", "loss_chunk": 0}.
+    Every option that takes a value takes several, joined by commas: --tp 8,4 --recompute full,tokenwise. --questions
+    has the questions in a file instead, with the names of the options: a line is {"model": "llama3-8b", "cluster":
+    "h100-1x8", "seq_len": "1m", "loss_chunk": 0}.
 
     Every answer is written at once. After an interruption the same command asks only what is missing. That nothing fits
     is an answer; the exit code tells whether questions failed.
@@ -75,6 +78,8 @@ def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **opt
     if plot is not None:
         check_chart(plot)
     questions = _questions(models, options) if source is None else read_questions(source)
+    asked = (values.get(name) for values in questions for name in ("model", "cluster"))
+    check_not_read(written, [Path(text) for text in asked if isinstance(text, str)])
     if source is not None and (
         given := typed("models", *IN_A_PLAN, *OF_A_QUESTION, *(knob.name for knob in ON_COMMAND_LINE))
     ):
@@ -102,7 +107,7 @@ def _questions(models: tuple[str, ...], options: Options) -> list[dict[str, Any]
     """
     from memo_sim.answers.sweep import grid
 
-    lists = {"model": [name for text in models for name in names_in(text, where="MODEL")]}
+    lists: dict[str, Any] = {"model": [name for text in models for name in names_in(text, where="MODEL")]}
     lists |= {name: _listed(name, options) for name in LISTS}
     if missing := [name for name, values in lists.items() if not values]:
         hint = "memo-sim sweep llama3-8b --cluster h100-1x8 --seq-len 64k,128k -o s.jsonl"
@@ -111,7 +116,11 @@ def _questions(models: tuple[str, ...], options: Options) -> list[dict[str, Any]
         )
     defaults = {knob.argument: knob.default for knob in ON_COMMAND_LINE}
     values = {name: value for name, value in values_of(options).items() if value not in (None, defaults.get(name))}
-    return grid(**lists, **{name: value for name, value in values.items() if name not in lists})
+    lists |= {name: value for name, value in values.items() if name not in lists}
+    count = prod(len(value) for value in lists.values() if isinstance(value, list))
+    if count > MOST_QUESTIONS:
+        raise UsageError("too many combinations", got=f"{count} questions", wanted=f"at most {MOST_QUESTIONS}")
+    return grid(**lists)
 
 
 def _listed(name: str, options: Options) -> list[str]:

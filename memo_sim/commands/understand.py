@@ -5,14 +5,15 @@ Everything heavier than click is imported inside the command that needs it.
 
 from __future__ import annotations
 
+from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 import click
 
-from memo_sim import __version__
 from memo_sim.question_options import cluster_options, question_of, question_options
-from memo_sim.views.command_line import command_line, now, show, show_document, with_progress
+from memo_sim.views.command_line import command_line, show, show_document, with_progress
 
 
 @click.command("oom")
@@ -24,26 +25,31 @@ from memo_sim.views.command_line import command_line, now, show, show_document, 
 )
 @question_options
 @click.option("--top", type=click.IntRange(1), default=3, show_default=True, help="Ways out to list.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write the answer as one HTML page that opens offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.shortage/1 document.")
-def oom_command(*, top: int, as_json: bool, **options: Any) -> None:
+def oom_command(*, top: int, report: Path | None, as_json: bool, **options: Any) -> None:
     """Say why a run is out of memory, and which single changes make it fit, with their price.
 
     Pin the knobs of your run with the same options as in what-if. MODEL is a preset, a memo.model/1 file or a Hugging
     Face config.json. The exit code is 0 whether the run fits or not.
     """
-    from memo_sim.answers.shortage import shortage
-    from memo_sim.contract.codec import encode
-    from memo_sim.planning.plan_question import question_of_plan
+    from memo_sim.api import oom_of
+    from memo_sim.contract.codec import check_not_read
+    from memo_sim.views.report.page import check_page
     from memo_sim.views.shortage_table import shortage_text
 
+    if report is not None:
+        check_page(report)
+        check_not_read([report], [Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n]])
     plan, question = question_of(options)
-    if plan is not None:
-        question = question_of_plan(plan.decisions, question.cluster, question.hardware, system=plan.provenance.system)
-    found = with_progress("changes", lambda tell: shortage(question, progress=tell))
+    command = command_line("memo-sim")
+    found = with_progress("changes", lambda tell: oom_of(question, plan, progress=tell, command=command))
+    if report is not None:
+        found.save_report(report)
     if as_json:
-        show_document(encode(found))
+        show_document(found.to_json().encode())
     else:
-        show(shortage_text(found, top=top))
+        show(shortage_text(found.document, top=top))
 
 
 @click.command("compare")
@@ -66,21 +72,21 @@ def compare_command(
     from memo_sim.views.chart import check_chart
     from memo_sim.views.difference_table import difference_table
     from memo_sim.views.report.difference import difference_page
-    from memo_sim.views.report.page import check_page, write_page
+    from memo_sim.views.report.page import check_page, save_page
 
     written = [path for path in (plot, report) if path is not None]
     if plot is not None:
         check_chart(plot)
     if report is not None:
         check_page(report)
-    check_not_read(written, map(Path, compared))
+    traces = (trace for path in map(Path, compared) for trace in path.parent.glob(f"{escape(path.stem)}.trace*.json"))
+    check_not_read(written, [*map(Path, compared), *traces, *([Path(cluster)] if cluster else [])])
     check_distinct(written)
     found = with_progress("sides", lambda tell: compare(*compared, cluster=cluster, progress=tell))
     if plot is not None:
         found.plot(plot)
     if report is not None:
-        told = {"command": command_line("memo-sim"), "created": now(), "version": __version__}
-        write_page(difference_page(found.document, **told), report)
+        save_page(partial(difference_page, found.document), report, command_line("memo-sim"))
     if as_json:
         show_document(found.to_json().encode())
     else:
@@ -98,12 +104,11 @@ def explain_command(explained: str, cluster: str | None, *, top: int, as_json: b
     The argument is a plan, or the result of what-if --json. Rivals of a plan differ from it in one decision; those of a
     result are its ranked plans.
     """
-    from memo_sim.answers.explanation import explain
-    from memo_sim.contract.codec import encode
+    from memo_sim.api import explain
     from memo_sim.views.explanation_table import explanation_text
 
     found = with_progress("simulations", lambda tell: explain(explained, cluster=cluster, progress=tell))
     if as_json:
-        show_document(encode(found))
+        show_document(found.to_json().encode())
     else:
-        show(explanation_text(found, top=top))
+        show(explanation_text(found.document, top=top))

@@ -203,17 +203,43 @@ def check_distinct(written: Sequence[Path]) -> None:
 
 
 def check_not_read(written: Iterable[Path], read: Iterable[Path]) -> None:
-    """Refuse to write over a file that the command reads.
+    """Refuse to write over a file that the command reads: one of ``read``, or a file that one of these names.
 
     Raises:
         UsageError: when an existing file is both read and written.
     """
-    inputs = {_real(path) for path in read if path.exists()}
-    for path in written:
+    listed = list(written)
+    inputs = {_real(each) for path in read if listed and path.exists() for each in (path, *_named_in(path))}
+    for path in listed:
         if _real(path) in inputs:
             raise UsageError(
                 "an input of this command would be overwritten", where=str(path), hint="write to another file"
             )
+
+
+class _Origin(msgspec.Struct, frozen=True):
+    cluster: object = ""
+
+
+class _Naming(msgspec.Struct, frozen=True):
+    """The values of documents that may be paths: a cluster's profile, the cluster of a result and of a plan."""
+
+    hardware: object = ""
+    cluster: object = ""
+    provenance: _Origin = _Origin()
+
+
+def _named_in(path: Path, *, clusters_too: bool = True) -> list[Path]:
+    """Return the existing files that a cluster, a result or a plan names; a profile lies beside its cluster's file."""
+    try:
+        head = msgspec.json.decode(read_raw(path), type=_Naming)
+    except (MemoError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []  # reading the file says what is wrong with it
+    found = [path.parent / head.hardware] if isinstance(head.hardware, str) and head.hardware else []
+    named = [each for each in (head.cluster, head.provenance.cluster) if isinstance(each, str) and each]
+    clusters = [cluster for cluster in map(Path, named) if clusters_too and cluster.is_file()]
+    found += [each for cluster in clusters for each in (cluster, *_named_in(cluster, clusters_too=False))]
+    return [each for each in found if each.is_file()]
 
 
 def write(path: str | Path, document: msgspec.Struct) -> None:

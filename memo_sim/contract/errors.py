@@ -116,7 +116,9 @@ def missing_package(error: Exception) -> CannotRun | None:
     if name not in EXTRAS:
         return None
     return CannotRun(
-        "a package that this command needs is not installed", got=name, hint=f"install memo[{EXTRAS[name]}]"
+        "a package that this command needs is not installed",
+        got=name,
+        hint=f"in memo's source folder: pip install '.[{EXTRAS[name]}]'",
     )
 
 

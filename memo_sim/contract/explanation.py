@@ -46,7 +46,7 @@ class Room(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     memory: Literal["device", "host"]
     needed_bytes: Bytes
-    """Where PyTorch's allocator serves a device: what it reserves, which grows while there is room."""
+    """Of a device: the planned arena, or what PyTorch's allocator reserves, which grows while there is room."""
     live_bytes: Bytes
     """Live bytes at the peak, with the reserve."""
     capacity_bytes: Bytes
@@ -72,7 +72,7 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A plan that could have been chosen instead. Its seconds are differences from the explained plan's."""
 
     options: str = ""
-    """The one decision that differs, as options; empty for a plan of a result."""
+    """The decisions that differ, as options; empty for a plan of a result."""
     plan: str
     status: Status
     step_s: Seconds | None = None
@@ -115,5 +115,13 @@ class Explanation(
     rivals: list[Rival]
     """The fastest first; those that do not fit last, the nearest to fitting first."""
     rivals_are: Literal["ranked plans", "one decision changed"]
+    changed: list[Rival] = []
+    """Of a result: its best plan with one decision changed, in the order of ``rivals``."""
+    changes_tried: int = 0
+    """Single changes that could be evaluated."""
+    pairs: list[Rival] = []
+    """Two decisions changed: those that are faster than the plan and than every single change, the fastest first."""
+    pairs_tried: int = 0
+    """Pairs of changes that could be evaluated."""
     notes: list[str] = []
     """How the plan was simulated, where that differs from its file."""

@@ -8,6 +8,7 @@ a cluster name or file, a profile file, a data sheet: nodes and network as there
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -78,6 +79,23 @@ def load_gpu_kind(text: str) -> GpuKind:
     cards = rest[rest.index("-") :] if cluster.name == text and "-" in rest else ""
     name = f"{word}{cards}" if cluster.name == text else cluster.name
     return GpuKind(name, cluster, hardware, cards=cards)
+
+
+def load_gpu_kinds(names: Sequence[str] | None, datasheet: str | None = None) -> list[GpuKind]:
+    """Return the kinds that are named and the one of a data sheet; ``DEFAULT_KINDS`` where neither is given.
+
+    Raises:
+        UsageError: when what is given names no kind, or one twice.
+        BadInput: when a file cannot be read.
+    """
+    if names is None:
+        names = [] if datasheet is not None else list(DEFAULT_KINDS)
+    kinds = [load_gpu_kind(name) for name in [*names, *([datasheet] if datasheet is not None else [])]]
+    if not kinds:
+        raise UsageError("no kind of GPU is named", wanted="one or several, or none given: the default ones")
+    if len({kind.name for kind in kinds}) < len(kinds):
+        raise UsageError("a kind of GPU is named twice", got=", ".join(kind.name for kind in kinds))
+    return kinds
 
 
 def _refuse(text: str, known: dict[str, str]) -> None:

@@ -3,8 +3,8 @@ and the mixtures of experts Mixtral and Qwen3-MoE.
 
 Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
 belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
-arithmetic and are not modelled are refused: sliding windows in use, experts of other model types, rotary positions on a
-part of a head, and biases on some of the products.
+arithmetic and are not modelled are refused by name, of other types as well: sliding windows in use, experts of other
+model types, rotary positions on a part of a head, biases on some of the products, soft-capped or scaled logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,37 @@ WITH_EXPERTS = ("mixtral", "qwen3_moe")
 T = TypeVar("T")
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERTS = "mixtures of experts"
+_WITH_KEYS = {
+    EXPERTS: ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
+    "a model inside a model": ("text_config", "vision_config", "audio_config"),
+    "latent attention": ("kv_lora_rank", "q_lora_rank"),
+    "state-space layers": ("state_size", "ssm_cfg", "mamba_d_ssm", "mamba_d_state", "linear_num_value_heads"),
+    "soft-capped logits": ("attn_logit_softcapping", "final_logit_softcapping"),
+    "layers without positions": ("no_rope_layers",),
+    "scaled embeddings, residuals, scores or logits": (
+        *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale"),
+        *("query_pre_attn_scalar", "scale_emb", "scale_depth"),
+    ),
+    "clipped or normalised queries and keys": ("clip_qkv", "use_qk_norm", "qk_layernorm"),
+}
+"""What memo does not model, and the fields that ask for it where they are neither null, false, zero nor one."""
+_BY_TYPE = {
+    "bert": "an encoder",
+    "bloom": "positions as slopes (ALiBi)",
+    "cohere": "attention and FFN side by side, LayerNorm without bias",
+    "cohere2": "attention and FFN side by side, layers without positions",
+    "falcon": "attention and FFN side by side",
+    "gemma": "scaled embeddings, FFNs gated by GELU",
+    "gpt_neox": "attention and FFN side by side, rotary positions on a part of a head",
+    "gptj": "attention and FFN side by side",
+    "olmo2": "norms behind attention and FFN",
+    "olmo3": "norms behind attention and FFN",
+    "phi": "attention and FFN side by side, rotary positions on a part of a head",
+    "t5": "an encoder-decoder",
+}
+"""What memo does not model of types whose fields do not show it."""
+_NEUTRAL: tuple[Any, ...] = (None, 0, 1, {})
 _BEYOND_FLOATS = 10**300
 _OF_NO_STEP = frozenset(
     (
@@ -34,6 +64,8 @@ _OF_NO_STEP = frozenset(
         *("transformers_version", "use_cache", "use_bfloat16", "task_specific_params", "summary_activation"),
         *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "n_ctx"),
         *("reorder_and_upcast_attn", "gradient_checkpointing", "chunk_size_feed_forward", "problem_type"),
+        *("max_position_embeddings", "max_sequence_length", "predict_special_tokens", "n_special", "is_llama_config"),
+        *("transformers.js_config", "unsloth_version", "tokenizer_class"),
     )
 )
 """Fields that change neither the shape nor what a training step computes, so that no answer mentions them."""
@@ -66,11 +98,13 @@ def _read(config: _Config, name: str) -> Model:
     fields, where = config.fields, config.where
     model_type = config.text("model_type", "")
     if model_type not in SUPPORTED:
+        features = _unmodelled(config)
         raise config.refusal(
             "model_type",
-            "this type of model is not supported",
+            "this type of model is not supported"
+            + (f", nor is what it has: {'; '.join(features)}" if features else ""),
             wanted="one of " + ", ".join(SUPPORTED),
-            hint="write its shape as a memo.model/1 file",
+            hint=None if features else "write its shape as a memo.model/1 file, if a model of these types has it",
         )
     _refuse_unmodelled(config, model_type)
     dropout = max((config.number(key, 0.0, least=0.0) for key in _DROPOUT_KEYS if key in fields), default=0.0)
@@ -496,10 +530,39 @@ def _refuse_unmodelled(config: _Config, model_type: str) -> None:
         raise config.refusal("text_config", "a model inside a model is not supported", hint=hint)
     if config.flag("is_encoder_decoder", False):
         raise config.refusal("is_encoder_decoder", "only decoders are modelled", wanted="false")
-    for key in _EXPERT_KEYS if model_type not in WITH_EXPERTS else ():
-        if config.given(key):
-            known = " and ".join(WITH_EXPERTS)
-            raise config.refusal(key, f"experts are modelled for {known}, not for {model_type}", wanted="no such key")
+    for what, keys in _WITH_KEYS.items():
+        for key in keys if what != EXPERTS or model_type not in WITH_EXPERTS else ():
+            if _asks_for(config.given(key)):
+                text = f"{what} are not modelled" + (" in a model of this type" if what == EXPERTS else "")
+                raise config.refusal(key, text, wanted="no such key, or its neutral value")
+
+
+def _asks_for(value: Any) -> bool:
+    """Whether a field asks for what it is about; a list does where one of its values is not 1."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, list):
+        return any(each not in (1, True) for each in value)
+    return value not in _NEUTRAL
+
+
+def _unmodelled(config: _Config) -> list[str]:
+    """Return what a config of another type has that memo does not model, each with the fields that say so."""
+    fields = config.fields
+    found = [
+        f"{what} ({', '.join(given)})"
+        for what, keys in _WITH_KEYS.items()
+        if (given := [key for key in keys if _asks_for(fields.get(key))])
+    ]
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list) and (others := sorted({str(kind)[:40] for kind in kinds} - {"full_attention"})):
+        found.append(f"layers of {', '.join(others[:4])} (layer_types)")
+    elif fields.get("sliding_window") and fields.get("use_sliding_window", True):
+        found.append("sliding windows (sliding_window)")
+    if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
+        found.append("rotary positions on a part of a head (partial_rotary_factor)")
+    named = _BY_TYPE.get(str(fields.get("model_type")))
+    return [*found, *([named] if named else [])]
 
 
 def _refuse_windows(config: _Config, layers: int, *, always: bool) -> None:
@@ -521,6 +584,8 @@ def _refuse_windows(config: _Config, layers: int, *, always: bool) -> None:
             "max_position_embeddings", 1, most=MOST_TOKENS
         ):
             raise config.refusal("sliding_window", "sliding windows are not modelled", wanted="null")
+        if window is not None:  # a plan for longer sequences than the model was made for would need the window
+            config.read.discard("sliding_window")
         return
     if not config.flag("use_sliding_window", False) or window is None:
         return

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.result import Result
+from memo_sim.contract.summary import DeviceMemory
 from memo_sim.contract.units import Degree, SequenceTokens
+
+FrameworkName = Literal["megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl"]
+"""Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
+
+
+Launcher = Literal["torchrun", "slurm"]
+"""What starts the processes of an exported job."""
 
 
 class LostDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,6 +29,8 @@ class LostDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     instead: str
     """What the framework does in its place."""
     why: str = ""
+    option: str = ""
+    """The option of memo's command line that sets it: ``--tp``; empty where there is none."""
 
 
 class OwnDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +39,7 @@ class OwnDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     path: str
     value: str
     why: str = ""
+    option: str = ""
 
 
 class Export(
@@ -47,6 +60,9 @@ class Export(
     """The plan as it was given, predicted on the cluster."""
     there: PlanRow
     """The plan as the framework would run it, predicted on the same cluster."""
+    plan_memory: DeviceMemory | None = None
+    there_memory: DeviceMemory | None = None
+    """What a device of the fullest stage needs."""
 
 
 class ReadOption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +100,13 @@ class ImportedJob(
     assumed: list[str] = []
     job: PlanRow | None = None
     """The job, predicted; null without a cluster."""
+    memory: DeviceMemory | None = None
+    """What a device of the job's fullest stage needs; null without a cluster."""
     better: list[Result] = []
     """Answers to the same question with everything but model, sequence, batch and (of a large job) stages left open: in
     the same framework, then in memo. Empty without a cluster."""
+
+
+def is_command(text: str) -> bool:
+    """Return whether a name in a list of files is the job's command itself: words with options, or several lines."""
+    return " -" in text or "\n" in text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -30,7 +30,9 @@ def with_names_checked(*, others: Iterable[str] = ()) -> Callable[[Callable[P, T
         signature = inspect.signature(function)
         by_name = {n: p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
         known = [*by_name, *others]
-        needed = ", ".join(name for name, parameter in by_name.items() if parameter.default is parameter.empty)
+        needed = ", ".join(
+            name for name, parameter in by_name.items() if parameter.default is parameter.empty and name != "self"
+        )
         hints = cache(lambda: get_type_hints(function))  # the names in annotations are known when it is called
 
         @wraps(function)
@@ -45,7 +47,7 @@ def with_names_checked(*, others: Iterable[str] = ()) -> Callable[[Callable[P, T
             for name, parameter in by_name.items():
                 given = bound.get(name, ()) if parameter.kind is parameter.VAR_POSITIONAL else (bound.get(name),)
                 for value in given if name in bound else ():
-                    _check(name, value, hints()[name])
+                    _check(name, value, hints().get(name, object))
             return function(*args, **kwargs)
 
         return checked
@@ -56,7 +58,8 @@ def with_names_checked(*, others: Iterable[str] = ()) -> Callable[[Callable[P, T
 def _check(name: str, value: object, hint: Any) -> None:
     if not _fits(value, hint):
         near = did_you_mean(value, _words(hint)) if isinstance(value, str) else None
-        raise UsageError(f"not a value of {name}", got=repr(value), wanted=_said(hint), hint=near)
+        what = f"not a value of {repr(name) if name == 'of' else name}"
+        raise UsageError(what, got=repr(value), wanted=_said(hint), hint=near)
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -66,8 +69,10 @@ def _fits(value: object, hint: Any) -> bool:
         return any(_fits(value, each) for each in get_args(hint))
     if origin is Literal:
         return value in get_args(hint)
-    if origin is os.PathLike:
-        return isinstance(value, os.PathLike)
+    if origin in (os.PathLike, Mapping):
+        return isinstance(value, origin)
+    if origin is Sequence:
+        return isinstance(value, list | tuple) and all(_fits(each, *get_args(hint)) for each in value)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)
@@ -87,6 +92,10 @@ def _said(hint: Any) -> str:
         return ", ".join(words)
     if get_origin(hint) is os.PathLike:
         return "a path"
+    if get_origin(hint) is Sequence:
+        return "a list of them"
+    if get_origin(hint) is Mapping:
+        return "a mapping"
     return {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "None"}.get(
         hint, getattr(hint, "__name__", str(hint))
     )

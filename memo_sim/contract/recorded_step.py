@@ -41,6 +41,39 @@ class LiveBytes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bytes: Bytes
 
 
+class UnknownTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Kernels, or operators of a CPU, of one name that are not recognised."""
+
+    name: str
+    calls: float
+    """Per step."""
+    measured_s: Seconds
+    why: str
+
+
+class RankTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The recorded step of one rank; times as in ``RecordedStep``."""
+
+    rank: int
+    trace: str
+    step_s: Seconds
+    compute_s: Seconds
+    collective_s: Seconds
+    exposed_collective_s: Seconds
+    copy_s: Seconds
+    exposed_copy_s: Seconds
+    idle_s: Seconds
+
+
+class ClassBytes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one class of buffers takes at the peak."""
+
+    name: str
+    bytes: Bytes
+    predicted_bytes: Bytes | None = None
+    """At the predicted peak; null where no job was given to predict, or the prediction has no such class."""
+
+
 class RecordedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fullest instant of a memory snapshot."""
 
@@ -49,6 +82,10 @@ class RecordedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     live: list[LiveBytes]
     """The largest first."""
     notes: list[str] = []
+    by_class: list[ClassBytes] = []
+    """By the stacks that allocated; the largest first."""
+    predicted_peak_bytes: Bytes | None = None
+    """Live bytes at the peak of the job as predicted, without the reserve; null where no job was given."""
 
 
 class RecordedStep(
@@ -82,3 +119,20 @@ class RecordedStep(
     memory: RecordedMemory | None = None
     outside_calibration: list[str] = []
     """Curves of the profile that were read outside the sizes they were measured at."""
+    rank: int = 0
+    """The rank that everything but ``ranks`` is about: of several traces, the one that computes longest."""
+    ranks: list[RankTime] = []
+    """All recorded ranks, in order; empty for a single trace."""
+    step_names: list[str] = []
+    """The profiler's names of the steps; empty where none is marked."""
+    step_times_s: list[Seconds] = []
+    work_s: Seconds = 0.0
+    """Seconds of all recorded work, added up over streams."""
+    compared_s: Seconds = 0.0
+    """The part of it that the profile predicts."""
+    unknown_s: Seconds = 0.0
+    """The part of it that is not recognised."""
+    unknown: list[UnknownTime] = []
+    """The names that take most of ``unknown_s``, the largest first."""
+    notes: list[str] = []
+    """What the trace lacks, and what that makes impossible."""

@@ -21,10 +21,10 @@ class LiveTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WayOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The asked run with one decision changed, evaluated."""
+    """The asked run with one or two decisions changed, evaluated."""
 
     knob: str
-    """The knob that changes; empty where everything is left to the search."""
+    """The knob that changes, or two with a comma between; empty where everything is left to the search."""
     options: str
     """The options to type beside the others; the degrees of a layout change in pairs."""
     leave_out: list[str] = []
@@ -44,7 +44,7 @@ class WayOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Shortage(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.shortage/1"
 ):
-    """What fills the memory of the asked run at its peak, and the single changes that make it fit.
+    """What fills the memory of the asked run at its peak, and the changes that make it fit.
 
     When the question leaves knobs open, the asked run is the best plan that fits, or else the plan nearest to fitting.
     """
@@ -87,3 +87,9 @@ class Shortage(
     """The single changes that need less memory and still do not fit, the nearest to fitting first."""
     tried: int = 0
     """Single changes that could be evaluated."""
+    pairs: list[WayOut] = []
+    """Two changes that make the run fit together, the fastest first; empty where a single one is enough."""
+    pairs_tried: int = 0
+    """Pairs that could be evaluated."""
+    not_read: list[str] = []
+    """Fields of the model's file that are ignored."""

@@ -13,6 +13,8 @@ import msgspec
 from memo_sim.contract.plan import Status, StepInterval
 from memo_sim.contract.units import Bytes, NonNegative, Positive, Seconds, Tokens
 
+NOT_READ = "not read"
+"""Name of the assumption that lists ignored fields of the model's file."""
 PeakKind = Literal["arena", "reserved", "live"]
 """What the bytes of a device's peak are.
 
@@ -73,6 +75,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tokens_per_step: Tokens
     step_s: Seconds | None = None
     interval: StepInterval | None = None
+    no_interval: str = ""
+    """Why a plan that fits has no interval."""
     mfu: float | None = None
     tokens_per_device_s: float | None = None
     device_hours_per_billion_tokens: float | None = None

@@ -89,7 +89,9 @@ def parse_tokens(text: str, *, option: str = "--seq-len", least: int = 1) -> int
         "not a number of tokens",
         got=repr(text),
         wanted=f"a whole number from {least} to 1024m, for example 65536 or 64k",
-        hint=f"{option} 64k",
+        hint=f"several lengths: memo-sim sweep MODEL --cluster A {option} {text} -o s.jsonl"
+        if "," in text
+        else f"{option} 64k",
     )
 
 

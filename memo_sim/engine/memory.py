@@ -74,7 +74,12 @@ class OutOfMemory:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
         where = "device" if self.status == "gpu_oom" else "a node's host"
         need, have = format_bytes(sum(self.live.values())), format_bytes(self.capacity_bytes)
-        worst = f"at the worst instant {format_bytes(self.shortfall_bytes)} are missing"
+        most_bytes, worst = (
+            self.capacity_bytes + self.shortfall_bytes,
+            f"{format_bytes(self.shortfall_bytes)} are missing",
+        )
+        if most_bytes != sum(self.live.values()):
+            worst = f"at the worst instant {format_bytes(most_bytes)} are needed, so {worst}"
         return f"{where} memory runs out at {self.id}: {need} ({parts}) are needed of {have}; {worst}"
 
 
@@ -96,6 +101,8 @@ class Memory:
     """Host memory of the same node that ranks of other pipeline stages need."""
     caching: CachingMemory | None = None
     """The caching allocator's replay; None when memory is planned."""
+    buffer_names: list[str] | None = None
+    """Names of ``device_lives`` by number under an eager framework, which adds buffers; None: those of the program."""
 
     @cached_property
     def device_curves(self) -> dict[str, Ints]:
@@ -250,6 +257,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         )
         if caching
         else None,
+        buffer_names=names,
     )
 
 

@@ -9,8 +9,10 @@ whether the plan fits. A node's host memory serves all stages that have ranks on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
@@ -88,6 +90,11 @@ def simulate(
         played, again = whole_windows(layout, decisions.micro_batches, 2 * played), True
 
 
+def _again(played: int, parts: dict[str, Any]) -> Simulation:
+    """Return a simulation that was pickled."""
+    return Simulation(programs=lower(parts["decisions"], micro_batches=played), **parts)
+
+
 class Simulation:
     """One plan on one cluster; everything beyond the prediction is computed on first use.
 
@@ -125,6 +132,12 @@ class Simulation:
         )
         self._share_host()
         self.steady = self._repeat()
+
+    def __reduce__(self) -> tuple[Callable[..., Simulation], tuple[object, ...]]:
+        """Pickle what the programs are lowered from: they have up to a hundred MB, and are lowered in a second."""
+        parts: dict[str, Any] = {"decisions": self.decisions, "hardware": self.hardware, "cluster": self.cluster}
+        parts |= {"pricer": self._pricer, "rates": self._rates}
+        return _again, (self.stages[0].program.micro_batches, parts)
 
     @cached_property
     def prediction(self) -> Prediction:

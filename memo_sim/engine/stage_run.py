@@ -173,6 +173,7 @@ class StageRun:
     def layer_forward_s(self) -> float:
         """Seconds of a middle layer's forward on the compute lane, with waits for exchanges and collectives.
 
+        Where layers differ, the mean of the middle layers of all kinds, each as often as the stage has it.
         Waits for copies are left out, because copies can hide under this time (the paper's linear program).
         """
         forwards = [
@@ -180,7 +181,15 @@ class StageRun:
             for n, i in enumerate(self.program.instances)
             if i.micro_batch == 0 and _is_layer_forward(self.program.templates[i.template])
         ]
-        mine = (self.columns.instance == forwards[len(forwards) // 2]) & (self.columns.lane == Lane.COMPUTE)
+        by_kind: dict[int | None, list[int]] = {}
+        for n in forwards:
+            by_kind.setdefault(self.program.templates[self.program.instances[n].template].layer_kind, []).append(n)
+        each = [(len(numbers), self._forward_s(numbers[len(numbers) // 2])) for numbers in by_kind.values()]
+        return each[0][1] if len(each) == 1 else sum(count * seconds for count, seconds in each) / len(forwards)
+
+    def _forward_s(self, instance: int) -> float:
+        """Return the seconds of one forward, as ``layer_forward_s`` counts them."""
+        mine = (self.columns.instance == instance) & (self.columns.lane == Lane.COMPUTE)
         chosen = np.flatnonzero(mine)
         waits = self.playback.waits
         copies = np.isin(self.columns.lane[waits.waits_for], (Lane.D2H, Lane.H2D))

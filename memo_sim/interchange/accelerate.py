@@ -16,7 +16,7 @@ from memo_sim.contract.knobs import AdamwKernels, States
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.interchange.eager_words import exact, near, sayings
 from memo_sim.interchange.framework import Framework, Read, Saying, Source
-from memo_sim.interchange.hf_read import Choice, Parallel, kind_of, pins_of, read_files
+from memo_sim.interchange.hf_read import Choice, Parallel, Tiles, kind_of, loss_of, pins_of, read_files
 from memo_sim.interchange.hf_train import TRAIN, TRAIN_TEXT
 from memo_sim.interchange.hf_words import (
     ATTENTION,
@@ -33,6 +33,8 @@ from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import CONFIG, hub_name
 
 ACCELERATE, LAUNCH = "accelerate.yaml", "train.sh"
+SMALL_TILE = 256
+"""Tokens of a tile of the loss that is tried beside the plan's: those of TRL's."""
 
 _NO_STAGES = "it has no pipeline stages; replicas take their place"
 _OF_HUGGING_FACE = {
@@ -88,8 +90,12 @@ _OF_ACCELERATE = {
         " too, which memo does not price",
     ),
     "decisions.zero_params": Saying("own", lost="FSDP2 keeps fp32 shards and casts them before every gather"),
-    "decisions.loss": Saying("own", lost="the model's cross_entropy of an fp32 copy of the logits"),
-    "decisions.loss_chunk_tokens": Saying("none", lost="all logits exist at once"),
+    "decisions.loss": near(
+        "loss_tokens",
+        lost="cross_entropy of an fp32 copy of the logits, whole or in tiles whose products run again in backward;"
+        " tiles are priced as TRL's earlier chunks",
+    ),
+    "decisions.loss_chunk_tokens": exact("loss_tokens", lost="with tp the loss is computed whole"),
 }
 
 
@@ -98,8 +104,8 @@ def hugging_face_sayings(own: Mapping[str, Saying]) -> dict[str, Saying]:
     return sayings({**_OF_HUGGING_FACE, **own})
 
 
-def jobs(decisions: Decisions, *, tp: bool = True, whole_loss: bool = True) -> tuple[Job, ...]:
-    """Return the jobs that come nearest to a plan.
+def jobs(decisions: Decisions, *, tp: bool = True, own_program: bool = True) -> tuple[Job, ...]:
+    """Return the jobs that come nearest to a plan; ``own_program``: the exported one, which may cut the loss.
 
     Raises:
         UsageError: when transformers has no model of this shape.
@@ -107,9 +113,20 @@ def jobs(decisions: Decisions, *, tp: bool = True, whole_loss: bool = True) -> t
     check_model(decisions)
     layouts = nearest_layouts(decisions.layout, tp=tp, sequence="cp")
     return tuple(
-        fsdp_job(decisions, layout, choice, whole_loss=whole_loss)
+        fsdp_job(decisions, layout, choice, tiles)
         for layout, choice in product(layouts, choices(decisions))
+        for tiles in (_loss_tiles(decisions, layout) if own_program else (None,))
     )
+
+
+def _loss_tiles(decisions: Decisions, layout: Layout) -> tuple[Tiles, ...]:
+    """Return the tiles of the loss to try: the plan's, then small ones, where tp does not divide the vocabulary."""
+    local = decisions.micro_batch * decisions.seq_tokens // layout.cp
+    if layout.tp > 1:
+        return (Tiles(),)
+    if local <= SMALL_TILE:
+        return (Tiles(one_tile=decisions.loss == "checkpointed"),)
+    return tuple(Tiles(loss_tokens=tokens) for tokens in dict.fromkeys((decisions.loss_chunk_tokens, SMALL_TILE)))
 
 
 def check_model(decisions: Decisions) -> None:
@@ -140,8 +157,8 @@ def adamw_of(decisions: Decisions) -> AdamwKernels:
     return kernels.adamw if kernels.rowwise in ("eager", "compiled") else "fused"
 
 
-def fsdp_job(decisions: Decisions, layout: Layout, choice: Choice, *, whole_loss: bool) -> Job:
-    """Return a job whose states FSDP2 divides, or that DDP copies."""
+def fsdp_job(decisions: Decisions, layout: Layout, choice: Choice, tiles: Tiles | None) -> Job:
+    """Return a job whose states FSDP2 divides, or that DDP copies; without ``tiles`` its loss is TRL's."""
     dtype = decisions.dtype if decisions.dtype in ("bf16", "fp16", "fp32") else "bf16"
     states: States = "fp32" if decisions.states == "bf16" else decisions.states
     if states == "pure-bf16" and dtype != "bf16":
@@ -160,7 +177,7 @@ def fsdp_job(decisions: Decisions, layout: Layout, choice: Choice, *, whole_loss
         global_batch=decisions.global_batch,
         states=states,
         grad_sums="autocast" if copied else "auto",
-        loss=("eager-fp32" if layout.tp == 1 else "vocab-parallel") if whole_loss else "auto",
+        loss=loss_of(parallel, tiles or Tiles(), trl=tiles is None),
         deterministic=decisions.deterministic,
         pins=pins_of(
             parallel,
@@ -168,7 +185,7 @@ def fsdp_job(decisions: Decisions, layout: Layout, choice: Choice, *, whole_loss
             adamw=adamw_of(decisions),
             attention=ATTENTION.get(word),
             dtype=dtype,
-            whole_loss=whole_loss,
+            tiles=tiles,
         ),
     )
 
@@ -184,11 +201,21 @@ def model_variable(job: Job) -> str:
     return f"# Weights: a folder or a name on the hub, of the shape in {CONFIG}.\nMODEL=${{MODEL:-{name or '.'}}}\n"
 
 
+def tiles_of(job: Job) -> dict[str, int]:
+    """Return the options of the exported program that cut loss and MLP into tiles."""
+    pins = job.pins
+    local = job.micro_batch * job.seq_tokens // ((pins.cp or 1) * (pins.ulysses or 1))
+    one = local if job.loss in ("blocks", "checkpointed") else 0
+    said = {"loss_tokens": pins.loss_chunk_tokens or one, "mlp_tokens": pins.mlp_chunk_tokens}
+    return {name: tokens for name, tokens in said.items() if tokens}
+
+
 def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     """Return accelerate's configuration, the program, and the script that starts it."""
     values = arguments_of(job)
     if (job.pins.tp or 1) > 1:
         values["tp_size"] = job.pins.tp
+    values |= tiles_of(job)
     start = [TRAIN, "--model_name_or_path", '"${MODEL}"', *flags(values), "--output_dir", "output", '"$@"']
     return {
         ACCELERATE: yaml_text(accelerate_yaml(job, launch.devices, launch.nodes), header),

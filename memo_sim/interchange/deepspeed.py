@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import product
+from math import log2
 from typing import Any
 
 from memo_sim.contract.knobs import GradSums, States
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.units import GIB
 from memo_sim.interchange.accelerate import (
     LAUNCH,
     adamw_of,
@@ -22,10 +24,11 @@ from memo_sim.interchange.accelerate import (
     is_program,
     model_files,
     model_variable,
+    tiles_of,
 )
 from memo_sim.interchange.eager_words import exact, near
 from memo_sim.interchange.framework import Framework, Read, Saying, Source
-from memo_sim.interchange.hf_read import Choice, Parallel, kind_of, pins_of, read_files
+from memo_sim.interchange.hf_read import Choice, Parallel, Tiles, kind_of, loss_of, pins_of, read_files
 from memo_sim.interchange.hf_train import TRAIN, TRAIN_TEXT
 from memo_sim.interchange.hf_words import ATTENTION, arguments_of, attention_of, flags, nearest_layouts
 from memo_sim.interchange.job import Job
@@ -52,19 +55,19 @@ SAYINGS = hugging_face_sayings(
             "zero_optimization.offload_optimizer.device",
             "bf16.bf16_master_weights_and_grads",
             "bf16.bf16_optimizer_states",
-            lost="moments in bf16 only where master weights are; neither without ZeRO",
+            lost="moments have the dtype of the master weights, fp32 or bf16; without ZeRO they are fp32",
         ),
         "decisions.grad_sums": exact("data_types.grad_accum_dtype", lost="fp32, or the dtype of the parameters"),
         "decisions.reduce_dtype": Saying("own", lost="gradients are reduced as they are summed"),
         "decisions.sharding": Saying("none", lost="its ZeRO is DeepSpeed's own"),
         "decisions.zero_params": Saying("own", lost="a rank stores its shard of bf16 parameters"),
         "decisions.streams": Saying("own", lost="memory comes back when the device has passed its use"),
-        "decisions.loss": Saying("own", lost="the model's cross_entropy of an fp32 copy of the logits"),
-        "decisions.loss_chunk_tokens": Saying(
-            "none", lost="all logits exist at once; TiledFusedLogitsLoss is code, not configuration"
+        "decisions.loss": exact(
+            "loss_tokens", lost="cross_entropy of an fp32 copy of the logits, whole or in DeepSpeed's tiles"
         ),
-        "decisions.mlp_chunk_tokens": Saying("none", lost="TiledMLP is code, not configuration"),
-        "decisions.mlp_rebuild": Saying("none", lost="TiledMLP is code, not configuration"),
+        "decisions.loss_chunk_tokens": exact("loss_tokens", lost="tiles need another dtype than fp16"),
+        "decisions.mlp_chunk_tokens": exact("mlp_tokens", lost="tiles of the MLP go with full recompute of all layers"),
+        "decisions.mlp_rebuild": Saying("own", lost="DeepSpeed's tiles run forward again inside a recomputed layer"),
         "decisions.attention_chunk_tokens": Saying("none", lost="FPDT is Megatron-DeepSpeed's"),
         "decisions.kernels.adamw": exact(
             "optimizer.params.torch_adam", lost="it has a fused AdamW of its own, and torch's"
@@ -82,10 +85,34 @@ def jobs(decisions: Decisions) -> tuple[Job, ...]:
     """
     check_model(decisions)
     layouts = nearest_layouts(decisions.layout, tp=False, sequence="ulysses")
-    return tuple(_job(decisions, layout, choice) for layout, choice in product(layouts, choices(decisions)))
+    return tuple(
+        _job(decisions, layout, choice, tiles)
+        for layout, choice in product(layouts, choices(decisions))
+        for tiles in _tiles(decisions, layout, choice)
+    )
 
 
-def _job(decisions: Decisions, layout: Layout, choice: Choice) -> Job:
+def _tiles(decisions: Decisions, layout: Layout, choice: Choice) -> tuple[Tiles, ...]:
+    """Return the tiles to try: the plan's, then those that DeepSpeed's ALST has."""
+    local, hidden = decisions.micro_batch * decisions.seq_tokens // layout.ulysses, decisions.model.hidden
+    alst = Tiles(2 ** int(log2(GIB // (4 * decisions.model.vocab))), hidden)
+    wanted = (Tiles(decisions.loss_chunk_tokens, decisions.mlp_chunk_tokens), alst)
+    return tuple(
+        dict.fromkeys(
+            Tiles(
+                tiles.loss_tokens if tiles.loss_tokens < local and decisions.dtype != "fp16" else 0,
+                tiles.mlp_tokens if tiles.mlp_tokens < local and (choice.recompute, choice.layers) == _ALL else 0,
+                one_tile=decisions.loss == "blocks" and tiles.loss_tokens == 0 and decisions.dtype != "fp16",
+            )
+            for tiles in wanted
+        )
+    )
+
+
+_ALL = ("full", "all")
+
+
+def _job(decisions: Decisions, layout: Layout, choice: Choice, tiles: Tiles) -> Job:
     dtype = decisions.dtype if decisions.dtype in ("bf16", "fp16", "fp32") else "bf16"
     states: States = decisions.states if layout.zero else "fp32"
     if states == "bf16" or (states == "pure-bf16" and dtype != "bf16"):
@@ -107,7 +134,7 @@ def _job(decisions: Decisions, layout: Layout, choice: Choice) -> Job:
         global_batch=decisions.global_batch,
         states=states,
         grad_sums=sums,
-        loss="eager-fp32",
+        loss=loss_of(parallel, tiles, trl=False),
         deterministic=decisions.deterministic,
         pins=pins_of(
             parallel,
@@ -115,7 +142,7 @@ def _job(decisions: Decisions, layout: Layout, choice: Choice) -> Job:
             adamw=adamw_of(decisions),
             attention=ATTENTION.get(word, "torch-flash"),
             dtype=dtype,
-            whole_loss=True,
+            tiles=tiles,
         ),
     )
 
@@ -158,6 +185,7 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     values["dtype"] = "bfloat16" if job.pins.dtype == "bf16" else "float32"
     values["bf16"], values["fp16"] = job.pins.dtype == "bf16", job.pins.dtype == "fp16"
     del values["optim"]
+    values |= tiles_of(job)
     ulysses = job.pins.ulysses or 1
     command = [
         *(TRAIN, "--deepspeed", CONFIGURATION, "--model_name_or_path", '"${MODEL}"', *flags(values)),

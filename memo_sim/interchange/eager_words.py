@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memo_sim.interchange.framework import Saying
+from memo_sim.interchange.framework import LIMITED, Saying
 from memo_sim.interchange.plan_paths import plan_paths
 
 _NO_METP = "it has no ring of weights (METP)"
@@ -25,21 +25,25 @@ _COMMON: dict[str, Saying] = {
     "layout.multiplexed": Saying("none", lost=_NO_SUBSEQUENCES),
     "decisions.offload_window": Saying("none", lost=_NO_SUBSEQUENCES),
     "decisions.subsequence_swapped_tokens": Saying("none", lost=_NO_SUBSEQUENCES),
-    "decisions.early_stop": Saying("own", lost="its version of torch.utils.checkpoint decides it"),
+    "decisions.early_stop": Saying(
+        "own", lost="its version of torch.utils.checkpoint ends a recompute where backward has its tensors"
+    ),
     "decisions.swapped_tokens": Saying("none", lost=_NO_SWAP),
     "decisions.rounding_buffers": Saying("none", lost="every layer has buffers of its own"),
     "decisions.memory_policy": Saying("none", lost=_NO_ARENA),
-    "decisions.allocator_limit_gib": Saying("none", lost="no option limits PyTorch's allocator"),
+    "decisions.allocator_limit_gib": LIMITED,
     "decisions.host_allocator": Saying("none", lost="pinned memory comes from PyTorch's allocator of powers of two"),
-    "decisions.zero_params": Saying("own", lost="its sharding decides it"),
+    "decisions.zero_params": Saying("own", lost="FSDP2 keeps fp32 shards and casts them before every gather"),
     "decisions.grad_sums": Saying("own", lost="gradients are summed in fp32"),
     "decisions.overlap": Saying("own", lost="FSDP gathers and reduces beside compute"),
     "decisions.loss": Saying("none", lost="it has a loss of its own"),
     "decisions.loss_metrics": Saying("none", lost="it computes no metrics from the logits"),
-    "decisions.streams": Saying("own", lost="its sharding decides it"),
+    "decisions.streams": Saying("own", lost="FSDP2 frees what another stream uses by events"),
     "decisions.sharding": Saying("none", lost="its ZeRO is torch's FSDP2"),
     "decisions.reduce_dtype": Saying("own", lost="gradients are reduced in fp32"),
-    "decisions.modules": Saying("own", lost="it trains modules of its own"),
+    "decisions.modules": Saying(
+        "own", lost="it trains its own modules, which keep other tensors than memo-exec's layers"
+    ),
     "decisions.mlp_chunk_tokens": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.mlp_rebuild": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.attention_chunk_tokens": Saying("none", lost="its attention runs on the whole sequence"),

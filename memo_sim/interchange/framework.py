@@ -39,6 +39,10 @@ class Saying:
     lost: str = ""
 
 
+LIMITED = Saying("exact", (), "what replaces the plan has a limit of its own, or none")
+"""How all of them say a limit of PyTorch's allocator: in the environment (``memory_fraction.py``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One file to read: its name, and its text."""
@@ -53,12 +57,14 @@ class Read:
 
     ``framework``: the name of the one that runs the job, which may not be the one whose files were read. ``devices``:
     how many devices the files start, 0 where they do not say. ``assumed``: what the files leave open, with the
-    framework's default.
+    framework's default. ``memory_fraction``: the part of a device's memory that PyTorch's allocator may reserve, None
+    where the files set none.
     """
 
     framework: str
     job: Job
     devices: int = 0
+    memory_fraction: float | None = None
     read: tuple[ReadOption, ...] = ()
     ignored: tuple[IgnoredOption, ...] = ()
     assumed: tuple[str, ...] = ()

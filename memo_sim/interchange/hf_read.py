@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from memo_sim.contract.errors import BadInput
-from memo_sim.contract.knobs import GradSums, Pins, Recompute, States
+from memo_sim.contract.knobs import GradSums, Loss, Pins, Recompute, States
 from memo_sim.contract.units import counted, parse_tokens
 from memo_sim.interchange.framework import Read, Source
 from memo_sim.interchange.hf_words import ATTENTION, OPTIMIZERS, SDPA, TORCH_DTYPES
@@ -216,6 +216,25 @@ class Choice:
     compiled: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tokens of a tile of the loss and of the MLP, as the exported program cuts them; 0: all tokens at once."""
+
+    loss_tokens: int = 0
+    mlp_tokens: int = 0
+    one_tile: bool = False
+    """Whether the loss is one tile of all tokens, where ``loss_tokens`` is 0."""
+
+
+def loss_of(parallel: Parallel, tiles: Tiles, *, trl: bool) -> Loss:
+    """Return how a job computes its loss, by memo's name."""
+    if trl:
+        return "auto"
+    if tiles.loss_tokens or tiles.one_tile:
+        return "blocks" if parallel.deepspeed else "checkpointed"
+    return "eager-fp32" if parallel.tp == 1 else "vocab-parallel"
+
+
 def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework: str) -> Read:
     """Return the job of a set of files.
 
@@ -259,6 +278,7 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
     compiled = arguments.flag("torch_compile")
     arguments.says("torch_compile", f"rowwise {'compiled' if compiled else 'eager'}")
     attention = _attention(arguments, parallel)
+    tiles = _tiles(arguments, micro_batch * seq_tokens // (parallel.cp * parallel.ulysses))
     job = Job(
         model=model,
         seq_tokens=seq_tokens,
@@ -266,7 +286,7 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
         global_batch=whole,
         states=states,
         grad_sums=sums,
-        loss="auto" if trl else "eager-fp32" if parallel.tp == 1 else "vocab-parallel",
+        loss=loss_of(parallel, tiles, trl=trl),
         deterministic=arguments.flag("full_determinism"),
         pins=pins_of(
             parallel,
@@ -274,7 +294,7 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
             adamw=adamw,
             attention=attention,
             dtype=dtype,
-            whole_loss=not trl,
+            tiles=None if trl else tiles,
         ),
     )
     arguments.says("full_determinism", f"deterministic {'on' if job.deterministic else 'off'}")
@@ -299,9 +319,9 @@ def pins_of(
     adamw: Any,
     attention: Any,
     dtype: Any,
-    whole_loss: bool,
+    tiles: Tiles | None,
 ) -> Pins:
-    """Return the pins of a job, the same whether it was made of a plan or read."""
+    """Return the pins of a job, made of a plan or read; without ``tiles`` the trainer has its own."""
     full = choice.recompute == "full"
     divided = parallel.zero == 0 or not parallel.deepspeed
     return Pins(
@@ -316,14 +336,22 @@ def pins_of(
         recompute=choice.recompute,
         recompute_layers=choice.layers if full else None,
         offload_inputs=choice.offloaded if full else None,
-        mlp_chunk_tokens=0 if full else None,
-        loss_chunk_tokens=0 if whole_loss else None,
+        mlp_chunk_tokens=(tiles.mlp_tokens if tiles else 0) if full else None,
+        loss_chunk_tokens=tiles.loss_tokens if tiles else None,
         sharding="fsdp1" if parallel.fsdp1 else None,
         rowwise="compiled" if choice.compiled else "eager",
         adamw=adamw,
         attention=attention,
         dtype=dtype,
     )
+
+
+def _tiles(arguments: Settings, local: int) -> Tiles:
+    """Return the tiles that options of the exported program name; ``local`` are the tokens of a rank's micro-batch."""
+    loss, mlp = (arguments.whole(key, least=0) or 0 for key in ("loss_tokens", "mlp_tokens"))
+    arguments.says("loss_tokens", f"the loss in tiles of {loss} tokens")
+    arguments.says("mlp_tokens", f"the MLP in tiles of {mlp} tokens")
+    return Tiles(loss if loss < local else 0, mlp if mlp < local else 0, one_tile=loss >= local)
 
 
 def _lifted(values: dict[str, Any]) -> dict[str, Any]:
@@ -390,6 +418,8 @@ def _parallel(
 
 def _devices(accelerate: Settings, given: Mapping[str, str], files: Files) -> int:
     said = accelerate.whole("num_processes") if accelerate.text("num_processes") != "-1" else None
+    if accelerate.values.get("distributed_type") == "NO":
+        said = 1  # accelerate starts one process then, whatever num_processes is
     accelerate.says("num_processes", f"{said} devices")
     accelerate.raw("num_machines")
     if found := devices_of(given, files.devices or said):
@@ -757,4 +787,15 @@ def _explain(arguments: Settings, accelerate: Settings, deepspeed: Settings) -> 
         accelerate.ignore("dynamo_backend", "set torch_compile in the arguments: memo reads it there")
 
 
-__all__ = ["CONFIG", "TORCH_DTYPES", "Files", "Parallel", "files_of", "kind_of", "pins_of", "read_files"]
+__all__ = [
+    "CONFIG",
+    "TORCH_DTYPES",
+    "Files",
+    "Parallel",
+    "Tiles",
+    "files_of",
+    "kind_of",
+    "loss_of",
+    "pins_of",
+    "read_files",
+]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Launcher = Literal["torchrun", "slurm"]
+from memo_sim.contract.interchange import Launcher
+from memo_sim.interchange import memory_fraction
 
 _BY_HAND = """\
 # On each of several nodes: NODE_RANK=0, 1, ... and MASTER_ADDR, the first node's name or address.
@@ -43,6 +43,8 @@ class Launch:
     nodes: int
     per_node: int
     launcher: Launcher = "torchrun"
+    memory_fraction: float | None = None
+    """The part of a device's memory that PyTorch's allocator may reserve; None: all of it."""
 
     @property
     def devices(self) -> int:
@@ -73,6 +75,8 @@ class Launch:
         if inside:
             lines.append(_INSIDE)
         lines += [f"export {name}={value}" for name, value in (environment or {}).items()]
+        if self.memory_fraction is not None:
+            lines += memory_fraction.lines(self.memory_fraction)
         if self.launcher == "slurm":
             lines.append('MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST}" | head -n 1)')
             lines.append("MASTER_PORT=${MASTER_PORT:-29500}")
@@ -88,8 +92,8 @@ class Launch:
         return "\n".join(lines) + "\n" + f"{start} \\\n    {' '.join(command)}\n"
 
 
-def launch_of(devices: int, devices_per_node: int, launcher: Launcher) -> Launch:
+def launch_of(devices: int, devices_per_node: int, launcher: Launcher, memory_fraction: float | None = None) -> Launch:
     """Return the launch of a job on so many devices: some of one node, or whole nodes."""
     if devices <= devices_per_node:
-        return Launch(1, devices, launcher)
-    return Launch(devices // devices_per_node, devices_per_node, launcher)
+        return Launch(1, devices, launcher, memory_fraction)
+    return Launch(devices // devices_per_node, devices_per_node, launcher, memory_fraction)

@@ -408,7 +408,7 @@ def _sayings() -> dict[str, Saying]:
         return own.get(name, f"{places.get(name, 'model')}.{name}")
 
     table = {at: Saying(said.how, tuple(map(path, said.keys)), said.lost) for at, said in SAYINGS.items()}
-    rows = Saying("near", ("model.position_embedding_type",), "a learned table has a row for each token.")
+    rows = Saying("near", ("model.position_embedding_type",), "a learned table has a row for each token")
     shape = Saying("exact", ("model.gated_linear_unit", "model.activation_func"))
     return {**table, "model.max_positions": rows, "model.activation": shape}
 

@@ -285,7 +285,7 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
     if not used:
         config.assumed.append(f"one replica, on {replicas_of} devices: --set devices=... says how many there are")
     micro = config.whole("micro_batch_size", 1) or 1
-    batch = config.whole("global_batch_size")
+    batch = config.whole("global_batch_size") or _last_batch(str(config.values.get("step_batch_size_schedule", "")))
     if batch is None:
         batch = micro * dp
         config.assumed.append(f"global batch {batch}: one micro-batch for each replica, Megatron's default")
@@ -557,6 +557,12 @@ def _data_parallel(config: Configuration, replicas: int) -> dict[str, Any]:
     config.say(("num_distributed_optimizer_instances",), f"zero_ranks {replicas // instances}")
     config.say(("overlap_grad_reduce", "overlap_param_gather"), f"overlap {overlap}")
     return {"zero": zero, "zero_ranks": replicas // instances if zero and instances > 1 else None, "overlap": overlap}
+
+
+def _last_batch(schedule: str) -> int | None:
+    """Return the batch that a schedule ends with: 1152 of ``0:384 200B:768 400B:1152``."""
+    last = re.fullmatch(r".*:([1-9]\d{0,8})\s*", schedule, re.ASCII | re.DOTALL)
+    return int(last[1]) if last else None
 
 
 def _states(config: Configuration) -> States:

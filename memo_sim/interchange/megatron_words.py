@@ -16,7 +16,7 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import Recompute, States
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
-from memo_sim.interchange.framework import Saying
+from memo_sim.interchange.framework import LIMITED, Saying
 from memo_sim.interchange.job import Job, job_of
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -283,11 +283,11 @@ def padded(vocab: int, divisible_by: int, tp: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-_NO_SWAP = "Megatron swaps no tokens: its activation offloading is by whole tensors of some layers."
-_OWN_ALLOCATOR = "memory comes from PyTorch's caching allocator; no addresses are planned."
-_NO_PARTS = "Megatron plays a sequence whole."
-_OWN = "Megatron's own."
-_LOSSES = "over the vocabulary, unfused, or fused outside of deterministic mode."
+_NO_SWAP = "Megatron swaps no tokens: its activation offloading is by whole tensors of some layers"
+_OWN_ALLOCATOR = "memory comes from PyTorch's caching allocator; no addresses are planned"
+_NO_PARTS = "Megatron plays a sequence whole"
+_OWN = "Megatron's own"
+_LOSSES = "its loss divides the vocabulary over tp, unfused, or fused outside of deterministic mode"
 
 SAYINGS: dict[str, Saying] = {
     "model.family": Saying("exact", ("normalization", "gated_linear_unit")),
@@ -297,43 +297,43 @@ SAYINGS: dict[str, Saying] = {
     "model.kv_heads": Saying("exact", ("num_query_groups",)),
     "model.head_dim": Saying("exact", ("kv_channels",)),
     "model.ffn_hidden": Saying("exact", ("ffn_hidden_size",)),
-    "model.vocab": Saying("exact", ("vocab_size",), "every rank of tp holds as many rows."),
+    "model.vocab": Saying("exact", ("vocab_size",), "every rank of tp holds as many rows"),
     "model.tied_embeddings": Saying("exact", ("share_embeddings_and_output_weights",)),
     "model.max_positions": Saying("exact", ("position_embedding_type", "max_position_embeddings")),
     "model.norm_eps": Saying("exact", ("layernorm_epsilon",)),
-    "model.rope_theta": Saying("near", ("rotary_base",), "a whole number."),
+    "model.rope_theta": Saying("near", ("rotary_base",), "a whole number"),
     "model.rope_scaling": Saying(
         "near",
         ("rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor"),
-        "Llama 3's scaling has frequency factors 1 and 4 over 8192 positions; a linear one is a whole number.",
+        "Llama 3's scaling has frequency factors 1 and 4 over 8192 positions; a linear one is a whole number",
     ),
-    "model.qkv_bias": Saying("near", ("add_qkv_bias", "add_bias_linear"), "goes with the other biases, or alone."),
+    "model.qkv_bias": Saying("near", ("add_qkv_bias", "add_bias_linear"), "goes with the other biases, or alone"),
     "model.linear_bias": Saying("exact", ("add_bias_linear",)),
     "model.qk_norm": Saying("exact", ("qk_layernorm",)),
-    "model.bidirectional": Saying("none", (), "GPT has causal attention alone."),
-    "decisions.expert_load": Saying("none", (), "memo writes no options of experts."),
-    "model.experts": Saying("none", (), "memo writes no options of experts."),
-    "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers."),
+    "model.bidirectional": Saying("none", (), "GPT has causal attention alone"),
+    "decisions.expert_load": Saying("none", (), "memo writes no options of experts"),
+    "model.experts": Saying("none", (), "memo writes no options of experts"),
+    "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),
     "layout.tp": Saying("exact", ("tensor_model_parallel_size",)),
     "layout.sequence_parallel": Saying("exact", ("sequence_parallel",)),
-    "layout.tp_overlap": Saying("exact", ("tp_comm_overlap",), "not in deterministic mode."),
+    "layout.tp_overlap": Saying("exact", ("tp_comm_overlap",), "not in deterministic mode"),
     "layout.cp": Saying("exact", ("context_parallel_size", "cp_comm_type")),
-    "layout.cp_exchange": Saying("exact", ("cp_comm_type",), "p2p or all_gather; beside a2a only p2p."),
+    "layout.cp_exchange": Saying("exact", ("cp_comm_type",), "p2p or all_gather; beside a2a only p2p"),
     "layout.ulysses": Saying("exact", ("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes")),
-    "layout.uneven_heads": Saying("none", (), "a2a divides heads evenly: context parallelism in its place."),
-    "layout.metp": Saying("none", (), "Megatron passes no weights round a ring: tensor parallelism in its place."),
+    "layout.uneven_heads": Saying("none", (), "a2a divides heads evenly: context parallelism in its place"),
+    "layout.metp": Saying("none", (), "Megatron passes no weights round a ring: tensor parallelism in its place"),
     "layout.overlap_exchanges": Saying("none", (), "a choice of METP."),
     "layout.pp": Saying("exact", ("pipeline_model_parallel_size",)),
     "layout.pp_layers": Saying("exact", ("pipeline_model_parallel_layout",)),
-    "layout.schedule": Saying("exact", ("virtual_pipeline_model_parallel_size",), "1F1B, plain or interleaved."),
+    "layout.schedule": Saying("exact", ("virtual_pipeline_model_parallel_size",), "it has 1F1B, plain or interleaved"),
     "layout.virtual_stages": Saying("exact", ("virtual_pipeline_model_parallel_size",)),
-    "layout.overlap_p2p": Saying("own", (), "1F1B waits for its transfers, the interleaved schedule does not."),
+    "layout.overlap_p2p": Saying("own", (), "1F1B waits for its transfers, the interleaved schedule does not"),
     "layout.dp": Saying("exact", (), ""),
     "layout.zero": Saying(
         "exact",
         ("use_distributed_optimizer", "use_megatron_fsdp", "data_parallel_sharding_strategy"),
-        "bf16 or host states need the distributed optimizer.",
+        "bf16 or host states need the distributed optimizer",
     ),
     "layout.zero_ranks": Saying("exact", ("num_distributed_optimizer_instances",)),
     "layout.subsequences": Saying("none", (), _NO_PARTS),
@@ -345,52 +345,54 @@ SAYINGS: dict[str, Saying] = {
     "decisions.recompute": Saying(
         "exact",
         ("recompute_granularity", "recompute_modules"),
-        "none, full, or one module; what comes nearest and is the fastest that fits.",
+        "it recomputes whole layers, one module of each (attention, norms or the MLP), or nothing",
     ),
-    "decisions.recompute_layers": Saying("exact", ("recompute_method", "recompute_num_layers"), "no every N-th layer."),
+    "decisions.recompute_layers": Saying(
+        "exact",
+        ("recompute_method", "recompute_num_layers"),
+        "all layers, groups of N, or the first K of each stage: no every N-th layer",
+    ),
     "decisions.keep_norms": Saying("none", (), "a choice of METP."),
-    "decisions.early_stop": Saying("own", (), "full recompute repeats whole layers."),
+    "decisions.early_stop": Saying("own", (), "full recompute repeats whole layers"),
     "decisions.swapped_tokens": Saying("none", (), _NO_SWAP),
     "decisions.subsequence_swapped_tokens": Saying("none", (), _NO_SWAP),
     "decisions.offload_window": Saying("none", (), _NO_SWAP),
     "decisions.rounding_buffers": Saying("none", (), _OWN_ALLOCATOR),
     "decisions.memory_policy": Saying("none", (), _OWN_ALLOCATOR),
-    "decisions.allocator_limit_gib": Saying(
-        "none", (), "no option: torch.cuda.set_per_process_memory_fraction in the training script."
-    ),
+    "decisions.allocator_limit_gib": LIMITED,
     "decisions.host_allocator": Saying("own", (), _OWN),
     "decisions.states": Saying(
         "exact",
         ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload"),
-        "master weights are always kept.",
+        "it always keeps master weights in fp32",
     ),
     "decisions.zero_params": Saying("own", (), _OWN),
-    "decisions.grad_sums": Saying("own", (), "gradients are summed in fp32."),
+    "decisions.grad_sums": Saying("own", (), "gradients are summed in fp32"),
     "decisions.overlap": Saying(
-        "exact", ("overlap_grad_reduce", "overlap_param_gather"), "parameters are gathered with ZeRO alone."
+        "exact", ("overlap_grad_reduce", "overlap_param_gather"), "parameters are gathered with ZeRO alone"
     ),
     "decisions.loss": Saying("exact", ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), _LOSSES),
-    "decisions.loss_metrics": Saying("none", (), "no metrics are computed from the logits."),
+    "decisions.loss_metrics": Saying("none", (), "no metrics are computed from the logits"),
     "decisions.streams": Saying("own", (), _OWN),
     "decisions.sharding": Saying("own", (), _OWN),
-    "decisions.reduce_dtype": Saying("own", (), "gradients are reduced in fp32."),
+    "decisions.reduce_dtype": Saying("own", (), "gradients are reduced in fp32"),
     "decisions.modules": Saying("own", (), _OWN),
-    "decisions.loss_chunk_tokens": Saying("none", (), "the logits of all tokens exist at once."),
-    "decisions.mlp_chunk_tokens": Saying("none", (), "the MLP is played whole."),
-    "decisions.mlp_rebuild": Saying("none", (), "the MLP is played whole."),
-    "decisions.attention_chunk_tokens": Saying("none", (), "attention has all keys on the device."),
+    "decisions.loss_chunk_tokens": Saying("none", (), "the logits of all tokens exist at once"),
+    "decisions.mlp_chunk_tokens": Saying("none", (), "the MLP is played whole"),
+    "decisions.mlp_rebuild": Saying("none", (), "the MLP is played whole"),
+    "decisions.attention_chunk_tokens": Saying("none", (), "attention has all keys on the device"),
     "decisions.kernels.attention": Saying(
         "near",
         ("attention_backend", "flash_attention_version"),
-        "the generation, not the build; what Transformer Engine finds installed.",
+        "the generation, not the build; what Transformer Engine finds installed",
     ),
-    "decisions.kernels.head_groups": Saying("own", (), "attention runs over all heads at once."),
-    "decisions.kernels.rowwise": Saying("own", (), "Megatron-LM's and Transformer Engine's fused kernels."),
-    "decisions.kernels.adamw": Saying("own", (), "the fused optimizer of Transformer Engine or apex."),
+    "decisions.kernels.head_groups": Saying("own", (), "attention runs over all heads at once"),
+    "decisions.kernels.rowwise": Saying("own", (), "Megatron-LM's and Transformer Engine's fused kernels"),
+    "decisions.kernels.adamw": Saying("own", (), "the fused optimizer of Transformer Engine or apex"),
     "decisions.dtype": Saying("exact", ("bf16", "fp16")),
-    "decisions.libraries": Saying("own", (), "what is installed decides; install libraries of that year."),
+    "decisions.libraries": Saying("own", (), "what is installed decides; install libraries of that year"),
     "decisions.deterministic": Saying("exact", ("deterministic_mode",)),
     "decisions.replay_allocator": Saying("none", (), _OWN_ALLOCATOR),
-    "decisions.cuda_graphs": Saying("near", ("cuda_graph_impl",), "one graph of a whole iteration."),
+    "decisions.cuda_graphs": Saying("near", ("cuda_graph_impl",), "one graph of a whole iteration"),
 }
-"""How Megatron says each decision, by its configuration's names."""
+"""How Megatron says each decision, by its configuration's names"""

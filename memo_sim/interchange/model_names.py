@@ -56,6 +56,11 @@ def same_shape(one: Model, other: Model) -> bool:
     return msgspec.structs.replace(one, name=other.name, source=other.source) == other
 
 
+def preset_of_shape(model: Model) -> str:
+    """Return the preset that has a model's shape; "" without one."""
+    return next((name for name in list_models() if same_shape(load_model(name), model)), "")
+
+
 def model_of(sources: Sequence[Source], given: Mapping[str, str], named: str | None) -> Model:
     """Return the model: the one given, else that of a ``config.json`` among the files, else the one that is named.
 

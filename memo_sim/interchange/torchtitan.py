@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.knobs import Pins, Recompute, Schedule, States
 from memo_sim.contract.model import Model
@@ -26,7 +28,7 @@ from memo_sim.interchange.model_names import model_of
 from memo_sim.interchange.python_recipe import MADE_BY, functions_of, settings_of
 from memo_sim.interchange.settings import DEVICES, MODEL, Settings, devices_of, flat, overrides
 from memo_sim.interchange.settings import RECIPE as RECIPE_NAME
-from memo_sim.interchange.torchtitan_recipe import FLAVORS, NAME, RECIPE, model_of_flavor, recipe
+from memo_sim.interchange.torchtitan_recipe import FLAVORS, NAME, RECIPE, VARLEN, model_of_flavor, recipe, takes_varlen
 from memo_sim.interchange.torchtitan_words import (
     RECOMPUTES,
     SAYINGS,
@@ -160,6 +162,9 @@ def _job(decisions: Decisions, layout: Layout, rowwise: str, recompute: Recomput
         cuda_graphs=decisions.cuda_graphs and layout.pp == 1,
         dtype="fp32" if decisions.dtype == "fp32" else "bf16",
     )
+    generation = ATTENTION_KERNELS[kernels.attention].generation
+    if generation in VARLEN and takes_varlen(pins):
+        pins = replace(pins, attention=generation)
     return Job(
         model=decisions.model,
         seq_tokens=decisions.seq_tokens,
@@ -343,6 +348,9 @@ def _read(
         cuda_graphs=enabled and not staged,
         dtype="fp32" if narrow else "bf16",
     )
+    checked = re.search(r"get_cuda_flash_attention_impl\(\) == \"(\w+)\"", sources[0].text)
+    if checked and takes_varlen(pins):
+        pins = replace(pins, attention=next((kernel for kernel, name in VARLEN.items() if name == checked[1]), None))
     job = Job(
         model=model,
         seq_tokens=seq_tokens,
@@ -364,7 +372,8 @@ def _read(
     if graphs:
         if "training.disable_cuda_graphs" not in settings.values and pins.cuda_graphs:
             assumed.append("CUDA graphs are on, torchtitan's default")
-        assumed.append("its attention (FlexAttention, or varlen) is priced as torch's flash attention")
+        if pins.attention is None:
+            assumed.append("its attention (FlexAttention, or varlen) is priced as torch's flash attention")
     _explain_ignored(settings)
     return Read(
         framework=FRAMEWORK.name,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.catalog import load_model
+from memo_sim.contract.knobs import Pins
 from memo_sim.contract.model import Model
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.model_names import same_shape
@@ -23,6 +25,8 @@ FLAVORS = {
     ("qwen3", "32B"): "qwen3-32b",
 }
 """Module and flavor of torchtitan's models that are presets of memo."""
+VARLEN: dict[AttentionName, str] = {"flash3": "FA3", "flash4": "FA4"}
+"""What varlen attention takes on Hopper and on Blackwell (``tools/utils.py``), as torchtitan calls it."""
 _LONGEST = 131_072
 """Tokens up to which its models have positions, unless a recipe says more."""
 _SEED = 1
@@ -75,6 +79,11 @@ def model_of(*, layers, hidden, heads, kv_heads, head_dim, ffn_hidden, vocab, ti
 '''
 
 
+def takes_varlen(pins: Pins) -> bool:
+    """Return whether a job may have varlen attention: neither context parallelism nor CUDA graphs go with it."""
+    return (pins.cp or 1) == 1 and not pins.cuda_graphs
+
+
 def model_of_flavor(module: str, flavor: str) -> Model | None:
     """Return the preset that a flavor of torchtitan is; None for others."""
     preset = FLAVORS.get((module, flavor))
@@ -92,18 +101,18 @@ def recipe(job: Job, stage_layers: Sequence[int], header: Sequence[str]) -> str:
         *(f"# {line}" for line in header),
         f"# Start: bash train.sh, or torchrun ... -m torchtitan.train --module {NAME} --config {NAME}",
     ]
-    lines += ["", *_imports(flavor, chunks, choice, pins.recompute, job.seq_tokens), ""]
+    lines += ["", *_imports(flavor, chunks, choice, job), ""]
     body = "\n".join(lines)
     if choice != "all":
         body += _SOME_LAYERS
     if flavor is None:
         body += _SHAPE
-    # Its varlen attention goes neither with context parallelism nor with CUDA graphs.
-    backend = "flex" if (pins.cp or 1) > 1 or pins.cuda_graphs else "varlen"
+    backend = "varlen" if takes_varlen(pins) else "flex"
     return body + "\n" + "\n".join(_function(job, flavor, stage_layers, chunks, backend)) + "\n"
 
 
-def _imports(flavor: tuple[str, str] | None, chunks: int, choice: str, recompute: str | None, tokens: int) -> list[str]:
+def _imports(flavor: tuple[str, str] | None, chunks: int, choice: str, job: Job) -> list[str]:
+    recompute, tokens, flash = job.pins.recompute, job.seq_tokens, VARLEN.get(job.pins.attention or "plain")
     losses = "ChunkedLossWrapper, CrossEntropyLoss" if chunks > 1 else "CrossEntropyLoss"
     policy = {"full": "FullAC", "operators": "SelectiveAC"}.get(recompute or "")
     some = choice != "all"
@@ -129,6 +138,8 @@ def _imports(flavor: tuple[str, str] | None, chunks: int, choice: str, recompute
     lines.append("from torchtitan.models.common.config_utils import decoder_vocab_size")
     if flavor is not None:
         lines.append(f"from torchtitan.models.{flavor[0]} import model_registry")
+    if flash:
+        lines.append("from torchtitan.tools.utils import get_cuda_flash_attention_impl")
     lines.append("from torchtitan.trainer import Trainer")
     return lines
 
@@ -137,6 +148,10 @@ def _function(
     job: Job, flavor: tuple[str, str] | None, stage_layers: Sequence[int], chunks: int, backend: str
 ) -> list[str]:
     lines = [f"def {NAME}() -> Trainer.Config:", '    """Return the plan as a configuration."""']
+    if flash := VARLEN.get(job.pins.attention or "plain"):
+        lines.append(
+            f'    assert get_cuda_flash_attention_impl() == "{flash}", "the plan is for another generation of GPU"'
+        )
     if flavor is not None:
         lines.append(f'    model_spec = model_registry("{flavor[1]}", attn_backend="{backend}")')
         if job.seq_tokens > _LONGEST:

@@ -55,7 +55,7 @@ SAYINGS = sayings(
         "decisions.micro_batch": exact("training.local_batch_size", "parallelism.pipeline_parallel_microbatch_size"),
         "decisions.global_batch": exact("training.global_batch_size"),
         "decisions.recompute": exact("activation_checkpoint", lost="it recomputes operators, whole layers, or nothing"),
-        "decisions.recompute_layers": exact("activation_checkpoint", lost="groups of layers keep one input in none"),
+        "decisions.recompute_layers": exact("activation_checkpoint", lost="no groups of layers that share one input"),
         "decisions.states": exact(
             "training.dtype",
             "optimizer.implementation",
@@ -63,15 +63,17 @@ SAYINGS = sayings(
             lost="with states on the host, parameters and gradients wait there too, which memo does not price",
         ),
         "decisions.loss": Saying("own", lost="it has cross_entropy of an fp32 copy of the logits"),
-        "decisions.loss_chunk_tokens": exact("loss.num_chunks", lost="chunks of equal length alone"),
+        "decisions.loss_chunk_tokens": exact("loss.num_chunks", lost="a rank's tokens in equal chunks"),
         "decisions.reduce_dtype": Saying("own", lost="training.mixed_precision_reduce is float32 alone"),
-        "decisions.kernels.attention": Saying(
-            "own",
-            lost="varlen attention takes the flash attention of the GPU (3 on Hopper, 4 on Blackwell, else 2), and"
-            " FlexAttention where there is cp; both are priced as torch's flash attention",
+        "decisions.kernels.attention": near(
+            "model_spec.attn_backend",
+            lost="varlen attention takes the newest flash attention of the GPU, on Hopper FlashAttention-3; with cp or"
+            " CUDA graphs it has FlexAttention, which is priced as PyTorch's flash attention",
         ),
         "decisions.kernels.rowwise": exact("compile.enable", lost="modules run eagerly or compiled"),
-        "decisions.kernels.adamw": exact("optimizer.implementation", lost="moments in bf16 need the fused kernel"),
+        "decisions.kernels.adamw": exact(
+            "optimizer.implementation", lost="moments in bf16 need the fused kernel, which is its default"
+        ),
         "decisions.dtype": exact("training.mixed_precision_param", lost="bf16 or fp32"),
         "decisions.deterministic": exact("debug.deterministic"),
         "decisions.cuda_graphs": exact("training.disable_cuda_graphs", lost="not with pipeline stages"),

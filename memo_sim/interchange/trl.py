@@ -65,7 +65,7 @@ def jobs(decisions: Decisions) -> tuple[Job, ...]:
     Raises:
         UsageError: when transformers has no model of this shape.
     """
-    return accelerate_jobs(decisions, tp=False, whole_loss=False)
+    return accelerate_jobs(decisions, tp=False, own_program=False)
 
 
 def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:

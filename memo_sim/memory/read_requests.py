@@ -7,6 +7,7 @@ first word of a log. The file's name matters only for ``.toml``, which is read l
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 from memo_sim.contract import codec
 from memo_sim.contract.diagnosis import explain_schema
@@ -14,11 +15,14 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.plain_pickle import is_pickle
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.requests import Requests
+from memo_sim.contract.units import format_bytes
 from memo_sim.memory.allocation_log import is_allocation_log, read_allocation_log
+from memo_sim.memory.problem import problem_of
 from memo_sim.memory.request_table import is_request_table, read_request_table
 from memo_sim.memory.snapshot import read_snapshot
 from memo_sim.memory.source import Source, check_countable
 from memo_sim.program.arena.requests import arena_requests
+from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import check_pinned, lower
 
 KINDS = (
@@ -72,7 +76,7 @@ def _read_document(raw: bytes, where: str) -> Source:
     with codec.of_file(where):
         programs = lower(plan.decisions)
     check_pinned(plan, programs, where=where)
-    notes = [f"the first of {len(programs)} pipeline stages, {programs[0].stage}"] if len(programs) > 1 else []
+    asked, notes = _fullest(programs, plan)
     predicted = plan.prediction.reserved_bytes if plan.prediction else None
     if plan.decisions.memory_policy != "eager":
         predicted = None
@@ -80,4 +84,15 @@ def _read_document(raw: bytes, where: str) -> Source:
         notes.append(
             "an eager framework asks for more than the program: `memo-sim what-if --plan` says what it reserves"
         )
-    return Source(arena_requests(programs[0], plan.decisions), "plan", notes, reserved_eager_bytes=predicted)
+    return Source(asked, "plan", notes, reserved_eager_bytes=predicted)
+
+
+def _fullest(programs: Sequence[Program], plan: Plan) -> tuple[Requests, list[str]]:
+    """Return the requests of the pipeline stage with most live bytes, and a note that names it among several."""
+    asked = [arena_requests(program, plan.decisions) for program in programs]
+    if len(asked) == 1:
+        return asked[0], []
+    live = [problem.lower_bound * problem.unit_bytes for problem in map(problem_of, asked)]
+    fullest = max(range(len(live)), key=live.__getitem__)
+    listed = ", ".join(f"stage {number}: {format_bytes(size)}" for number, size in enumerate(live, start=1))
+    return asked[fullest], [f"stage {fullest + 1} of {len(live)} is placed: it has most live bytes ({listed})"]

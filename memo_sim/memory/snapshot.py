@@ -17,6 +17,7 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.plain_pickle import load_plain
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import format_bytes
+from memo_sim.memory.allocation_class import allocation_class
 from memo_sim.memory.source import MOST_BYTES, Source
 
 DEFAULT_POOL = (0, 0)
@@ -48,12 +49,14 @@ class _Space:
     upper: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     streams: set[Any] = field(default_factory=set)
+    origins: list[str] = field(default_factory=list)
     before: int = 0
 
-    def open(self, event: dict[str, Any], size: int, instant: int) -> int:
-        """Add a buffer whose life begins at ``instant``; return its number."""
+    def open(self, event: dict[str, Any], size: int, instant: int, *, older: bool = False) -> int:
+        """Add a buffer whose life begins at ``instant``, or before the recording (``older``); return its number."""
         self.labels.append(_own_name(event, self.sizes) if self.own else _label(event.get("frames")))
         self.classes.append(_text(event.get("category")))
+        self.origins.append(allocation_class(event.get("frames"), older=older))
         self.lower.append(instant)
         self.upper.append(-1)
         self.sizes.append(size)
@@ -102,7 +105,7 @@ def read_snapshot(raw: bytes, where: str, device: int | None = None) -> Source:
     if own is not None:
         return Source(_own_requests(chosen, own, where), "snapshot")
     others = [f"{s.title} ({len(s.sizes)} buffers)" for s in spaces if s is not chosen]
-    return Source(_requests(chosen), "snapshot", _notes(chosen, others))
+    return Source(_requests(chosen), "snapshot", _notes(chosen, others), origins=chosen.origins)
 
 
 def _walk(tree: dict[str, Any], device: int, trace: Any, own: Own, where: str) -> list[_Space]:
@@ -127,7 +130,7 @@ def _walk(tree: dict[str, Any], device: int, trace: Any, own: Own, where: str) -
             if address in freed:
                 raise BadInput("an address is freed twice", where=here, got=hex(address), hint=HINT)
             space = _space(spaces, device, event.get("pool_id"), here, own=own is not None)
-            space.upper[space.open(event, size, 0)] = max(1, space.instant)
+            space.upper[space.open({}, size, 0, older=True)] = max(1, space.instant)
             space.before += 1
             freed.add(address)
         space.instant += 1
@@ -175,7 +178,9 @@ def _open_before(tree: dict[str, Any], device: int, spaces: dict[Pool, _Space], 
                 raise BadInput("not a block", where=at, wanted="a dictionary")
             if block.get("state") in ACTIVE and address not in seen:
                 space = _space(spaces, device, segment.get("segment_pool_id"), here)
-                space.open(block, _whole(block, "requested_size" if "requested_size" in block else "size", at), 0)
+                space.open(
+                    block, _whole(block, "requested_size" if "requested_size" in block else "size", at), 0, older=True
+                )
                 space.before += 1
             address += _whole(block, "size", at)
 

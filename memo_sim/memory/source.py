@@ -23,6 +23,8 @@ class Source:
     notes: list[str] = field(default_factory=list)
     header: list[str] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    """Of a snapshot: what each buffer holds, by the stack that allocated it (``allocation_class.py``)."""
     reserved_eager_bytes: int | None = None
     """What an eager framework reserves for the plan, as predicted in its file; None for other inputs."""
 

@@ -28,7 +28,15 @@ from memo_sim.observed.whole_operators import is_whole
 
 MOST_BYTES = 2**32
 """A trace that unpacks to more is refused."""
+MOST_US = 1e17
+"""The longest time in a trace; microseconds since 1970 are 1.8e15."""
+MOST_SIZE = 2**48
 STEP = "ProfilerStep#"
+FIRST_NAMES = {"Operator": "cpu_op", "Runtime": "cuda_runtime", "Kernel": "kernel"} | {
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+}
+"""Categories as PyTorch named them before 1.13."""
 GRADIENTS = "autograd::engine::evaluate_function"
 RECORD = "record with torch.profiler.profile(record_shapes=True) and export_chrome_trace"
 
@@ -57,6 +65,7 @@ class _Trace(msgspec.Struct, rename="camel"):
 
     trace_events: list[_Event]
     device_properties: list[_Device] = []
+    distributed_info: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,8 @@ class Work:
     """The operators that were running when it was launched, the innermost first."""
     moved_bytes: int = 0
     collective: CollectiveCall | None = None
+    in_graph: bool = False
+    """Whether a CUDA graph launched it; then no operator is known."""
     busy_us: float = -1.0
     """Microseconds of its own where these are less than from start to end (a CPU's operators); -1: all of them."""
 
@@ -117,6 +128,13 @@ class Recording:
     work: tuple[Work, ...]
     marked: bool
     """Whether the profiler marked steps (``profiler.step()``)."""
+    rank: int = 0
+    world_size: int = 1
+    """Ranks of the job, where the trace names them."""
+    labels: tuple[str, ...] = ()
+    """The names of the marked steps: ``ProfilerStep#3``."""
+    shapes: bool = True
+    """Whether shapes were recorded."""
 
     @property
     def on_gpu(self) -> bool:
@@ -132,17 +150,25 @@ def read_recording(raw: bytes, where: str) -> Recording:
     """
     trace = _decode(_unpacked(raw, where), where)
     events = [event for event in trace.trace_events if event.ph == "X" and _time(event) is not None]
+    for event in events:
+        start, end = _span(event)
+        if not (abs(start) <= MOST_US and 0 <= end - start <= MOST_US):
+            raise BadInput(
+                "an event has a time that no trace has",
+                where=where,
+                got=f"{event.name}: ts {event.ts}, dur {event.dur}",
+            )
     operators, launches, device, marks = [], {}, [], []
     for event in events:
-        match event.cat:
+        match FIRST_NAMES.get(event.cat or "", event.cat):
+            case "cpu_op" | "user_annotation" if event.name.startswith(STEP):
+                marks.append((*_span(event), event.name))
             case "cpu_op":
                 operators.append(event)
             case "cuda_runtime" | "cuda_driver" | "hip_runtime":
                 launches[_number(event, "correlation")] = event
             case "kernel" | "gpu_memcpy" | "gpu_memset":
                 device.append(event)
-            case "user_annotation" if event.name.startswith(STEP):
-                marks.append(_span(event))
             case _:
                 pass
     if not operators and not device:
@@ -155,10 +181,21 @@ def read_recording(raw: bytes, where: str) -> Recording:
     work.sort(key=lambda one: one.start_us)
     names = {one.name for one in trace.device_properties if one.name} if device else set()
     span = (min(one.start_us for one in work), max(one.end_us for one in work))
-    steps = sorted(marks) or [span]
+    marks.sort()
+    steps = [(start, end) for start, end, _ in marks] or [span]
     if not any(end > start for start, end in steps):
         raise BadInput("the recorded steps have no duration", where=where, hint=RECORD)
-    return Recording(", ".join(sorted(names)), tuple(steps), tuple(work), marked=bool(marks))
+    own = trace.distributed_info or {}
+    return Recording(
+        ", ".join(sorted(names)),
+        tuple(steps),
+        tuple(work),
+        marked=bool(marks),
+        rank=_whole(own.get("rank")),
+        world_size=max(1, _whole(own.get("world_size"))),
+        labels=tuple(name for _, _, name in marks),
+        shapes=any(any(operator.shapes) for one in work for operator in one.operators),
+    )
 
 
 def _unpacked(raw: bytes, where: str) -> bytes:
@@ -226,15 +263,19 @@ def _operator(event: _Event, *, backward: bool) -> Operator:
     return Operator(
         name=event.name,
         shapes=tuple(_shape(shape) for shape in shapes) if isinstance(shapes, list) else (),
-        dtypes=tuple(map(str, args.get("Input type") or ())),
-        values=tuple(map(str, args.get("Concrete Inputs") or ())),
+        dtypes=_texts(args.get("Input type")),
+        values=_texts(args.get("Concrete Inputs")),
         backward=backward or event.name.startswith(GRADIENTS),
     )
 
 
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
 def _shape(value: object) -> tuple[int, ...]:
     """Return a tensor's shape; an empty one for a scalar or a list of tensors."""
-    if isinstance(value, list) and all(isinstance(size, int) for size in value):
+    if isinstance(value, list) and all(isinstance(size, int) and 0 <= size < MOST_SIZE for size in value):
         return tuple(value)
     return ()
 
@@ -243,17 +284,20 @@ def _device_work(event: _Event, stacks: dict[int, tuple[Operator, ...]], launche
     args = event.args or {}
     start, end = _span(event)
     correlation = _number(event, "correlation")
-    kinds: dict[str | None, DeviceKind] = {"gpu_memcpy": "copy", "gpu_memset": "memset"}
+    kinds: dict[str, DeviceKind] = {"gpu_memcpy": "copy", "gpu_memset": "memset"}
+    category = event.cat or ""
+    launch = launches.get(correlation)
     return Work(
         name=event.name,
-        kind=kinds.get(event.cat, "kernel"),
-        launched_us=_span(launches[correlation])[0] if correlation in launches else start,
+        kind=kinds.get(FIRST_NAMES.get(category, category), "kernel"),
+        launched_us=start if launch is None else _span(launch)[0],
         start_us=start,
         end_us=end,
         stream=str(args.get("stream", event.tid)),
-        operators=stacks.get(correlation, ()) if correlation in launches else (),
+        operators=() if launch is None else stacks.get(correlation, ()),
         moved_bytes=max(0, _number(event, "bytes")),
         collective=_collective(args),
+        in_graph=launch is not None and "GraphLaunch" in launch.name,
     )
 
 
@@ -269,7 +313,7 @@ def _collective(args: dict[str, Any]) -> CollectiveCall | None:
         elements_in=_whole(args.get("In msg nelems")),
         elements_out=_whole(args.get("Out msg nelems")),
         dtype=str(args.get("dtype", "")),
-        ranks=ranks if "..." not in listed else (),
+        ranks=ranks,
         group_size=size if isinstance(size, int) else len(ranks),
     )
 

@@ -1,18 +1,29 @@
-"""Reads what nccl-tests and nvbandwidth print, as a profile's collectives and copy rates.
+"""Reads what nccl-tests and nvbandwidth print, as rates of collectives and copies.
 
-nccl-tests (its text output; NVIDIA/nccl-tests a0b82b2) names the program and the ranks in comments, and then has a line
-for each size: size, count, type, reduction, root, and for out-of-place and in-place time in us, algbw, busbw, errors.
-nvbandwidth (``-j``; NVIDIA/nvbandwidth 66746a3) lists test cases, each with a matrix of GB/s as text.
+nccl-tests prints text, and since 2.17 JSON too (``-J FILE``); both were read in its sources (NVIDIA/nccl-tests,
+src/util.cu at 0fdb00a3). The text names the program, its ranks with their hosts, and has a header and a line for each
+size. Of the columns, ``algbw`` is bytes / time and ``busbw`` is algbw x the kind's factor (PERFORMANCE.md), so that it
+compares with a link's rate:
+
+    all-reduce 2(n-1)/n    all-gather, reduce-scatter, all-to-all (n-1)/n    broadcast, reduce, send and receive 1
+
+``bytes`` is the whole tensor, for an all-to-all what one rank holds, as in a profile. nvbandwidth (``-j``;
+NVIDIA/nvbandwidth, json_output.cpp at 4a346807) lists test cases, each with a matrix of GB/s as text.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
 
 import msgspec
 
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.hardware import CollectiveKind, CollectiveTable, Curve
+from memo_sim.costs.collective import volume_factor
 
 PROGRAMS: dict[str, CollectiveKind] = {
     "all_reduce_perf": "all_reduce",
@@ -33,9 +44,80 @@ COPIES = {
 }
 """nvbandwidth's test cases with copy engines, and the rate of a profile that each measures."""
 GIGA = 1e9
-_ROW = re.compile(r"\s*(\d+)\s+\d+\s+\S+\s+\S+\s+-?\d+\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s")
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\s")
-_PROGRAM = re.compile(r"\b(\w+_perf)")
+LEAST_GB_PER_S = 1.0
+"""Below it two decimals are too few to see the factor of a bus rate."""
+FACTOR_TOLERANCE = 0.03
+
+_STARTING = re.compile(r"^#\s*Collective test starting:\s*(\S+)", re.MULTILINE)
+_RANK = re.compile(r"^#\s+Rank\s+(\d+)(?:\s+Group\s+(\d+))?\s+Pid\s+\d+\s+on\s+(\S+)\s", re.MULTILINE)
+_PROGRAM = re.compile(r"\b(\w+_perf)(?:_mpi)?\b")
+_BAD = re.compile(r"^#\s*Out of bounds values\s*:\s*(\d+)\s+FAILED", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size: bytes, and GB/s out of place."""
+
+    size: int
+    algbw: float
+    busbw: float
+
+
+@dataclass(frozen=True)
+class LinkTest:
+    """What one run of nccl-tests measured, out of place: bus rates in bytes/s by the bytes of the tensor."""
+
+    kind: CollectiveKind
+    ranks: int
+    nodes: int
+    bus_bytes_per_s: dict[int, float]
+
+    def table(self, source: str) -> CollectiveTable:
+        """Return the table of a profile. The rate contains the start of a call, so alpha is 0."""
+        curve = self.curve(source)
+        return CollectiveTable(kind=self.kind, ranks=self.ranks, alpha_s=0.0, bus_bytes_per_s=curve, source=source)
+
+    def curve(self, source: str, over: float = 1.0) -> Curve:
+        """Return the bus rate by bytes, divided by ``over``."""
+        sizes = sorted(self.bus_bytes_per_s)
+        rates = [self.bus_bytes_per_s[size] / over for size in sizes]
+        return Curve(x=[float(size) for size in sizes], y=rates, source=source)
+
+
+class _Result(msgspec.Struct):
+    alg_bw: float | str = 0.0
+    bus_bw: float | str = 0.0
+    nwrong: float | str | None = None
+
+
+class _Size(msgspec.Struct):
+    size: int
+    out_of_place: _Result | None = None
+    in_place: _Result | None = None
+
+
+class _Place(msgspec.Struct):
+    group: int = 0
+    hostname: str = ""
+
+
+class _Config(msgspec.Struct):
+    nthreads: int = 1
+    ngpus: int = 1
+    devices: list[_Place] = []
+
+
+class _Bounds(msgspec.Struct):
+    count: int = 0
+
+
+class _NcclReport(msgspec.Struct):
+    """The parts of nccl-tests' JSON that are read; each process lists its first device only."""
+
+    args: list[str | None]
+    config: _Config
+    results: list[_Size]
+    out_of_bounds: _Bounds | None = None
 
 
 class _TestCase(msgspec.Struct):
@@ -46,62 +128,181 @@ class _TestCase(msgspec.Struct):
 
 class _Cases(msgspec.Struct):
     testcases: list[_TestCase] = []
+    error: str = ""
 
 
 class _Report(msgspec.Struct):
     nvbandwidth: _Cases
 
 
-def read_nccl_tests(raw: bytes, where: str, *, source: str) -> CollectiveTable:
-    """Return the collective that a run of nccl-tests measured, out of place.
+@dataclass(frozen=True)
+class CopyTests:
+    """Copy rates in bytes/s by the name of the profile's rate, those of the slowest device; how many devices."""
 
-    The table's bus rate at a size is the one that nccl-tests prints, which contains the start of the call; its alpha is
-    therefore 0.
+    rates: dict[str, float]
+    devices: int
+    skipped: list[str]
+    """Test cases of copies that did not pass."""
+
+
+def read_nccl_tests(raw: bytes, where: str) -> list[LinkTest]:
+    """Return what runs of nccl-tests measured: one for each program in the text, or that of its JSON.
 
     Raises:
-        BadInput: when the output names no program or no ranks, or has no line with a size.
+        BadInput: when the output names no program or no ranks, has no line with a size, has wrong results, or bus rates
+            that do not belong to its ranks.
     """
+    if raw.lstrip().startswith(b"{"):
+        return [_read_json(raw, where)]
     text = raw.decode("utf-8", "replace")
-    names = [name for name in _PROGRAM.findall(text) if name in PROGRAMS]
-    ranks = {int(number) for number in _RANK.findall(text)}
-    if not names:
+    starts = [match.start() for match in _STARTING.finditer(text)]
+    starts = starts if len(starts) > 1 else [0]
+    parts = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+    return [_read_text(part, where) for part in parts]
+
+
+def _read_text(text: str, where: str) -> LinkTest:
+    named = {name for name in _PROGRAM.findall(text) if name in PROGRAMS}
+    if len(named) != 1:
         raise BadInput(
             "the output does not say which collective it measured",
             where=where,
+            got=", ".join(sorted(named)) or None,
             wanted=f"a line '# Collective test starting: ...' or the command: one of {', '.join(PROGRAMS)}",
         )
-    if len(ranks) < 2:
+    (name,) = named
+    listed = [(int(rank), int(group or 0), host) for rank, group, host in _RANK.findall(text)]
+    group = listed[0][1] if listed else 0
+    hosts: dict[int, str] = {rank: host for rank, of, host in listed if of == group}
+    wrong = sum(int(count) for count in _BAD.findall(text))
+    rows = list(_rows(text, where))
+    if wrong:
+        raise _wrong(where, str(wrong))
+    return _link_test(PROGRAMS[name], len(hosts), len(set(hosts.values())), rows, where)
+
+
+def _rows(text: str, where: str) -> Iterator[Row]:
+    """Yield the out-of-place figures of each line of a table, by the names in its header."""
+    columns: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if words[:1] == ["#"] and {"size", "algbw", "busbw"} <= set(words):
+            columns = words[1:]
+            continue
+        if not columns or not words or not words[0].isdigit() or len(words) < columns.index("busbw") + 2:
+            continue
+        try:
+            size, algbw, busbw = (float(words[columns.index(name)]) for name in ("size", "algbw", "busbw"))
+        except ValueError:
+            raise BadInput(
+                "a line of the table has no numbers where its header names them",
+                where=f"{where}: line {number}",
+                got=line.strip(),
+                wanted=" ".join(columns),
+            ) from None
+        wrong = [words[i] for i, name in enumerate(columns) if name == "#wrong" and i < len(words)]
+        if any(count not in ("0", "N/A") for count in wrong):
+            raise _wrong(f"{where}: line {number}", " and ".join(wrong))
+        yield Row(int(size), algbw, busbw)
+
+
+def _read_json(raw: bytes, where: str) -> LinkTest:
+    try:
+        report = msgspec.json.decode(raw, type=_NcclReport)
+    except msgspec.MsgspecError as error:
+        raise BadInput("not the JSON of nccl-tests", where=where, got=str(error), hint="-J FILE") from None
+    name = (report.args or [""])[0] or ""
+    program = name.replace("\\", "/").rpartition("/")[2].removesuffix("_mpi")
+    if program not in PROGRAMS:
+        raise BadInput(
+            "the output does not say which collective it measured",
+            where=f"{where}: $.args[0]",
+            got=name,
+            wanted=f"one of {', '.join(PROGRAMS)}",
+        )
+    places = report.config.devices
+    own = [place for place in places if place.group == places[0].group]
+    rows = []
+    for index, size in enumerate(report.results):
+        results = [result for result in (size.out_of_place, size.in_place) if result is not None]
+        if wrong := [str(result.nwrong) for result in results if result.nwrong not in (None, 0.0)]:
+            raise _wrong(f"{where}: $.results[{index}]", " and ".join(wrong))
+        found = size.out_of_place
+        if found is not None and isinstance(found.alg_bw, float) and isinstance(found.bus_bw, float):
+            rows.append(Row(size.size, found.alg_bw, found.bus_bw))
+    if report.out_of_bounds is not None and report.out_of_bounds.count:
+        raise _wrong(f"{where}: $.out_of_bounds", str(report.out_of_bounds.count))
+    ranks = len(own) * report.config.nthreads * report.config.ngpus
+    return _link_test(PROGRAMS[program], ranks, len({place.hostname for place in own}), rows, where)
+
+
+def _wrong(where: str, got: str) -> BadInput:
+    return BadInput(
+        "nccl-tests found wrong results, so its rates are not those of a machine that works",
+        where=where,
+        got=f"{got} wrong",
+        wanted="0",
+        hint="find out why first (NCCL_DEBUG=INFO, cables, ECC errors)",
+    )
+
+
+def _link_test(kind: CollectiveKind, ranks: int, nodes: int, rows: Sequence[Row], where: str) -> LinkTest:
+    if ranks < 2:
         raise BadInput("the output lists no ranks", where=where, wanted="two or more lines '#  Rank  0 ...'")
-    rates = {int(row[1]): float(row[4]) * GIGA for line in text.splitlines() if (row := _ROW.match(line))}
-    rates = {size: rate for size, rate in sorted(rates.items()) if size > 0 and rate > 0}
-    if not rates:
-        raise BadInput("the output has no line with a size and a rate", where=where, wanted="the table of a whole run")
-    curve = Curve(x=[float(size) for size in rates], y=list(rates.values()), source=source)
-    return CollectiveTable(kind=PROGRAMS[names[0]], ranks=len(ranks), alpha_s=0.0, bus_bytes_per_s=curve, source=source)
+    factor = volume_factor(kind, ranks)
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.algbw >= LEAST_GB_PER_S and abs(row.busbw / row.algbw / factor - 1) > FACTOR_TOLERANCE:
+            raise BadInput(
+                f"the bus rates are not those of {ranks} ranks",
+                where=where,
+                got=f"busbw {row.busbw:g} of algbw {row.algbw:g} at {row.size} bytes",
+                wanted=f"busbw = {factor:.4f} x algbw for {kind} of {ranks} ranks",
+                hint="the whole output, with every '#  Rank' line",
+            )
+        if row.size > 0 and row.busbw > 0:
+            by_size[row.size].append(row.busbw * GIGA)
+    if not by_size:
+        raise BadInput(
+            "the output has no line with a size and a rate",
+            where=where,
+            wanted="the table of a whole run with its header",
+        )
+    return LinkTest(kind, ranks, nodes, {size: median(rates) for size, rates in by_size.items()})
 
 
-def read_nvbandwidth(raw: bytes, where: str) -> dict[str, float]:
+def read_nvbandwidth(raw: bytes, where: str) -> CopyTests:
     """Return copy rates in bytes/s by the name of the profile's rate: those of the slowest device.
 
     Raises:
-        BadInput: when it is not the JSON of nvbandwidth, or has no copy between host and device.
+        BadInput: when it is not the JSON of nvbandwidth, or no copy between host and device passed.
     """
+    start = raw.find(b"{")
     try:
-        report = msgspec.json.decode(raw, type=_Report)
+        report = msgspec.json.decode(raw[max(start, 0) :], type=_Report)
     except msgspec.MsgspecError as error:
         raise BadInput(
             "not the JSON of nvbandwidth", where=where, got=str(error), hint="nvbandwidth -j > FILE"
         ) from None
-    found = {}
+    found, skipped, devices = dict[str, float](), list[str](), 1
     for case in report.nvbandwidth.testcases:
+        if case.name not in COPIES:
+            continue
         rates = [rate for row in case.bandwidth_matrix or [] for rate in map(_rate, row) if rate > 0]
-        if case.name in COPIES and rates:
-            found[COPIES[case.name]] = min(rates) * GIGA
+        if case.status != "Passed" or not rates:
+            skipped.append(f"{case.name}: {case.status or 'no status'}")
+            continue
+        found[COPIES[case.name]] = min(rates) * GIGA
+        devices = max(devices, len(rates))
     if not found:
+        said = "; ".join(filter(None, [report.nvbandwidth.error, *skipped]))
         raise BadInput(
-            "no copy between host and device was measured", where=where, wanted=f"one of {', '.join(COPIES)}"
+            "no copy between host and device was measured",
+            where=where,
+            got=said or None,
+            wanted=f"one of {', '.join(COPIES)}",
         )
-    return found
+    return CopyTests(found, devices, skipped)
 
 
 def _rate(text: str) -> float:

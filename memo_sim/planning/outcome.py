@@ -65,6 +65,10 @@ class SearchResult:
     passes: Passes | None = None
     """Passes lowered for lower bounds; a search of the same question with more memory reuses them."""
 
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the passes, which are megabytes, and which such a search lowers again where there are none."""
+        return {**self.__dict__, "passes": None}
+
     @property
     def best(self) -> Evaluated | None:
         """The fastest plan that fits."""

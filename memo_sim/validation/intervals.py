@@ -406,17 +406,16 @@ def step_interval(step_s: float | None, setting: Setting, spread: ErrorSpread) -
 
 
 def without_interval(setting: Setting, spread: ErrorSpread) -> str:
-    """Say why a prediction has no interval."""
+    """Return why a prediction has no interval, without a full stop."""
     if not setting.generation:
-        why = "the hardware profile names no GPU generation or is rough, so no published row is known to be alike"
-        return f"The step has no interval: {why}."
+        return "the hardware profile names no GPU generation or is rough, so no published row is known to be alike"
     known = len(spread.alike(setting))
     if known >= LEAST_CASES:
         sources = counted(len(spread.sources), "source")
-        return f"The step has no interval: published rows of {sources}; {LEAST_SOURCES} are needed."
+        return f"published rows of {sources}; {LEAST_SOURCES} are needed"
     rows = counted(known, "published row")
     name = class_label(setting.generation, setting.framework, retries=setting.allocation_retries)
-    return f"The step has no interval: {rows} of {name}; {LEAST_CASES} are needed."
+    return f"{rows} of {name}; {LEAST_CASES} are needed"
 
 
 def with_intervals(validation: Validation, shipped: Sequence[PublishedError] = ()) -> Validation:

@@ -11,11 +11,15 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.units import counted, format_tokens
 from memo_sim.views.longest_table import tried_table
 from memo_sim.views.plan_table import plans_table, ranked_table
+from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.summary_text import summary_lines
 from memo_sim.views.text_table import warning_lines
 
-NEAR = 0.01
-"""Plans of a Pareto front within this fraction of a listed one, in time and both memories, are not listed."""
+DEFAULT_SYSTEM = "any"
+MOST_LISTED = 12
+"""Plans of a Pareto front that are listed at most."""
+TOLERANCE, MEMORY_TO_TIME = 0.01, 5
+"""A plan of a front is not listed beside one that is as good within this fraction of time, and times five of memory."""
 FRONT = "Pareto front of step time, device memory and host memory"
 
 
@@ -25,7 +29,9 @@ def answer_text(result: Result, *, why: bool = False, top: int | None = None, se
     ``why`` adds the reasons, ``top`` a table of so many ranked plans; a whole Pareto front is shown where there is one.
     ``searched``: plans were compared, so that there is more to ask for.
     """
-    head = one_line(f"{result.model} on {result.cluster}, {format_tokens(result.seq_tokens)} tokens")
+    head = one_line(
+        f"{result.model} on {result.cluster}, {format_tokens(result.seq_tokens)} tokens{_of(result.system)}"
+    )
     if result.summary is None:  # no plan can be evaluated: the reasons are the answer
         return _blocks([*warning_lines(result.warnings), f"{head}: no plan", plans_table(result, top=top), *result.why])
     blocks = [*warning_lines(result.warnings), "\n".join([head, *summary_lines(result.summary)])]
@@ -47,7 +53,7 @@ def answer_text(result: Result, *, why: bool = False, top: int | None = None, se
 
 def longest_text(document: Longest, *, why: bool = False) -> str:
     """Return the answer to how long sequences can be, without a final newline; ``why`` adds lengths and reasons."""
-    head = one_line(f"{document.model} on {document.cluster}, {document.system}")
+    head = one_line(f"{document.model} on {document.cluster}{_of(document.system)}")
     if document.seq_tokens:
         head += f": {format_tokens(document.seq_tokens)} tokens at most (limited by {document.bound})"
     else:
@@ -71,27 +77,49 @@ def longest_text(document: Longest, *, why: bool = False) -> str:
     )
 
 
-def thinned(front: Sequence[PlanRow]) -> list[PlanRow]:
-    """Return the front without plans that are within 1 % of a listed one in time, device and host memory alike."""
+def _of(system: str) -> str:
+    """Return the system that was asked for, where it is not the default search."""
+    return f", system {system}" if system not in ("", DEFAULT_SYSTEM) else ""
+
+
+def thinned(front: Sequence[PlanRow]) -> tuple[list[PlanRow], float]:
+    """Return the plans of a front that a reader has to choose from, and the tolerance in time.
+
+    A plan is left out where a listed one is slower by at most the tolerance, and needs at most ``MEMORY_TO_TIME`` times
+    the tolerance of the front's largest device memory more, and as little more host memory. The tolerance grows until
+    few plans are left. The plans with the least device memory and the least host memory are always listed.
+    """
+    slower = TOLERANCE
+    while len(listed := _listed(front, slower)) > MOST_LISTED:
+        slower += TOLERANCE / 2
+    return listed, slower
+
+
+def _listed(front: Sequence[PlanRow], slower: float) -> list[PlanRow]:
+    room = [MEMORY_TO_TIME * slower * max((_memory(plan)[i] for plan in front), default=0) for i in range(2)]
+    ends = [min(front, key=lambda plan: (_memory(plan)[i], plan.step_s or 0.0), default=None) for i in range(2)]
     found: list[PlanRow] = []
     for plan in front:
-        if not any(_alike(plan, other) for other in found):
+        if plan in ends or not any(_is_as_good(other, plan, slower, room) for other in found):
             found.append(plan)
     return found
 
 
-def _alike(plan: PlanRow, other: PlanRow) -> bool:
-    return all(abs(mine - theirs) <= NEAR * theirs for mine, theirs in zip(_costs(plan), _costs(other), strict=True))
+def _is_as_good(listed: PlanRow, plan: PlanRow, slower: float, room: Sequence[float]) -> bool:
+    more = [mine - theirs for mine, theirs in zip(_memory(listed), _memory(plan), strict=True)]
+    fast = (listed.step_s or 0.0) <= (1 + slower) * (plan.step_s or 0.0)
+    return fast and all(bytes_more <= most for bytes_more, most in zip(more, room, strict=True))
 
 
-def _costs(plan: PlanRow) -> tuple[float, int, int]:
-    return plan.step_s or 0.0, plan.peak_device_bytes, plan.peak_host_bytes_per_node
+def _memory(plan: PlanRow) -> tuple[int, int]:
+    return plan.peak_device_bytes, plan.peak_host_bytes_per_node
 
 
 def _front(front: Sequence[PlanRow]) -> str:
-    listed = thinned(front)
+    listed, slower = thinned(front)
     left = len(front) - len(listed)
-    note = f" ({counted(left, 'plan')} within 1 % of a listed one left out)" if left else ""
+    within = f"{slower:.1%} of time and {MEMORY_TO_TIME * slower:.0%} of memory"
+    note = f" ({counted(left, 'plan')} left out: a listed one is as good within {within})" if left else ""
     return f"{FRONT}{note}:\n{ranked_table(listed)}"
 
 
@@ -102,4 +130,4 @@ def _more(details: dict[str, bool]) -> list[str]:
 
 
 def _blocks(blocks: Sequence[str]) -> str:
-    return "\n\n".join(block for block in blocks if block)
+    return from_one("\n\n".join(block for block in blocks if block))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from memo_sim.contract.difference import Difference, Share
+from memo_sim.contract.difference import Difference, Share, Side
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.views.difference_table import letter
 from memo_sim.views.memory_panel import memory_unit
@@ -16,6 +16,7 @@ from memo_sim.views.pictures import DPI, drawn, write_picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
 LEFT_IN, SIDE_IN, HEIGHT_IN = 9.0, 0.9, 5.2
 """Width without sides, width of each side's two bars, and height."""
@@ -25,6 +26,8 @@ COLOURS = dict(PHASES.values()) | {"waits": WAITS["compute"]}
 SHADES = (0.0, 0.35, 0.6, 0.2, 0.5)
 """How much lighter the shares of one part of the step are, one after the other."""
 BAR = 0.62
+ROOM = 1.12
+"""Height of the axes, as a multiple of the highest bar, which has its figure above."""
 
 
 def draw_difference(found: Difference, path: str | Path) -> None:
@@ -48,10 +51,16 @@ def picture(found: Difference) -> Figure:
     names = [f"{letter(at)}\n{side.origin}" for at, side in enumerate(found.sides)]
     _step(time, found, names)
     _memory(memory, found, names)
-    title = "   ".join(f"{letter(at)}: {drawn(Path(side.name).name).strip()}" for at, side in enumerate(found.sides))
+    title = "   ".join(f"{letter(at)}: {_named(side)}" for at, side in enumerate(found.sides))
     drawing.suptitle(title, fontsize=10)
     drawing.supxlabel("\n".join(found.verdict), fontsize=8, color=QUIET_TEXT, x=0.01, ha="left")
     return drawing
+
+
+def _named(side: Side) -> str:
+    """Return a side's file, with the cluster that its figures are for."""
+    name = drawn(Path(side.name).name).strip()
+    return f"{name}, {drawn(side.cluster)}" if side.cluster else name
 
 
 def _step(ax: Axes, found: Difference, names: list[str]) -> None:
@@ -118,7 +127,10 @@ def _memory(ax: Axes, found: Difference, names: list[str]) -> None:
 def _finish(ax: Axes) -> None:
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=7.5)
-    ax.margins(x=0.15, y=0.1)
+    ax.margins(x=0.15)
+    # Bars without height would keep the axis at their top, and the title would strike the figures through.
+    bars = cast("Sequence[Rectangle]", ax.patches)
+    ax.set_ylim(0, ROOM * max((bar.get_y() + bar.get_height() for bar in bars), default=1.0) or 1.0)
     for spine in ("top", "right"):
         ax.spines[spine].set_visible(False)
     ax.grid(axis="y", color="#ececec", linewidth=0.6)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memo_sim.contract.difference import Difference, Share, Side
 from memo_sim.contract.plain_text import one_line
-from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.bars import LANES
 from memo_sim.views.palette import ordered_classes
 from memo_sim.views.text_table import number, percent, text_table
@@ -17,6 +17,7 @@ WORTH_NAMING = 0.05
 """Parts of the step that make up less of the difference are not in the verdict."""
 MOST_PARTS = 3
 MOST = 0.5
+A_MILLION = 1e6
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -30,12 +31,11 @@ def verdict_line(difference: Difference, at: int) -> str:
     first, side = difference.sides[0], difference.sides[at]
     ratio = side.step_s / first.step_s - 1 if first.step_s else 0.0
     steps = f"{format_seconds(side.step_s)} against {format_seconds(first.step_s)}"
-    where = _where(difference.groups, at, side.step_s - first.step_s)
-    rates = side.tgs / first.tgs if side.tgs and first.tgs else None
-    if rates is not None and abs(rates * (1 + ratio) - 1) > EQUAL:
-        change = percent(rates - 1, signed=True)
-        text = f"{letter(at)} does {side.tgs:.1f} tokens per GPU and second, A {first.tgs:.1f} ({change}); steps differ"
-        text += f" in tokens or GPUs: {steps}{where}"
+    where = _where([(share.group, share.difference_s[at]) for share in difference.groups], side.step_s - first.step_s)
+    if side.tgs and first.tgs and abs(side.tgs / first.tgs * (1 + ratio) - 1) > EQUAL:
+        change = percent(side.tgs / first.tgs - 1, signed=True)
+        text = f"{letter(at)} does {side.tgs:.1f} tokens per GPU and second, A {first.tgs:.1f} ({change})"
+        text += f"{_where_by_token(difference, at, first.tgs, side.tgs)}. Steps differ in tokens or GPUs ({steps})"
     elif abs(ratio) < EQUAL:
         text = f"{letter(at)} is as fast as A ({steps})"
     else:
@@ -45,16 +45,39 @@ def verdict_line(difference: Difference, at: int) -> str:
     more = side.peak_device_bytes - first.peak_device_bytes
     if more:
         text += f"; it needs {format_bytes(abs(more))} {'more' if more > 0 else 'less'} device memory"
-    return f"{text}."
+    other = _other_question(first, side)
+    return f"{letter(at)} answers another question ({other}). {text}." if other else f"{text}."
 
 
-def _where(groups: Sequence[Share], at: int, total_s: float) -> str:
-    named = sorted(groups, key=lambda share: -abs(share.difference_s[at]))
-    named = [share for share in named if abs(share.difference_s[at]) >= WORTH_NAMING * abs(total_s)][:MOST_PARTS]
+def _other_question(first: Side, side: Side) -> str:
+    """Return in what the questions differ: model and length; empty where they do not, or are not known."""
+    if first.decisions is None or side.decisions is None:
+        return ""
+    models = (side.decisions.model.name, first.decisions.model.name)
+    lengths = (format_tokens(side.decisions.seq_tokens), format_tokens(first.decisions.seq_tokens))
+    differing = [pair for pair in (models, lengths) if pair[0] != pair[1]]
+    return ", ".join(f"{mine} in place of {theirs}" for mine, theirs in differing)
+
+
+def _where_by_token(difference: Difference, at: int, first_tgs: float, tgs: float) -> str:
+    """Return which parts of the step make a token dearer or cheaper, in GPU seconds for a million tokens."""
+    first, side = difference.sides[0], difference.sides[at]
+    # A step has tgs x step_s tokens for each GPU.
+    here, there = A_MILLION / (tgs * side.step_s), A_MILLION / (first_tgs * first.step_s)
+    parts = [(share.group, share.seconds[at] * here - share.seconds[0] * there) for share in difference.groups]
+    more_s = A_MILLION / tgs - A_MILLION / first_tgs
+    change = f"{format_seconds(abs(more_s))} {'more' if more_s > 0 else 'less'}"
+    return f". A million tokens need {change} of a GPU{_where(parts, more_s)}"
+
+
+def _where(parts: Sequence[tuple[str, float]], total_s: float) -> str:
+    """Return the parts of the step that differ most, of ``(name, difference in seconds)``."""
+    named = sorted(parts, key=lambda part: -abs(part[1]))
+    named = [part for part in named if abs(part[1]) >= WORTH_NAMING * abs(total_s)][:MOST_PARTS]
     if not named or not total_s:
         return ""
-    listed = ", ".join(f"{share.group} {signed_seconds(share.difference_s[at])}" for share in named)
-    most = MOST < named[0].difference_s[at] / total_s <= 1 + WORTH_NAMING
+    listed = ", ".join(f"{name} {signed_seconds(seconds)}" for name, seconds in named)
+    most = MOST < named[0][1] / total_s <= 1 + WORTH_NAMING
     return f", most of it: {listed}" if most else f": {listed}"
 
 
@@ -136,7 +159,7 @@ def _shares(
         of_difference=[1.0 if difference else None for difference in total],
     )
     rows.append(["step", *map(format_seconds, whole.seconds), *_changes(whole, others)])
-    headers = [title, *names, *(text for at in others for text in (f"{names[at]} - A", "of it"))]
+    headers = [title, *names, *(text for at in others for text in (f"{names[at]} - A", f"of {names[at]} - A"))]
     return text_table(headers, rows, "l" + "r" * (len(headers) - 1))
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from memo_sim.contract.explanation import Explanation, Rival, Sensitivity
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.plan_table import short_of
+from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.text_table import number, percent, text_table
 
 BUSY = 0.99
@@ -26,9 +28,14 @@ def explanation_text(found: Explanation, *, top: int | None = None) -> str:
     where = f"{found.model} on {found.cluster}, {format_tokens(found.seq_tokens)} tokens"
     mfu = f", MFU {percent(found.mfu)}" if found.mfu is not None else ""
     step = f"step {format_seconds(found.step_s)}{mfu}, {found.tgs:.1f} tokens per GPU and second"
-    head = [f"{where}: {found.plan}, {step}.", *binding(found), *_most(found)]
-    blocks = ["\n".join(map(one_line, head)), _use_table(found), _sensitivities(found), _rivals(found, top)]
-    return "\n\n".join([*blocks, *(["\n".join(map(one_line, found.notes))] if found.notes else [])])
+    head = [f"{where}: {found.plan}, {step}.", *explanation_verdict(found)]
+    blocks = ["\n".join(map(one_line, head)), _use_table(found), _sensitivities(found), *_rivals(found, top)]
+    return from_one("\n\n".join([*blocks, *(["\n".join(map(one_line, found.notes))] if found.notes else [])]))
+
+
+def explanation_verdict(found: Explanation) -> list[str]:
+    """Return what binds, what would help most, and a rival that is faster; one sentence each."""
+    return [*binding(found), *_most(found)]
 
 
 def binding(found: Explanation) -> list[str]:
@@ -65,7 +72,8 @@ def _most(found: Explanation) -> list[str]:
     else:
         gain = percent(best.gain, signed=True)
         lines = [f"What would help most: {best.resource} {best.change}, {gain} tokens per GPU and second."]
-    first = found.rivals[0] if found.rivals else None
+    rivals = [rival for rival in (*found.pairs, *found.rivals, *found.changed) if rival.slower_s is not None]
+    first = min(rivals, key=lambda rival: rival.slower_s or 0.0, default=None)
     if first is not None and first.slower_s is not None and -first.slower_s > TIED * found.step_s:
         lines.append(f"A rival is faster: {first.options or first.plan}, {why(first)}.")
     return lines
@@ -82,7 +90,9 @@ def _use_table(found: Explanation) -> str:
         for use in found.uses
     ]
     lanes = text_table(["lane", "busy", "of step", "compute waits for it"], rows, "lrrr")
-    names = {"device": "a device, with the reserve", "host": "a node's host memory"}
+    planned = found.decisions.memory_policy == "planned"
+    held = "planned arena" if planned else "reserved by PyTorch's allocator"
+    names = {"device": f"a device: {held} + reserve", "host": "a node's host memory, all its ranks"}
     memories: list[list[str | None]] = [
         [
             names[room.memory],
@@ -109,17 +119,34 @@ def _sensitivities(found: Explanation) -> str:
 
 def _outcome(each: Sensitivity, found: Explanation) -> list[str | None]:
     if each.gain is None:
-        return [None, None, None, f"does not fit ({each.status})"]
+        return [None, None, None, f"does not fit: too little {short_of(each.status)}"]
     gain = percent(each.gain, signed=True) if abs(each.gain) >= WORTH_NAMING else "none"
     other = each.plan if each.decisions == "searched" and each.plan != found.plan else None
     return [format_seconds(each.step_s or 0.0), number(each.tgs), gain, other or ""]
 
 
-def _rivals(found: Explanation, top: int | None) -> str:
-    shown = found.rivals[:top]
-    title = "the ranked plans" if found.rivals_are == "ranked plans" else "one decision changed"
+def _rivals(found: Explanation, top: int | None) -> list[str]:
+    """Return a table of the rivals, of a result's best plan with one decision changed, and of pairs of changes."""
+    changed = f"one decision changed, {found.changes_tried} tried" if found.changes_tried else "one decision changed"
+    title = "the ranked plans" if found.rivals_are == "ranked plans" else changed
+    blocks = [_rival_table(found.rivals, f"Rivals ({title})", top)]
+    if found.rivals_are == "ranked plans" and found.changes_tried:
+        blocks.append(_rival_table(found.changed, f"The best plan with {changed}", top))
+    if found.pairs:
+        tried = counted(found.pairs_tried, "pair")
+        blocks.append(_rival_table(found.pairs, f"Faster with two decisions changed ({tried} tried)", top))
+    elif found.pairs_tried:
+        blocks.append(
+            f"Two decisions changed: none of {counted(found.pairs_tried, 'pair')} is faster than the plan and every"
+            " single change."
+        )
+    return blocks
+
+
+def _rival_table(rivals: Sequence[Rival], title: str, top: int | None) -> str:
+    shown = rivals[:top]
     if not shown:
-        return f"Rivals ({title}): none."
+        return f"{title}: none."
     options = any(rival.options for rival in shown)
     rows = [
         [
@@ -131,17 +158,17 @@ def _rivals(found: Explanation, top: int | None) -> str:
         ]
         for rival in shown
     ]
-    headers = [*(["options"] if options else []), "plan", "step", "device peak", "against the plan"]
+    headers = [*(["options"] if options else []), "plan", "step", "live on a device", "against the plan"]
     table = text_table(headers, rows, "l" * options + "lrrl")
-    more = f"\n... and {counted(len(found.rivals) - len(shown), 'more', '')}" if len(found.rivals) > len(shown) else ""
-    return f"Rivals ({title}), the fastest first:\n{table}{more}"
+    more = f"\n... and {counted(len(rivals) - len(shown), 'more', '')}" if len(rivals) > len(shown) else ""
+    return f"{title}, the fastest first:\n{table}{more}"
 
 
 def why(rival: Rival) -> str:
     """Return why a rival loses: ``0.41 s slower: 0.3 s more compute, 0.1 s more waits for all_gather``."""
     if rival.slower_s is None:
-        short = f": {format_bytes(rival.shortfall_bytes)} short" if rival.shortfall_bytes else ""
-        return f"does not fit ({rival.status}){short}"
+        short = f"short by {format_bytes(rival.shortfall_bytes)} of " if rival.shortfall_bytes else "too little "
+        return f"does not fit: {short}{short_of(rival.status)}"
     changed = f"{format_seconds(abs(rival.slower_s))} {'slower' if rival.slower_s > 0 else 'faster'}"
     if not round(rival.slower_s, DIGITS):
         return "equally fast"

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from memo_sim.contract.interchange import Export
 from memo_sim.contract.plain_text import in_markdown, one_line
 from memo_sim.contract.plan import PlanRow
+from memo_sim.contract.summary import DeviceMemory
 from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.views.summary_text import device_text
 
 
 def lost_page(document: Export) -> str:
@@ -35,7 +37,7 @@ def lost_page(document: Export) -> str:
             "| decision | in the plan | instead | why |",
             "| --- | --- | --- | --- |",
             *(
-                _cells(f"`{lost.path}`", *map(in_markdown, (lost.wanted, lost.instead, lost.why)))
+                _cells(f"`{lost.option or lost.path}`", *map(in_markdown, (lost.wanted, lost.instead, lost.why)))
                 for lost in document.lost
             ),
             "",
@@ -50,7 +52,10 @@ def lost_page(document: Export) -> str:
             "",
             "| decision | in the plan | |",
             "| --- | --- | --- |",
-            *(_cells(f"`{own.path}`", in_markdown(own.value), in_markdown(own.why)) for own in document.own),
+            *(
+                _cells(f"`{own.option or own.path}`", in_markdown(own.value), in_markdown(own.why))
+                for own in document.own
+            ),
             "",
         ]
     return "\n".join(lines)
@@ -84,10 +89,12 @@ def export_summary(document: Export, folder: str) -> str:
     """Return what a terminal shows after an export."""
     lines = [] if document.there.status == "ok" else ["IT DOES NOT FIT."]
     lines.append(one_line(verdict(document)))
-    width = max(len(name) for name, _, _ in _figures(document))
-    lines += [f"  {name:{width}}  {one}  ->  {other}" for name, one, other in _figures(document)]
+    rows = [("predicted", "the plan", "as exported"), *_figures(document)]
+    name_width, width = (max(len(row[at]) for row in rows) for at in (0, 1))
+    lines += [one_line(f"  {name:{name_width}}  {one:{width}}  {other}") for name, one, other in rows]
     for lost in document.lost:
-        lines.append(one_line(f"lost  {lost.path}: {lost.wanted} -> {lost.instead}"))
+        why = f" ({lost.why})" if lost.why else ""
+        lines.append(one_line(f"lost  {lost.option or lost.path}: {lost.wanted} -> {lost.instead}{why}"))
     lines.append(one_line(f"{folder}: {', '.join(document.files)}"))
     return "\n".join(lines)
 
@@ -96,10 +103,32 @@ def _figures(document: Export) -> list[tuple[str, str, str]]:
     shown: dict[str, Callable[[PlanRow], str]] = {
         "fits": _fits,
         "step": _step,
-        "peak of device memory": _peak,
         "peak of host memory, a node": lambda row: format_bytes(row.peak_host_bytes_per_node),
+        "computed with": _with,
     }
-    return [(name, show(document.plan), show(document.there)) for name, show in shown.items()]
+    rows = [(name, show(document.plan), show(document.there)) for name, show in shown.items()]
+    needs = ("a device needs", _needs(document.plan_memory), _needs(document.there_memory))
+    return [*rows[:2], needs, *rows[2:]]
+
+
+_ROWWISE = {
+    "torch": "memo-exec's kernels",
+    "fused": "fused kernels",
+    "eager": "eager modules",
+    "compiled": "compiled modules",
+}
+_POLICY = {
+    "planned": "planned addresses",
+    "caching": "PyTorch's allocator",
+    "eager": "PyTorch's allocator under an eager framework",
+}
+
+
+def _with(row: PlanRow) -> str:
+    """Return the kernels and the memory that a prediction rests on."""
+    limit = f", limited to {row.allocator_limit_gib} GiB" if row.allocator_limit_gib else ""
+    rowwise = _ROWWISE.get(row.rowwise, f"{row.rowwise} kernels")
+    return f"{row.attention} attention, {rowwise}, {_POLICY[row.memory_policy]}{limit}"
 
 
 def _fits(row: PlanRow) -> str:
@@ -110,6 +139,6 @@ def _step(row: PlanRow) -> str:
     return "-" if row.step_s is None else format_seconds(row.step_s)
 
 
-def _peak(row: PlanRow) -> str:
-    """Return what the allocator reserves, where it is known, because that has to fit."""
-    return format_bytes(row.reserved_bytes or row.peak_device_bytes)
+def _needs(memory: DeviceMemory | None) -> str:
+    """Return what a device of the fullest stage needs, and what adds up to it."""
+    return device_text(memory) if memory else "-"

@@ -6,9 +6,9 @@ from memo_sim.contract.gpus import Gpus, Sized
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
-from memo_sim.views.text_table import number, text_table, three_digits, warning_lines
+from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
 
-ROLES = {"fits": "smallest that fits", "within": "smallest in time", "cheapest": "fewest GPU-hours"}
+ROLES = {"fits": "smallest that fits", "within": "smallest within the time", "cheapest": "fewest GPU-hours"}
 """What the roles are called in the table."""
 
 
@@ -42,11 +42,16 @@ def gpus_verdict(document: Gpus) -> str:
 
 
 def _table(document: Gpus) -> str:
+    return text_table(*sizes_cells(document))
+
+
+def sizes_cells(document: Gpus) -> Cells:
+    """Return headers, rows and alignment of the table of numbers of GPUs."""
     priced = any(size.summary.price_per_billion_tokens is not None for size in document.sizes)
     headers = ["kind", "GPUs", "nodes", "", "step", "MFU %", "tokens/s/GPU", "GPU-h/B tokens"]
     headers += ["price/B tokens", "price/step"] if priced else []
     rows = [_row(size, priced=priced) for size in document.sizes]
-    return text_table([*headers, "plan"], rows, "lrrlrrrr" + "rr" * priced + "l")
+    return [*headers, "plan"], rows, "lrrlrrrr" + "rr" * priced + "l"
 
 
 def _row(size: Sized, *, priced: bool) -> list[str | None]:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from memo_sim.contract.interchange import ImportedJob, ReadOption
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import PlanRow
+from memo_sim.contract.summary import DeviceMemory
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
+from memo_sim.views.summary_text import device_text
 
 MOST_KEYS = 12
 """Names of one reason that are listed without ``--all``."""
@@ -16,14 +18,8 @@ MOST_KEYS = 12
 
 def import_summary(document: ImportedJob, *, everything: bool = False) -> str:
     """Return the lines; with ``everything`` each option on its own line."""
-    model = document.model
-    batch = f"batch {document.global_batch} ({document.micro_batch} at a time)"
-    started = f", starts {counted(document.devices, 'device')}" if document.devices else ""
-    shape = f"{model.layers} layers of {model.hidden}, {model.total_params / 1e9:.2f}B parameters"
     lines = [
-        f"{document.framework}: {', '.join(document.files)}",
-        f"Model {model.name}: {shape}, vocabulary {model.vocab}.",
-        f"Sequence {format_tokens(document.seq_tokens)}, {batch}{started}.",
+        *import_head(document),
         "",
         "Read:",
         *_read(document.read, everything=everything),
@@ -37,6 +33,19 @@ def import_summary(document: ImportedJob, *, everything: bool = False) -> str:
     else:
         lines += ["", *_costs(document, document.job)]
     return "\n".join(map(one_line, lines))
+
+
+def import_head(document: ImportedJob) -> list[str]:
+    """Return whose files they are, the model, and the batch; a line each."""
+    model = document.model
+    batch = f"batch {document.global_batch} ({document.micro_batch} at a time)"
+    started = f", starts {counted(document.devices, 'device')}" if document.devices else ""
+    shape = f"{model.layers} layers of {model.hidden}, {model.total_params / 1e9:.2f}B parameters"
+    return [
+        f"{document.framework}: {', '.join(document.files)}",
+        f"Model {model.name}: {shape}, vocabulary {model.vocab}.",
+        f"Sequence {format_tokens(document.seq_tokens)}, {batch}{started}.",
+    ]
 
 
 def _read(options: Iterable[ReadOption], *, everything: bool) -> list[str]:
@@ -66,33 +75,34 @@ def _some(words: list[str]) -> list[str]:
 
 
 def _costs(document: ImportedJob, job: PlanRow) -> list[str]:
-    lines = [f"The job, as memo predicts it: {_figures(job)}"]
+    lines = [f"The job, as memo predicts it: {_figures(job, document.memory)}"]
     if job.status != "ok" and job.reason:
         lines.append(f"  {job.reason}")
     for title, answer in zip(
         (f"the same in {document.framework}", "any plan that memo knows"), document.better, strict=False
     ):
-        best = answer.best
+        best, memory = answer.best, answer.summary.device_memory if answer.summary else None
         if best is None:
             reason = f": {answer.why[0]}" if answer.why and not answer.plans else ""
             lines.append(f"Best of {title}: nothing fits{reason}.")
             continue
         if job.status == "ok" and job.step_s and best.step_s and best.step_s >= job.step_s:
-            lines.append(f"Best of {title}: nothing is faster than the job. {_figures(best)}")
+            lines.append(f"Best of {title}: nothing is faster than the job. {_figures(best, memory)}")
             continue
         change = f"{job.step_s / best.step_s:.2f} times as fast, " if job.step_s and best.step_s else ""
-        lines.append(f"Best of {title}: {change}{_figures(best)}")
+        lines.append(f"Best of {title}: {change}{_figures(best, memory)}")
     return lines
 
 
-def _figures(row: PlanRow) -> str:
+def _figures(row: PlanRow, memory: DeviceMemory | None) -> str:
+    """Return time, memory and layout of a plan; the memory says what it includes."""
     where = f"{layout_label(row.layout)}, recompute {row.recompute}"
     where += "" if row.recompute_layers == "all" else f" of {row.recompute_layers}"
     where += f", alpha {row.alpha:.3f}" if row.alpha else ""
-    peak = format_bytes(row.reserved_bytes or row.peak_device_bytes)
+    peak = f"on a device {device_text(memory)}" if memory else ""
     if row.status != "ok" or row.step_s is None:
         short = f" by {format_bytes(row.shortfall_bytes)}" if row.shortfall_bytes else ""
-        return f"does not fit{short} ({row.status}); {where}, {peak}"
+        return f"does not fit{short} ({row.status}): {peak}; {where}"
     mfu = f", MFU {row.mfu:.1%}" if row.mfu else ""
     tgs = f", {row.tgs:.0f} tokens per GPU and second" if row.tgs else ""
-    return f"{format_seconds(row.step_s)} a step{mfu}{tgs}, {peak} of device memory; {where}"
+    return f"{format_seconds(row.step_s)} a step{mfu}{tgs}; {peak}; {where}"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.units import format_seconds, format_tokens
-from memo_sim.views.text_table import text_table
+from memo_sim.views.text_table import Cells, text_table
 
 
 def tried_table(document: Longest) -> str:
     """Return every evaluated length, in increasing order: whether it fits, how long a step takes, what limits it."""
-    rows = [
+    return text_table(*tried_cells(document))
+
+
+def tried_cells(document: Longest) -> Cells:
+    """Return headers, rows and alignment of the table of lengths."""
+    rows: list[list[str | None]] = [
         [
             format_tokens(tried.seq_tokens),
             "fits" if tried.fits else "does not fit",
@@ -18,4 +23,4 @@ def tried_table(document: Longest) -> str:
         ]
         for tried in document.tried
     ]
-    return text_table(["tokens", "", "a plan's step", "limited by"], rows, "rlrl")
+    return ["tokens", "", "a plan's step", "limited by"], rows, "rlrl"

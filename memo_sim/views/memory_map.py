@@ -37,6 +37,8 @@ NAME_PT, BAND_PT, CHARACTER = 6.5, 6.0, 0.6
 MOST_CONSTANT, CONSTANT_SHOWN = 0.35, 0.12
 """A constant bottom above the first fraction of the arena is cut to the second fraction of the rest."""
 RESERVED = "#6a3d9a"
+OVER_LINES = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 0.0}
+"""The box of a label, so that a line which passes behind it does not strike it through."""
 MOST_ABOVE = 2
 """If the caching allocator reserves more than this multiple of the arena, its curve is a note, not a line."""
 MOST_HALOED = 300
@@ -228,6 +230,7 @@ def _draw_lines(ax: Axes, placement: Placement, scale: float) -> None:
         textcoords="offset points",
         fontsize=8,
         color=CAPACITY,
+        bbox=OVER_LINES,
     )
 
 
@@ -245,6 +248,7 @@ def _draw_reserved(ax: Axes, reserved: Curve, life: tuple[int, int], scale: floa
         ha="right",
         fontsize=8,
         color=RESERVED,
+        bbox=OVER_LINES,
     )
 
 

@@ -21,10 +21,6 @@ CAPACITY_SHOWN = 0.5
 """Below this share of the capacity, the capacity is written as text: its line would make the curve too flat."""
 
 
-SAME = 0.005
-"""Relative difference below which an arena or an allocator's memory is not told apart from the live bytes."""
-
-
 @dataclass(frozen=True)
 class Peak:
     """The fullest instant of a curve inside a window."""
@@ -118,7 +114,8 @@ class MemoryPanel:
             self._capacity(ax, capacity / scale, self.reserve_bytes / scale, near=near, left=right)
 
     def _peak_text(self, peak: Peak) -> str:
-        held = self.held_bytes if self.held_bytes and abs(self.held_bytes - peak.bytes) > SAME * peak.bytes else None
+        differs = self.held_bytes and format_bytes(self.held_bytes) != format_bytes(peak.bytes)
+        held = self.held_bytes if differs else None
         text = f"peak {format_bytes(peak.bytes)}"
         if held:
             text += f" live, {self.held_as} {format_bytes(held)}"

@@ -39,7 +39,7 @@ WAITS = {
     "ends": "#8f8f2f",
     "p2p": "#5a3b8c",
     "send": "#2f7f6f",
-    "recv": "#7a5230",
+    "recv": "#c71585",
     "pp": "#4a6fa5",
     "tied": "#a05c7b",
     "host": "#556b2f",

@@ -45,7 +45,7 @@ class PipelinePanel:
             bottom = -(number + 1) * (ROW + GAP) + GAP
             phases |= dict.fromkeys(self._row(ax, step, bottom))
             ticks.append(bottom + ROW / 2)
-            labels.append(f"stage {number}  {percent(busy_share(step.trace))}")
+            labels.append(f"stage {number + 1}  {percent(busy_share(step.trace))}")
         ax.set_ylim(-self.height + GAP - 0.08, 0.08)
         ax.set_yticks(ticks, labels)
         ax.tick_params(axis="y", length=0)

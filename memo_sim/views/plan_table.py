@@ -15,8 +15,18 @@ from memo_sim.views.accuracy import class_label
 from memo_sim.views.palette import ordered_classes
 from memo_sim.views.text_table import number, percent, text_table
 
+GIVEN = "plan"
+"""In place of a system: the plan was given, and nothing was searched."""
 LEAST_DIGITS, MOST_DIGITS = 3, 6
 """Significant digits of the step times in one table."""
+
+
+SHORT_OF = {"gpu_oom": "device memory", "host_oom": "host memory"}
+MEMORY_COLUMNS = (
+    "device {unit}: buffers of the plan on its fullest stage, without the reserve; host {unit}: all ranks of a node."
+)
+
+BEYOND = "* curves of the profile read beyond the sizes that were measured"
 
 
 def layout_label(layout: Layout) -> str:
@@ -59,16 +69,21 @@ def plans_table(result: Result, *, top: int | None = None) -> str:
 
 
 def step_line(step_s: float, interval: StepInterval) -> str:
-    """Return a step with its interval: ``Step 667 s (664 to 697 s, 80 %, from 50 rows of Ampere, planned class)``."""
+    """Return a step, its interval and where that comes from: ``Step 667 s (80 % interval 664 to 697 s, from ...)``."""
     name = class_label(interval.generation, interval.framework, retries=interval.allocation_retries)
-    rows = f"{counted(interval.rows, 'row')} of {name}"
-    text = f"Step {format_seconds(step_s)} ({interval_label(interval)}, {100 * interval.level:.0f} %, from {rows})"
+    rows = f"the errors of {counted(interval.rows, 'published row')} of {name}"
+    text = f"Step {format_seconds(step_s)} ({interval_label(interval)}, from {rows})"
     if interval.beyond:
         text += f"; wider than where rows were measured: {', '.join(interval.beyond)}"
     return f"{text}."
 
 
 def interval_label(interval: StepInterval, digits: int = LEAST_DIGITS) -> str:
+    """Return an interval with the share of steps that it holds: ``80 % interval 654 to 690 s``."""
+    return f"{100 * interval.level:.0f} % interval {interval_ends(interval, digits)}"
+
+
+def interval_ends(interval: StepInterval, digits: int = LEAST_DIGITS) -> str:
     """Return the two ends of an interval in one unit: ``654 to 690 s``."""
     low, high = format_seconds(interval.low_s, digits), format_seconds(interval.high_s, digits)
     return f"{low.removesuffix(high[high.index(' ') :])} to {high}"
@@ -90,12 +105,12 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
         rows.append(
             [
                 f"{rank}{'*' if plan.outside_calibration else ' '}",
-                plan.system or None,
+                policy_of(plan),
                 layout_label(plan.layout),
                 _alpha(plan),
                 _recompute(plan),
                 None if plan.step_s is None else format_seconds(plan.step_s, digits),
-                *([interval_label(plan.interval) if plan.interval else None] if sure else []),
+                *([interval_ends(plan.interval) if plan.interval else None] if sure else []),
                 None if plan.mfu is None else f"{100 * plan.mfu:.2f}",
                 number(plan.tgs),
                 f"{plan.peak_device_bytes / scale:.1f}",
@@ -106,12 +121,12 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
         )
     headers = [
         "",
-        "system",
+        "policy",
         "layout",
         "alpha",
         "recompute",
         "step",
-        *(["interval"] if sure else []),
+        *(["80 % interval"] if sure else []),
         "MFU %",
         "TGS",
         f"device {unit}",
@@ -119,11 +134,22 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
         f"host {unit}/node",
     ]
     table = text_table([*headers, "compute waits for"], rows, "rllrlr" + "r" * sure + "rrr" + "lrr" * cached + "rl")
+    table += f"\n{MEMORY_COLUMNS.format(unit=unit)}"
     if outside:
-        table += f"\n* outside the calibrated range: {', '.join(sorted(outside))}"
+        table += f"\n{BEYOND}: {', '.join(sorted(outside))}"
     if top is not None and len(plans) > top:
         table += f"\n... and {len(plans) - top} more"
     return table
+
+
+def short_of(status: str) -> str:
+    """Return what a plan is short of that does not fit, in words."""
+    return SHORT_OF.get(status, status)
+
+
+def policy_of(plan: PlanRow) -> str | None:
+    """Return what happens to activations, as the search calls it, without the system; None for a plan of a file."""
+    return plan.system.rpartition(": ")[2] if plan.system not in ("", GIVEN) else None
 
 
 def _digits(steps_s: Sequence[float]) -> int:
@@ -168,17 +194,17 @@ def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str
     """Return the plans that do not fit, one per row: status, shortfall, reason."""
     rows = [
         [
-            plan.system or None,
+            policy_of(plan),
             layout_label(plan.layout),
             _alpha(plan),
             _recompute(plan),
-            plan.status,
+            short_of(plan.status),
             format_bytes(plan.shortfall_bytes) if plan.shortfall_bytes else None,
             _reason(plan) or None,
         ]
         for plan in plans[:top]
     ]
-    table = text_table(["system", "layout", "alpha", "recompute", "status", "short by", "reason"], rows, "llrllrl")
+    table = text_table(["policy", "layout", "alpha", "recompute", "short of", "by", "reason"], rows, "llrllrl")
     return table + (f"\n... and {len(plans) - top} more" if top is not None and len(plans) > top else "")
 
 

@@ -8,21 +8,28 @@ from memo_sim.contract.results import Results
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
-from memo_sim.views.text_table import number, text_table, three_digits, warning_lines
+from memo_sim.views.summary_text import not_read_lines
+from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
 
 
 def results_table(document: Results) -> str:
     """Return the verdict and a row for each cluster, in the document's order."""
     told = dict.fromkeys(text for result in document.results for text in result.warnings)
+    table = text_table(*results_cells(document))
+    ignored = not_read_lines(result.summary for result in document.results)
+    return "\n\n".join([*warning_lines(list(told)), results_verdict(document), table, *ignored])
+
+
+def results_cells(document: Results) -> Cells:
+    """Return headers, rows and alignment of the table of clusters."""
     priced = document.ranked_by == "price"
     headers = ["", "cluster", "GPUs", "batch", "step", "tokens/s", "MFU %", "tokens/s/GPU", "GPU-h/B tokens"]
     headers += ["price/B tokens"] if priced else []
     rows = [[str(rank), *_row(result, priced=priced)] for rank, result in enumerate(document.results, start=1)]
-    table = text_table([*headers, "plan"], rows, "rlrrrrrrr" + "r" * priced + "l")
-    return "\n\n".join([*warning_lines(list(told)), _verdict(document), table])
+    return [*headers, "plan"], rows, "rlrrrrrrr" + "r" * priced + "l"
 
 
-def _verdict(document: Results) -> str:
+def results_verdict(document: Results) -> str:
     """Return one line: which cluster is first, and how far ahead of the next."""
     asked = one_line(f"{document.model}, {format_tokens(document.seq_tokens)} tokens")
     fitting = [(r.cluster, s) for r in document.results if (s := _fitting(r)) is not None]

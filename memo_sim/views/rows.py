@@ -12,16 +12,25 @@ not fit.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
 
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.difference import Difference
+from memo_sim.contract.gpus import Gpus
+from memo_sim.contract.interchange import ImportedJob
 from memo_sim.contract.knobs import DEGREES
 from memo_sim.contract.longest import Longest
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import PlanRow
+from memo_sim.contract.results import Results
+from memo_sim.contract.shortage import Shortage
+from memo_sim.contract.summary import Summary
+from memo_sim.contract.verdict import Verdict
 from memo_sim.views.difference_table import letter
 from memo_sim.views.plan_table import layout_label
+from memo_sim.views.shortage_table import peak_sizes
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
@@ -113,6 +122,69 @@ def kind_rows(seconds: Mapping[str, Mapping[str, float]], step_s: float) -> list
     ]
 
 
+def struct_rows(structs: Iterable[msgspec.Struct]) -> list[Row]:
+    """Return one row a struct, with its fields as columns; the texts of a list are joined, parts are left out."""
+    rows = []
+    for struct in structs:
+        values = {name: getattr(struct, name) for name in struct.__struct_fields__}
+        texts = {n: ", ".join(map(str, v)) if isinstance(v, list) else v for n, v in values.items()}
+        rows.append({n: v for n, v in texts.items() if v is None or isinstance(v, str | int | float)})
+    return rows
+
+
+def size_rows(document: Gpus) -> list[Row]:
+    """Return one row a number of GPUs worth knowing: why it is, its price, and its best plan's figures."""
+    rows: list[Row] = []
+    for size in document.sizes:
+        row: Row = {"model": document.model, "seq_tokens": document.seq_tokens, "kind": size.kind}
+        row |= {"cluster": size.cluster, "devices": size.summary.devices, "nodes": size.nodes}
+        row |= {"roles": ", ".join(size.roles), "chosen": size == document.chosen}
+        rows.append({**row, **_prices(size.summary), **plan_row(size.best)})
+    return alike(rows)
+
+
+def cluster_rows(document: Results) -> list[Row]:
+    """Return one row a cluster, the best first: its price, and its best plan's figures; None where nothing fits."""
+    rows: list[Row] = []
+    for rank, result in enumerate(document.results, start=1):
+        row: Row = {"model": result.model, "seq_tokens": result.seq_tokens, "rank": rank, "cluster": result.cluster}
+        row |= {"devices": result.summary.devices, **_prices(result.summary)} if result.summary else {}
+        rows.append({**row, **plan_row(result.best or next(iter(result.plans), None))})
+    return alike(rows)
+
+
+def _prices(summary: Summary) -> Row:
+    return {
+        "device_hours_per_billion_tokens": summary.device_hours_per_billion_tokens,
+        "price_per_step": summary.price_per_step,
+        "price_per_billion_tokens": summary.price_per_billion_tokens,
+    }
+
+
+def class_rows(found: Shortage) -> list[Row]:
+    """Return one row a class of bytes at the peak of a run's memory."""
+    return [{"class": name, "bytes": size} for name, size in peak_sizes(found).items()]
+
+
+def job_rows(document: ImportedJob) -> list[Row]:
+    """Return the job as one row, and one row a plan that was searched for it, in its own framework and in memo."""
+    about: Row = {"model": document.model.name, "seq_tokens": document.seq_tokens}
+    own = [{**about, "plan": "job", **plan_row(document.job)}] if document.job is not None else []
+    named = ("the same framework", "memo")
+    better = [
+        {**about, "plan": f"best of {name}", **plan_row(plan)}
+        for name, result in zip(named, document.better, strict=False)
+        for plan in result.plans
+    ]
+    return alike([*own, *better])
+
+
+def option_rows(document: ImportedJob) -> list[Row]:
+    """Return one row an option of the job's files: whether it was read, and what it says or why it was not used."""
+    read: list[Row] = [{"key": o.key, "value": o.value, "read": True, "says": o.says} for o in document.read]
+    return read + [{"key": o.key, "value": o.value, "read": False, "says": o.why} for o in document.ignored]
+
+
 def difference_rows(document: Difference) -> list[Row]:
     """Return one row a part of the step: its seconds on each side (``A_s``), and what the others have more than A."""
     rows = []
@@ -130,6 +202,15 @@ def buffer_rows(placement: Placement) -> list[Row]:
     columns = (placement.ids, classes, placement.lower, placement.upper, placement.size_bytes, placement.offset_bytes)
     names = ("id", "class", "lower", "upper", "size_bytes", "offset_bytes")
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def verdict_rows(document: Verdict) -> list[Row]:
+    """Return one row a kind of value and reference: its largest difference, where it is, and whether that is fine."""
+    return [
+        {"reference": against.reference, "tolerance": against.tolerance, **row}
+        for against in document.against
+        for row in struct_rows(against.compared)
+    ]
 
 
 def comparison_rows(document: Comparison) -> list[Row]:

@@ -9,7 +9,8 @@ from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.bars import place_of
 from memo_sim.views.palette import phase_label
-from memo_sim.views.text_table import percent, text_table
+from memo_sim.views.stage_numbers import from_one
+from memo_sim.views.text_table import Cells, percent, text_table
 
 SHOWN_TENSORS = 6
 UNUSED = {"planned": "gaps in the arena"}
@@ -40,13 +41,16 @@ MEANINGS = {
 
 def shortage_text(found: Shortage, *, top: int = 3) -> str:
     """Return the verdict, what fills memory at the peak, and the ``top`` cheapest ways out."""
-    blocks = [_verdict(found), _filled(found), tensor_table(found.tensors[:SHOWN_TENSORS])]
+    blocks = [shortage_verdict(found), _filled(found), tensor_table(found.tensors[:SHOWN_TENSORS])]
     if not found.fits:
         blocks += _ways(found, top)
-    return "\n\n".join(blocks)
+    if found.not_read:
+        blocks.append(one_line(f"Not read of the model's file: {', '.join(found.not_read)}."))
+    return from_one("\n\n".join(blocks))
 
 
-def _verdict(found: Shortage) -> str:
+def shortage_verdict(found: Shortage) -> str:
+    """Return one line: whether the run fits, and by how much."""
     batch = f"global batch {found.decisions.global_batch}"
     whole = f"{found.model} on {found.cluster}, {format_tokens(found.seq_tokens)} tokens, {batch}"
     which = "the run" if found.candidates == 1 else f"the best of {found.candidates} plans"
@@ -60,18 +64,28 @@ def _verdict(found: Shortage) -> str:
     need = f"{format_bytes(found.needed_bytes)} are needed of {format_bytes(found.capacity_bytes)}"
     verb = "does not fit" if found.candidates == 1 else "is"
     plan = f" ({found.plan})" if found.candidates == 1 else f" {found.plan}"
-    return one_line(f"{whole}: {which} {verb}{plan}: {short}, {need}.")
+    return from_one(one_line(f"{whole}: {which} {verb}{plan}: {short}, {need}."))
 
 
-def _filled(found: Shortage) -> str:
-    """Return the classes at the peak, with the reserve and the allocator's unused bytes."""
-    where = "a device" if found.memory == "device" else "the host memory of a node"
+def peak_sizes(found: Shortage) -> dict[str, int]:
+    """Return bytes at the peak by class, with the reserve by item and what an allocator or arena does not use."""
     sizes: dict[str, int] = dict(sorted(found.by_class.items(), key=lambda item: -item[1]))
     for item, size in found.reserve.items():
         sizes[f"reserve: {item.replace('_', ' ')}"] = size
     if (unused := found.needed_bytes - sum(sizes.values())) > 0:
         sizes[UNUSED.get(found.decisions.memory_policy, ALLOCATED)] = unused
-    lines = f"What fills {where} at its peak, {in_words(found.at)}:\n{_size_table('class', sizes)}"
+    return sizes
+
+
+def peak_title(found: Shortage) -> str:
+    """Return which memory the sizes are of, and where in the step it peaks."""
+    where = "a device" if found.memory == "device" else "the host memory of a node"
+    return from_one(f"What fills {where} at its peak, {in_words(found.at)}")
+
+
+def _filled(found: Shortage) -> str:
+    """Return the classes at the peak, with the reserve and the allocator's unused bytes."""
+    lines = f"{peak_title(found)}:\n{_size_table('class', peak_sizes(found))}"
     if found.allocator:
         text = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.allocator.items())
         lines += f"\nPyTorch's allocator fails with {text}."
@@ -90,8 +104,15 @@ def _size_table(name: str, sizes: Mapping[str, int]) -> str:
 
 def tensor_table(tensors: Sequence[LiveTensor]) -> str:
     """Return the tensors, one a row: name, meaning, class, how many there are, their size together."""
-    rows = [[t.name, _meaning(t.name), t.buffer_class, f"{t.count}", format_bytes(t.bytes)] for t in tensors]
-    return text_table(["largest tensors of a rank", "", "class", "number", "size"], rows, "lllrr")
+    return text_table(*tensor_cells(tensors))
+
+
+def tensor_cells(tensors: Sequence[LiveTensor]) -> Cells:
+    """Return headers, rows and alignment of the table of tensors."""
+    rows: list[list[str | None]] = [
+        [t.name, _meaning(t.name), t.buffer_class, f"{t.count}", format_bytes(t.bytes)] for t in tensors
+    ]
+    return ["largest tensors of a rank", "", "class", "number", "size"], rows, "lllrr"
 
 
 def _meaning(name: str) -> str:
@@ -109,31 +130,50 @@ def in_words(instruction: str) -> str:
 
 
 def _ways(found: Shortage, top: int) -> list[str]:
-    best = found.ways[:top]
+    best = found.ways[:top] or found.pairs[:top]
     memory = "device" if found.memory == "device" else "host"
+    tried = f"{counted(found.tried, 'change')} tried"
     blocks = []
-    if best:
+    if found.ways:
         more = f"; {len(found.ways) - len(best)} more fit" if len(found.ways) > len(best) else ""
-        title = f"Ways out, one change each, the fastest first ({counted(found.tried, 'change')} tried{more}):"
+        title = f"Ways out, one change each, the fastest first ({tried}{more}):"
         blocks.append(f"{title}\n{_way_table(best, memory)}")
     else:
-        blocks.append(f"No single change makes it fit ({counted(found.tried, 'change')} tried).")
+        blocks.append(f"No single change makes it fit ({tried}).")
         if near := found.too_little[:top]:
             blocks[-1] += f" The nearest:\n{_way_table(near, memory)}"
+        if found.pairs:
+            more = f"; {len(found.pairs) - len(best)} more fit" if len(found.pairs) > len(best) else ""
+            title = f"Ways out, two changes each, the fastest first ({counted(found.pairs_tried, 'pair')} tried{more}):"
+            blocks.append(f"{title}\n{_way_table(best, memory)}")
+        elif found.pairs_tried:
+            blocks.append(f"No two changes make it fit ({counted(found.pairs_tried, 'pair')} of the best tried).")
+    notes = ways_notes(found, top)
+    return [*blocks, *(["\n".join(map(one_line, notes))] if notes else [])]
+
+
+def ways_notes(found: Shortage, top: int) -> list[str]:
+    """Return what else the ``top`` ways out mean, what the search would find, and what helps besides."""
+    best = found.ways[:top] or found.pairs[:top]
     notes = [f"{way.options}: {way.note}." for way in best if way.note]
     if found.open is not None:
-        left = ", ".join(found.open.leave_out)
+        left = ", ".join(found.open.leave_out) or "every knob"
         step = format_seconds(found.open.step_s or 0.0)
         batch = f" and {found.open.options}" if found.open.options else ""
         notes.append(f"With {left} left to the search{batch}: {found.open.plan}, {step}.")
     if not best:
         notes.append("What helps besides: more devices, or a shorter sequence (memo-sim longest finds how long).")
-    return [*blocks, *(["\n".join(map(one_line, notes))] if notes else [])]
+    return notes
 
 
 def _way_table(ways: Sequence[WayOut], memory: str) -> str:
+    return text_table(*way_cells(ways, memory))
+
+
+def way_cells(ways: Sequence[WayOut], memory: str) -> Cells:
+    """Return headers, rows and alignment of the table of changes; ``memory`` is the one that is short."""
     short = not all(way.fits for way in ways)
-    rows = [
+    rows: list[list[str | None]] = [
         [
             f"{number}",
             way.options + (f" (without {', '.join(way.leave_out)})" if way.leave_out else ""),
@@ -144,4 +184,4 @@ def _way_table(ways: Sequence[WayOut], memory: str) -> str:
         for number, way in enumerate(ways, start=1)
     ]
     headers = ["", "options to type", "plan", "short by" if short else "step", f"{memory} needs"]
-    return text_table(headers, rows, "rllrr")
+    return headers, rows, "rllrr"

@@ -5,8 +5,11 @@ Every memory figure says what it includes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memo_sim.contract.plain_text import one_line
-from memo_sim.contract.summary import DeviceMemory, Summary
+from memo_sim.contract.plan import StepInterval
+from memo_sim.contract.summary import NOT_READ, DeviceMemory, Summary
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.views.plan_table import interval_label
 
@@ -36,6 +39,12 @@ def summary_lines(summary: Summary) -> list[str]:
     return lines
 
 
+def not_read_lines(summaries: Iterable[Summary | None]) -> list[str]:
+    """Return the line about ignored fields of the models' files, for tables of many answers; empty where none are."""
+    found = [each.value for summary in summaries if summary for each in summary.assumptions if each.name == NOT_READ]
+    return [one_line(f"Not read {'; '.join(dict.fromkeys(found))}.")] if found else []
+
+
 def verdict_lines(summary: Summary) -> list[str]:
     """Return whether the plan fits and by how much, how fast it is or why it does not fit, and the plan in words."""
     speed = _speed(summary) if summary.fits else [f"Why: {one_line(summary.reason)}."]
@@ -44,11 +53,10 @@ def verdict_lines(summary: Summary) -> list[str]:
 
 def _memory(summary: Summary) -> str:
     device, host = summary.device_memory, summary.host_memory
-    has = _device(device)
-    where = f" (stage {device.stage} of {device.stages}, the fullest)" if device.stages > 1 else ""
-    on_host = (
-        f"host: {format_bytes(host.needed_bytes)} of {format_bytes(host.capacity_bytes)} a node, for all its ranks"
-    )
+    has = device_text(device)
+    where = f" (stage {device.stage + 1} of {device.stages}, the fullest)" if device.stages > 1 else ""
+    of_host = f"{format_bytes(host.needed_bytes)} of {format_bytes(host.capacity_bytes)}"
+    on_host = f"host memory: {of_host} a node, for all its ranks"
     if summary.fits:
         if device.peak == "reserved" and device.free_bytes < BARELY * device.capacity_bytes:
             where += ", less than the model of PyTorch's allocator can tell (--safety-gib 1 keeps more free)"
@@ -59,7 +67,7 @@ def _memory(summary: Summary) -> str:
     return f"DOES NOT FIT: {format_bytes(summary.shortfall_bytes)} are missing on a device{where}: {has}; {on_host}."
 
 
-def _device(device: DeviceMemory) -> str:
+def device_text(device: DeviceMemory) -> str:
     """Return what a device needs of what it has, and what adds up to that.
 
     An allocator that runs out needs what it has reserved by then, which is no sum of live bytes.
@@ -74,9 +82,9 @@ def _device(device: DeviceMemory) -> str:
 def _speed(summary: Summary) -> list[str]:
     if summary.step_s is None or summary.mfu is None or summary.tokens_per_device_s is None:
         return []
-    sure = " (no interval is known)"
+    sure = f" (no interval: {one_line(summary.no_interval)})" if summary.no_interval else " (no interval is known)"
     if summary.interval:
-        sure = f" ({interval_label(summary.interval)}, {100 * summary.interval.level:.0f} %)"
+        sure = f" ({interval_label(summary.interval)}{_wide(summary.interval)})"
     hours = summary.device_hours_per_billion_tokens or 0.0
     parts = [
         f"Step {format_seconds(summary.step_s)}{sure}",
@@ -89,6 +97,14 @@ def _speed(summary: Summary) -> list[str]:
         billion, step = _three_digits(summary.price_per_billion_tokens), _three_digits(summary.price_per_step)
         parts.append(f"price {billion} per billion tokens, {step} a step ({at})")
     return [", ".join(parts) + "."]
+
+
+def _wide(interval: StepInterval) -> str:
+    """Return why an interval is wider than those of the published rows; empty where it is not."""
+    reasons = ["PyTorch's allocator retries allocations"] if interval.allocation_retries else []
+    if interval.beyond:
+        reasons.append(f"no published row has {' or '.join(each.partition(' (')[0] for each in interval.beyond)}")
+    return f"; wider than usual: {', and '.join(map(one_line, reasons))}" if reasons else ""
 
 
 def _three_digits(value: float) -> str:

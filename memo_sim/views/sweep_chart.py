@@ -23,16 +23,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE_IN = (13.0, 8.0)
+NAME_WIDTH_PT, NAME_HEIGHT_PT = 4.6, 11.0
+"""Width of a letter and height of a line of names in the picture, at 8 points."""
 MOST_NAMED = 24
 """Lines that the legend names; more would not fit beside the axes."""
 MOST_TICKS = 14
+NAMED_ROOM = 1.08
 WIDE = 16.0
 """An axis whose greatest value is so many times its least is logarithmic."""
 Value = Callable[[PlanRow], float | None]
 PANELS: tuple[tuple[str, Value], ...] = (
     ("MFU, %", lambda plan: None if plan.mfu is None else 100 * plan.mfu),
     ("tokens per GPU and second", lambda plan: plan.tgs),
-    ("device memory at its peak, GiB", lambda plan: plan.peak_device_bytes / GIB),
+    ("device memory without the reserve, GiB", lambda plan: plan.peak_device_bytes / GIB),
 )
 
 
@@ -110,10 +113,12 @@ def _figure(lines: Sequence[SweepLine]) -> Figure:
         _lengths(ax, lengths)
         ax.set_ylabel(label)
         _scale(ax)
-    _draw_fronts(axes[3], fronts(lines))
-    models = sorted({line.model for line in lines})
-    title = "the best plan of each question"
-    figure.suptitle(f"{drawn(models[0])}: {title}" if len(models) == 1 else title.capitalize(), fontsize=12)
+    names = _draw_fronts(axes[3], fronts(lines))
+    models, clusters = sorted({line.model for line in lines}), sorted({line.cluster for line in lines})
+    title, on = "the best plan of each question", f" on {drawn(clusters[0])}" if len(clusters) == 1 else ""
+    figure.suptitle(
+        f"{drawn(models[0])}{on}: {title}" if len(models) == 1 else f"{title.capitalize()}{on}", fontsize=12
+    )
     if len(by_name) > 1:
         handles = [line for line in axes[0].get_lines() if not str(line.get_label()).startswith("_")]
         figure.legend(handles=handles, loc="outside right center", frameon=False)
@@ -126,6 +131,8 @@ def _figure(lines: Sequence[SweepLine]) -> Figure:
             x=0.01,
             ha="left",
         )
+    figure.draw_without_rendering()
+    _place_names(axes[3], names)
     return figure
 
 
@@ -141,31 +148,58 @@ def _lengths(ax: Axes, lengths: list[int]) -> None:
     ax.set_xlabel("tokens of a sequence")
 
 
-def _draw_fronts(ax: Axes, by_task: Mapping[tuple[str, int], Sequence[SweepLine]]) -> None:
-    """Join the answers of each model and length that no other beats, and name them at the fastest."""
+def _draw_fronts(
+    ax: Axes, by_task: Mapping[tuple[str, int], Sequence[SweepLine]]
+) -> list[tuple[str, tuple[float, float]]]:
+    """Join the answers of each model and length that no other beats; return their names, and the fastest of each."""
     several = len({model for model, _ in by_task}) > 1
+    names: list[tuple[str, tuple[float, float]]] = []
     for (model, tokens), best in by_task.items():
         points = [_memory_and_speed(line) for line in best]
         ax.plot([x for x, _ in points], [-y for _, y in points], "--", color=QUIET_TEXT, linewidth=1, zorder=0)
         if len(by_task) <= MOST_NAMED:
             x, y = points[-1]
-            name = f"{model} {format_tokens(tokens)}" if several else format_tokens(tokens)
-            ax.annotate(
-                drawn(name),
-                (x, -y),
-                xytext=(6, 5),
-                textcoords="offset points",
-                fontsize=8,
-                color=QUIET_TEXT,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
-            )
+            names.append((drawn(f"{model} {format_tokens(tokens)}" if several else format_tokens(tokens)), (x, -y)))
     if any(len(best) > 1 for best in by_task.values()):
         ax.set_title("dashed: at its length no other question is faster in less memory", fontsize=9, color=QUIET_TEXT)
-    ax.set_xlabel("device memory at its peak, GiB")
+    ax.set_xlabel("device memory without the reserve, GiB")
     ax.set_ylabel("tokens per GPU and second")
     ax.margins(0.1)
-    ax.set_xlim(left=0)
+    ax.set_xlim(0, NAMED_ROOM * ax.get_xlim()[1])  # names stand beside the points
     _scale(ax)
+    return names
+
+
+def _place_names(ax: Axes, names: Sequence[tuple[str, tuple[float, float]]]) -> None:
+    """Write each name beside its point: inside the axes, and below the names above it that it would cover."""
+    room = ax.get_window_extent()
+    point = ax.figure.dpi / 72
+    taken: list[tuple[float, float, float]] = []
+    for name, place in sorted(names, key=lambda each: -each[1][1]):
+        x, y = ax.transData.transform(place)
+        width, height = NAME_WIDTH_PT * len(name) * point, NAME_HEIGHT_PT * point
+        left = x + 6 * point if x + 6 * point + width < room.x1 else x - 6 * point - width
+        bottom = y + 5 * point
+        while (above := _covered(taken, left, width, bottom, height)) is not None:
+            bottom = above - height
+        taken.append((left, width, bottom))
+        ax.annotate(
+            name,
+            place,
+            xytext=((left - x) / point, (bottom - y) / point),
+            textcoords="offset points",
+            fontsize=8,
+            color=QUIET_TEXT,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
+        )
+
+
+def _covered(
+    taken: Sequence[tuple[float, float, float]], left: float, width: float, bottom: float, height: float
+) -> float | None:
+    """Return the bottom of the lowest name that a name at this place would cover; None where the place is free."""
+    hit = [b for x, w, b in taken if x < left + width and left < x + w and b < bottom + height and bottom < b + height]
+    return min(hit, default=None)
 
 
 def _scale(ax: Axes) -> None:
@@ -177,7 +211,7 @@ def _scale(ax: Axes) -> None:
         ax.set_yscale("log", subs=())
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, NAMED_ROOM * max(values, default=1.0))
     ax.yaxis.set_major_formatter(_number)
     ax.grid(visible=True, alpha=0.3)
 

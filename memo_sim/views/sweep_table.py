@@ -11,15 +11,17 @@ from memo_sim.contract.sweep import SweepLine
 from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.rows import Row, alike, plan_row
+from memo_sim.views.summary_text import not_read_lines
 from memo_sim.views.text_table import text_table
 
 OWN = ("model", "cluster", "system", "seq_len")
 """Values of a question that have a column of their own; the others stand together."""
 HEADS = (
-    *("model", "cluster", "system", "tokens", "asked", "answer", "layout"),
+    *("model", "cluster", "system", "tokens", "asked", "answer", "batch", "layout"),
     *("step", "MFU %", "tokens/GPU/s", "device GiB", "why not"),
 )
-ALIGN = "lllrlllrrrrl"
+ALIGN = "lllrllrlrrrrl"
+NOTE = "batch: sequences of a step; device GiB: buffers of the plan on its fullest stage, without the reserve."
 MOST_WORDS = 60
 """Characters of a reason that a table shows; the file has all of it."""
 
@@ -59,17 +61,23 @@ def _text(value: object) -> str | int | float | bool:
     return value
 
 
+def _shown(value: object) -> str:
+    """Return a value as it is typed: ``4`` for 4.0."""
+    return f"{value:g}" if isinstance(value, float) else str(_text(value))
+
+
 def sweep_cells(lines: Sequence[SweepLine]) -> list[list[str | None]]:
     """Return the questions as the cells of a table with ``HEADS``; what all of them have in common is left out."""
     return [_cells(line, common(lines)) for line in lines]
 
 
 def _cells(line: SweepLine, shared: Collection[str]) -> list[str | None]:
-    others = " ".join(f"{n}={_text(v)}" for n, v in line.question.items() if n not in OWN and n not in shared)
+    others = " ".join(f"{n}={_shown(v)}" for n, v in line.question.items() if n not in OWN and n not in shared)
     best = line.best
-    figures: list[str | None] = [None] * 5
+    figures: list[str | None] = [None] * 6
     if best is not None:
         figures = [
+            str(line.summary.tokens_per_step // line.seq_tokens) if line.summary else None,
             layout_label(best.layout),
             None if best.step_s is None else format_seconds(best.step_s),
             None if best.mfu is None else f"{100 * best.mfu:.2f}",
@@ -107,7 +115,8 @@ def sweep_table(lines: Sequence[SweepLine]) -> str:
     head = counted(len(lines), "question") + (f": {told}" if told else "")
     if shared := common(lines):
         head += f"; all with {', '.join(f'{one_line(name)}={one_line(text)}' for name, text in shared.items())}"
-    return f"{head}\n\n{text_table(HEADS, sweep_cells(lines), ALIGN)}"
+    notes = [NOTE, *not_read_lines(line.summary for line in lines)]
+    return f"{head}\n\n{text_table(HEADS, sweep_cells(lines), ALIGN)}\n" + "\n".join(notes)
 
 
 def sweep_csv(lines: Sequence[SweepLine]) -> str:

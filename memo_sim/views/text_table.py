@@ -22,6 +22,10 @@ BLANK = "-"
 """Text of an empty cell: the value is unknown or does not apply."""
 
 
+Cells = tuple[list[str], list[list[str | None]], str]
+"""Headers, rows and alignment of a table."""
+
+
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], align: str = "") -> str:
     """Return a table without a final newline.
 

@@ -62,6 +62,7 @@ def draw_timeline(steps: Sequence[Step], path: str | Path, *, title: str = "", w
     picture.add_memory(fullest, heading=f"{fullest.name}, the fullest" if several else "")
     step_s = max(trace.step_s for trace in traces)
     about = f"{traces[0].origin} step {format_seconds(step_s)}, compute busy {busy_share(pace.trace):.1%}"
+    about += "; percentages are of the step"
     picture.write(path, drawn(title) or f"{traces[0].origin} step", f"{about} · {note}" if note else about)
 
 

@@ -37,7 +37,8 @@ framework, times what makes 80 % of a source's rows lie inside when it is left o
 wider for sequences longer, and jobs larger, than any row of the class, and for kernels that none of them has. Fewer
 than five rows of the class make no interval.
 
-"80 % within" is different: between these two errors lie 80 % of the rows of the same source and system."""
+"80 % of errors" is different: between these two lie the errors of 80 % of the rows of the same source and system. The
+range always holds 0."""
 
 HOW_INTERVALS_DO = """Every source was held out in turn, and its rows are counted that lie in the interval from the
 other sources. 80 % is what the interval promises in the mean over sources ("by source"). The width is
@@ -139,7 +140,7 @@ def _intervals(held_out: Sequence[HeldOut]) -> list[Section]:
 
 def _summary(cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy]) -> Table:
     headers = ["source", "system", "", "rows", "not evaluated", "status right", "quantity", "n", "bias", "mean error"]
-    headers += ["largest", "rank correlation", "80 % within"]
+    headers += ["largest", "rank correlation", "80 % of errors"]
     rows: list[list[str | None]] = []
     for name, members in _grouped(cases, lambda c: f"{c.source}/{c.system}").items():
         for accuracy in summarise(members, [name] * len(members)):
@@ -164,7 +165,8 @@ def _quantities(
         band = None
         judged = speed and quantity == next(q for q in JUDGED if q in accuracy.errors)
         if judged and group and group.low is not None and group.high is not None:
-            band = f"{group.low:+.1%} to {group.high:+.1%}"
+            # The document bounds measured / predicted - 1; an error is predicted / measured - 1.
+            band = f"{1 / (1 + group.high) - 1:+.1%} to {1 / (1 + group.low) - 1:+.1%}"
         rank = rank_correlation(
             [(getattr(c.predicted, quantity), getattr(c.expected, quantity)) for c in cases if not c.fitted]
         )

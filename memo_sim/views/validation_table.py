@@ -8,7 +8,7 @@ from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.views.accuracy import QUANTITIES, Accuracy, HeldOut, summarise
-from memo_sim.views.plan_table import layout_label
+from memo_sim.views.plan_table import BEYOND, layout_label
 from memo_sim.views.text_table import number, percent, text_table, warning_lines
 
 LABELS = {
@@ -101,7 +101,7 @@ def case_table(cases: Sequence[CaseReport]) -> str:
     reasons = [one_line(f"{c.case}: {c.predicted.status}, {c.predicted.reason}") for c in cases if c.predicted.reason]
     outside = sorted({curve for c in cases for curve in c.predicted.outside_calibration})
     if outside:
-        table += f"\n* outside the calibrated range: {', '.join(outside)}"
+        table += f"\n{BEYOND}: {', '.join(outside)}"
     return "\n".join([table, "", *reasons]) if reasons else table
 
 

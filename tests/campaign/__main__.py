@@ -33,16 +33,29 @@ def load_everything() -> None:
 
 
 @click.command()
-@click.option("--inputs", type=click.IntRange(1), default=1000, show_default=True, help="Number of inputs.")
-@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Number of the first input.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Seed of all inputs.")
-@click.option("--limit-s", type=float, help="Start no further thousand inputs after so many seconds.")
-@click.option("--only", type=click.IntRange(0), help="Play this input alone, in the folder given with --keep.")
-@click.option("--keep", type=click.Path(path_type=Path), default=Path("kept"), help="Folder for --only.")
-@click.option("--processes", type=click.IntRange(0), help="Run the part with processes, with so many kills.")
+@click.option("--inputs", type=click.IntRange(1), default=1000, show_default=True, help="Inputs to play.")
+@click.option(
+    "--first", type=click.IntRange(0), default=0, show_default=True, help="Number of the first input to play."
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed that all inputs are drawn with.")
+@click.option("--limit-s", type=float, help="Stop at the next thousand inputs after this many seconds.")
+@click.option(
+    "--only", type=click.IntRange(0), help="Play only the input of this number, and keep its files in --keep."
+)
+@click.option("--keep", type=click.Path(path_type=Path), default=Path("kept"), help="Folder for the files of --only.")
+@click.option(
+    "--processes",
+    type=click.IntRange(0),
+    help="Instead of inputs: kill, limit and interrupt running processes, this many kills.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File for findings, one JSON object a line.")
 def main(**given: Any) -> None:
-    """Change files and options, and judge how memo ends."""
+    """Give memo changed files and options, and judge how it ends.
+
+    Every input is a command line with its files, some of them damaged. A finding is an input after which memo ends with
+    an undocumented exit code, a message that names no place, a traceback, or a changed file of another command. The
+    command exits with 1 when there is a finding.
+    """
     load_everything()
     seed, first, keep = given["seed"], given["first"], given["keep"]
     if given["only"] is not None:

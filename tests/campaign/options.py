@@ -14,7 +14,7 @@ import click
 from memo_exec.cli import cli as exec_cli
 from memo_sim.cli import cli as sim_cli
 from memo_sim.contract.knobs import CountOrAuto, LayerChoice, Length, Load, Numbers
-from memo_sim.question_options import ON_COMMAND_LINE
+from memo_sim.question_options import ON_COMMAND_LINE, Several
 from tests.campaign.judge import DOCUMENTED
 from tests.campaign.mutations import LONG, NUMBERS, SPECIAL, TEXTS
 from tests.campaign.seeds import OUT, Target
@@ -193,6 +193,8 @@ class Options:
 
     def _values(self, option: click.Option) -> list[Any]:
         kind, name = option.type, option.name or ""
+        if isinstance(kind, Several):
+            kind = kind.each
         if isinstance(kind, click.Choice):
             return list(kind.choices)
         if isinstance(kind, click.IntRange):
@@ -230,7 +232,7 @@ PLACES = (
 
 def _wrong(rng: Random, option: click.Option) -> tuple[str, bool]:
     """Return a wrong value for an option, and whether it is refused for sure as wrong usage."""
-    kind = option.type
+    kind = option.type.each if isinstance(option.type, Several) else option.type
     if isinstance(kind, click.Path):
         return rng.choice(PLACES), False
     text = "x" * LONG if rng.random() < 0.02 else rng.choice([*NUMBERS, *TEXTS]).replace("\0", "")

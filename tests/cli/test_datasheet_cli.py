@@ -19,7 +19,7 @@ def test_an_answer_from_a_data_sheet_is_marked_rough_and_has_no_interval() -> No
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("WARNING: The profile datasheet is rough: made from a data sheet (165 TFLOP/s")
     assert "gpt-tiny on datasheet-1x2" in done.stdout
-    assert "(no interval is known)" in done.stdout
+    assert "(no interval: the hardware profile names no GPU generation or is rough" in done.stdout
 
 
 def test_a_written_profile_gives_the_same_answer(tmp_path: Path) -> None:

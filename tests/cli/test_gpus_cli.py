@@ -22,7 +22,7 @@ def test_the_answer_begins_with_how_many(tmp_path: Path) -> None:
     assert first.startswith("gpt-tiny, 4k tokens, 1 sequence a step within 600 s: 1 x a800 (1 node), step ")
     assert "price" in first
     assert headers.split()[:3] == ["kind", "GPUs", "nodes"]
-    assert rows[0].startswith("a800     1      1  smallest that fits, smallest in time, fewest GPU-hours")
+    assert rows[0].startswith("a800     1      1  smallest that fits, smallest within the time, fewest GPU-hours")
     priced = memo_sim("what-if", "--cluster", "a800-1x1", "--plan", plan, "--json")
     document = json.loads(memo_sim(*TINY, "--cluster", "a800", "--json").stdout)
     assert document["schema"] == "memo.gpus/1"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -11,6 +13,7 @@ from click.testing import CliRunner
 
 from memo_sim.cli import cli
 from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
 from memo_sim.contract.interchange import Export, ImportedJob
 from memo_sim.contract.plan import Plan
@@ -51,6 +54,26 @@ def test_there_and_back(plans: Path, tmp_path: Path, framework: str) -> None:
         assert codec.read(back, Plan).program_sha256 == codec.read(plans / "core.json", Plan).program_sha256
 
 
+@pytest.mark.parametrize("framework", ["megatron-lm", "megatron-bridge"])
+def test_a_limit_of_the_allocator_goes_there_and_back(tmp_path: Path, framework: str) -> None:
+    plan, out, back = tmp_path / "plan.json", tmp_path / "out", tmp_path / "back.json"
+    limit = ("--tp", 2, "--allocator-limit-gib", 20)
+    run("what-if", *ASK, "--system", "megatron-core", *limit, "-o", plan)
+    assert "runs this plan as it is" in run("export", plan, "--to", framework, "-o", out)
+    (fraction,) = map(float, re.findall(r"memory_fraction:([\d.]+)", (out / "train.sh").read_text()))
+    assert 0.22 < fraction < 20 / 79.25, "the reserve is no part of what PyTorch's allocator holds"
+    run("what-if", "--from", *_every(out), "--cluster", "a800-1x2", "-o", back)
+    again = codec.read(back, Plan)
+    assert again.decisions.allocator_limit_gib == 20
+    assert again.program_sha256 == codec.read(plan, Plan).program_sha256
+
+
+def _every(folder: Path) -> list[Path | str]:
+    """Return the files of a folder, each after an option --from but the first."""
+    first, *others = sorted(folder.iterdir())
+    return [first, *(word for path in others for word in ("--from", path))]
+
+
 def test_what_is_lost_is_priced(plans: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     text = run("export", plans / "memo.json", "--to", "megatron-lm", "-o", out, "--json", "--launcher", "slurm")
@@ -62,7 +85,9 @@ def test_what_is_lost_is_priced(plans: Path, tmp_path: Path) -> None:
     assert document.plan.step_s
     assert document.there.step_s
     page = (out / "lost.md").read_text()
-    assert "| `decisions.swapped_tokens` |" in page
+    assert "| `--alpha` | 0.5 | 0 |" in page
+    assert "| computed with |" in page
+    assert lost["decisions.memory_policy"].option == "--memory-policy"
     assert "#SBATCH --gpus-per-node=2" in (out / "train.sh").read_text()
 
 
@@ -76,6 +101,42 @@ def test_a_plan_that_does_not_fit_says_so_first(plans: Path, tmp_path: Path) -> 
     shown = run("export", tmp_path / "long.json", "--to", "megatron-lm", "-o", tmp_path / "out", fails=Infeasible)
     assert shown.startswith("IT DOES NOT FIT.")
     assert "**IT DOES NOT FIT.**" in (tmp_path / "out/lost.md").read_text().splitlines()[2]
+
+
+def printed_commands(text: str) -> list[list[str]]:
+    """Return the words of each command of memo-sim in a text, up to the end of its sentence."""
+    found = re.findall(r"memo-sim (?:what-if|import|export|explain|list|run) [^\n()]*", text)
+    return [shlex.split(command.rstrip(". "))[1:] for command in found]
+
+
+def check_runs(command: list[str]) -> None:
+    """Parse a command as the shell would give it, and find the files that it names."""
+    name, *words = command
+    parser = cli.commands[name]
+    parsed = parser.make_context(name, words)
+    load_model(parsed.params["model"])
+    load_cluster(parsed.params["cluster"])
+
+
+@pytest.mark.parametrize("named", ["preset", "file"])
+def test_the_command_that_export_names_runs(plans: Path, tmp_path: Path, named: str) -> None:
+    plan, cluster = codec.read(plans / "memo.json", Plan), tmp_path / "my cluster.json"
+    asked: list[str | Path | int] = []
+    model = plan.decisions.model
+    if named == "file":
+        model = msgspec.structs.replace(model, name="of mine", vocab=1024)
+        codec.write(
+            cluster, msgspec.structs.replace(load_cluster("a800-1x2")[0], name="mine", hardware="a800-sxm4-80gb")
+        )
+        asked = ["--cluster", cluster]
+    decisions = msgspec.structs.replace(
+        plan.decisions, model=model, seq_tokens=2**24, swapped_tokens=2**24, global_batch=1, loss_chunk_tokens=0
+    )
+    codec.write(tmp_path / "long.json", msgspec.structs.replace(plan, decisions=decisions))
+    done = memo_sim("export", tmp_path / "long.json", "--to", "megatron-lm", "-o", tmp_path / "new folder", *asked)
+    assert done.returncode == 4
+    (command,) = printed_commands(done.stderr)
+    check_runs(command)
 
 
 def test_nothing_is_replaced(plans: Path, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_a_missing_solver_is_named_with_its_extra(tmp_path: Path, solver: str, p
     command = [sys.executable, "-c", WITHOUT.format(name=package), "plan-memory", "t.csv", "--solver", solver]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 6, (done.stdout, done.stderr)
-    assert f"memo[{extra}]" in done.stderr
+    assert f"pip install '.[{extra}]'" in done.stderr
 
 
 def test_the_document_is_described() -> None:

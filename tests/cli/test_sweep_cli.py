@@ -31,6 +31,23 @@ def test_every_combination_is_asked_once(tmp_path: Path) -> None:
     assert printed.stdout.encode() == (tmp_path / "s.jsonl").read_bytes()  # nothing was asked again
 
 
+def test_every_option_takes_several_values(tmp_path: Path) -> None:
+    lists = ("--tp", "1,2", "--loss-chunk", "0,512", "--states", "fp32", "--safety-gib", "0.5", "--no-rounding-buffers")
+    common = ("gpt-tiny", "--cluster", "a800-1x2", "--seq-len", "1k", "--system", "full-recompute", "--jobs", "1")
+    done = memo_sim("sweep", *common, *lists, "-o", tmp_path / "s.jsonl")
+    assert done.returncode == 0
+    lines = read_lines(tmp_path / "s.jsonl")
+    assert [(line.question["tp"], line.question["loss_chunk"]) for line in lines] == [
+        (tp, chunk) for tp in (1, 2) for chunk in ("0", "512")
+    ]
+    assert {(line.best.layout.tp, line.status) for line in lines if line.best} == {(1, "fits"), (2, "fits")}
+    for wrong in ("1,", "1,x", "0,1"):
+        assert memo_sim("sweep", *common, "--tp", wrong, "-o", tmp_path / "t.jsonl").returncode == 2
+    many = ",".join(map(str, range(1, 400)))
+    too_many = memo_sim("sweep", *common, "--tp", many, "--cp", many, "-o", tmp_path / "t.jsonl")
+    check_refused(too_many, 2, {"what": "too many combinations", "got": "159201 questions"})
+
+
 def test_questions_of_a_file_are_asked(tmp_path: Path) -> None:
     asked = [
         {"model": "gpt-tiny", "cluster": "a800-1x2", "seq_len": 1024, "tp": 2, "system": "full-recompute"},

@@ -46,6 +46,12 @@ def test_the_answer_begins_with_the_verdict(plan: Path) -> None:
     shown = {line.split("  ")[0] for line in answer}
     assert {"layers", "dtype", "loss", "gradient norm", "gradient of layer/qkv.weight", "tolerance"} <= shown
     assert "program rank  ok: " in done.stdout
+    begun, *others = done.stderr.splitlines()
+    assert begun == "verify: playing the plan at a reduced size, then keep-everything, on 1 rank (cpu)"
+    assert [line.partition(" s: ")[2] for line in others] == [
+        "checking the programs at full size",
+        "comparing with keep-everything and plain autograd",
+    ]
 
 
 def test_the_document_reads_back(plan: Path) -> None:

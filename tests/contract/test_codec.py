@@ -1,6 +1,7 @@
 """Canonical bytes, round trips, and atomic writes."""
 
 import hashlib
+import json
 import os
 import stat
 from pathlib import Path
@@ -202,3 +203,15 @@ def test_a_curve_of_many_points_is_quick_to_write() -> None:
     points = [float(i) for i in range(1, 100_001)]
     document = Document(curve=Curve(x=points, y=points, source="a test"))
     assert codec.encode(document).count(b"\n") < 20
+
+
+def test_a_file_that_an_input_names_is_not_overwritten(tmp_path: Path) -> None:
+    profile, cluster, plan = (tmp_path / name for name in ("profile.json", "cluster.toml", "plan.json"))
+    profile.write_text("{}")
+    cluster.write_text('schema = "memo.cluster/1"\nhardware = "profile.json"\n')
+    plan.write_text(json.dumps({"schema": "memo.plan/3", "provenance": {"cluster": str(cluster)}}))
+    for read, written in ((cluster, profile), (plan, cluster), (plan, profile), (plan, plan)):
+        with refused(UsageError, what="an input of this command would be overwritten", where=str(written)):
+            codec.check_not_read([written], [read])
+    codec.check_not_read([tmp_path / "new.json"], [plan, tmp_path / "missing.json"])
+    codec.check_not_read([plan], [profile])

@@ -39,7 +39,7 @@ def test_an_absent_optional_package_is_no_bug() -> None:
     assert absent is not None
     assert absent.exit_code == 6
     assert absent.got == "simpy"
-    assert "memo[sim]" in str(absent.hint)
+    assert "pip install '.[sim]'" in str(absent.hint)
     assert errors.missing_package(ModuleNotFoundError("No module named 'x'", name="x")) is None
     assert errors.missing_package(ValueError("simpy")) is None
 

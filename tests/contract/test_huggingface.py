@@ -221,6 +221,12 @@ def test_rotary_keys_of_both_generations(keys: dict[str, Any], theta: float, sca
         ({**LLAMA, "text_config": dict(LLAMA)}, "text_config"),
         ({**LLAMA, "is_encoder_decoder": True}, "is_encoder_decoder"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({**LLAMA, "embedding_multiplier": 12.0}, "embedding_multiplier"),
+        ({**LLAMA, "logit_scale": 0.0625}, "logit_scale"),
+        ({**QWEN3, "use_qk_norm": True}, "use_qk_norm"),
+        ({**LLAMA, "no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
+        ({**QWEN2, "kv_lora_rank": 512}, "kv_lora_rank"),
         ({**LLAMA, "rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type"),
         ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "max_position_embeddings"),
         ({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
@@ -291,6 +297,43 @@ def test_unknown_types_list_the_supported_ones() -> None:
     error = refusal({**LLAMA, "model_type": "qwen4"})
     check_fields(error, BadInput, where="$.model_type", got="'qwen4'", wanted=tuple(SUPPORTED))
     check_fields(refusal({"model_type": "mamba"}), BadInput, hint="memo.model/1")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, ("a model inside a model",)),
+        ({"model_type": "olmoe", "num_local_experts": 8}, ("mixtures of experts (num_local_experts)",)),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": 512},
+            ("mixtures of experts", "latent attention (kv_lora_rank)"),
+        ),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"]},
+            ("mixtures of experts", "layers of sliding_attention (layer_types)"),
+        ),
+        ({"model_type": "mamba", "state_size": 16}, ("state-space layers",)),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention"], "partial_rotary_factor": 0.25},
+            ("layers of linear_attention", "partial_rotary_factor"),
+        ),
+        ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 32}}, ("vision_config",)),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0, "sliding_window": 4096}, ("soft-capped", "sliding")),
+        ({"model_type": "granite", "residual_multiplier": 0.22}, ("residual_multiplier",)),
+        ({"model_type": "olmo2"}, ("norms behind attention and FFN",)),
+    ],
+)
+def test_other_types_are_refused_with_what_they_have(config: dict[str, Any], says: tuple[str, ...]) -> None:
+    """A hint would be wrong: no memo.model/1 file can have it either."""
+    check_fields(refusal(config), BadInput, where="$.model_type", what=says, hint=None)
+
+
+def test_a_window_beyond_the_positions_is_allowed_and_listed() -> None:
+    """A plan for longer sequences than the model was made for would need it."""
+    config = {**PHI3, "sliding_window": 256}
+    assert loaded(config) == loaded({**PHI3, "sliding_window": None})
+    assert not_read(config, where="config.json") == ("sliding_window",)
+    assert not_read({**PHI3, "sliding_window": None}, where="config.json") == ()
 
 
 @pytest.mark.parametrize(
@@ -367,7 +410,7 @@ def test_mutated_configs_never_escape(data: st.DataObject) -> None:
 def test_fields_that_are_ignored_are_listed(config: dict[str, Any]) -> None:
     unused = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 3} if config is QWEN2 else {}
     harmless = {"architectures": ["X"], "bos_token_id": 1, "use_cache": True, "transformers_version": "5.0"}
-    ignored = {"quantization_config": {"bits": 4}, "torch_dtype": "float16", "attention_multiplier": 2.0, "odd": None}
+    ignored = {"quantization_config": {"bits": 4}, "torch_dtype": "float16", "chunk_attention": 2.0, "odd": None}
     assert not_read({**config, **unused, **harmless}, where="config.json") == ()
     found = not_read({**config, **unused, **harmless, **ignored}, where="config.json")
-    assert found == ("attention_multiplier", "quantization_config", "torch_dtype")
+    assert found == ("chunk_attention", "quantization_config", "torch_dtype")

@@ -14,7 +14,14 @@ from tests.documentation.session import Session
 
 
 def main(names: list[str]) -> None:
-    """Write the pages that are named, or all."""
+    """Write the pages that are named, or all.
+
+    Raises:
+        SystemExit: with the usage, for --help or a page that does not exist.
+    """
+    if wrong := [name for name in names if not (ROOT / name).is_file()]:
+        print("usage: python -m tests.documentation [PAGE ...]\nWrites today's output of the commands into the pages.")
+        sys.exit(0 if wrong == ["--help"] else f"no such page: {', '.join(wrong)}")
     for page in [ROOT / name for name in names] or PAGES:
         with tempfile.TemporaryDirectory() as folder:
             if write(page, Session(Path(folder))):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 import memo_exec
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison
-from memo_sim.contract.errors import UsageError
+from memo_sim.contract.errors import OutOfTolerance, UsageError
+from memo_sim.contract.verdict import Verdict
 from tests.exec_cpu.plans import predicted, write_plan
 from tests.refusals import check_fields
 
@@ -33,6 +36,34 @@ def test_a_run_is_compared_with_its_prediction(tmp_path: Path) -> None:
     assert "3 steps" in repr(done)
     with pytest.raises(UsageError, match="no predicted timeline"):
         done.plot(tmp_path / "step.png")
+    done.check(1e9)
+    with pytest.raises(OutOfTolerance):
+        done.check(0)
+    done.save_report(tmp_path / "run.html", plan=plan)
+    assert "measured" in (tmp_path / "run.html").read_text()
+    for same in (pickle.loads(pickle.dumps(done)), copy.deepcopy(done)):
+        assert (same, hash(same), str(same)) == (done, hash(done), str(done))
+    codec.write(tmp_path / "measured.json", done.measured)
+    found = memo_exec.compare(plan, tmp_path / "measured.json")
+    assert isinstance(found, memo_exec.ComparisonResult)
+    assert found.document.measured.step_s == done.measured.step_s
+    assert found.document.predicted == done.document.predicted
+    assert found != done
+    assert "a step" in repr(found)
+    both = memo_exec.compare(tmp_path / "measured.json", tmp_path / "measured.json")
+    assert {row["ratio"] for row in both.table()} <= {1.0, None}
+    assert "<svg" in both.plot().svg
+
+
+@pytest.mark.slow
+def test_a_plan_is_verified(tmp_path: Path) -> None:
+    found = memo_exec.verify(write_plan(tmp_path / "plan.json"), layers=2)
+    assert found is not None
+    assert found.verified
+    assert {row["reference"] for row in found.table()} == {"keep-everything", "autograd"}
+    found.save(tmp_path / "verdict.json")
+    assert codec.read(tmp_path / "verdict.json", Verdict) == found.document
+    assert "VERIFIED" in found._repr_html_()
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -46,6 +77,23 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+OTHERS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (memo_exec.verify, {"plan": "plan.json", "device": "gpu"}, {"wanted": "cpu, cuda or None"}),
+    (memo_exec.verify, {"plan": "plan.json", "steps": 11}, {"wanted": "a whole number from 1 to 10"}),
+    (memo_exec.verify, {"plan": "plan.json", "seed": -1}, {"got": "-1"}),
+    (memo_exec.compare, {"predicted": "plan.json"}, {"what": "'measured'"}),
+    (memo_exec.calibrate, {"budget_s": 0}, {"what": "not a value of budget_s"}),
+    (memo_exec.calibrate, {"budget": 9}, {"hint": "did you mean 'budget_s'?"}),
+]
+
+
+@pytest.mark.parametrize(("function", "named", "fields"), OTHERS)
+def test_wrong_arguments_of_others_are_refused(function: Any, named: dict[str, Any], fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as refused:
+        function(**named)
+    check_fields(refused.value, UsageError, **fields)
+
+
 @pytest.mark.parametrize(("named", "fields"), WRONG, ids=",".join)
 def test_wrong_arguments_are_refused(named: dict[str, Any], fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as refused:
@@ -54,6 +102,8 @@ def test_wrong_arguments_are_refused(named: dict[str, Any], fields: dict[str, An
 
 
 def test_names_are_listed_without_loading_torch() -> None:
-    assert {"run", "RunResult", "offload_activations"} <= set(dir(memo_exec))
+    assert set(memo_exec.__all__) <= set(dir(memo_exec))
+    assert sorted(memo_exec.__all__) == memo_exec.__all__
+    assert not set(memo_exec.__all__) & {path.stem for path in Path(memo_exec.__file__).parent.iterdir()}
     with pytest.raises(AttributeError, match="runs"):
         memo_exec.runs  # type: ignore[attr-defined]  # noqa: B018

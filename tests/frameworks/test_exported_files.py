@@ -88,6 +88,9 @@ def test_the_parser_finds_the_plan(name: str, case: str, environments: Path, tmp
     assert said["max_length"] == job.seq_tokens
     implementation = {"flash2": "flash_attention_2", "flash3": "flash_attention_3", "plain": "eager"}
     assert said["attn_implementation"] == implementation.get(pins.attention or "", "sdpa")
+    if name != "trl":
+        assert said["loss_tokens"] == (pins.loss_chunk_tokens or 0)
+        assert said["mlp_tokens"] == (pins.mlp_chunk_tokens or 0)
     if name == "deepspeed":
         check_deepspeed(job, found["deepspeed"])
     else:
@@ -195,6 +198,13 @@ def check_deepspeed(job: Job, found: dict[str, Any]) -> None:
     assert found["pure"] == (job.states == "pure-bf16")
     assert bool(found["cpu_checkpointing"]) == bool(pins.offload_inputs)
     assert found["optimizer"] == ["adamw", pins.adamw == "foreach"]
+
+
+def test_tiles_give_the_loss_and_gradients_of_the_whole(environments: Path, tmp_path: Path) -> None:
+    written(FRAMEWORKS["deepspeed"], JOBS["deepspeed"]["tiled"], tmp_path)
+    found = parsed(environments / "huggingface/bin/python", "run_tiles.py", str(tmp_path))
+    assert len(found) == 6
+    assert all(difference < 1e-5 for difference in found.values()), found
 
 
 def test_all_environments_are_there(environments: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.plan import Decisions, Plan
+from memo_sim.contract.plan import Decisions, Layout, Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.memory.allocation_log import read_allocation_log
 from memo_sim.memory.read_requests import read_requests
@@ -188,6 +188,18 @@ def test_documents_are_recognised_by_their_schema(tmp_path: Path) -> None:
     for document, kind, wanted in ((plan, "plan", planned), (requests, "requests", requests)):
         source = read_requests(written(tmp_path, codec.encode(document), "misnamed.csv"))
         assert (source.kind, source.requests) == (kind, wanted)
+
+
+def test_of_a_pipeline_the_stage_with_most_live_bytes_is_placed(tmp_path: Path) -> None:
+    model = load_model("gpt-tiny")
+    large = msgspec.structs.replace(model, vocab=16 * model.vocab)  # the last stage has the logits of all tokens
+    decisions = Decisions(model=large, seq_tokens=8192, layout=Layout(pp=2), recompute="full")
+    programs = lower(decisions)
+    plan = Plan(decisions=decisions, program_sha256=program_sha256(programs))
+    source = read_requests(written(tmp_path, codec.encode(plan)))
+    assert source.requests == arena_requests(programs[1], decisions)
+    (note,) = source.notes
+    assert note.startswith("stage 2 of 2 is placed: it has most live bytes (stage 1: ")
 
 
 def test_a_plan_with_another_programs_hash_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from memo_sim.contract.result import MoreMemory
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, LeftOut, Summary
 from memo_sim.contract.units import GIB
 from memo_sim.views.answer_text import answer_text, longest_text, thinned
-from memo_sim.views.summary_text import summary_lines
+from memo_sim.views.stage_numbers import from_one
+from memo_sim.views.summary_text import not_read_lines, summary_lines
 from tests.views.test_tables import INTERVAL, infeasible, plan, result
 
 SUMMARY = Summary(
@@ -41,9 +42,9 @@ SUMMARY = Summary(
 )
 VERDICT = """\
 FITS with 5.00 GiB free on a device: planned arena 71.00 GiB + reserve 4.00 GiB = 75.00 GiB of 80.00 GiB; \
-host: 1200.00 GiB of 1800.00 GiB a node, for all its ranks.
-Step 83.6 s (81 to 91.5 s, 80 %), MFU 52.3 %, 1567 tokens per GPU and second, 177 GPU-hours per billion tokens, \
-price 443 per billion tokens, 0.464 a step (at 2.5 a GPU-hour).
+host memory: 1200.00 GiB of 1800.00 GiB a node, for all its ranks.
+Step 83.6 s (80 % interval 81 to 91.5 s), MFU 52.3 %, 1567 tokens per GPU and second, 177 GPU-hours per billion \
+tokens, price 443 per billion tokens, 0.464 a step (at 2.5 a GPU-hour).
 Plan: tp4+sp cp2 dp1 on 8 GPUs; keep.
 Assumed:
   dtype    bf16 (--dtype)
@@ -55,7 +56,33 @@ def test_the_verdict_says_what_each_memory_figure_includes() -> None:
     assert "\n".join(summary_lines(SUMMARY)) == VERDICT
     stages = msgspec.structs.replace(SUMMARY.device_memory, stage=1, stages=4, peak="reserved")
     (first, *_) = summary_lines(msgspec.structs.replace(SUMMARY, device_memory=stages))
-    assert "on a device (stage 1 of 4, the fullest): reserved by PyTorch's allocator 71.00 GiB" in first
+    assert "on a device (stage 2 of 4, the fullest): reserved by PyTorch's allocator 71.00 GiB" in first
+
+
+def test_the_verdict_says_why_an_interval_is_wide_or_missing() -> None:
+    beyond = ["2m tokens (the longest row has 1280k)", "128 devices (the largest row has 64)"]
+    wide = msgspec.structs.replace(INTERVAL, beyond=beyond)
+    speed = summary_lines(msgspec.structs.replace(SUMMARY, interval=wide))[1]
+    assert "(80 % interval 81 to 91.5 s; wider than usual: no published row has 2m tokens or 128 devices)" in speed
+    retries = msgspec.structs.replace(INTERVAL, allocation_retries=True)
+    speed = summary_lines(msgspec.structs.replace(SUMMARY, interval=retries))[1]
+    assert "; wider than usual: PyTorch's allocator retries allocations)" in speed
+    none = msgspec.structs.replace(SUMMARY, interval=None, no_interval="the profile is rough")
+    assert "Step 83.6 s (no interval: the profile is rough), MFU" in summary_lines(none)[1]
+
+
+def test_ignored_fields_of_a_model_are_listed_once_below_a_table() -> None:
+    ignored = Assumption(name="not read", value="of the model's file: quantization_config")
+    summary = msgspec.structs.replace(SUMMARY, assumptions=[ignored])
+    assert not_read_lines([summary, None, summary]) == ["Not read of the model's file: quantization_config."]
+    assert not_read_lines([SUMMARY, None]) == []
+
+
+def test_stages_are_counted_from_one() -> None:
+    reason = "stage0: device memory runs out at m0/s0/l3/fwd/qkv"
+    assert from_one(f"{reason}; pipeline bubble (stage 1); (stage 2 of 4)") == (
+        "stage 1: device memory runs out at m0/s0/l3/fwd/qkv; pipeline bubble (stage 2); (stage 2 of 4)"
+    )
 
 
 def test_memory_of_an_allocator_that_runs_out_is_not_shown_as_a_sum() -> None:
@@ -105,18 +132,26 @@ def test_what_does_not_fit_is_told_with_ways_out_and_without_speed() -> None:
     assert "\nWays out:\n  more devices\n  --states host\n" in text
     assert "Step" not in text
     host = msgspec.structs.replace(short, status="host_oom")
-    assert summary_lines(host)[0].startswith("DOES NOT FIT: 10.00 GiB of host memory a node are missing; host: ")
+    assert summary_lines(host)[0].startswith("DOES NOT FIT: 10.00 GiB of host memory a node are missing; host memory: ")
 
 
 def test_near_duplicates_of_a_front_are_left_out() -> None:
     near = plan(step_s=84.0, peak_device_bytes=int(70.9 * GIB))
     less = plan(step_s=84.0, peak_device_bytes=60 * GIB)
     no_host = plan(step_s=84.0, peak_host_bytes_per_node=0)
-    assert thinned([plan(), near, less, no_host]) == [plan(), less, no_host]
+    assert thinned([plan(), near, less, no_host]) == ([plan(), less, no_host], 0.01)
     whole = msgspec.structs.replace(
         result(plan()), summary=SUMMARY, front=[plan(), near, less, no_host], front_is_whole=True
     )
-    assert "host memory (1 plan within 1 % of a listed one left out):\n" in answer_text(whole)
+    assert "(1 plan left out: a listed one is as good within 1.0% of time and 5% of memory):\n" in answer_text(whole)
+
+
+def test_at_most_twelve_plans_of_a_front_are_listed() -> None:
+    front = [plan(step_s=80.0 + 0.5 * n, peak_device_bytes=(70 - n) * GIB) for n in range(60)]
+    listed, slower = thinned(front)
+    assert len(listed) <= 12
+    assert slower > 0.01
+    assert (listed[0], listed[-1]) == (front[0], front[-1])
 
 
 def test_the_longest_sequence_comes_before_the_lengths_that_were_tried() -> None:
@@ -133,7 +168,7 @@ def test_the_longest_sequence_comes_before_the_lengths_that_were_tried() -> None
         summary=SUMMARY,
     )
     short, whole = longest_text(document), longest_text(document, why=True)
-    assert short.startswith("gpt-7b on a800-1x8, any: 1m tokens at most (limited by device memory)\nFITS with ")
+    assert short.startswith("gpt-7b on a800-1x8: 1m tokens at most (limited by device memory)\nFITS with ")
     assert "\n1088k tokens do not fit.\n\nMore: --why" in short
     assert "evaluated" not in short
     assert "a plan's step" in whole

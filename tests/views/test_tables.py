@@ -12,7 +12,7 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.views.accuracy import summarise
-from memo_sim.views.plan_table import interval_label, layout_label, peak_table, stall_table, step_line
+from memo_sim.views.plan_table import interval_ends, layout_label, peak_table, stall_table, step_line
 from memo_sim.views.tables import comparison_table, fit_table, plans_table, text_table, validation_table
 
 
@@ -97,14 +97,15 @@ def test_ranked_plans() -> None:
     assert plans_table(result(plan(), slower, infeasible())) == dedent(
         """\
         12 plans evaluated, 3 pruned:
-            system  layout          alpha  recompute    step  MFU %     TGS  device GiB  host GiB/node  compute waits for
+            policy  layout          alpha  recompute    step  MFU %     TGS  device GiB  host GiB/node  compute waits for
         1   memo    tp4+sp cp2 dp1  0.125  tokenwise  83.6 s  52.31  1567.2        71.0         1200.0  all_gather 1.5 s
         2*  memo    tp4+sp cp2 dp1  0.125  tokenwise    90 s  48.00  1456.0        71.0         1200.0  all_gather 1.5 s
-        * outside the calibrated range: attention, gemm
+        device GiB: buffers of the plan on its fullest stage, without the reserve; host GiB: all ranks of a node.
+        * curves of the profile read beyond the sizes that were measured: attention, gemm
 
         does not fit:
-        system     layout          alpha  recompute  status   short by  reason
-        full-swap  tp4+sp cp2 dp1  1.000  none       gpu_oom  5.00 GiB  85.00 GiB at m0/s0/head/fwd/norm"""  # noqa: E501
+        policy     layout          alpha  recompute  short of             by  reason
+        full-swap  tp4+sp cp2 dp1  1.000  none       device memory  5.00 GiB  85.00 GiB at m0/s0/head/fwd/norm"""  # noqa: E501
     )
 
 
@@ -115,20 +116,23 @@ INTERVAL = StepInterval(
 
 def test_plans_show_the_interval_of_their_step() -> None:
     lines = plans_table(result(plan(interval=INTERVAL), plan())).splitlines()
-    assert "  step      interval  MFU %" in lines[1]
-    assert "83.6 s  81 to 91.5 s  52.31" in lines[2]
-    assert "83.6 s             -  52.31" in lines[3]
+    assert "  step  80 % interval  MFU %" in lines[1]
+    assert "83.6 s   81 to 91.5 s  52.31" in lines[2]
+    assert "83.6 s              -  52.31" in lines[3]
     assert "interval" not in plans_table(result(plan()))
 
 
 def test_a_step_is_told_with_its_interval_and_where_that_comes_from() -> None:
-    assert step_line(83.6, INTERVAL) == "Step 83.6 s (81 to 91.5 s, 80 %, from 30 rows of Ampere, megatron class)."
+    assert step_line(83.6, INTERVAL) == (
+        "Step 83.6 s (80 % interval 81 to 91.5 s, from the errors of 30 published rows of Ampere, megatron class)."
+    )
     beyond = msgspec.structs.replace(INTERVAL, allocation_retries=True, beyond=["64 devices (the largest row has 8)"])
     assert step_line(83.6, beyond) == (
-        "Step 83.6 s (81 to 91.5 s, 80 %, from 30 rows of Ampere, megatron class with allocation retries); wider than"
+        "Step 83.6 s (80 % interval 81 to 91.5 s, from the errors of 30 published rows of Ampere, megatron class with"
+        " allocation retries); wider than"
         " where rows were measured: 64 devices (the largest row has 8)."
     )
-    assert interval_label(msgspec.structs.replace(INTERVAL, low_s=0.99, high_s=1.1)) == "990 ms to 1.1 s"
+    assert interval_ends(msgspec.structs.replace(INTERVAL, low_s=0.99, high_s=1.1)) == "990 ms to 1.1 s"
 
 
 def test_plans_that_do_not_fit_show_no_speed() -> None:
@@ -139,7 +143,7 @@ def test_plans_that_do_not_fit_show_no_speed() -> None:
     assert "stage1: device memory runs out at m0/s0/l3/fwd/qkv\n" in text
     for word in ("MFU", "TGS", "step"):
         assert word not in text
-    assert "host_oom" in text
+    assert "host memory" in text
 
 
 def test_top_limits_the_rows() -> None:

@@ -107,9 +107,9 @@ def test_all_stages_are_in_one_picture(tmp_path, played) -> None:
     first, last = (played(layers=2, global_batch=3, slower=slower) for slower in (1.0, 1.5))
     peak = peak_of(last.device_memory).bytes
     steps = [
-        Step(name="stage 0 · rank 0", trace=first),
+        Step(name="stage 1 · rank 0", trace=first),
         Step(
-            name="stage 1 · rank 4",
+            name="stage 2 · rank 4",
             trace=last,
             capacity_bytes=2 * peak,
             reserve_bytes=peak // 4,
@@ -121,7 +121,7 @@ def test_all_stages_are_in_one_picture(tmp_path, played) -> None:
 
     found = texts(tmp_path / "t.svg")
 
-    assert sum(text.startswith(("stage 0  ", "stage 1  ")) for text in found) == 2
+    assert sum(text.startswith(("stage 1  ", "stage 2  ")) for text in found) == 2
     assert {"0", "1", "2"} <= set(found)  # the micro-batches
     assert any(text.endswith(", which computes longest") for text in found)
     assert any(text.endswith(", the fullest") for text in found)

@@ -82,7 +82,7 @@ def test_fitted_rows_are_separate_in_the_summary(page: str) -> None:
     assert cells["status right"] == "7/8"
     assert (cells["n"], cells["bias"], cells["mean error"]) == ("6", "+5.3 %", "6.7 %")
     assert cells["largest"] == "30.0 % (memo-320k)"
-    assert cells["80 % within"] == "-23.1% to +4.2%"
+    assert cells["80 % of errors"] == "-4.0% to +30.0%"
     assert fitted[2] == "fitted"
     assert "+50.0 %" in fitted
 

@@ -10,17 +10,20 @@ import base64
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memo_sim
 from memo_sim.contract import codec
-from memo_sim.contract.errors import UsageError
+from memo_sim.contract.errors import UsageError, missing_package
 from memo_sim.contract.plain_text import printable
 from memo_sim.contract.units import format_seconds
 from memo_sim.views.report.curves import Chart
 from memo_sim.views.report.packed import packed
+from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.step import Step
 
 if TYPE_CHECKING:
@@ -219,6 +222,21 @@ def write_page(page: Page, path: str | Path) -> None:
     codec.write_bytes(path, html(page).encode("utf-8", "backslashreplace"))
 
 
+def save_page(make: Callable[..., Page], path: str | PathLike[str], command: str) -> None:
+    """Write the page that ``make`` returns for ``command``, the time and the version of memo.
+
+    Raises:
+        UsageError: when the file cannot be written, or its name does not end in ``.html``.
+        CannotRun: when jinja2 is not installed.
+    """
+    try:
+        check_page(Path(path))
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        write_page(make(command=command, created=created, version=memo_sim.__version__), Path(path))
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from None
+
+
 def check_page(path: Path) -> None:
     """Refuse a file that a report cannot be written to. Called before any work.
 
@@ -255,10 +273,10 @@ def _environment() -> Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Return a text without characters that a browser would not show as themselves; markup stays."""
+    """Return a text with stages from 1, and without characters that a browser would not show; markup stays."""
     from markupsafe import Markup
 
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return printable(from_one(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @cache

@@ -10,10 +10,11 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Plan, PlanRow
 from memo_sim.contract.result import Result
+from memo_sim.contract.shortage import LiveTensor
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.palette import phase_colour
-from memo_sim.views.plan_table import interval_label, layout_label
+from memo_sim.views.plan_table import BEYOND, interval_ends, interval_label, layout_label
 from memo_sim.views.report.curves import Chart, Line
 from memo_sim.views.report.page import (
     Block,
@@ -51,16 +52,24 @@ class Best:
     file: str | None
     steps: Sequence[Step]
     pace: int = 0
+    largest: Sequence[LiveTensor] = ()
+    """The largest tensors at the peak of the stage with most live bytes."""
 
 
 def what_if_page(
-    result: Result, *, cluster: Cluster, hardware: Hardware, best: Best | None, command: str, created: str
+    result: Result,
+    *,
+    cluster: Cluster,
+    hardware: Hardware,
+    best: Best | None,
+    command: str,
+    created: str,
 ) -> Page:
     """Return the report of an answer; ``best`` is None when no plan fits."""
     summary = result.summary
     sections = [Section("", [*map(Notice, result.warnings), *([_tiles(summary)] if summary else [])])]
     if best is not None:
-        sections += [_timeline(best), _shares(best)]
+        sections += [_timeline(best), _shares(best), _peak(result, best)]
     if summary is not None and summary.ways_out:
         sections.append(Section("Ways out", [Bullets(summary.ways_out)]))
     sections += [_plans(result), Section("Why", [Bullets(result.why)] if result.why else [])]
@@ -90,7 +99,7 @@ def _tiles(summary: Summary) -> Tiles:
     items: list[tuple[str, str, str]] = []
     if summary.fits and summary.step_s is not None:
         sure = summary.interval
-        expected = f"{interval_label(sure)} ({100 * sure.level:.0f} %)" if sure else ""
+        expected = interval_label(sure) if sure else ""
         items.append(("step", format_seconds(summary.step_s), expected))
     if summary.mfu is not None:
         items.append(("MFU", f"{100 * summary.mfu:.1f} %", "causal mask counted"))
@@ -109,6 +118,27 @@ def _tiles(summary: Summary) -> Tiles:
     items.append(("device memory with reserve", format_bytes(device.needed_bytes), note))
     items.append(("host memory of a node", format_bytes(host.needed_bytes), f"of {format_bytes(host.capacity_bytes)}"))
     return Tiles(items)
+
+
+def _peak(result: Result, best: Best) -> Section:
+    """Return what a device of the fullest stage holds at its peak: by class, and its largest tensors."""
+    by_class = result.best.peak_by_class if result.best else {}
+    classes = sorted(by_class.items(), key=lambda item: -item[1])
+    rows: list[list[Cell]] = [
+        [name, format_bytes(size)] for name, size in [*classes, ("total", sum(by_class.values()))]
+    ]
+    tensors: list[list[Cell]] = [
+        [each.name, each.buffer_class, f"{each.count}", format_bytes(each.bytes)] for each in best.largest
+    ]
+    return Section(
+        "What fills a device at its peak",
+        [
+            Paragraph("Live bytes of one device of the fullest stage, without the reserve.", quiet=True),
+            Table(["class", "size"], rows, "lr"),
+            Heading("Largest tensors"),
+            Table(["tensor", "class", "number", "size together"], tensors, "llrr"),
+        ],
+    )
 
 
 def _timeline(best: Best) -> Section:
@@ -134,7 +164,7 @@ def _plans(result: Result) -> Section:
     if fitting:
         blocks.append(plans_table(fitting))
     if outside := sorted({name for plan in fitting for name in plan.outside_calibration}):
-        blocks.append(Paragraph(f"* outside the calibrated range: {', '.join(outside)}", quiet=True))
+        blocks.append(Paragraph(f"{BEYOND}: {', '.join(outside)}", quiet=True))
     if others:
         rows: list[list[Cell]] = [
             [
@@ -192,7 +222,7 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
                 layout_label(plan.layout),
                 f"{plan.alpha:.3f}",
                 None if plan.step_s is None else format_seconds(plan.step_s),
-                None if plan.interval is None else interval_label(plan.interval),
+                None if plan.interval is None else interval_ends(plan.interval),
                 None if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
                 None if plan.tgs is None else f"{plan.tgs:.1f}",
                 format_bytes(_memory_of(plan, "device")),
@@ -206,7 +236,7 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
         "layout",
         "alpha",
         "step",
-        "interval",
+        "80 % interval",
         "MFU",
         "TGS",
         "device",

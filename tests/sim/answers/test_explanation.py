@@ -14,10 +14,10 @@ from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.explanation import Explanation, Resource, Rival, Sensitivity
 from memo_sim.contract.plan import Plan
-from memo_sim.explain.other_machine import MEMORIES, RATES, with_more
 from memo_sim.planning.plan_question import question_of_plan, with_open_policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
+from memo_sim.reasons.other_machine import MEMORIES, RATES, with_more
 from memo_sim.views.explanation_table import explanation_text, why
 from tests.refusals import refused
 from tests.sim.answers.test_difference import asked
@@ -118,6 +118,18 @@ def test_neighbours_change_one_decision_and_their_losses_sum_up(found: Explanati
     first = found.rivals[0].slower_s
     assert first is not None
     assert ("A rival is faster" in explanation_text(found)) == (-first > 0.005 * found.step_s)
+    assert any(rival.options == "--tp-overlap chunked" for rival in found.rivals)
+
+
+def test_pairs_are_faster_than_every_single_change(found: Explanation) -> None:
+    check_losses(found, found.pairs)
+    assert 0 < found.pairs_tried <= 12
+    to_beat = min(rival.step_s for rival in found.rivals if rival.step_s is not None)
+    assert found.pairs
+    assert all(rival.step_s is not None and rival.step_s < to_beat for rival in found.pairs)
+    assert "Faster with two decisions changed" in explanation_text(found)
+    none = explanation_text(msgspec.structs.replace(found, pairs=[]))
+    assert f"none of {found.pairs_tried} pairs is faster" in none
 
 
 def test_the_step_is_compute_and_its_waits(found: Explanation) -> None:
@@ -137,6 +149,10 @@ def test_the_rivals_of_a_result_are_its_ranked_plans(question: Question) -> None
     assert [rival.step_s for rival in found.rivals] == [row.step_s for row in wide.plans[1:]]
     check_losses(found, found.rivals)
     assert found.notes == []
+    check_losses(found, found.changed)
+    assert found.changes_tried == len(found.changed) > 0
+    assert all(rival.options for rival in found.changed)
+    assert "The best plan with one decision changed" in explanation_text(found)
 
 
 def test_a_loss_reads_as_a_sentence(found: Explanation) -> None:
@@ -156,7 +172,7 @@ def test_a_loss_reads_as_a_sentence(found: Explanation) -> None:
     assert why(faster) == "410 ms faster: 410 ms less compute"
     assert why(msgspec.structs.replace(rival, slower_s=0.0)) == "equally fast"
     short = msgspec.structs.replace(rival, status="gpu_oom", step_s=None, slower_s=None, shortfall_bytes=2**30)
-    assert why(short) == "does not fit (gpu_oom): 1.00 GiB short"
+    assert why(short) == "does not fit: short by 1.00 GiB of device memory"
 
 
 def test_what_cannot_be_explained_is_refused(plan: Plan, answer: Answer) -> None:

@@ -28,7 +28,7 @@ def test_every_plan_that_fits_has_an_interval_around_its_step(asked) -> None:
             assert row.interval.low_s <= row.step_s <= row.interval.high_s
             assert (row.interval.generation, row.interval.framework) == ("Ampere", "planned")
     assert result.why[0].startswith("Step ")
-    assert f"from {result.best.interval.rows} rows of Ampere, planned class" in result.why[0]
+    assert f"from the errors of {result.best.interval.rows} published rows of Ampere, planned class" in result.why[0]
 
 
 def test_a_profile_of_an_unknown_gpu_says_why_there_is_none(asked) -> None:

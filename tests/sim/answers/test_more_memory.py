@@ -13,11 +13,11 @@ from memo_sim.answers.more_memory import with_one_more_gib, with_what_more_buys,
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.explain.runner_up import ties
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import FULL_SWAP, KEEP
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import search
+from memo_sim.reasons.runner_up import ties
 
 GIB = 2**30
 

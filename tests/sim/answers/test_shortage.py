@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from memo_sim.answers.shortage import shortage
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.shortage import Shortage
-from memo_sim.explain.remedies import changes, evaluated
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import play, search
+from memo_sim.reasons.remedies import both, changes, evaluated
 from memo_sim.views.shortage_table import in_words, shortage_text
 from tests.sim.answers.test_more_memory import GIB, ask
 from tests.sim.planning.test_search import question
@@ -109,6 +110,46 @@ def test_where_no_single_change_is_enough_the_nearest_is_shown() -> None:
     text = shortage_text(found)
     assert "No single change makes it fit" in text
     assert "memo-sim longest" in text
+
+
+def needs_two_changes() -> Question:
+    asked = ask(10, seq_tokens=1 << 16, recompute="none", alpha=0.0)
+    return replace(asked, model=msgspec.structs.replace(asked.model, layers=2))
+
+
+def test_two_changes_make_a_run_fit_that_neither_makes_fit_alone() -> None:
+    asked = needs_two_changes()
+    plan = search(asked).ranked[0].decisions
+    known = {change.options: change for change in changes(asked, plan)}
+    full, host = (
+        (known[options], evaluated(known[options], plan)) for options in ("--recompute full", "--states host")
+    )
+    assert full[1] is not None
+    assert host[1] is not None
+    assert {full[1].prediction.status, host[1].prediction.status} == {"gpu_oom"}
+    (change,) = both(asked, full, host)
+    assert change.options == "--states host --recompute full"
+    found = evaluated(change, plan)
+    assert found is not None
+    assert found.prediction.status == "ok"
+    assert (found.decisions.states, found.decisions.recompute) == ("host", "full")
+    assert both(asked, full, full) == []
+
+
+@pytest.mark.slow
+def test_pairs_are_listed_where_no_single_change_is_enough() -> None:
+    asked = needs_two_changes()
+    found = shortage(asked)
+    assert (found.ways, len(found.pairs)) == ([], 2)
+    assert found.pairs_tried <= 15
+    way = next(way for way in found.pairs if way.options == "--states host --recompute full")
+    assert (way.knob, way.leave_out) == ("states, recompute", ["--alpha"])
+    fresh = what_if(replace(asked, states="host", pins=Pins(tp=2, recompute="full"))).result.best
+    assert fresh is not None
+    assert way.step_s == fresh.step_s
+    text = shortage_text(found)
+    assert "Ways out, two changes each" in text
+    assert "the optimizer runs on the host's cores" in text
 
 
 def test_near_changes_double_degrees_and_others_go_further() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from memo_sim.answers.summary import left_out
 from memo_sim.answers.what_if import plan_of, price, what_if
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
@@ -41,6 +42,35 @@ def test_without_a_price_there_is_none(asked) -> None:
     verdict = what_if(asked).result.summary
     assert verdict.price_per_step is verdict.price_per_billion_tokens is None
     assert "price" not in "\n".join(summary_lines(verdict))
+
+
+def test_what_a_search_leaves_out_is_named_with_its_option() -> None:
+    def named(system: str, **pins: object) -> dict[str, str]:
+        asked = replace(question(32 * 1024, system=system), pins=Pins(**pins))
+        return {each.option: each.what for each in left_out(asked)}
+
+    assert named("any")["--system every-layout"] == "ulysses above 1, pp above 1, zero 3"
+    assert {"--system metp", "--subsequences auto"} <= named("every-layout").keys()
+    assert "--system every-layout" not in named("every-layout")
+    full = named("any", tp=8)
+    assert "--system every-layout" not in full
+    assert "--subsequences auto" in full
+    megatron = named("megatron-lm")
+    assert megatron["--ulysses N"] == "ulysses above 1"
+    assert megatron["--system any"] == "plans that megatron-lm does not have"
+    knobs = "memo-sim explain PLAN changes each"
+    assert named("any")[knobs].startswith("other values of --overlap, --tp-overlap, --cp-exchange, --states")
+    assert "--overlap" not in named("any", overlap="both")[knobs].split(", ")[0]
+
+
+def test_a_length_that_layouts_do_not_divide_says_what_the_nearest_one_gains() -> None:
+    asked = question(32 * 1024 + 4, system="full-recompute", global_batch=2)
+    small = replace(asked, model=msgspec.structs.replace(asked.model, layers=2), pins=Pins())
+    first, *others = what_if(small).result.summary.assumptions
+    assert (first.name, first.option) == ("length", "--seq-len 32768")
+    assert first.value.startswith("32772 tokens do not divide over ")
+    assert "; 32768 tokens (32k: 4 fewer) divide over all, with " in first.value
+    assert "length" not in {each.name for each in others}
 
 
 def test_assumptions_name_their_options(asked) -> None:

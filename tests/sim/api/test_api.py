@@ -136,7 +136,7 @@ def test_a_missing_package_is_said(answer: memo.WhatIfResult, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(memo.CannotRun) as refused:
         answer.plot().svg  # noqa: B018
-    check_fields(refused.value, memo.CannotRun, got="matplotlib", hint="memo[sim]")
+    check_fields(refused.value, memo.CannotRun, got="matplotlib", hint="pip install '.[sim]'")
     without = (
         "import sys; sys.modules['simpy'] = None; import memo_sim as memo",
         "try: memo.what_if",
@@ -196,8 +196,10 @@ def test_a_wrong_name_is_refused_with_the_nearest(named: dict[str, Any], got: st
 
 
 def test_a_missing_name_is_refused_as_a_wrong_one_is() -> None:
+    with pytest.raises(memo.UsageError, match="no seq_len"):
+        memo.what_if("gpt-tiny", cluster="a800-1x2")  # type: ignore[call-overload]
     with pytest.raises(memo.UsageError, match="'seq_len'"):
-        memo.what_if("gpt-tiny", cluster="a800-1x2")  # type: ignore[call-arg]
+        memo.gpus("gpt-tiny")  # type: ignore[call-arg]
     with pytest.raises(memo.UsageError) as refused:
         question_of({"model": "gpt-tiny", "cluster": "a800-1x2"})
     assert refused.value.got == "no seq_len"

@@ -12,10 +12,10 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.engine.simulate import simulate
 from memo_sim.engine.stalls import BUBBLE
-from memo_sim.explain.subsequences import subsequences
 from memo_sim.planning.layouts import layouts
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
+from memo_sim.reasons.subsequences import subsequences
 
 K = 1024
 MODEL = msgspec.structs.replace(load_model("gpt-7b"), layers=8)

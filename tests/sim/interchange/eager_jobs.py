@@ -10,7 +10,7 @@ import msgspec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.knobs import Pins
 from memo_sim.contract.model import Model
-from memo_sim.interchange.hf_read import Choice, Parallel, pins_of
+from memo_sim.interchange.hf_read import Choice, Parallel, Tiles, loss_of, pins_of
 from memo_sim.interchange.job import Job
 
 TORCHTITAN = Pins(
@@ -50,6 +50,9 @@ SMALL_QWEN = msgspec.structs.replace(model("qwen3-8b"), layers=12, hidden=2048, 
 STAGES = {"pp": 2, "dp": 4, "zero": 1, "schedule": "1f1b", "virtual_stages": 1}
 
 
+WHOLE = Tiles()
+
+
 def hugging_face(
     parallel: Parallel,
     choice: Choice,
@@ -59,6 +62,7 @@ def hugging_face(
     attention: str | None = None,
     dtype: str = "bf16",
     global_batch: int = 8,
+    tiles: Tiles = WHOLE,
     **of_job: object,
 ) -> Job:
     """Return a job as ``hf_read.py`` would read it."""
@@ -69,8 +73,10 @@ def hugging_face(
             "seq_tokens": 32768,
             "global_batch": global_batch,
             "grad_sums": "autocast" if copied else "auto",
-            "loss": "auto" if trl else "eager-fp32" if parallel.tp == 1 else "vocab-parallel",
-            "pins": pins_of(parallel, choice, adamw=adamw, attention=attention, dtype=dtype, whole_loss=not trl),
+            "loss": loss_of(parallel, tiles, trl=trl),
+            "pins": pins_of(
+                parallel, choice, adamw=adamw, attention=attention, dtype=dtype, tiles=None if trl else tiles
+            ),
             **of_job,
         }
     )
@@ -118,6 +124,7 @@ JOBS: dict[str, dict[str, Job]] = {
     "accelerate": {
         **_fsdp(trl=False),
         "tensor": hugging_face(Parallel(tp=2, cp=1, dp=4, zero=3), FULL),
+        "tiled": hugging_face(SHARDED, FULL, tiles=Tiles(256)),
     },
     "trl": _fsdp(trl=True),
     "deepspeed": {
@@ -125,6 +132,7 @@ JOBS: dict[str, dict[str, Job]] = {
         "ulysses": _deepspeed(OFFLOADED, ulysses=4, dp=2, seq_tokens=131072, global_batch=4, attention="flash2"),
         "overlapped": _deepspeed(KEPT, zero=1, overlap="gradients", grad_sums="params", adamw="foreach"),
         "copied": _deepspeed(zero=0, overlap="none", attention="flash3"),
+        "tiled": _deepspeed(OFFLOADED, ulysses=8, dp=1, seq_tokens=262144, global_batch=1, tiles=Tiles(2048, 4096)),
         "pure": _deepspeed(zero=2, states="pure-bf16", micro_batch=2, global_batch=32, deterministic=True),
     },
 }

@@ -15,7 +15,10 @@ class Trace:
     def __init__(self, device: str = "NVIDIA A100-SXM4-80GB") -> None:
         self.events: list[dict[str, Any]] = []
         self.device = device
+        self.distributed: dict[str, Any] = {}
         self._number = 0
+        self.now = 0.0
+        """When ``next`` launches the next kernel, in microseconds."""
 
     def add(self, cat: str, name: str, start: float, length: float, **args: Any) -> None:
         pid = GPU if cat in {"kernel", "gpu_memcpy", "gpu_memset"} else CPU
@@ -33,6 +36,7 @@ class Trace:
         cat: str = "kernel",
         shapes: list[list[int]] | None = None,
         of: str = "c10::BFloat16",
+        kinds: list[str] | None = None,
         values: list[str] | None = None,
         stream: int = 7,
         **args: Any,
@@ -40,15 +44,21 @@ class Trace:
         self._number += 1
         inputs: dict[str, Any] = {}
         if shapes is not None:
-            inputs = {"Input Dims": shapes, "Input type": [of] * len(shapes), "Concrete Inputs": values or []}
+            inputs = {"Input Dims": shapes, "Input type": kinds or [of] * len(shapes), "Concrete Inputs": values or []}
         self.add("cpu_op", operator, at, 20.0, **inputs)
         self.add("cuda_runtime", "cudaLaunchKernel", at + 5, 3.0, correlation=self._number)
         start, end = runs
         self.add(cat, kernel, start, end - start, correlation=self._number, stream=stream, **args)
 
+    def next(self, operator: str, kernel: str, runs: tuple[float, float], **more: Any) -> None:
+        """Launch a kernel after all others."""
+        self.launch(operator, kernel, self.now + 5, runs, **more)
+        self.now += 40
+
     def raw(self) -> bytes:
-        properties = [{"name": self.device}]
-        return json.dumps({"schemaVersion": 1, "deviceProperties": properties, "traceEvents": self.events}).encode()
+        head = {"schemaVersion": 1, "deviceProperties": [{"name": self.device}]}
+        ranks = {"distributedInfo": self.distributed} if self.distributed else {}
+        return json.dumps({**head, **ranks, "traceEvents": self.events}).encode()
 
 
 def one_step() -> Trace:

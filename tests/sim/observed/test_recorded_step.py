@@ -1,18 +1,28 @@
 """A recorded step held against a profile, and the profile that it corrects."""
 
+import gzip
 from pathlib import Path
 
 import pytest
 
-from memo_sim.answers.doctor import diagnose
+from memo_sim.answers.doctor import ACROSS_NODES, diagnose
+from memo_sim.contract.catalog import load_cluster, load_hardware
 from memo_sim.contract.codec import encode, read, write
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Layout
 from memo_sim.contract.recorded_step import RecordedStep
 from memo_sim.contract.requests import Requests
-from memo_sim.explain.recorded_step import length, memory_of, union
+from memo_sim.engine.simulate import simulate
+from memo_sim.memory.allocation_class import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS
+from memo_sim.memory.source import Source
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.reasons.disturbance import Disturbance
+from memo_sim.reasons.recorded_memory import memory_of, predicted_classes
+from memo_sim.reasons.recorded_step import length, union
 from memo_sim.views.recorded_table import recorded_table
 from tests.sim.observed.recorded import Trace, one_step
+from tests.sim.small_programs import decide
 
 
 def saved(trace: Trace, folder: Path) -> str:
@@ -81,7 +91,7 @@ def test_a_corrected_profile_predicts_what_was_recorded(slower: float, tmp_path:
     assert again is not None
     (kind,) = again.kinds
     assert kind.predicted_s == pytest.approx(kind.measured_s, rel=1e-6)
-    assert "product: times" in found.hardware.provenance["corrected"]
+    assert "product.bf16.fprop: times" in found.hardware.provenance["corrected"]
 
 
 def test_few_calls_correct_nothing(tmp_path: Path) -> None:
@@ -113,15 +123,22 @@ def test_steps_without_duration_are_refused(tmp_path: Path) -> None:
         diagnose(trace=saved(trace, tmp_path))
 
 
-def test_row_wise_factors_say_which_operators_they_are_about(tmp_path: Path) -> None:
-    """An H100's profile has rates of its own for kernels of Triton and of frameworks, which stay."""
+def test_row_wise_factors_say_which_curves_they_are_about(tmp_path: Path) -> None:
+    """An H100 has curves of frameworks' kernels: the trace corrects that of its own pattern, and with it all others."""
     trace = Trace("NVIDIA H100 80GB HBM3")
     trace.add("user_annotation", "ProfilerStep#1", 0.0, 100_000.0)
     for number in range(20):
         at = 1000.0 * number
         trace.launch("aten::mul", "elementwise", at, (at, at + 200), shapes=[[4096, 4096], [4096, 4096]])
-    (change,) = diagnose(trace=saved(trace, tmp_path)).changes
-    assert change.startswith("row-wise, where the profile has no rates for the operator or its kernels: times ")
+    found = diagnose(trace=saved(trace, tmp_path))
+    (change,) = found.changes
+    assert change.startswith("row-wise: times ")
+    assert "eager.elementwise" in change
+    assert "memory-bound" in change
+    before = load_hardware("h100-sxm5-80gb")
+    assert found.hardware.rowwise_bytes_per_s["gelu"].y[0] != before.rowwise_bytes_per_s["gelu"].y[0]
+    sources = found.hardware.sources
+    assert sources["recorded-row-wise-eager-elementwise"].text.endswith("rates divided by it")
 
 
 def _on(device: str) -> Trace:
@@ -139,14 +156,118 @@ def test_nothing_measured_is_an_error() -> None:
         diagnose(nvbandwidth="nv.json")
 
 
+def test_a_folder_of_ranks_names_the_slowest_and_the_exposed_communication(tmp_path: Path) -> None:
+    for rank, waits in ((0, 0.0), (1, 400.0)):
+        trace = Trace()
+        trace.distributed = {"rank": rank, "world_size": 2}
+        trace.add("user_annotation", "ProfilerStep#1", 0.0, 2000.0)
+        trace.launch("aten::mm", "gemm", 10, (0, 900 - waits), shapes=[[4096, 4096], [4096, 4096]])
+        trace.launch("c10d::x", "ncclDevKernel_AllReduce", 60, (900 - waits, 1100), stream=20)
+        (tmp_path / f"rank{rank}.pt.trace.json.gz").write_bytes(gzip.compress(trace.raw()))
+    (tmp_path / "notes.txt").write_text("not a trace")
+    job = diagnose(trace=str(tmp_path)).job
+    assert job is not None
+    assert (job.trace, job.rank) == ("rank0.pt.trace.json.gz", 0)
+    assert [rank.compute_s for rank in job.ranks] == pytest.approx([900e-6, 500e-6])
+    assert [rank.exposed_collective_s for rank in job.ranks] == pytest.approx([200e-6, 600e-6])
+    text = recorded_table(job)
+    assert "Rank 0 computes longest, by 80.0 % more than rank 1" in text
+    assert "On every rank 200 us of communication are exposed" in text
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match="one of each rank"):
+        diagnose(trace=str(tmp_path / "empty"))
+
+
+def test_what_is_not_recognised_has_a_share_of_the_work(tmp_path: Path) -> None:
+    trace = one_step()
+    trace.launch("liger::x", "_fused_linear_kernel", 800, (5400, 7600))
+    trace.launch("aten::mm", "triton_poi_fused_add_0", 850, (7600, 7700))
+    job = job_in(trace, tmp_path)
+    assert job.work_s == pytest.approx(7.8e-3)
+    assert job.unknown_s == pytest.approx(2.2e-3)
+    assert [unknown.name for unknown in job.unknown] == ["_fused_linear_kernel"]
+    assert "not recognised: 28.2 %" in recorded_table(job)
+
+
+def test_notes_say_what_a_trace_lacks(tmp_path: Path) -> None:
+    trace = Trace()
+    for number, step_us in enumerate((100.0, 100.0, 300.0)):
+        trace.add("user_annotation", f"ProfilerStep#{number}", 1000.0 * number, step_us)
+    trace.add("cuda_runtime", "cudaGraphLaunch", 0.0, 5.0, correlation=900)
+    trace.add("kernel", "in_graph", 10.0, 5.0, correlation=900)
+    job = diagnose(trace=saved(trace, tmp_path), cluster="h100-1x8").job
+    assert job is not None
+    shapes, graphs, uneven, other = job.notes
+    assert "no shapes" in shapes
+    assert "CUDA graphs" in graphs
+    assert uneven.startswith("ProfilerStep#2 takes 3.0 times")
+    assert other.startswith("The trace is of NVIDIA A100-SXM4-80GB; the profile is that of another")
+    text = recorded_table(job)
+    assert "mean of 3 steps (ProfilerStep#0 to ProfilerStep#2), 167 us (100 us to 300 us)" in text
+
+
+def test_a_job_on_several_nodes_is_held_against_several(tmp_path: Path) -> None:
+    trace = one_step()
+    trace.distributed = {"rank": 0, "world_size": 20}
+    found = diagnose(trace=saved(trace, tmp_path))
+    assert found.cluster.name == "a100-3x8"
+    assert found.job is not None
+    assert found.job.notes == []
+    trace.distributed["world_size"] = 64
+    trace.events[-4]["args"]["Process Group Ranks"] = "[0, 8, 16, 24, 32, 40, 48, 56]"
+    across = diagnose(trace=saved(trace, tmp_path)).job
+    assert across is not None
+    assert across.notes == [ACROSS_NODES]
+    (alone,) = (kind for kind in found.job.kinds if kind.kind.startswith("collective"))
+    (far,) = (kind for kind in across.kinds if kind.kind.startswith("collective"))
+    assert far.predicted_s > alone.predicted_s
+
+
+def test_copies_beside_each_other_are_predicted_so() -> None:
+    """While both directions run, each has the rate ``duplex``; a span half of whose time is so takes longer by it."""
+    cluster, hardware = load_cluster("a100-1x8")
+    spans = [(Lane.D2H, 0.0, 100.0), (Lane.H2D, 50.0, 200.0), (Lane.COMPUTE, 100.0, 120.0)]
+    found = Disturbance(spans, hardware, cluster, 1)
+    slow = hardware.d2h.duplex.value / hardware.d2h.alone.y[-1]
+    assert slow < 1
+    assert found.stretch(Lane.D2H, 0.0, 100.0) == pytest.approx(100 / (50 + 50 * slow))
+    assert found.stretch(Lane.D2H, 0.0, 50.0) == 1
+    assert found.stretch(Lane.COMPUTE, 100.0, 120.0) == pytest.approx(hardware.compute_slowdown["copy"].value)
+    assert found.stretch(Lane.TP, 0.0, 100.0) == 1
+    nothing = Disturbance((), hardware, cluster, 1)  # as of a CPU, whose operators overlap in no known way
+    assert nothing.stretch(Lane.COMPUTE, 0.0, 100.0) == 1
+
+
+def test_memory_by_class_stands_beside_the_prediction() -> None:
+    cluster, hardware = load_cluster("a100-1x8")
+    simulation = simulate(decide(layout=Layout(dp=2, zero=1)), hardware, cluster)
+    predicted = predicted_classes(simulation)
+    assert sum(predicted.values()) == simulation.memory.device.bytes
+    assert {WEIGHTS, OPTIMIZER, GRADIENTS, ACTIVATIONS} <= set(predicted)
+    requests = Requests(ids=["b0 m.py:3:forward", "b1"], lower=[0, 1], upper=[4, 4], size_bytes=[100, 200])
+    found = memory_of(Source(requests, "snapshot", origins=[ACTIVATIONS, "no stack"]), predicted)
+    first, second, *rest = found.by_class
+    assert (first.name, first.bytes, first.predicted_bytes) == ("no stack", 200, None)
+    assert (second.name, second.bytes, second.predicted_bytes) == (ACTIVATIONS, 100, predicted[ACTIVATIONS])
+    assert all(each.bytes == 0 and each.predicted_bytes for each in rest)
+    assert found.predicted_peak_bytes == simulation.memory.device.bytes
+
+
+@pytest.mark.parametrize("raw", [b"PK\x03\x04", b"{}", b"id,lower,upper,size\n"])
+def test_only_a_snapshot_is_a_snapshot(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "memory").write_bytes(raw)
+    with pytest.raises(BadInput, match="not a memory snapshot"):
+        diagnose(trace=saved(one_step(), tmp_path), memory=str(tmp_path / "memory"))
+
+
 def test_memory_names_what_is_alive_at_the_peak() -> None:
     requests = Requests(
-        ids=["model.py:3:forward#1", "model.py:3:forward#2", "loss.py:9:loss", "late"],
+        ids=["b0 model.py:3:forward", "b1 model.py:3:forward", "b2 loss.py:9:loss", "b3"],
         lower=[0, 1, 2, 5],
         upper=[4, 4, 3, 6],
         size_bytes=[100, 200, 50, 310],
     )
-    memory = memory_of(requests, [])
+    memory = memory_of(Source(requests, "snapshot"))
     assert (memory.peak_bytes, memory.buffers) == (350, 3)
     assert [(live.name, live.count, live.bytes) for live in memory.live] == [
         ("model.py:3:forward", 2, 300),

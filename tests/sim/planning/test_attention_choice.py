@@ -14,11 +14,11 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import Pins
 from memo_sim.contract.plan import Kernels, Layout
 from memo_sim.costs.attention import AttentionRates, of_year
-from memo_sim.explain.attention import attention
 from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.contradictions import check_pins
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.work import Attention
+from memo_sim.reasons.attention import attention
 from tests.refusals import check_fields, refused
 
 

@@ -11,9 +11,9 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.hardware import SAFETY
 from memo_sim.contract.knobs import MemoryPolicy
 from memo_sim.contract.units import GIB, KIB
-from memo_sim.explain.remedies import ways_out
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import play, search
+from memo_sim.reasons.remedies import ways_out
 
 POLICIES: tuple[MemoryPolicy, ...] = ("planned", "caching", "eager")
 SHALLOW = msgspec.structs.replace(load_model("gpt-7b"), layers=2)

@@ -8,7 +8,6 @@ from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.explain.answer import plan_title
 from memo_sim.planning.presets import FULL_RECOMPUTE, INPUTS_SWAPPED, Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
@@ -21,6 +20,7 @@ from memo_sim.program.ir.work import Copy
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.stages import check_stages
+from memo_sim.reasons.answer import plan_title
 from tests.sim.small_programs import GPT, LLAMA, decide
 
 LAYOUTS = [

@@ -13,7 +13,6 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import KIB, parse_layer_choice
 from memo_sim.engine.simulate import simulate
-from memo_sim.explain.answer import explain
 from memo_sim.planning.presets import FULL_RECOMPUTE, PAIRS_OF_LAYERS, SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
@@ -25,6 +24,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.lower import lower
+from memo_sim.reasons.answer import explain
 from tests.refusals import refused
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 

@@ -13,21 +13,21 @@ def shapes(kinds: str) -> list[LayerShape]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "fewer", "first", "end", "window", "times"),
+    ("kinds", "fewer", "stretch", "window", "times"),
     [
-        ("a" * 12, "a" * 6, 0, 6, 2, 3),
-        ("a" * 13, "a" * 7, 0, 7, 2, 3),
-        ("bbb" + "a" * 12, "bbb" + "a" * 6, 3, 9, 2, 3),
-        ("ab" * 6, "ab" * 3, 0, 6, 2, 3),
-        ("aab" * 6, "aab" * 4, 0, 12, 6, 1),
-        ("aab" * 8 + "aa", "aab" * 4 + "aa", 0, 14, 6, 2),
-        ("c" + "ab" * 6 + "c", "c" + "ab" * 3 + "c", 1, 7, 2, 3),
+        ("a" * 12, "a" * 6, (0, 6), 2, 3),
+        ("a" * 13, "a" * 7, (0, 7), 2, 3),
+        ("bbb" + "a" * 12, "bbb" + "a" * 6, (3, 9), 2, 3),
+        ("ab" * 6, "ab" * 3, (0, 6), 2, 3),
+        ("aab" * 6, "aab" * 4, (0, 12), 6, 1),
+        ("aab" * 8 + "aa", "aab" * 4 + "aa", (0, 14), 6, 2),
+        ("c" + "ab" * 6 + "c", "c" + "ab" * 3 + "c", (1, 7), 2, 3),
     ],
 )
-def test_windows_are_left_out(kinds: str, fewer: str, first: int, end: int, window: int, times: int) -> None:
+def test_windows_are_left_out(kinds: str, fewer: str, stretch: tuple[int, int], window: int, times: int) -> None:
     found = repeated_layers(shapes(kinds), windows=1, beside=4)
     assert found.shapes == tuple(shapes(fewer))
-    assert (found.first, found.end, found.window, found.times) == (first, end, window, times)
+    assert ((found.first, found.end), found.window, found.times) == (stretch, window, times)
     assert len(kinds) == len(fewer) + window * times
 
 

@@ -19,13 +19,13 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain.runner_up import TIED
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play, search
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Attention, Gemm
+from memo_sim.reasons.runner_up import TIED
 
 RIVALS = {"tp": "tp", "cp": "cp", "ulysses": "Ulysses"}
 """The layout knobs that divide a layer or a sequence over the same ranks, and their names in sentences."""

@@ -13,7 +13,6 @@ from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.units import format_seconds
-from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.presets import FULL_SWAP
 from memo_sim.planning.question import Pins, Question
@@ -21,6 +20,7 @@ from memo_sim.planning.search import SearchResult, play, search
 from memo_sim.planning.space import candidates
 from memo_sim.planning.sppo import solve
 from memo_sim.program.layout.partition import partition, swapped_parts
+from memo_sim.reasons.subsequences import balance, heuristic, subsequences
 from memo_sim.views.plan_table import layout_label
 
 OK = Prediction(status="ok", step_s=1.0)

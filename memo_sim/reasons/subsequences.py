@@ -24,6 +24,7 @@ from memo_sim.planning.sppo import Choice, allowed
 from memo_sim.planning.subsequences import hidden_tokens, most_held_bytes, part_prices, rounded
 from memo_sim.program.ir.instruction import BufferClass
 from memo_sim.program.layout.partition import partition, swapped_parts
+from memo_sim.views.plan_table import short_of
 
 SPPO = "sppo"
 SKELETAL = BufferClass.SKELETAL.value
@@ -98,7 +99,8 @@ def heuristic(question: Question, found: SearchResult) -> list[str]:
         f"{format_seconds(choice.step_s)} by its formula"
     )
     if played.step_s is None:
-        return [f"{text}, but it does not fit: {played.status}, short by {format_bytes(played.shortfall_bytes)}."]
+        short = f"short by {format_bytes(played.shortfall_bytes)} of {short_of(played.status)}"
+        return [f"{text}, but it does not fit: {short}."]
     slower = played.step_s / (best.prediction.step_s or played.step_s) - 1
     against = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} than the best plan of the search"
     ask = f" (--tp {choice.sp} --pp {choice.pp} --subsequences {choice.subsequences})" if slower < 0 else ""

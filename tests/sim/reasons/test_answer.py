@@ -12,12 +12,12 @@ from memo_sim.answers.what_if import what_if
 from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Decisions, Layout, Prediction, Stall
 from memo_sim.contract.units import GIB, format_bytes
-from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, runner_up
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import play
 from memo_sim.program.arena.library_workspaces import RESULTS
+from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, runner_up
 from tests.sim.planning.test_search import question
 from tests.sim.toy_machine import decide
 
@@ -29,10 +29,11 @@ def why(asked: Question) -> str:
 def test_the_memory_that_limits_alpha_is_named() -> None:
     text = why(question(320 * 1024, system="memo"))
     assert re.search(
-        r"Recompute is \d+\.\d% of compute time: host memory limits alpha; .* does not fit \(host_oom, short by", text
+        r"Recompute is \d+\.\d% of compute time: host memory limits alpha; .* does not fit \(short by", text
     )
     assert re.search(
-        r"MEMO's linear program gives .*; the next higher alpha does not fit \(host_oom, short by [\d.]+ GiB\)\.", text
+        r"MEMO's linear program gives .*; the next higher alpha does not fit \(short by [\d.]+ GiB of host memory\)\.",
+        text,
     )
 
 
@@ -47,7 +48,7 @@ def test_full_recompute_says_that_swapping_does_not_fit() -> None:
     cluster, hardware = with_memory(asked.cluster, asked.hardware, device_bytes=None, host_bytes=64 * GIB)
     text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
     assert re.search(
-        r"Recompute is \d+\.\d% of compute time: swapping instead does not fit on this layout \(\w+_oom", text
+        r"Recompute is \d+\.\d% of compute time: swapping instead does not fit on this layout \(short by", text
     )
 
 
@@ -93,7 +94,8 @@ def test_only_options_that_are_still_open_are_named() -> None:
     text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
     short = r"\(still short by [\d.]+ GiB\)"
     wanted = (
-        rf"What would help: leave --tp, --cp to the search; more devices; --states host {short}; --zero 3 {short}\."
+        rf"What would help: leave --tp, --cp to the search; more devices; --states host {short}; --zero 3 {short};"
+        r" no two of --states host, --loss fused, --zero 3 are enough together\."
     )
     assert re.search(wanted, text)
     assert "more host memory" in why(question(1024 * 1024, system="full-swap"))

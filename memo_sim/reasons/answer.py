@@ -15,11 +15,6 @@ from memo_sim.contract.knobs import FrameworkLibrary, MlpRebuild
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
-from memo_sim.explain.attention import attention
-from memo_sim.explain.experts import experts
-from memo_sim.explain.metp import metp
-from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
-from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
@@ -35,7 +30,12 @@ from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.rank_order import ENDS, degree
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.operators.framework_kernels import library_of
-from memo_sim.views.plan_table import layout_label
+from memo_sim.reasons.attention import attention
+from memo_sim.reasons.experts import experts
+from memo_sim.reasons.metp import metp
+from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
+from memo_sim.reasons.subsequences import balance, heuristic, subsequences
+from memo_sim.views.plan_table import layout_label, short_of
 
 EXACT = 1e-6
 LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
@@ -75,6 +75,7 @@ FSDP = {"fsdp1": " as torch's FSDP1 has it (--sharding fsdp1)", "fsdp2": " as to
 """Whose ZeRO it is, if it is not memo-exec's."""
 FREED = {"recorded": "when the device has passed their work", "events": "when a tensor dies"}
 """When that is, by ``Decisions.streams``; auto leaves it to the libraries."""
+STAGE = "stage"
 SLACK = 0.01
 """Compute is the bottleneck when it is idle for less than this fraction of the step."""
 
@@ -228,16 +229,12 @@ def _why_no_more_is_swapped(found: SearchResult) -> str:
     if best.policy.alpha is not None:
         return ""
     if best.above is not None:
-        return f"{_memory(best.above)} limits alpha; the next higher alpha does not fit ({_short(best.above)})"
+        return f"{short_of(best.above.status)} limits alpha; the next higher alpha does not fit ({_short(best.above)})"
     return "with a higher alpha, compute would wait longer for copies than it recomputes now"
 
 
-def _memory(refused: Prediction) -> str:
-    return "host memory" if refused.status == "host_oom" else "device memory"
-
-
 def _short(refused: Prediction) -> str:
-    return f"{refused.status}, short by {format_bytes(refused.shortfall_bytes)}"
+    return f"short by {format_bytes(refused.shortfall_bytes)} of {short_of(refused.status)}"
 
 
 def _peak(simulation: Simulation) -> str:
@@ -268,12 +265,18 @@ def _arena(simulation: Simulation, arena: Arena) -> list[str]:
         f"Planned arena: {format_bytes(size)} for {counted(len(placement.ids), 'buffer')}, {proof} ({placement.solver})"
     )
     if len(simulation.stages) > 1:
-        text += f"; this is the arena of {placement.name}, whose placement the plan holds"
+        text += f"; this is the arena of {_stage_number(placement.name)}, whose placement the plan holds"
     if elsewhere:
         text += f"; the executor places the other stages by first fit, in up to {format_bytes(largest)}"
     if not arena.whole:
         text += f"; planned for {simulation.program.micro_batches} micro-batches: a placement of all would be too large"
     return [f"{text}."]
+
+
+def _stage_number(name: str) -> str:
+    """Return the name of a program as people count stages: ``stage 1`` for ``stage0``."""
+    number = name.removeprefix(STAGE)
+    return f"stage {int(number) + 1}" if number.isdigit() else name
 
 
 def _pipeline(simulation: Simulation) -> list[str]:

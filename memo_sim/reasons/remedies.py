@@ -6,12 +6,14 @@ with the option beside the others.
 - ``ways_out``: the options that ``what-if`` names when nothing fits. It tries only knobs that the search did not, and
   it stops at the first plan of each that fits.
 - ``evaluated``: a change with its best plan, for ``oom`` and ``explain``, which need the price of every change.
+- ``both``: two changes together, where a single one is not enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import floor
 from typing import Any, get_args
 
@@ -19,7 +21,7 @@ import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.hardware import SAFETY
-from memo_sim.contract.knobs import KNOBS, MOST_ZERO, Overlap, Recompute, States
+from memo_sim.contract.knobs import KNOBS, MOST_ZERO, CpExchange, Overlap, Recompute, Schedule, States, TpOverlap
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import GIB, format_bytes, format_tokens
 from memo_sim.planning import blocks
@@ -27,7 +29,7 @@ from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.layouts import WITHIN_A_STAGE
 from memo_sim.planning.outcome import Evaluated
-from memo_sim.planning.plan_question import pinned_to, with_open_policy
+from memo_sim.planning.plan_question import OF_THE_POLICY, pinned_to, with_open_policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import tokens_that_divide
 from memo_sim.planning.search import search
@@ -49,6 +51,9 @@ OF_A_FRAMEWORK = (
 SWAPPING = ("none", "tokenwise")
 """What is recomputed where any share of the tokens may be swapped."""
 ANY_STEP_S = float("inf")
+PAIR = 2
+MOST_IN_PAIRS = 6
+"""Single changes that pairs are made of: 15 pairs at most, each of which costs as much as a single change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,17 @@ class Change:
     def typed(self, found: Decisions) -> str:
         """Return the options to type for the plan that was found."""
         return self.options.format(alpha=f"{found.alpha:.6g}")
+
+    @property
+    def topic(self) -> str:
+        """What it is about: two changes of one topic replace each other."""
+        if self.knob in DIVIDED:
+            return "layout"
+        return "policy" if self.knob in OF_THE_POLICY else self.knob
+
+
+Tried = tuple[Change, Evaluated]
+"""A change, and the best plan with it."""
 
 
 def ways_out(question: Question, nearest: Evaluated) -> list[str]:
@@ -78,8 +94,7 @@ def ways_out(question: Question, nearest: Evaluated) -> list[str]:
         ways.append(
             f"--safety-gib {floor(10 * (margin.value - nearest.prediction.shortfall_bytes) / GIB) / 10:g} or less"
         )
-    for change in _not_searched(question, nearest.decisions):
-        ways += _helps(change, nearest)
+    ways += _memory_savers(question, nearest)
     capacity = question.hardware.device_memory_bytes.value
     # Otherwise parameters and optimizer states alone do not fit.
     if nearest.prediction.peak_by_class.get("state", 0) < capacity:
@@ -129,11 +144,55 @@ def evaluated(change: Change, before: Decisions, *, enough_s: float | None = Non
     return found[0]
 
 
-def _helps(change: Change, nearest: Evaluated) -> list[str]:
-    """Return the option if a plan fits with it or is short by much less; else an empty list."""
-    found = evaluated(change, nearest.decisions, enough_s=ANY_STEP_S)
-    if found is None:
+def pairs(question: Question, tried: Iterable[Tried]) -> Iterator[Change]:
+    """Yield every two of the first ``MOST_IN_PAIRS`` topics of ``tried``, changed together.
+
+    ``tried`` has the most promising changes first.
+    """
+    chosen: dict[str, Tried] = {}
+    for each in tried:
+        chosen.setdefault(each[0].topic, each)
+    for one, other in combinations(list(chosen.values())[:MOST_IN_PAIRS], 2):
+        yield from both(question, one, other)
+
+
+def both(question: Question, one: Tried, other: Tried) -> list[Change]:
+    """Return two changes of the plan that ``question`` was asked about as one; empty where the second is gone."""
+    # A change of policy leaves the rest of it to the search, so it comes last: another layout has another alpha.
+    (first, plan), (second, _) = sorted((one, other), key=lambda each: each[0].topic == "policy")
+    if first.topic == second.topic:
         return []
+    typed = first.typed(plan.decisions)
+    return [
+        Change(f"{first.knob}, {second.knob}", f"{typed} {change.options}", change.question)
+        for change in changes(question, plan.decisions)
+        if (change.knob, change.options) == (second.knob, second.options)
+    ][:1]
+
+
+def _memory_savers(question: Question, nearest: Evaluated) -> list[str]:
+    """Return the options that no search tries and that help; where no single one is enough, pairs of them."""
+    plans = [
+        (c, evaluated(c, nearest.decisions, enough_s=ANY_STEP_S)) for c in _not_searched(question, nearest.decisions)
+    ]
+    tried = [(change, found) for change, found in plans if found is not None]
+    ways = [way for change, found in tried for way in _helps(change, found, nearest)]
+    if any(found.prediction.step_s is not None for _, found in tried) or len(tried) < PAIR:
+        return ways
+    fitting, count = list[str](), 0
+    for change in pairs(question, sorted(tried, key=lambda each: each[1].rank_key)):
+        found = evaluated(change, nearest.decisions, enough_s=ANY_STEP_S)
+        count += found is not None
+        if found is not None and found.prediction.step_s is not None:
+            fitting.append(change.typed(found.decisions))
+    if fitting or not count:
+        return [*ways, *fitting]
+    tested = ", ".join(dict.fromkeys(change.options for change, _ in tried))
+    return [*ways, f"no two of {tested} are enough together"]
+
+
+def _helps(change: Change, found: Evaluated, nearest: Evaluated) -> list[str]:
+    """Return the option if a plan fits with it or is short by much less; else an empty list."""
     option, prediction = change.typed(found.decisions), found.prediction
     if prediction.step_s is not None:
         return [option]
@@ -260,7 +319,7 @@ def _chunks(fixed: Question, decisions: Decisions) -> Iterator[Change]:
 
 
 def _others(fixed: Question, decisions: Decisions) -> Iterator[Change]:
-    """Yield the micro-batch doubled and halved, subsequences doubled and halved, and the other overlap of ZeRO."""
+    """Yield the micro-batch and subsequences doubled and halved, the other overlaps, and the other schedules."""
     size, parts = decisions.micro_batch, decisions.layout.subsequences
     for other in (2 * size, size // 2):
         if other and decisions.global_batch % (other * decisions.layout.dp) == 0:
@@ -269,9 +328,23 @@ def _others(fixed: Question, decisions: Decisions) -> Iterator[Change]:
         if parts > 1 and other:
             changed = repinned(fixed, subsequences=other)
             yield Change("subsequences", f"--subsequences {other}", changed)
-    if decisions.layout.replicas > 1:
-        overlap: Overlap = "none" if decisions.overlap != "none" else "both"
-        yield Change("overlap", f"--overlap {overlap}", repinned(fixed, overlap=overlap))
+    layout = decisions.layout
+    for overlap in get_args(Overlap):
+        if layout.replicas > 1 and overlap != decisions.overlap:
+            yield Change("overlap", f"--overlap {overlap}", repinned(fixed, overlap=overlap))
+    exchange: CpExchange = "all_gather" if layout.cp_exchange == "ring" else "ring"
+    if layout.cp > 1:
+        option = f"--cp-exchange {exchange}"
+        yield Change("cp_exchange", option, repinned(fixed, cp_exchange=exchange))
+    if layout.tp > 1:
+        chunks: TpOverlap = "none" if layout.tp_overlap != "none" else "chunked"
+        yield Change("tp_overlap", f"--tp-overlap {chunks}", repinned(fixed, tp_overlap=chunks))
+    for schedule in get_args(Schedule):
+        if layout.pp > 1 and schedule != layout.schedule:
+            chunked = schedule == "interleaved"
+            virtual, typed = (PAIR, f" --virtual-stages {PAIR}") if chunked else (None, "")
+            changed = repinned(fixed, schedule=schedule, virtual_stages=virtual, overlap_p2p=None)
+            yield Change("schedule", f"--schedule {schedule}{typed}", changed)
 
 
 def _tokens(option: str, tokens: int) -> str:

@@ -6,13 +6,30 @@ import numpy as np
 
 from memo_sim.contract.shortage import LiveTensor
 from memo_sim.program.analysis.liveness import Liveness
+from memo_sim.program.arena.requests import buffer_names
 from memo_sim.program.ir.program import Program
 
 
-def tensors_at(program: Program, lives: Liveness, instruction: int, *, device: bool) -> list[LiveTensor]:
-    """Return the buffers that are live at ``instruction`` in one memory of one rank, by name, the largest first."""
+def tensors_at(
+    program: Program, lives: Liveness, instruction: int, *, device: bool, names: list[str] | None = None
+) -> list[LiveTensor]:
+    """Return the buffers that are live at ``instruction`` in one memory of one rank, by name, the largest first.
+
+    ``names`` by number include buffers that an eager framework adds behind the program's own; each stands for itself.
+    """
     used = (lives.on_device == device) & (lives.death >= lives.birth)
     live = np.flatnonzero(used & (lives.birth <= instruction) & (instruction <= lives.death) & (lives.bytes > 0))
+    own = len(buffer_names(program)) if names is not None else len(lives.birth)
+    added = [
+        LiveTensor(
+            name=(names or [])[number],
+            buffer_class=lives.class_names[lives.class_of[number]],
+            count=1,
+            bytes=int(lives.bytes[number]),
+        )
+        for number in live[live >= own].tolist()
+    ]
+    live = live[live < own]
     family, size = lives.family[live], lives.bytes[live]
     counts = np.bincount(family, minlength=1)
     sizes = np.zeros(len(counts), dtype=np.int64)
@@ -27,4 +44,4 @@ def tensors_at(program: Program, lives: Liveness, instruction: int, *, device: b
         )
         for number in np.flatnonzero(counts).tolist()
     ]
-    return sorted(found, key=lambda tensor: (-tensor.bytes, tensor.name))
+    return sorted([*found, *added], key=lambda tensor: (-tensor.bytes, tensor.name))

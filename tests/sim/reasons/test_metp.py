@@ -9,9 +9,9 @@ from msgspec import structs
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.units import format_bytes
-from memo_sim.explain.metp import RIVALS, _beside, _seconds, metp, rival
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import play, search
+from memo_sim.reasons.metp import RIVALS, _beside, _seconds, metp, rival
 
 
 def ask(seq_tokens: int, *, system: str = "any", device_gib: float | None = None, **pins: object) -> Question:
