@@ -490,7 +490,9 @@ def load_of_experts(interpreter: Interpreter) -> str:
     fullest = loads[0] * experts.count / sum(loads)
     near, planned = nearest_load(experts, loads), interpreter.decisions.expert_load
     asked = "as planned" if near == planned else f"planned as {planned}; --expert-load {near} prices it"
-    return f"experts: a layer's fullest got {fullest:.2f} times the mean of its rows, nearest to {near} ({asked})"
+    whose = " of the first rank" if interpreter.decisions.layout.replicas > 1 else ""
+    text = f"experts: a layer's fullest got {fullest:.2f} times the mean of its rows{whose}, nearest to {near}"
+    return f"{text} ({asked})"
 
 
 def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: Trace | None) -> Outcome:

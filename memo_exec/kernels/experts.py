@@ -15,9 +15,44 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call, Scratch
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.operators.workspaces import NORM_ROWS
 
 aten = torch.ops.aten
+
+
+GROUPED_BYTES = 16
+"""torch._grouped_mm takes rows whose length is a multiple of so many bytes."""
+
+
+def check_device(decisions: Decisions, device: torch.device) -> None:
+    """Refuse experts that the device's product of several experts does not take.
+
+    Raises:
+        CannotRun: on CUDA, for another dtype than bf16, and for rows that are not aligned.
+    """
+    model, of = decisions.model, decisions.model.mixture
+    if of is None or device.type == "cpu":
+        return
+    if decisions.dtype != "bf16":
+        raise CannotRun(
+            "the products of experts are in bf16 on a GPU",
+            where="decisions.dtype",
+            got=decisions.dtype,
+            wanted="bf16",
+            hint="make the plan with --dtype bf16",
+        )
+    widths, size = (model.hidden, of.hidden // decisions.layout.tp), DTYPE_BYTES[decisions.dtype]
+    if any(width * size % GROUPED_BYTES for width in widths):
+        raise CannotRun(
+            "torch's product of several experts takes rows of whole units alone",
+            where="model.experts.hidden",
+            got=f"rows of {widths[0]} and {widths[1]} features on a rank",
+            wanted=f"multiples of {GROUPED_BYTES // size} features",
+            hint="a smaller --tp",
+        )
 
 
 def linear(call: Call) -> None:

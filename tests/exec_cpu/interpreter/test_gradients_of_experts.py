@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from memo_exec.commands.run import load_of_experts
 from memo_exec.kernels import KERNELS, Call
+from memo_exec.kernels.experts import check_device
 from memo_exec.training import weights
+from memo_sim.contract.errors import CannotRun
 from memo_sim.program.layout.expert_load import nearest_load
 from tests.exec_cpu.interpreter.replayed import TOLERANCE, assert_gradients_equal_autograds
 from tests.exec_cpu.small import EXPERT_MODELS, batch, decide, gradients, one_step, play, scalars
@@ -122,3 +125,15 @@ def test_a_whole_model_has_the_gradients_of_transformers(name: str, tmp_path: An
         for key, wanted in pairs.items():
             error = (found[ours + key] - wanted).abs().max() / wanted.abs().max()
             assert error <= TOLERANCE, ours + key
+
+
+def test_a_gpu_is_refused_what_its_products_do_not_take() -> None:
+    model = EXPERT_MODELS["mixtral"]
+    cuda = torch.device("cuda")
+    with pytest.raises(CannotRun, match="the products of experts are in bf16 on a GPU"):
+        check_device(decide(model), cuda)
+    odd = msgspec.structs.replace(model, experts=msgspec.structs.replace(model.mixture, hidden=20))
+    with pytest.raises(CannotRun, match="takes rows of whole units alone"):
+        check_device(decide(odd, dtype="bf16"), cuda)
+    check_device(decide(model, dtype="bf16"), cuda)
+    check_device(decide(odd), torch.device("cpu"))
