@@ -55,11 +55,16 @@ def check_device(decisions: Decisions, device: torch.device) -> None:
         )
 
 
+def in_one_call(rows: Tensor) -> bool:
+    """Return whether one kernel multiplies the rows of all experts."""
+    return rows.is_cuda
+
+
 def linear(call: Call) -> None:
     """``out[row] = weight of the row's expert @ x[row]``."""
     x, out = call.matrix("x"), call.matrix("out")
     weight = _weights(call, out.shape[1], x.shape[1])
-    if x.is_cuda:
+    if in_one_call(x):
         out.copy_(torch._grouped_mm(x, weight.transpose(1, 2), offs=_offsets(call)))
         return
     for expert, rows in _runs(call):
@@ -70,7 +75,7 @@ def linear_dgrad(call: Call) -> None:
     """``out[row] = grad[row] @ weight of the row's expert``: the gradient of the input."""
     grad, out = call.matrix("grad"), call.matrix("out")
     weight = _weights(call, grad.shape[1], out.shape[1])
-    if grad.is_cuda:
+    if in_one_call(grad):
         out.copy_(torch._grouped_mm(grad, weight, offs=_offsets(call)))
         return
     for expert, rows in _runs(call):
@@ -81,7 +86,7 @@ def linear_wgrad(call: Call) -> None:
     """``out of an expert += grad.T @ x`` over its rows: the gradient of its weight."""
     grad, x = call.matrix("grad"), call.matrix("x")
     out = call["out"].view(len(call["ends"]), grad.shape[1], x.shape[1])
-    if grad.is_cuda:
+    if in_one_call(grad):
         out.add_(torch._grouped_mm(grad.t(), x, offs=_offsets(call)))
         return
     if grad.dtype == out.dtype:

@@ -31,7 +31,7 @@ CASES |= {
         {"recompute": "full", "swapped_tokens": 0},
     ),
 }
-QUICK = {"tensor parallel", "ring and stages", "ulysses and zero 3"}
+QUICK = {"tensor parallel", "ulysses and zero 3"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
@@ -48,6 +48,7 @@ def test_layouts_have_the_gradients_of_one_process(team: Team, case: str) -> Non
     check(team, decide(EXPERT_MODELS[name], layout=layout, **(sizes | fields)))
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_share_the_loss_of_balance(team: Team) -> None:
     """It is of the tokens of a micro-batch, which these ranks have in common."""
     balanced = msgspec.structs.replace(EXPERT_MODELS["mixtral"].mixture, balance=0.3)

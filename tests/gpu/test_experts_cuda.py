@@ -1,4 +1,4 @@
-"""Models with experts on a CUDA device: losses are near those of the CPU, gradients near those of keep. Not yet run on a GPU."""
+"""Models with experts on CUDA: losses near those of the CPU, gradients near those of keep. Not yet run on a GPU."""
 
 from __future__ import annotations
 

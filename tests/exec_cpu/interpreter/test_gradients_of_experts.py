@@ -32,6 +32,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 """Policies that cut no expert's rows, so that every product has the rows of keep."""
 
 
+SLOW = ["qwen3-moe", "first layer dense"]
+
+
 @pytest.mark.parametrize(("policy", "name"), covering(POLICIES, EXPERT_MODELS))
 def test_gradients_are_bitwise_those_of_keep(policy: str, name: str) -> None:
     kept, wanted = one_step(decide(EXPERT_MODELS[name]))
@@ -47,7 +50,7 @@ def test_alpha_of_a_half_leaves_the_gradients_to_autograd(memory_policy: str, na
     assert_gradients_equal_autograds(decide(EXPERT_MODELS[name], **fields, **sizes))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
 def test_recompute_finds_the_bits_of_forward(name: str) -> None:
     """The rows of one expert may be cut: its first ones come from the host, the others from a product again."""
     found: dict[str, list[torch.Tensor]] = {}
@@ -96,7 +99,7 @@ def test_alpha_swaps_as_large_a_part_of_dispatched_rows() -> None:
     assert moved[1] - moved[0] == 128 * (dense - 4 * model.hidden + wide)
 
 
-@pytest.mark.parametrize("name", EXPERT_MODELS)
+@pytest.mark.parametrize("name", ["mixtral", *[pytest.param(n, marks=pytest.mark.slow) for n in SLOW]])
 def test_a_whole_model_has_the_gradients_of_transformers(name: str, tmp_path: Any) -> None:
     decisions = decide(EXPERT_MODELS[name], recompute="tokenwise", swapped_tokens=128)
     batches = batch(decisions, ignored=0.2)

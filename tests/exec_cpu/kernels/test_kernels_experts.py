@@ -10,6 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from memo_exec.kernels import experts
 from memo_sim.contract.model import Experts
 from memo_sim.program.operators import workspaces as table
 from tests.exec_cpu.kernels.hand_call import play
@@ -31,6 +32,7 @@ def qwen(*, renormalize: bool) -> torch.nn.Module:
     return Qwen3MoeSparseMoeBlock(config)
 
 
+AT_ONCE = [("mixtral", 0, True), ("qwen3", 17, True), ("mixtral", 0, False)]
 BLOCKS = {"mixtral": mixtral, "qwen3": lambda: qwen(renormalize=True), "qwen3 raw": lambda: qwen(renormalize=False)}
 
 
@@ -166,9 +168,12 @@ def prepared(name: str) -> tuple[Any, Tensor, Tensor]:
     return block, x.requires_grad_(), torch.randn(1, TOKENS, HIDDEN)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("cut", [0, 17])
-def test_results_and_gradients_are_those_of_transformers(name: str, cut: int) -> None:
+@pytest.mark.parametrize(("name", "cut", "one_call"), [*[(name, 17, False) for name in BLOCKS], *AT_ONCE])
+def test_results_and_gradients_are_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, name: str, cut: int, one_call: bool
+) -> None:
+    """``one_call``: torch's product of several experts, as on a GPU; the CPU has it too."""
+    monkeypatch.setattr(experts, "in_one_call", lambda _: one_call)
     block, x, grad = prepared(name)
     wanted = block(x)
     wanted.backward(grad)
