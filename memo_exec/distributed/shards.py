@@ -188,7 +188,9 @@ def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> l
         first = part_rank * own.shape[0]
         return [Strip(0, max(0, min(own.shape[0], whole.shape[0] - first)), first)]
     halves = (whole.shape[0] // 2,) * 2 if model.gated else (whole.shape[0],)  # gate and up
-    packed = {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": halves}
+    every = model.mixture.count if model.mixture else 0
+    packed = {"experts_up": (whole.shape[0] // (2 * every),) * 2 * every} if every else {}
+    packed |= {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": halves}
     parts = packed.get(own.name.partition(".")[0], (whole.shape[0],))
     ratio = whole.shape[0] // own.shape[0]
     found, here, there = [], 0, 0

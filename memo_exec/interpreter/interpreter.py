@@ -31,6 +31,7 @@ from memo_exec.interpreter.record import StepRecord, device_curve, host_curve, w
 from memo_exec.interpreter.streams import StreamTimekeeper, make_deterministic
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
+from memo_exec.kernels.experts import check_device
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.memory.binding import Bound, LateFree, Touch, late_frees, schedule
 from memo_exec.memory.dtypes import TORCH_DTYPES
@@ -349,7 +350,8 @@ def _refuse(
     """Refuse a program that this interpreter cannot play.
 
     Raises:
-        CannotRun: when a process group or a kernel is missing, or the attention kernel is for another device.
+        CannotRun: when a process group or a kernel is missing, the attention kernel is for another device, or the
+            device has no product of such experts.
     """
     layout = decisions.layout
     if missing_groups(program, layout, groups):
@@ -363,6 +365,7 @@ def _refuse(
     missing = sorted({i.op for t in program.templates for i in t.instructions} - set(kernels))
     if missing:
         raise CannotRun("some operators of the program have no kernel", got=", ".join(missing))
+    check_device(decisions, device)
     kernel = decisions.kernels.attention
     fitting = [name for name in BACKENDS if (name == "torch-flash-cpu") == (device.type == "cpu")]
     if kernel not in fitting:

@@ -64,7 +64,7 @@ def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: 
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
     residual = INIT_STD / math.sqrt(2 * layers)
-    std = residual if last in ("proj.weight", "ffn_down.weight") else INIT_STD
+    std = residual if last in ("proj.weight", "ffn_down.weight", "experts_down.weight") else INIT_STD
     return torch.normal(0.0, std, tuple(shape), generator=generator, device=device)
 
 

@@ -28,7 +28,17 @@ from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Attention, BatchedGemm, Collective, Copy, Gemm, PointToPoint, Rowwise, Work
+from memo_sim.program.ir.work import (
+    Attention,
+    BatchedGemm,
+    Collective,
+    Copy,
+    Gemm,
+    GroupedGemm,
+    PointToPoint,
+    Rowwise,
+    Work,
+)
 
 OF_A_FORWARD = frozenset({"linear", "qk_norm", "rotary", "gelu", "swiglu"})
 """Forward operators that a backward pass contains only when METP recomputes what it never keeps."""
@@ -124,7 +134,8 @@ class StageRun:
     @property
     def flops(self) -> float:
         """FLOPs that the whole step computes, recompute included."""
-        each = self.per_instruction(lambda i: i.work.flops if isinstance(i.work, Gemm | BatchedGemm | Attention) else 0)
+        products = Gemm | BatchedGemm | GroupedGemm | Attention
+        each = self.per_instruction(lambda i: i.work.flops if isinstance(i.work, products) else 0)
         return float(np.sum(each * self.weights))
 
     @property

@@ -76,7 +76,7 @@ def linear_program(
     ]
     return LinearProgram(
         input_bytes=whole["x"],
-        attention_bytes=sum(size for name, size in whole.items() if name.startswith(("attn", "lse"))),
+        attention_bytes=sum(size for name, size in whole.items() if name.startswith(("attn", "lse", "route"))),
         others_bytes=sum(others[kind] for kind in model.layer_kinds) // model.layers,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         layer_forward_s=layer_forward_s,

@@ -5,7 +5,7 @@ import pytest
 
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import DATA, list_models, load_model
-from memo_sim.contract.model import LayerRun, LayerShape, Model
+from memo_sim.contract.model import Experts, LayerRun, LayerShape, Model
 
 MEMO_TABLE_2 = {
     "gpt-7b": (32, 4096, 16384, 32),
@@ -25,10 +25,18 @@ METP_TABLE_3 = {
 QWEN3 = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen3-32b": 32_762_123_264}
 """Parameters of the checkpoints that Qwen published."""
 
+EXPERTS = {
+    "mixtral-8x7b": (46_702_792_704, 12_879_925_248),
+    "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
+    "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520),
+}
+"""Parameters of published checkpoints, and by hand those that one token uses."""
+
 
 def test_presets() -> None:
-    tiny = ["gpt-tiny", "llama-tiny"]
-    assert list_models() == sorted([*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *tiny])
+    tiny = ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny"]
+    published = [*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *EXPERTS]
+    assert list_models() == sorted([*published, *tiny])
     for name in list_models():
         model = load_model(name)
         assert model.name == name
@@ -83,7 +91,39 @@ def test_llama_3(name: str, params: int) -> None:
     assert (model.rope_theta, model.rope_scaling, model.vocab) == (500_000.0, None, 128_256)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize(("name", "params"), EXPERTS.items())
+def test_experts(name: str, params: tuple[int, int]) -> None:
+    """All parameters, and those that one token uses, which the models' names count in billions."""
+    model = load_model(name)
+    assert (model.total_params, model.active_params) == params
+    assert model.experts is not None
+    left_out = (model.experts.count - model.experts.per_token) * 3 * model.hidden * model.experts.hidden
+    assert model.total_params - model.active_params == model.layers * left_out
+    assert model.mfu_params == model.active_params - model.vocab * model.hidden - vectors(model)
+
+
+def vectors(model: Model) -> int:
+    return model.layers * model.vector_params_of(model.layer(0)) + model.hidden
+
+
+def test_experts_take_the_place_of_the_mlp_of_some_layers() -> None:
+    experts = load_model("mixtral-tiny").experts
+    tiny = load_model("llama-tiny")
+    shapes = [LayerShape(ffn_hidden=384), *[LayerShape(ffn_hidden=384, experts=experts)] * 3]
+    mixed = tiny.of_layers(shapes)
+    assert (mixed.experts, [run.times for run in mixed.layer_pattern]) == (None, [1, 3])
+    assert mixed.layer_params(0) == tiny.layer_params(0)
+    assert mixed.layer_params(1) == load_model("mixtral-tiny").layer_params(0)
+    assert mixed.of_layers(shapes[1:]).experts == experts
+    with pytest.raises(ValueError, match="its shapes say which layers have experts"):
+        msgspec.structs.replace(mixed, experts=experts)
+    with pytest.raises(ValueError, match="llama family without biases"):
+        msgspec.structs.replace(tiny, experts=experts, linear_bias=True)
+    with pytest.raises(ValueError, match=r"per_token \(5\) is more than the 4 experts"):
+        Experts(count=4, per_token=5, hidden=16)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny"])
 def test_tiny_models_read_bytes_on_a_laptop(name: str) -> None:
     model = load_model(name)
     assert model.vocab == 256

@@ -103,17 +103,22 @@ def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
 def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer") -> Block:
     """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
 
-    ``name``: the block's name, which differs by layer kind.
+    The experts' matrices lie one after the other, each with its gate before its up half. ``name``: the block's name,
+    which differs by layer kind.
     """
     h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
     up = 2 * f if model.gated else f
-    matrices: Matrices = [
-        ("qkv.weight", (q + 2 * kv, h)),
-        ("proj.weight", (h, q)),
-        ("ffn_up.weight", (up, h)),
-        ("ffn_down.weight", (h, f)),
-    ]
+    matrices: Matrices = [("qkv.weight", (q + 2 * kv, h)), ("proj.weight", (h, q))]
+    if (experts := layer.experts) is None:
+        matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
+    else:
+        inside = experts.hidden // tp
+        matrices += [
+            ("experts_up.weight", (experts.count * 2 * inside, h)),
+            ("experts_down.weight", (experts.count * h, inside)),
+            ("router.weight", (experts.count, h)),  # every rank has all of it, so it comes last
+        ]
     vectors: Vectors = [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]

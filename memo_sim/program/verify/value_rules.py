@@ -7,6 +7,9 @@ are packed for its exchange, or have just arrived:
     x - norm1 - qkv (.0, .1: before norm of heads and rotary) - attn, lse - proj - resid = x + proj
       - norm2 - up - act - down - x of the next layer = resid + down          x of the last layer - final - logits
 
+With experts (``value_experts.py``) the MLP is norm2 - dispatched - up - act - expert_out - down, where the middle ones
+have dispatched rows.
+
 Backward, where ``d_`` is the gradient of a value. A sum passes its gradient on to both of its terms, so the gradient of
 ``down`` is that of the next ``x``, and that of ``proj`` is that of ``resid``:
 
@@ -24,6 +27,7 @@ from typing import TYPE_CHECKING
 from memo_sim.program.ir.kinds import STATE_KINDS, BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.verify import value_attention as attention
+from memo_sim.program.verify import value_experts as experts
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import ParameterKey, Sum, Value, add_range
@@ -936,5 +940,6 @@ RULES: dict[str, Rule] = {
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),
     **attention.RULES,
+    **experts.RULES,
 }
 """The rule of every op."""

@@ -96,6 +96,11 @@ class Values:
         self.sent_chunks, self.tp_rank = _own_chunks(program)
         self._begin()
 
+    @property
+    def dispatched(self) -> int:
+        """Rows that go to experts; 0 without experts."""
+        return self.tokens * self.model.mixture.per_token if self.model.mixture else 0
+
     def _measure(self) -> None:
         """Work out the sizes on one rank from the plan."""
         layout, model, decisions = self.layout, self.model, self.decisions
@@ -266,6 +271,8 @@ class Values:
         if found is not None and found.anything:
             return
         tokens = self.shard_tokens if _on_shards(name) else self.tokens
+        if name.startswith("experts_"):
+            tokens = self.dispatched
         for micro_batch in range(self.program.micro_batches):
             for source in self._sources(kind, name):
                 ranges = found.tokens.get((micro_batch, source), []) if found is not None else []
