@@ -36,7 +36,8 @@ def _models() -> Iterator[tuple[str, str]]:
     for name in list_models():
         model = load_model(name)
         size = f"{model.layers} layers x {model.hidden}, {model.heads} heads ({model.kv_heads} kv)"
-        yield name, f"{model.family}, {size}, {model.total_params / 1e9:.3g} B parameters"
+        used = f", {model.active_params / 1e9:.3g} B of them for a token" if model.mixture else ""
+        yield name, f"{model.family}, {size}, {model.total_params / 1e9:.3g} B parameters{used}"
 
 
 def _clusters() -> Iterator[tuple[str, str]]:

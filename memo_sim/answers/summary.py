@@ -302,9 +302,9 @@ def _open_layouts(question: Question) -> list[LeftOut]:
         if pins.zero is None:
             more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
-        if pins.metp is None:
+        if pins.metp is None and _alike(question):
             found.append(LeftOut(what="metp above 1", option="--system metp"))
-    if pins.subsequences is None:
+    if pins.subsequences is None and _alike(question):
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
     return found
 
@@ -373,12 +373,21 @@ def _searched(question: Question) -> list[Assumption]:
 
 def _of_other_systems(question: Question) -> list[LeftOut]:
     """Return the degrees that a system has where they are named, and that it lacks what other systems have."""
-    pinnable = [name for name in question.preset.pinnable if getattr(question.pins, name) is None]
+    pinnable = [
+        name
+        for name in question.preset.pinnable
+        if getattr(question.pins, name) is None and (name != "metp" or _alike(question))
+    ]
     found = []
     if pinnable and _has_open_degrees(question):
         options = ", ".join(f"{KNOBS[name].option} N" for name in pinnable)
         found.append(LeftOut(what=", ".join(f"{name} above 1" for name in pinnable), option=options))
     return [*found, LeftOut(what=f"plans that {question.system} does not have", option="--system any")]
+
+
+def _alike(question: Question) -> bool:
+    """Return whether every layer has the same MLP; others are refused with METP and subsequences (``RULES``)."""
+    return question.model.mixture is None and len(question.model.layer_shapes) == 1
 
 
 def _has_open_degrees(question: Question) -> bool:

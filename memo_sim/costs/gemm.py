@@ -110,6 +110,10 @@ class GemmRates:
             rows = [row for table in tables if (table.dtype, table.gemm_pass) == key for row in table.rows]
             self._models[key] = GemmModel(rows)
 
+    def has(self, dtype: str) -> bool:
+        """Return whether the profile has products of this dtype."""
+        return any(known == dtype for known, _ in self._models)
+
     def model(self, work: Gemm, outside: set[str]) -> GemmModel:
         """Return the model that prices ``work``.
 

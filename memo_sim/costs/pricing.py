@@ -30,6 +30,7 @@ from memo_sim.program.ir.work import (
     HostUpdate,
     PointToPoint,
     Rowwise,
+    WidenedGemm,
     Work,
 )
 from memo_sim.program.operators.workspaces import repeated_kv_bytes
@@ -117,6 +118,8 @@ class Pricer:
     def _price(self, work: Work) -> float:  # noqa: PLR0911 - one return per kind of work
         kernels = self._kernels
         match work:
+            case WidenedGemm():
+                return self._pace * self._widened(work)
             case Gemm():
                 return self._pace * self._gemm(work)
             case BatchedGemm():
@@ -150,6 +153,21 @@ class Pricer:
         grouped = repeated * work.kv_heads // work.heads
         return self._kernels.rowwise.stream_seconds((repeated + grouped) * (2 if work.backward else 1))
 
+    def _widened(self, work: WidenedGemm) -> float:
+        """Return the seconds of a product and of widening its operand, or, of dgrad, its result, which it adds to.
+
+        A profile without products of the wide dtype prices those of the narrow one, and is said to be left.
+        """
+        tokens, features = (work.k, work.n) if work.gemm_pass == "wgrad" else (work.m, max(work.n, work.k))
+        moved_bytes = tokens * features * (DTYPE_BYTES[work.narrow] + DTYPE_BYTES[work.dtype])
+        dtype = work.dtype
+        if not self._kernels.gemm.has(dtype):
+            self.outside.add(f"gemm.{dtype}.{work.gemm_pass}")
+            dtype = work.narrow
+        times = 2 if work.gemm_pass == "dgrad" else 1
+        product = Gemm(work.m, work.n, work.k, work.gemm_pass, dtype)
+        return self._gemm(product) + times * self._kernels.rowwise.stream_seconds(moved_bytes)
+
     def _batched(self, work: BatchedGemm) -> float:
         """Return the seconds of a batched product.
 
@@ -167,7 +185,7 @@ class Pricer:
         The tiles of all experts fill the device together, so the rate is that of one product with the rows of all
         (wgrad: with the results of all, each summed over the mean expert's rows). But no tile has rows of two experts:
         the rows of each are rounded up to whole tiles. The kernel reads and writes each expert's weight once, which is
-        its shortest time when experts have few rows.
+        its shortest time when experts have few rows. Copying its result to where the plan has it comes on top.
         """
         if work.gemm_pass == "wgrad":
             mean = max(1, round(work.rows / max(1, work.experts)))
@@ -178,7 +196,8 @@ class Pricer:
             seconds = self._gemm(Gemm(rows, work.n, work.k, work.gemm_pass, work.dtype))
         elements = work.experts * work.n * work.k + rows * (work.n + work.k)
         moved_bytes = elements * DTYPE_BYTES[work.dtype]
-        return max(seconds, self._kernels.rowwise.stream_seconds(moved_bytes))
+        seconds = max(seconds, self._kernels.rowwise.stream_seconds(moved_bytes))
+        return seconds + (self._kernels.rowwise.stream_seconds(work.copied_bytes) if work.copied_bytes else 0.0)
 
     def _gemm(self, work: Gemm) -> float:
         """Return a product's seconds; for a shape thinner than any measured one, at least the time to move operands."""

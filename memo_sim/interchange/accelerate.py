@@ -138,7 +138,9 @@ def check_model(decisions: Decisions) -> None:
     try:
         model_type(decisions.model)
     except UsageError as error:
-        raise UsageError(error.what, got=error.got, wanted=error.wanted, hint="--to megatron-lm") from None
+        alike = len(decisions.model.layer_shapes) == 1
+        hint = "--to megatron-lm" if alike else "memo-exec runs the plan itself"
+        raise UsageError(error.what, got=error.got, wanted=error.wanted, hint=hint) from None
 
 
 def choices(decisions: Decisions) -> list[Choice]:

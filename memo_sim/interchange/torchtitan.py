@@ -65,7 +65,7 @@ def jobs(decisions: Decisions) -> tuple[Job, ...]:
             "torchtitan has no model of this shape",
             got=model.name,
             wanted="a Llama or Qwen3 without biases, with layers of one kind",
-            hint="--to megatron-lm",
+            hint="--to megatron-lm" if alike else "memo-exec runs the plan itself",
         )
     if model.tied_embeddings and layout.pp > 1:
         raise UsageError(

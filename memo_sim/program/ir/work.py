@@ -42,6 +42,14 @@ class Gemm:
 
 
 @dataclass(frozen=True, slots=True)
+class WidenedGemm(Gemm):
+    """A product whose tokens' operand is widened to ``dtype`` before it (a router's, in fp32)."""
+
+    narrow: DtypeName
+    """Dtype of that operand in the plan's buffers."""
+
+
+@dataclass(frozen=True, slots=True)
 class BatchedGemm:
     """``batch`` products ``(m x k) @ (k x n)`` in one kernel: 2*batch*m*n*k FLOPs."""
 
@@ -76,6 +84,8 @@ class GroupedGemm:
     k: int
     gemm_pass: GemmPass
     dtype: DtypeName
+    copied_bytes: int = 0
+    """Bytes that are read and written after the kernel, where it returns a new tensor (``torch._grouped_mm``)."""
 
     @property
     def rows(self) -> int:

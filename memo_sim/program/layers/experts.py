@@ -31,12 +31,13 @@ has the same dispatched rows. Sums over ranks are needed where features were div
 
 from __future__ import annotations
 
+from memo_sim.contract.hardware import GemmPass
 from memo_sim.contract.model import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase, TemplateKind
-from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise
+from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise, WidenedGemm
 from memo_sim.program.layout.expert_load import sizes_of
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.operators import workspaces as table
@@ -166,7 +167,7 @@ class ExpertMlp:
         scores = self._tokens("route_scores")
         self._router_product(
             "router",
-            Gemm(tokens, count, hidden, "fprop", writer.dtype),
+            self._in_fp32(tokens, count, hidden, "fprop"),
             table.router_workspace_bytes(tokens, hidden, count, writer.dtype),
             x=reads(source),
             weight=writer.param("router.weight"),
@@ -220,7 +221,7 @@ class ExpertMlp:
         writer, tokens, hidden, count = self.writer, self.shape.tokens, self.shape.hidden, self.experts.count
         self._router_product(
             "router.dgrad",
-            Gemm(tokens, hidden, count, "dgrad", writer.dtype),
+            self._in_fp32(tokens, hidden, count, "dgrad"),
             table.router_workspace_bytes(tokens, hidden, count, writer.dtype),
             grad=reads(d_logits),
             weight=writer.param("router.weight"),
@@ -232,7 +233,7 @@ class ExpertMlp:
         into = gradient_dtype(writer.decisions)
         self._router_product(
             "router.wgrad",
-            Gemm(count, hidden, tokens, "wgrad", writer.dtype),
+            self._in_fp32(count, hidden, tokens, "wgrad"),
             table.router_wgrad_workspace_bytes(tokens, hidden, count, writer.dtype, into=into),
             grad=reads(d_logits),
             x=reads(source),
@@ -240,9 +241,14 @@ class ExpertMlp:
         )
 
     def _router_product(self, name: str, work: Gemm, scratch: int, **operands: Access | None) -> None:
-        """Emit a product of the router, whose operands are widened to fp32 (the price is that of the plan's dtype)."""
+        """Emit a product of the router."""
         workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.writer.suffix}.scratch", scratch)
         self.builder.emit(name + self.writer.suffix, name, Lane.COMPUTE, work, **operands, workspace=workspace)
+
+    def _in_fp32(self, m: int, n: int, k: int, gemm_pass: GemmPass) -> Gemm:
+        """Return a product of the router, which is in fp32."""
+        dtype = self.writer.dtype
+        return Gemm(m, n, k, gemm_pass, dtype) if dtype == "fp32" else WidenedGemm(m, n, k, gemm_pass, "fp32", dtype)
 
     def _route_backward(self, d_probs: Rows, d_logits: Rows) -> None:
         tokens, count, chosen = self.shape.tokens, self.experts.count, self.experts.per_token
@@ -325,7 +331,8 @@ class ExpertMlp:
         writer, kernel = self.writer, self.writer.decisions.kernels.attention
         result = table.grouped_workspace_bytes(rows.tokens * n, writer.dtype, self.experts.count, kernel)
         scratch = self.builder.scratch(f"{self.builder.phase}.{name}{writer.suffix}.result", result)
-        work = GroupedGemm(self._sizes(rows), n, k, "dgrad" if op.endswith("dgrad") else "fprop", writer.dtype)
+        copied = 0 if table.on_cpu(kernel) else 2 * writer.size * rows.tokens * n
+        work = GroupedGemm(self._sizes(rows), n, k, "dgrad" if op.endswith("dgrad") else "fprop", writer.dtype, copied)
         self.builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=scratch)
 
     def _wgrad(self, name: str, grad: Rows, x: Rows) -> None:
@@ -335,11 +342,12 @@ class ExpertMlp:
         kernel, builder = writer.decisions.kernels.attention, self.builder
         wide = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
         result = table.grouped_workspace_bytes(self.experts.count * m * n, writer.dtype, self.experts.count, kernel)
+        added = (writer.size + 2 * DTYPE_BYTES[into]) * self.experts.count * m * n
         builder.emit(
             f"{name}.wgrad{writer.suffix}",
             "experts.linear.wgrad",
             Lane.COMPUTE,
-            GroupedGemm(self._sizes(grad), m, n, "wgrad", writer.dtype),
+            GroupedGemm(self._sizes(grad), m, n, "wgrad", writer.dtype, 0 if table.on_cpu(kernel) else added),
             grad=reads(grad),
             x=reads(x),
             ends=reads(self._ends),

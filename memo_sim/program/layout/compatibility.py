@@ -397,7 +397,9 @@ EXPERTS = (
         when=lambda d: d.model.mixture is not None and _staged(d),
     ),
     _EXPERTS.allows(
-        "decisions.memory_policy", "planned", "caching", because="no framework's kernels of experts are known"
+        "decisions.memory_policy",
+        *("planned", "caching"),
+        because="no framework's kernels of experts are known: --system memo, any or every-layout",
     ),
     _EXPERTS.allows(
         "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of experts are known"

@@ -1,12 +1,13 @@
 """Prices of the products of several experts: whole tiles of rows, and weights that are read once."""
 
+import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_hardware
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.plan import Layout
 from memo_sim.costs.pricing import TILE_ROWS, Pricer
-from memo_sim.program.ir.work import Gemm, GroupedGemm
+from memo_sim.program.ir.work import Gemm, GroupedGemm, WidenedGemm
 
 H100 = load_hardware("h100-sxm5-80gb")
 PRICER = Pricer(H100, Cluster(name="test", hardware="h100-sxm5-80gb", nodes=1, devices_per_node=8), Layout())
@@ -38,3 +39,26 @@ def test_few_rows_cost_the_reading_of_every_weight() -> None:
     """128 experts with one row each: 128 x 768 x 2048 weights of two bytes."""
     weights = 2 * 128 * 768 * 2048
     assert grouped((1, 128), n=768, k=2048) >= weights / H100.memory_bound_bytes_per_s.y[-1]
+
+
+def test_copying_a_kernels_result_comes_on_top() -> None:
+    alone, copied = (GroupedGemm(((1024, 8),), 8192, 4096, "fprop", "bf16", count) for count in (0, 2**30))
+    least_s = 2**30 / H100.memory_bound_bytes_per_s.y[-1]
+    assert PRICER.seconds(copied) - PRICER.seconds(alone) == pytest.approx(least_s, rel=0.2)
+
+
+@pytest.mark.parametrize("gemm_pass", ["fprop", "dgrad", "wgrad"])
+def test_a_routers_product_has_the_price_of_fp32(gemm_pass: str) -> None:
+    sizes = {"fprop": (65536, 128, 2048), "dgrad": (65536, 2048, 128), "wgrad": (128, 2048, 65536)}[gemm_pass]
+    wide = PRICER.seconds(WidenedGemm(*sizes, gemm_pass, "fp32", "bf16"))
+    moved_s = 65536 * 2048 * (2 + 4) / H100.memory_bound_bytes_per_s.y[-1]
+    widened_s = wide - PRICER.seconds(Gemm(*sizes, gemm_pass, "fp32"))
+    assert widened_s == pytest.approx((2 if gemm_pass == "dgrad" else 1) * moved_s, rel=0.2)
+
+
+def test_a_profile_without_fp32_prices_a_router_in_bf16_and_says_so() -> None:
+    narrow = msgspec.structs.replace(H100, gemm=tuple(t for t in H100.gemm if t.dtype == "bf16"))
+    pricer = Pricer(narrow, Cluster(name="test", hardware="h100-sxm5-80gb", nodes=1, devices_per_node=8), Layout())
+    work = WidenedGemm(4096, 128, 2048, "fprop", "fp32", "bf16")
+    assert pricer.seconds(work) > pricer.seconds(Gemm(4096, 128, 2048, "fprop", "bf16"))
+    assert "gemm.fp32.fprop" in pricer.outside_of[work]

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import msgspec
 import pytest
 
+from memo_sim.answers.summary import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.result import Result
 from memo_sim.planning.question import Pins, Question
+
+
+@lru_cache(maxsize=1)
+def balanced() -> Result:
+    return what_if(asked()).result
 
 
 def asked(load: str = "balanced", **pins: object) -> Question:
     model = msgspec.structs.replace(load_model("mixtral-8x7b"), layers=4)
-    given = Pins(**({"tp": 1, "cp": 1, "zero": 3} | pins))
+    given = Pins(**({"tp": 1, "cp": 1, "dp": 8, "zero": 3, "recompute": "full"} | pins))
     return Question(
         model, *load_cluster("h100-1x8"), 1 << 14, system="memo", global_batch=8, expert_load=load, pins=given
     )
 
 
 def test_a_balanced_load_is_assumed_and_named() -> None:
-    result = what_if(asked()).result
+    result = balanced()
     (line,) = [each for each in result.why if each.startswith("Experts:")]
     assert "a token goes to 2 of 8, and uses 1.84 of 6.07 billion parameters, which MFU counts" in line
     assert line.endswith("Every expert is taken to get 4,096 rows; --expert-load says otherwise.")
@@ -32,7 +40,7 @@ def test_a_balanced_load_is_assumed_and_named() -> None:
 
 
 def test_an_uneven_load_costs_time_and_no_memory() -> None:
-    even, uneven = what_if(asked()).result, what_if(asked("zipf-2")).result
+    even, uneven = balanced(), what_if(asked("zipf-2")).result
     (line,) = [each for each in uneven.why if each.startswith("Experts:")]
     assert re.search(r"the fullest expert gets 16,384 of 32,768 rows \(4\.0 times the mean\)", line)
     assert re.search(r"the products take \S+ \S+ longer than with balanced experts, and memory is the same", line)
@@ -43,3 +51,15 @@ def test_an_uneven_load_costs_time_and_no_memory() -> None:
 def test_what_does_not_go_with_experts_is_refused_by_name() -> None:
     with pytest.raises(Infeasible, match="memory_policy eager has no lowering beside experts"):
         what_if(asked(memory_policy="eager"))
+
+
+def test_what_is_refused_beside_experts_is_not_offered() -> None:
+    model, (cluster, hardware) = load_model("mixtral-tiny"), load_cluster("h100-1x8")
+    for system in ("any", "memo"):
+        question = Question(model, cluster, hardware, 1 << 14, system=system, global_batch=8)
+        offered = str(left_out(question))
+        assert offered
+        assert "metp" not in offered
+        assert "subsequences" not in offered
+        dense = Question(load_model("llama-tiny"), cluster, hardware, 1 << 14, system=system, global_batch=8)
+        assert "metp" in str(left_out(dense))
