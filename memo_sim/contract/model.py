@@ -68,8 +68,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     balance: NonNegative = 0.0
     """Coefficient of the loss that evens out the experts' loads (Switch Transformer, equation 4); 0: no such loss.
 
-    Each micro-batch of a rank has its own, from its own tokens. Only its gradient is added, not its value to the loss
-    that is reported."""
+    Each layer and micro-batch of a rank has its own, from its own tokens, divided by ``per_token`` as in Megatron-LM
+    (transformers has one for all layers together, and does not divide it). Only its gradient is added, not its value to
+    the loss that is reported."""
 
     def __post_init__(self) -> None:
         """Refuse tokens that go to more experts than there are."""

@@ -31,7 +31,7 @@ CASES |= {
         {"recompute": "full", "swapped_tokens": 0},
     ),
 }
-QUICK = {"tensor parallel", "ulysses and zero 3"}
+QUICK = {"tensor parallel"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])

@@ -144,3 +144,22 @@ def test_only_fused_operators_have_the_fused_price() -> None:
         torch_s, triton_s = (price.seconds(Rowwise(kind, 1, size, 0)) for price in prices.values())
         assert torch_s == pytest.approx(size / TORCH_BYTES_PER_S)
         assert triton_s == pytest.approx(torch_s / (FAST if kind in FUSED_KINDS else 1.0))
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(FAST, "triton"), (SLOW, "torch")])
+def test_interleaved_stages_choose_too(rate: float, expected: str) -> None:
+    """They cannot be lowered with one micro-batch."""
+    asked = stages(dict.fromkeys(FUSED_KINDS, rate), schedule="interleaved", virtual_stages=2)
+    assert chosen(asked) == {expected}
+
+
+@pytest.mark.parametrize("pins", [{}, {"schedule": "interleaved", "virtual_stages": 2}])
+def test_stages_choose_by_their_sum_where_no_implementation_is_always_faster(pins: dict[str, object]) -> None:
+    asked = stages({kind: SLOW if kind == "cross_entropy" else FAST for kind in FUSED_KINDS}, **pins)
+    assert chosen(asked) == {"triton"}
+
+
+def stages(fused: dict[str, float], **pins: object) -> Question:
+    cluster, hardware = machine(fused, "a800-1x4")
+    given = Pins(tp=1, cp=1, dp=2, pp=2, recompute="none", **pins)  # type: ignore[arg-type]
+    return Question(load_model("llama-tiny"), cluster, hardware, 16_384, global_batch=8, pins=given)
