@@ -63,7 +63,7 @@ class RowwiseChoice:
             Infeasible: when the plan cannot be lowered in one stage.
         """
         layout = decisions.layout
-        if layout.pp == 1 or layout.subsequences > 1 or layout.schedule == "zero-bubble":
+        if layout.pp == 1 or layout.subsequences > 1 or layout.schedule not in {"gpipe", "1f1b", "interleaved"}:
             return None
         whole = msgspec.structs.replace(layout, pp=1, pp_layers=(), schedule="1f1b", virtual_stages=1)
         alone = msgspec.structs.replace(decisions, layout=whole, global_batch=decisions.micro_batch)
