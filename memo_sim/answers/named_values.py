@@ -80,10 +80,8 @@ def question_of(values: Values, *, fill: bool = True) -> Question:
     return question_on(values, *named_cluster(values), fill=fill)
 
 
-def question_about(plan: Plan, values: Values, *, system: str = "") -> Question:
-    """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``).
-
-    ``system`` is the one that the plan is predicted under; without it, the one that the plan was made under.
+def question_about(plan: Plan, values: Values) -> Question:
+    """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``), in the plan's system.
 
     Raises:
         UsageError: when a value is wrong.
@@ -97,7 +95,7 @@ def question_about(plan: Plan, values: Values, *, system: str = "") -> Question:
         cluster=cluster,
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens,
-        system=system or known_system(plan.provenance.system),
+        system=known_system(plan.provenance.system),
         **_held(knobs | decided),
     )
 
