@@ -154,8 +154,9 @@ def targets(folder: Path, *, quick: bool = False) -> list[Target]:
     _memory(add)
     _jobs(add)
     _measured(add)
-    _questions(add)
-    if not quick:
+    if quick:
+        _questions(add)
+    else:
         _executed(add, folder)
     return found
 
@@ -306,10 +307,14 @@ def _measured(add: Callable[..., Path]) -> None:
 
 
 def _questions(add: Callable[..., Path]) -> None:
-    """A file of questions, for ``sweep``; values that no question may have are wrong usage."""
+    """A file of questions, for ``sweep``; values that no question may have are wrong usage.
+
+    Only where inputs are played in the process that made the targets: the server of processes that a sweep starts there
+    is no child of a forked one.
+    """
     command = ("memo-sim", "sweep", "--questions", "q.jsonl", "--jobs", "1", "-o", f"{OUT}/s.jsonl")
     codes = frozenset({0, 2, 3, 4})
-    place = add("questions", "q.jsonl", "words", *command, codes=codes, weight=0.5, names=("question", "machine.json"))
+    place = add("questions", "q.jsonl", "words", *command, codes=codes, weight=2, names=("question", "machine.json"))
     question = {"model": "model.json", "cluster": "machine.json", "seq_len": "1k", "system": "full-recompute", "tp": 1}
     (place / "q.jsonl").write_text(json.dumps(question) + "\n")
     _write(place, model=model(), machine=machine())
