@@ -548,8 +548,8 @@ def doctor(
     job = None
     if config is not None:
         job = OwnJob(_paths(config), checked_given(set or {}), framework=framework, search=search)
-    elif framework is not None or set is not None:
-        raise UsageError("these are about the files of a job", got="framework, set", wanted="config=FILE")
+    elif framework is not None or set is not None or not search:
+        raise UsageError("these are about the files of a job", got="framework, set or search", wanted="config=FILE")
     files = {"trace": trace, "memory": memory, "cluster": cluster, "nvbandwidth": nvbandwidth}
     named = {name: None if path is None else os.fspath(path) for name, path in files.items()}
     return DoctorResult(diagnose(**named, nccl_tests=_paths(nccl_tests), job=job, progress=progress))

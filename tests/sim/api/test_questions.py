@@ -158,6 +158,8 @@ def test_a_job_is_read_and_priced(tmp_path: Path) -> None:
     assert priced.best is not None
     assert found.job is not None
     assert priced.best.step_s == pytest.approx(found.job.step_s, rel=0.01)
+    assert priced.given is not None
+    assert priced.given.provenance.system == priced.question.system == "megatron-core"
     assert str(priced) == printed(
         "what-if", "--from", script, "--set", "BATCH=4", "--cluster", "a800-1x2", "--why"
     ).rstrip("\n")
@@ -225,6 +227,7 @@ REFUSED: list[tuple[Callable[..., object], dict[str, Any], dict[str, Any]]] = [
     (memo.import_job, {"files": COMMAND, "set": ["BATCH=4"]}, {"wanted": "a mapping"}),
     (memo.doctor, {}, {"what": "doctor needs something that was measured"}),
     (memo.doctor, {"trace": "trace.json", "set": {"N": 2}}, {"wanted": "config=FILE"}),
+    (memo.doctor, {"trace": "trace.json", "search": False}, {"got": "framework, set or search"}),
 ]
 
 
