@@ -125,7 +125,9 @@ def what_if_command(**options: Any) -> None:
     else:
         show(answer_text(result.document, why=options["why"], top=options["top"], searched=plan is None))
     if result.best is None:
-        raise Infeasible("no plan fits", hint="see the ways out above") if not options["as_json"] else Silent(4)
+        if options["as_json"]:
+            raise Silent(4)
+        raise Infeasible("no plan fits", got=outputs.unwritten, hint="see the ways out above")
 
 
 @cli.command("longest")
@@ -166,7 +168,9 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     else:
         show(longest_text(found.document, why=options["why"]))
     if found.at_longest is None:
-        raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
+        if options["as_json"]:
+            raise Silent(4)
+        raise Infeasible("no length fits", got=outputs.unwritten, hint="see the reasons above")
 
 
 def _ask(plan: Plan | None, question: Question, options: Options, price: float | None) -> WhatIfResult:

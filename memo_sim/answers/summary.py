@@ -14,10 +14,11 @@ from memo_sim.contract.knobs import DEGREES, KNOBS, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import NOT_READ, Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
 from memo_sim.contract.units import MOST_BYTES, counted, format_bytes, format_tokens
-from memo_sim.engine.simulate import Simulation
+from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.reasons.answer import extrapolations
+from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
 
 BILLION = 1e9
@@ -127,6 +128,8 @@ def device_memory(simulation: Simulation, prediction: Prediction, *, planned_are
         needed_bytes=needed,
         capacity_bytes=capacity,
         free_bytes=max(0, capacity - needed),
+        allocation_retries=prediction.allocation_retries,
+        allocator_wait_s=sum(s.seconds for s in prediction.stalls if (s.lane, s.waits_for) == (COMPUTE, ALLOCATOR)),
     )
 
 
@@ -238,9 +241,10 @@ def _not_read(question: Question) -> list[Assumption]:
 def left_out(question: Question) -> list[LeftOut]:
     """Return what the search leaves out, with the options that include it: layouts, other systems' plans, knobs."""
     found = _open_layouts(question) if question.system in OPEN else _of_other_systems(question)
+    open_knobs = NOT_SEARCHED if question.memory_policy == "planned" else (*NOT_SEARCHED, "memory_policy")
     knobs = [
         KNOBS[name].option
-        for name in NOT_SEARCHED
+        for name in open_knobs
         if getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
     if knobs:

@@ -6,7 +6,7 @@ from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.result import Result
 from memo_sim.contract.results import Results
 from memo_sim.contract.summary import Summary
-from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.summary_text import not_read_lines
 from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
@@ -43,10 +43,10 @@ def results_verdict(document: Results) -> str:
         second, next_best = others[0]
         if document.ranked_by == "price":
             ahead = (next_best.price_per_billion_tokens or 0.0) / (best.price_per_billion_tokens or 1.0)
-            text += f"; a token costs {ahead - 1:.0%} more on {one_line(second)}"
+            text += f"; a token costs {format_percent(ahead - 1, 0)} more on {one_line(second)}"
         else:
             ahead = _tokens_per_s(best) / _tokens_per_s(next_best)
-            text += f", {ahead - 1:.0%} more tokens per second than {one_line(second)}"
+            text += f", {format_percent(ahead - 1, 0)} more tokens per second than {one_line(second)}"
         if _close(best, next_best, ahead):
             text += ". Their intervals overlap: measured, the order may be the other"
     return f"{text}."

@@ -173,6 +173,8 @@ def test_a_recorded_step_is_held_against_a_profile(tmp_path: Path) -> None:
     assert [row["kind"] for row in found.table()] == [kind.kind for kind in found.document.kinds]
     found.save(tmp_path / "here.json")
     assert codec.read(tmp_path / "here.json", Hardware) == found.profile
+    found.save_cluster(tmp_path / "mine.json", profile=tmp_path / "here.json")
+    assert load_cluster(str(tmp_path / "mine.json"))[1] == found.profile
     links = memo.doctor(nccl_tests=tmp_path / "nccl.txt", cluster="a800-1x8")
     assert links.changes == ["all_reduce of 2 ranks: 2 sizes"]
     assert links != found

@@ -79,6 +79,8 @@ def hand_over(answer: memo.WhatIfResult, folder: Path) -> bool:
 
 def measured(trace: Path) -> memo.DoctorResult:
     found = memo.doctor(trace=trace, config=["train.sh"], nccl_tests="all_reduce.txt")
+    found.save("profile.json")
+    found.save_cluster("cluster.json", profile="profile.json")
     found.save("here.json")
     print(found.profile.name, found.changes, found.table("kinds"))
     return found
