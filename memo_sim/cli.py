@@ -37,6 +37,7 @@ from memo_sim.views.command_line import (
     show_document,
     with_progress,
 )
+from memo_sim.views.stage_numbers import from_one
 
 if TYPE_CHECKING:
     from memo_sim.api import WhatIfResult
@@ -393,7 +394,7 @@ def _fail(text: str, code: int, error: BaseException) -> NoReturn:
     if isinstance(error, click.ClickException):
         say_usage(error)
     elif text:
-        say(f"memo-sim: {text}")
+        say(f"memo-sim: {from_one(text)}")
     sys.exit(code)
 
 

@@ -88,6 +88,9 @@ def test_stages_are_counted_from_one() -> None:
     assert from_one(f"{reason}; pipeline bubble (stage 1); (stage 2 of 4)") == (
         "stage 1: device memory runs out, worst at m0/s0/l3/fwd/qkv; pipeline bubble (stage 2); (stage 2 of 4)"
     )
+    assert from_one("program stage1  ok, beside plan.trace.stage1.json") == (
+        "program stage 2  ok, beside plan.trace.stage1.json"
+    )
 
 
 def test_memory_of_an_allocator_that_runs_out_is_not_shown_as_a_sum() -> None:

@@ -14,6 +14,7 @@ import memo_sim as memo
 from memo_sim.cli import cli
 from memo_sim.commands.interchange import TO
 from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.interchange import FrameworkName
 from memo_sim.contract.plan import Plan
