@@ -2,7 +2,8 @@
 
 ``memo_exec.run`` trains as a plan says, ``verify`` checks its gradients, ``compare`` holds a measured step against the
 prediction, ``calibrate`` measures this machine (``memo_exec/api.py``). ``memo_exec.offload_activations`` needs no plan:
-it offloads the activations that autograd saves, for any torch model.
+it offloads the activations that autograd saves, for any torch model. ``memo_exec.tokenwise`` swaps and recomputes by
+token in the decoder layers of a transformers model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         run,
         verify,
     )
+    from memo_exec.decoder_layers import tokenwise
     from memo_exec.offload import OffloadActivations, keep_activations
 
     offload_activations = OffloadActivations
@@ -34,11 +36,16 @@ __all__ = [
     "keep_activations",
     "offload_activations",
     "run",
+    "tokenwise",
     "verify",
 ]
 
-_OFFLOAD = {"keep_activations": "keep_activations", "offload_activations": "OffloadActivations"}
-"""Names of ``memo_exec.offload``, and what they are called there."""
+_ELSEWHERE = {
+    "keep_activations": ("memo_exec.offload", "keep_activations"),
+    "offload_activations": ("memo_exec.offload", "OffloadActivations"),
+    "tokenwise": ("memo_exec.decoder_layers", "tokenwise"),
+}
+"""Names that are not of ``memo_exec.api``: their rooms, and what they are called there."""
 
 
 def __getattr__(name: str) -> object:
@@ -47,13 +54,14 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    room, own = _ELSEWHERE.get(name, ("memo_exec.api", name))
     try:
-        module = import_module("memo_exec.offload" if name in _OFFLOAD else "memo_exec.api")
+        module = import_module(room)
     except ModuleNotFoundError as error:
         from memo_sim.contract.errors import missing_package
 
         raise missing_package(error) or error from None
-    return getattr(module, _OFFLOAD.get(name, name))
+    return getattr(module, own)
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -44,6 +45,7 @@ from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import parse_duration, parse_tokens
+from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
 from memo_sim.planning.plan_question import question_of_plan
 from memo_sim.planning.question import Question
 from memo_sim.results.interchange import DoctorResult, ExportResult, ImportResult
@@ -209,7 +211,7 @@ def what_if(
     check_clusters(names)
     known = [load_cluster(name)[0].name for name in names]
     prices = named_values.prices_of(price_per_gpu_hour, known)
-    return ranked([ask(name, price) for name, price in zip(names, prices, strict=True)], priced=None not in prices)
+    return ranked([ask(name, price) for name, price in zip(names, prices, strict=True)], prices=prices)
 
 
 _SEARCHED = {"top": 10, "pareto": False, "one_more_gib": False}
@@ -239,9 +241,9 @@ def check_clusters(names: Sequence[str]) -> None:
         raise UsageError("a cluster is named twice", got=",".join(names), hint="name each once")
 
 
-def ranked(found: Sequence[WhatIfResult], *, priced: bool) -> ClustersResult:
-    """Return the answers about several clusters in one, the best cluster first; ``priced``: every one has a price."""
-    document = several_clusters([each.document for each in found], priced=priced)
+def ranked(found: Sequence[WhatIfResult], *, prices: Sequence[float | None]) -> ClustersResult:
+    """Return the answers about several clusters in one, the best cluster first; ``prices``: as ``several_clusters``."""
+    document = several_clusters([each.document for each in found], prices=prices)
     by_document = {id(each.document): each for each in found}
     return ClustersResult(document, [by_document[id(result)] for result in document.results])
 
@@ -403,7 +405,7 @@ def oom(
         return oom_of(question, None, progress=progress, command=command)
     document = plan if isinstance(plan, Plan) else load_plan(plan)
     there = {"cluster": cluster, "from_datasheet": from_datasheet, **machine}
-    return oom_of(_question_of_plan(document, there), document, progress=progress, command=command)
+    return oom_of(named_values.question_about(document, there), document, progress=progress, command=command)
 
 
 def oom_of(question: Question, plan: Plan | None, *, progress: Progress | None = None, command: str = "") -> OomResult:
@@ -413,7 +415,9 @@ def oom_of(question: Question, plan: Plan | None, *, progress: Progress | None =
         UsageError, Infeasible: as ``oom``.
     """
     if plan is not None:
-        question = question_of_plan(plan.decisions, question.cluster, question.hardware, system=plan.provenance.system)
+        decisions, changes = kernels_elsewhere(question, plan.decisions)
+        asked = question_of_plan(decisions, question.cluster, question.hardware, system=plan.provenance.system)
+        question = replace(asked, changes=changes)
     return OomResult(shortage_answer.shortage(question, of_plan=plan is not None, progress=progress), command)
 
 
@@ -566,32 +570,24 @@ def simulate(
     safety_gib: float | None = None,
     power_w: float | None = None,
     price_per_gpu_hour: float | None = None,
+    attention: str | None = None,
+    rowwise: str | None = None,
 ) -> WhatIfResult:
     """Play a plan that you already have, as ``memo-sim what-if --plan`` does.
 
-    Without ``cluster`` it is the one that the plan names as its own.
+    Without ``cluster`` it is the one that the plan names as its own. ``attention`` and ``rowwise`` are kernels in place
+    of the plan's; kernels that the machine's profile has no rates of are replaced, and the summary says so.
 
     Raises:
         UsageError: when a value is wrong, or the plan names no cluster that can be found.
         BadInput: when a file cannot be read, or the plan cannot be played.
     """
     document = plan if isinstance(plan, Plan) else load_plan(plan)
-    values = {"cluster": cluster, "power_w": power_w}
+    values = {"cluster": cluster, "power_w": power_w, "attention": attention, "rowwise": rowwise}
     values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
-    question = _question_of_plan(document, values)
+    question = named_values.question_about(document, values)
     call = _call("simulate", {"plan": plan, **values})
     return priced(document, question, where=plan, price_per_gpu_hour=price_per_gpu_hour, command=call)
-
-
-def _question_of_plan(plan: Plan, values: Mapping[str, Any]) -> Question:
-    """Return the question about a plan on the machine of the values, or on the cluster that the plan names.
-
-    Raises:
-        UsageError: when it names none.
-    """
-    if values.get("from_datasheet") is not None:
-        return named_values.question_about(plan, values)
-    return named_values.question_about(plan, {**values, "cluster": _cluster_of_plan(plan, values.get("cluster"))})
 
 
 def _cluster_of_plan(plan: Plan, cluster: PathLike | None) -> str:

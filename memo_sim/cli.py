@@ -109,7 +109,7 @@ IN_JSON, IN_TEXT = 10, 3
 def what_if_command(**options: Any) -> None:
     """Search every knob that is not pinned, and rank the plans.
 
-    MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
+    MODEL is a preset, a memo.model/1 file, or a Hugging Face config.json or its folder.
     """
     from memo_sim.views.tables import answer_text
 

@@ -28,6 +28,7 @@ from memo_sim.contract.knobs import (
     Fraction,
     Knob,
     LayerChoice,
+    Load,
     Numbers,
     OneOf,
     RowwiseKernel,
@@ -47,8 +48,10 @@ if TYPE_CHECKING:
 EXAMPLE = "tflops=165,memory=24,pcie=4x16"
 """A data sheet, as in ``contract/datasheet.py``, which is too heavy to import for help."""
 PRICED_BY = "--price-per-gpu-hour"
-IN_A_PLAN = ("model", "seq_len", "system", "compiled")
-"""Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
+IN_A_PLAN = ("model", "seq_len", "system")
+"""Parameters that a plan file or a job decides beside the knobs, so that ``--plan`` and ``--from`` exclude them."""
+OF_KERNELS = ("attention", "rowwise", "compiled")
+"""Parameters that may be given beside ``--plan``: which kernels play it."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
 """Options that only a search can answer, so that ``--plan`` excludes them."""
 Options = dict[str, Any]
@@ -157,6 +160,8 @@ def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
             attributes["metavar"] = "N,N,..."
         case LayerChoice():
             attributes["metavar"] = "all|every-N|first-K|groups-N"
+        case Load():
+            attributes["metavar"] = "balanced|zipf-S"
         case Switch():
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
@@ -178,13 +183,14 @@ def asked(options: Options, *, fill: bool = True) -> tuple[Outputs, Plan | None,
         BadInput: as ``question_of``.
     """
     from memo_sim.answers.what_if import Outputs
-    from memo_sim.contract.catalog import profile_path
+    from memo_sim.contract.catalog import model_file, profile_path
     from memo_sim.contract.interchange import is_command
 
     plan, picture, timeline, report = (
         Path(options[n]) if options.get(n) else None for n in ("output", "plot", "trace_path", "report")
     )
-    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options.get(n))
+    read = tuple(Path(options[n]) for n in ("cluster", "plan_path") if options.get(n))
+    read += (Path(model_file(options["model"])),) if options.get("model") else ()
     read += tuple(Path(name) for name in options.get("job_paths", ()) if not is_command(name))
     full = bool(options.get("full_trace"))
     if full and timeline is None:
@@ -223,14 +229,17 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
             raise UsageError("a question needs MODEL and --seq-len, --plan or --from", hint="memo-sim what-if --help")
         return None, named_values.question_of(values_of(options), fill=fill)
     option = "--from" if job_paths else "--plan"
-    decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
-    if given := typed(*decided):
-        raise UsageError(f"{option} brings its own knobs", got=", ".join(given), hint="leave those out")
+    decided = (*IN_A_PLAN, "compiled", *(knob.name for knob in ON_COMMAND_LINE))
+    beside = OF_KERNELS if plan is not None else ()
+    if given := typed(*(name for name in decided if name not in beside)):
+        hint = "leave those out; --attention and --rowwise may stay" if beside else "leave those out"
+        raise UsageError(f"{option} brings its own knobs", got=", ".join(given), hint=hint)
     if given := typed(*OF_A_SEARCH):
         hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
         raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     values = {name: options[name] for name in OF_A_MACHINE}
     if plan is not None:
+        values |= {"attention": options["attention"], "rowwise": _rowwise(options)}
         return plan, named_values.question_about(plan, values)
     from memo_sim.answers.import_job import parse_given, question_of_files
 

@@ -60,7 +60,7 @@ def plan_report(plan_path: Path) -> tuple[str, int]:
     checks: dict[str, Callable[[], list[Check]]] = {
         "hash": lambda: [_hash_check(plan, plan_path)],
         "program": lambda: program_checks(plan.decisions),
-        "placement": lambda: [_placement_check(plan, plan_path)],
+        "placement": lambda: _placement_checks(plan, plan_path),
     }
     for name, check in checks.items():
         try:
@@ -81,17 +81,22 @@ def _hash_check(plan: Plan, path: Path) -> Check:
     return Check("hash", f"the decisions lower to the program {plan.program_sha256[:16]} that the plan pins")
 
 
-def _placement_check(plan: Plan, path: Path) -> Check:
-    """Check the placement for the first rank of every stage."""
-    layout = plan.decisions.layout
-    placement = None
+def _placement_checks(plan: Plan, path: Path) -> list[Check]:
+    """Check the placement for the first rank of every stage; the file has one stage's, from which the others follow."""
+    layout, found = plan.decisions.layout, list[Check]()
     for stage in range(layout.pp):
         rank = next(rank for rank in range(layout.devices) if MeshCoordinates(layout, rank).at("pp") == stage)
-        placement = checked_placement(plan, rank_program(plan.decisions, MeshCoordinates(layout, rank)), path)
-    if placement is None:
-        return Check("placement", "none, torch's caching allocator hands out memory")
-    arena = format_bytes(placement.arena_bytes)
-    return Check("placement", f"{counted(len(placement.ids), 'buffer')} in an arena of {arena}, none overlap")
+        program = rank_program(plan.decisions, MeshCoordinates(layout, rank))
+        placement = checked_placement(plan, program, path)
+        if placement is None:
+            return [Check("placement", "none, torch's caching allocator hands out memory")]
+        text = f"{counted(len(placement.ids), 'buffer')} in an arena of {format_bytes(placement.arena_bytes)}"
+        whose = ""
+        if layout.pp > 1:
+            filed = codec.sha256_of(placement) == plan.placement_sha256
+            whose = f"stage {stage + 1}{' (in the file)' if filed else ' (made from it)'}: "
+        found.append(Check("placement", f"{whose}{text}, none overlap"))
+    return found
 
 
 def _one_line(error: MemoError) -> str:

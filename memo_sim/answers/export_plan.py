@@ -108,7 +108,7 @@ def export_plan(
         f"Plan: {one_line(decisions.model.name)}, {decisions.seq_tokens} tokens, {where}.",
         f"Its program: {plan.program_sha256[:16]}. What is lost: {LOST_PAGE}.",
     )
-    written = framework.files(there.job, launch, header)
+    written = framework.files(there.job, launch, header) | framework.beside(decisions, there.job, launch, header)
     question = Question(
         model=decisions.model,
         cluster=cluster,
@@ -149,6 +149,14 @@ def search_line(decisions: Decisions, system: str, cluster: str, model: str) -> 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware, named: str) -> _There:
     """Return the fastest of the nearest jobs that fits, or the one that is nearest to fitting; equal ones first."""
     found, refused = list[_There](), list[MemoError]()
+    if decisions.model.mixture:
+        raise UsageError(
+            "memo writes no framework's options of experts",
+            where="model.experts",
+            got=decisions.model.name,
+            wanted="a model without experts",
+            hint="memo-exec runs the plan itself",
+        )
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)
         try:

@@ -23,6 +23,8 @@ from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import format_seconds
 from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
+from memo_sim.planning.plan_question import question_of_plan
 from memo_sim.planning.question import under_system, with_libraries
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -107,6 +109,13 @@ def _simulated(
     """
     cluster, hardware = _cluster_of(named, name)
     hardware = with_libraries(hardware, decisions.libraries)
+    asked = question_of_plan(decisions, cluster, hardware, system=system)
+    asked = replace(asked, pins=replace(asked.pins, rowwise=None))
+    decisions, changes = kernels_elsewhere(asked, decisions)
+    if changes:
+        simulation = simulate(decisions, hardware, cluster)
+        text = f"{name} on {cluster.name}: {'; '.join(changes)}."
+        return GivenPlan(name, decisions, cluster, hardware, simulation, text)
     profiles = {id(each): each for each in (under_system(hardware, system), hardware)}
     for profile in profiles.values():
         simulation = simulate(decisions, profile, cluster)

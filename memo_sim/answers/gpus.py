@@ -9,7 +9,8 @@ Numbers of devices are 1, 2, 4 ... a node, and then nodes, doubling. For each ki
 - within: numbers that would be too slow at 100 % MFU are skipped; of the others the first is taken whose step is short
   enough. The search ends where twice the devices no longer gain ``LEAST_GAIN``.
 
-All numbers and kinds are asked for the same batch, so their steps and prices compare.
+All numbers and kinds are asked for the same batch, so their steps and prices compare. A part of a node has that part of
+the node's host memory: half of a rented node does not bring all of it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+import msgspec
+
+from memo_sim.answers.several_clusters import without_price
+from memo_sim.answers.summary import PART_OF_NODE
 from memo_sim.answers.what_if import Answer, what_if
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.gpu_kind import GpuKind
 from memo_sim.contract.gpus import Gpus, Role, Sized, TriedCount
+from memo_sim.contract.hardware import Quantity, Source
 from memo_sim.contract.progress import Progress
-from memo_sim.contract.units import counted, format_percent, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds
 from memo_sim.planning.default_batch import with_filling_batch
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
@@ -89,7 +95,7 @@ def gpus(
         sizes=sizes,
         tried=[tried for scan in found for tried in scan.tried],
         warnings=_warnings(found),
-        why=[*_not_read(first), *_why(found, within_s)],
+        why=[*_not_read(first), *_why(found, within_s), *without_price(names, prices)],
     )
     if chosen is None:
         return GpusAnswer(document)
@@ -104,11 +110,23 @@ def _with_one_batch(questions: Sequence[tuple[GpuKind, Question]]) -> list[tuple
     batches = []
     for kind, question in questions:
         try:
-            batches.append(with_filling_batch(replace(question, cluster=kind.of(kind.per_node))).global_batch)
+            batches.append(with_filling_batch(_on(question, kind, kind.per_node)).global_batch)
         except (Infeasible, UsageError):  # such pins need more than a node
             batches.append(question.global_batch)
     rule = "not given: enough for a whole node of each kind"
     return [(kind, replace(question, global_batch=max(batches), batch_rule=rule)) for kind, question in questions]
+
+
+def _on(question: Question, kind: GpuKind, devices: int) -> Question:
+    """Return the question on so many devices, with their part of a node's host memory (the question's, where given)."""
+    cluster, given = kind.of(devices), question.cluster.host_memory_bytes
+    sources = {**question.cluster.sources, **cluster.sources}
+    if devices < kind.per_node:
+        whole = (given or question.hardware.host_memory_bytes).value
+        text = f"{devices} of {kind.per_node} parts of a node's {format_bytes(int(whole))}, as of its GPUs"
+        given = Quantity(value=whole * devices / kind.per_node, source=PART_OF_NODE)
+        sources[PART_OF_NODE] = Source(kind="derived", text=text)
+    return replace(question, cluster=msgspec.structs.replace(cluster, host_memory_bytes=given, sources=sources))
 
 
 def _from(progress: Progress | None, begun: int, total: int) -> Progress:
@@ -175,7 +193,7 @@ class _Scan:
 
     def asked(self, devices: int) -> Question:
         """Return the question on so many devices."""
-        return replace(self.question, cluster=self.kind.of(devices))
+        return _on(self.question, self.kind, devices)
 
     def _answer(self, devices: int) -> bool:
         """Ask for one number of devices, once; return whether a plan fits."""
@@ -265,6 +283,8 @@ def _why(found: Sequence[_Scan], within_s: float | None) -> list[str]:
         "Numbers are 1, 2, 4 ... a node, then nodes, doubling. Each row is the best plan of its number.",
         "From the smallest that fits, GPUs were doubled while GPU-hours fell; after that they are taken to rise.",
     ]
+    if any(tried.devices < scan.kind.per_node for scan in found for tried in scan.tried):
+        lines.append("A part of a node is taken to have that part of the node's host memory.")
     for scan in found:
         name = scan.kind.name
         if not scan.answers:

@@ -31,6 +31,7 @@ from memo_sim.contract.knobs import (
     Knob,
     LayerChoice,
     Length,
+    Load,
     Numbers,
     OneOf,
     Pins,
@@ -39,7 +40,8 @@ from memo_sim.contract.knobs import (
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
-from memo_sim.contract.units import GIB, parse_layer_choice, parse_numbers, parse_tokens
+from memo_sim.contract.units import GIB, parse_expert_load, parse_layer_choice, parse_numbers, parse_tokens
+from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
 from memo_sim.planning.presets import known_system
 from memo_sim.planning.question import Question, with_memory
@@ -52,6 +54,8 @@ PRICES = (1e-9, 1e12)
 """Least and most that a GPU costs for an hour, in any currency."""
 NEEDED = ("model", "seq_len")
 """What a question cannot do without, beside a cluster."""
+KERNELS = ("attention", "rowwise")
+"""Knobs that may be given beside a plan: which kernels play it."""
 
 
 def check_names(values: Values, known: Sequence[str] = (*OF_A_QUESTION, *ARGUMENTS)) -> None:
@@ -81,18 +85,22 @@ def question_of(values: Values, *, fill: bool = True) -> Question:
 
 
 def question_about(plan: Plan, values: Values, *, system: str = "") -> Question:
-    """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``).
+    """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``), or else on its own.
 
+    Of the knobs, ``KERNELS`` of the values count; ``planning/kernels_elsewhere.py`` says what they are without a value.
     ``system`` is the one that the plan is predicted under; without it, the one that the plan was made under.
 
     Raises:
-        UsageError: when a value is wrong.
+        UsageError: when a value is wrong, or no machine is named and the plan's own is not known.
+        Infeasible: when the profile has no rates of an attention kernel that is given.
         BadInput: when a file cannot be read.
     """
-    cluster, hardware = machine_of(values)
+    named = values.get("cluster") is not None or values.get("from_datasheet") is not None
+    cluster, hardware = _limited(values, *(named_cluster(values) if named else _own_cluster(plan)))
     knobs = {knob.name: knob.default for knob in ARGUMENTS.values()}
     decided = {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
-    return Question(
+    decided |= {name: checked(ARGUMENTS[name], values[name]) for name in KERNELS if values.get(name) is not None}
+    question = Question(
         model=plan.decisions.model,
         cluster=cluster,
         hardware=hardware,
@@ -100,6 +108,25 @@ def question_about(plan: Plan, values: Values, *, system: str = "") -> Question:
         system=system or known_system(plan.provenance.system),
         **_held(knobs | decided),
     )
+    if values.get("attention") is not None:
+        attention_kernel(question)
+    return question
+
+
+def _own_cluster(plan: Plan) -> tuple[Cluster, Hardware]:
+    """Return the cluster that a plan was made for.
+
+    Raises:
+        UsageError: when the plan names none, or one that only its own file describes.
+    """
+    own = plan.provenance.cluster
+    hint = "--cluster a800-1x8, or the path of a cluster's or profile's file"
+    if not own:
+        raise UsageError("the plan does not say which cluster it was made for", hint=hint)
+    try:
+        return load_cluster(own)
+    except UsageError:
+        raise UsageError("the plan's own cluster is not known by its name", got=repr(own), hint=hint) from None
 
 
 def question_on(values: Values, cluster: Cluster, hardware: Hardware, *, fill: bool = True) -> Question:
@@ -140,6 +167,7 @@ def _without_batch(values: Values, cluster: Cluster, hardware: Hardware) -> Ques
         seq_tokens=parse_tokens(str(values["seq_len"])),
         system="any" if system is None else _text(system, "system"),
         not_read=() if known else fields_not_read(_text(model, "model")),
+        open_micro_batch=values.get("micro_batch") is None,
         **_held(knobs),
     )
 
@@ -225,6 +253,8 @@ def checked(knob: Knob, given: Any) -> Any:
             value = parse_numbers(_joined(given), option=knob.option)
         case LayerChoice():
             value = parse_layer_choice(str(given), option=knob.option)
+        case Load():
+            value = parse_expert_load(str(given), option=knob.option)
     if value is None:
         raise _refusal(knob, given)
     return value

@@ -100,6 +100,7 @@ def _peak(question: Question, chosen: Evaluated, simulation: Simulation, *, cand
         model=question.model.name,
         cluster=question.cluster.name,
         seq_tokens=question.seq_tokens,
+        changes=list(question.changes),
         fits=prediction.status == "ok",
         status=prediction.status,
         plan=label(chosen),

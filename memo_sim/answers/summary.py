@@ -6,18 +6,23 @@ no failures.
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Collection
+from math import inf, prod
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
+from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.knobs import DEGREES, KNOBS, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import NOT_READ, Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
-from memo_sim.contract.units import MOST_BYTES, counted, format_bytes, format_tokens
+from memo_sim.contract.units import GIB, MOST_BYTES, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
+from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
+from memo_sim.reasons.experts import active_weights
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
 
@@ -44,6 +49,11 @@ KERNELS: dict[RowwiseKernel, str] = {
 }
 """Whose norms, activations, rotary embeddings, residuals, loss and optimizer."""
 
+PART_OF_NODE = "part-of-node"
+"""The source of the host memory of a part of a node, where it is that part of the node's (``gpus.py``)."""
+MUCH_SLOWER, MUCH_LESS = 0.03, 0.5
+"""A plan that is at most so much slower, with at most so much of the host memory, is named."""
+
 OPEN = ("any", "every-layout")
 """Systems that search what memo knows; the others are layouts of their authors."""
 
@@ -67,8 +77,9 @@ def summary_of(
     no_interval: str = "",
     price_per_device_hour: float | None = None,
     ways_out: list[str] | None = None,
+    rivals: Collection[Prediction] = (),
 ) -> Summary:
-    """Return the verdict about one plan.
+    """Return the verdict about one plan; ``rivals`` are other plans that were played.
 
     ``prediction`` is the plan's, with the size of its arena where ``planned_arena``; ``searched``: it was chosen among
     others, and not given; ``no_interval``: why a step has none.
@@ -102,7 +113,11 @@ def summary_of(
         reason=prediction.reason,
         ways_out=ways_out or [],
         plan=in_words(decisions),
-        assumptions=assumptions(question, simulation),
+        assumptions=[
+            *assumptions(question, simulation),
+            *_host_memory(question, prediction, rivals),
+            *(_searched(question) if searched else []),
+        ],
         left_out=left_out(question) if searched else [],
     )
 
@@ -150,19 +165,18 @@ def in_words(decisions: Decisions) -> str:
 
 def _activations(decisions: Decisions) -> str:
     """Return what happens to activations."""
+    if decisions.recompute not in ("none", "tokenwise"):
+        return Policy.of(decisions).label
+    kept = decisions.recompute == "none"
+    if decisions.alpha == 1:
+        return "all activations are swapped to host memory"
+    if not decisions.swapped_tokens:
+        recomputed = "activations of all tokens are recomputed, attention's outputs are swapped to host memory"
+        return "all activations are kept on the device" if kept else recomputed
     percent = f"{100 * decisions.alpha:.3g} %"
-    match decisions.recompute:
-        case "none":
-            if not decisions.swapped_tokens:
-                return "all activations are kept on the device"
-            if decisions.alpha == 1:
-                return "all activations are swapped to host memory"
-            return f"{percent} of the tokens' activations are swapped to host memory, the rest is kept"
-        case "tokenwise":
-            if not decisions.swapped_tokens:
-                return "activations of all tokens are recomputed, attention's outputs are swapped to host memory"
-            return f"activations of {percent} of the tokens are swapped to host memory, the rest is recomputed"
-    return Policy.of(decisions).label
+    if kept:
+        return f"{percent} of the tokens' activations are swapped to host memory, the rest is kept"
+    return f"activations of {percent} of the tokens are swapped to host memory, the rest is recomputed"
 
 
 def _allocation(decisions: Decisions) -> Assumption:
@@ -179,8 +193,9 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
     decisions = simulation.decisions
     kernel = decisions.kernels.attention
     return [
+        *_changes(question),
         Assumption(name="attention kernel", value=f"{kernel}: {ATTENTION_KERNELS[kernel].title}", option="--attention"),
-        Assumption(name="other kernels", value=KERNELS[decisions.kernels.rowwise], option="--compile, --eager"),
+        Assumption(name="other kernels", value=_rowwise(decisions), option="--compile, --eager"),
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
         Assumption(name="states", value=_states(decisions), option="--states, --zero"),
         Assumption(name="batch", value=_batch(question, decisions), option="--global-batch, --micro-batch"),
@@ -191,9 +206,25 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             value=f"PyTorch, flash-attn and Transformer Engine of {question.hardware.eager_libraries}",
             option="--libraries",
         ),
+        *_experts(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
+    ]
+
+
+def _rowwise(decisions: Decisions) -> str:
+    """Return whose row-wise kernels a plan has; of fused ones, which operator of the model is not among them."""
+    text = KERNELS[decisions.kernels.rowwise]
+    torchs = decisions.kernels.rowwise == "triton" and decisions.model.qk_norm and "qk_norm" not in FUSED_KINDS
+    return f"{text} (qk_norm: torch operators)" if torchs else text
+
+
+def _changes(question: Question) -> list[Assumption]:
+    """Return which kernels are not those of the plan that was given."""
+    return [
+        Assumption(name="changed", value=text, option="--attention" if text.startswith("attention") else "--rowwise")
+        for text in question.changes
     ]
 
 
@@ -231,6 +262,16 @@ def _batch(question: Question, decisions: Decisions) -> str:
     return f"{text}; {question.batch_rule}" if question.batch_rule else text
 
 
+def _experts(decisions: Decisions) -> list[Assumption]:
+    """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
+    if decisions.model.mixture is None:
+        return []
+    value = (
+        f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
+    )
+    return [Assumption(name="experts", value=value, option="--expert-load")]
+
+
 def _not_read(question: Question) -> list[Assumption]:
     """Return the fields of the model's file that are ignored."""
     if not question.not_read:
@@ -245,8 +286,10 @@ def left_out(question: Question) -> list[LeftOut]:
     knobs = [
         KNOBS[name].option
         for name in open_knobs
-        if getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
+        if (name != "micro_batch" or not question.open_micro_batch)
+        and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
+    found += [*_micro_batches_left_out(question), *_kernels_left_out(question)]
     if knobs:
         found.append(LeftOut(what=f"other values of {', '.join(knobs)}", option="memo-sim explain PLAN changes each"))
     return found
@@ -261,13 +304,75 @@ def _open_layouts(question: Question) -> list[LeftOut]:
             f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None
         ]
         if pins.zero is None:
-            more += [f"zero {level}" for level in every.zeros if level not in system.zeros]
+            more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
         if pins.metp is None:
             found.append(LeftOut(what="metp above 1", option="--system metp"))
     if pins.subsequences is None:
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
     return found
+
+
+def _kernels_left_out(question: Question) -> list[LeftOut]:
+    """Return that compiled kernels were not tried, where the profile has measured them: memo-exec cannot play them."""
+    measured = "compiled" in question.hardware.framework_rowwise_bytes_per_s
+    if question.system not in OPEN or question.rowwise is not None or not measured:
+        return []
+    return [LeftOut(what="kernels of torch.compile, which memo-exec does not run", option="--compile")]
+
+
+def _micro_batches_left_out(question: Question) -> list[LeftOut]:
+    """Return the micro-batches that were not tried, where a step has several sequences."""
+    if not question.open_micro_batch or question.global_batch <= question.micro_batch:
+        return []
+    what = f"micro-batches above {question.micro_batch}"
+    if are_searched(question):
+        most = SIZES[-1] * question.micro_batch
+        what += f" except, on the {LAYOUTS} fastest layouts, up to {most} or {format_tokens(MOST_TOKENS)} tokens a rank"
+    return [LeftOut(what=what, option="--micro-batch")]
+
+
+def _host_memory(question: Question, prediction: Prediction, rivals: Collection[Prediction]) -> list[Assumption]:
+    """Return how much host memory a node is taken to have and whence, where the plan pins some, and what that buys."""
+    if not prediction.peak_host_bytes_per_node:
+        return []
+    cluster, hardware = question.cluster, question.hardware
+    held = cluster.host_memory_bytes or hardware.host_memory_bytes
+    match cluster.host_memory_bytes.source if cluster.host_memory_bytes else None:
+        case None:
+            where = "from the profile"
+            if cluster.devices_per_node < hardware.devices:
+                where += f"; all of a node of {hardware.devices} GPUs, of which others may use a part"
+        case str(source) if source == OPTION_SOURCE:
+            where = "as given"
+        case str(source):
+            where = cluster.sources[source].text if source == PART_OF_NODE else "from the cluster's file"
+    value = f"{format_bytes(int(held.value))} a node, {where}{_less_host_memory(prediction, rivals)}"
+    return [Assumption(name="host memory", value=value, option="--host-memory-gib")]
+
+
+def _less_host_memory(prediction: Prediction, rivals: Collection[Prediction]) -> str:
+    """Return which plan needs far less host memory and is nearly as fast; empty where none was evaluated."""
+    step_s, host = prediction.step_s, prediction.peak_host_bytes_per_node
+    if step_s is None:
+        return ""
+    for other in sorted(rivals, key=lambda one: one.step_s or inf):
+        if other.step_s is None or other.step_s > (1 + MUCH_SLOWER) * step_s:
+            break
+        if other.peak_host_bytes_per_node <= MUCH_LESS * host:
+            saved, slower = format_bytes(host - other.peak_host_bytes_per_node), max(0.0, other.step_s / step_s - 1)
+            enough_gib = next(2**power for power in range(40) if 2**power * GIB >= other.peak_host_bytes_per_node)
+            takes = f"--host-memory-gib {enough_gib} takes {format_seconds(other.step_s)}"
+            return f"; {saved} of it buy {100 * slower:.1f} %: {takes}"
+    return ""
+
+
+def _searched(question: Question) -> list[Assumption]:
+    """Return which levels of ZeRO were searched where that depends on the machine."""
+    if question.pins.zero is not None or question.zeros == question.preset.zeros:
+        return []
+    value = f"ZeRO {' and '.join(map(str, question.zeros))}, as GPUs of a node reach each other over PCIe alone"
+    return [Assumption(name="search", value=value, option="--zero")]
 
 
 def _of_other_systems(question: Question) -> list[LeftOut]:

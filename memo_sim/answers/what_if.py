@@ -24,7 +24,9 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.summary import Summary
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.arena import Arena, arena_of
+from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
 from memo_sim.planning.layouts import cuts_sequences
+from memo_sim.planning.micro_batches import with_larger_micro_batches
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
@@ -84,6 +86,7 @@ class Outputs:
                 named.append(beside(self.plan, kind))
                 check_writable(named[-1])
         check_not_read(named, self.read)
+        self._check_beside()
         check_distinct(named)
         if self.picture is not None and self.picture.suffix not in FORMATS:
             raise UsageError("unknown picture format", got=str(self.picture), wanted=", ".join(FORMATS))
@@ -91,6 +94,16 @@ class Outputs:
             check_page(self.report)
         if self.plan is not None and self.plan.suffix != ".json":
             raise UsageError("a plan is a JSON file", got=str(self.plan), wanted="a name that ends in .json")
+
+    def _check_beside(self) -> None:
+        """Refuse a timeline that has the name of a file that the plan brings with it."""
+        if self.plan is None or self.timeline is None:
+            return
+        for kind in ("trace", "placement"):
+            if self.timeline.resolve() == beside(self.plan, kind).resolve():
+                hint = f"--trace with another name, such as {self.plan.stem}.perfetto.json"
+                got = f"--trace {self.timeline}"
+                raise UsageError(f"-o {self.plan} writes this file itself: the plan's {kind}", got=got, hint=hint)
 
 
 def beside(plan: Path, kind: str) -> Path:
@@ -129,7 +142,8 @@ def what_if(
     """Return the answer to ``question`` with its ``top`` plans; with a price, what tokens cost.
 
     They are the plans that an exhaustive evaluation would rank first. Where layouts have subsequences, this holds for
-    the first ``LEAST_EXACT`` plans only. With ``pareto`` the front covers the whole space, not only the plans that the
+    the first ``LEAST_EXACT`` plans only. Of larger micro-batches, those are known that may be the best
+    (``planning/micro_batches.py``). With ``pareto`` the front covers the whole space, not only the plans that the
     search evaluated; where alpha is open, it covers the eighths and the fastest alpha.
 
     Raises:
@@ -138,6 +152,7 @@ def what_if(
     """
     exact = LEAST_EXACT if cuts_sequences(question) else max(top, LEAST_EXACT)
     found = search(question, keep=exact, siblings=True, front=pareto, progress=progress)
+    found = with_larger_micro_batches(question, found)
     simulation, arena = _best_that_fits(question, found)
     best, beyond = found.best, list[str]()
     if exact < min(top, len(found.ranked)):
@@ -217,6 +232,7 @@ def _summary(
         price_per_device_hour=price_per_device_hour,
         ways_out=ways,
         searched=searched,
+        rivals=[*(one.prediction for one in found.ranked), *found.played],
     )
     length = about_length(question, found) if searched else []
     return msgspec.structs.replace(summary, assumptions=[*length, *summary.assumptions])
@@ -286,7 +302,16 @@ def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation
 
 
 def price(plan: Plan, question: Question, *, price_per_device_hour: float | None = None) -> Answer:
-    """Return the answer for an existing plan, played on the question's cluster as the only candidate."""
+    """Return the answer for an existing plan, played on the question's cluster as the only candidate.
+
+    Kernels that are not there, or that the question names, are replaced (``planning/kernels_elsewhere.py``).
+
+    Raises:
+        Infeasible: when the plan cannot be played there.
+    """
+    decisions, changes = kernels_elsewhere(question, plan.decisions)
+    question = replace(question, changes=changes)
+    plan = msgspec.structs.replace(plan, decisions=decisions)
     prediction = play(question, plan.decisions).prediction
     policy = Policy.of(plan.decisions)
     found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)

@@ -112,7 +112,7 @@ def compare_clusters(
     replace(outputs, read=tuple(file for each, *_ in all_asked for file in each.read)).check()
     prices = prices_of(options, [question.cluster.name for *_, question in all_asked])
     found = [ask(plan, question, options, price) for (_, plan, question), price in zip(all_asked, prices, strict=True)]
-    result = ranked(found, priced=None not in prices)
+    result = ranked(found, prices=prices)
     result.answers[0].write(replace(outputs, report=None))
     if outputs.report is not None:
         result.save_report(outputs.report, plan=outputs.plan)
@@ -154,12 +154,12 @@ def gpus_command(**options: Any) -> None:
     """
     from memo_sim.answers.what_if import Outputs
     from memo_sim.api import gpus_of
-    from memo_sim.contract.catalog import profile_path
+    from memo_sim.contract.catalog import model_file, profile_path
 
     kinds = gpu_kinds(options)
     names = names_in(options["cluster"]) if options["cluster"] else []
     profiles = (profile_path(name, kind.cluster) for name, kind in zip(names, kinds, strict=False))
-    read = (Path(options["model"]), *map(Path, names), *profiles)
+    read = (Path(model_file(options["model"])), *map(Path, names), *profiles)
     outputs = Outputs(plan=options["output"], report=options["report"], read=read)
     outputs.check()
     limits = Options(within=options["within"], most_gpus=options["most_gpus"], command=command_line("memo-sim"))

@@ -78,7 +78,7 @@ def list_clusters() -> list[str]:
 
 
 def load_model(name_or_path: str) -> Model:
-    """Return a model from a preset name, a ``memo.model/1`` file or a Hugging Face ``config.json``.
+    """Return a model from a preset name, a ``memo.model/1`` file, a Hugging Face ``config.json`` or its folder.
 
     Raises:
             UsageError: when the text is neither a preset nor a file.
@@ -88,6 +88,7 @@ def load_model(name_or_path: str) -> Model:
         return codec.read(DATA / "models" / f"{name_or_path}.json", Model)
     if not _is_file_name(name_or_path):
         _unknown("model", name_or_path, list_models(), "a memo.model/1 file or a Hugging Face config.json")
+    name_or_path = model_file(name_or_path)
     raw = codec.read_raw(name_or_path)
     if codec.schema_of(raw, where=name_or_path) is not None:
         return codec.decode(raw, Model, where=name_or_path)
@@ -100,6 +101,22 @@ def load_model(name_or_path: str) -> Model:
     return model_from_config(fields, where=name_or_path, name=encodable(name, "utf-8"))
 
 
+def model_file(name_or_path: str) -> str:
+    """Return the file that describes a model: of a checkpoint's folder its ``config.json``, else the text itself.
+
+    Raises:
+            BadInput: when the folder has none.
+    """
+    if name_or_path in list_models() or not os.path.isdir(name_or_path):
+        return name_or_path
+    inside = os.path.join(name_or_path, "config.json")
+    if not os.path.isfile(inside):
+        raise BadInput(
+            "no config.json in this folder", where=name_or_path, wanted="a checkpoint's folder, or the file of a model"
+        )
+    return inside
+
+
 def fields_not_read(name_or_path: str) -> tuple[str, ...]:
     """Return the fields of a Hugging Face ``config.json`` that memo ignores and that are about training or arithmetic.
 
@@ -110,6 +127,7 @@ def fields_not_read(name_or_path: str) -> tuple[str, ...]:
     """
     if name_or_path in list_models() or not _is_file_name(name_or_path):
         return ()
+    name_or_path = model_file(name_or_path)
     raw = codec.read_raw(name_or_path)
     if codec.schema_of(raw, where=name_or_path) is not None:
         return ()

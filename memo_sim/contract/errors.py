@@ -106,6 +106,8 @@ EXTRAS = {
     "distributed": "dask",
     "torch": "exec",
     "safetensors": "exec",
+    "greenlet": "tokenwise",
+    "transformers": "tokenwise",
 }
 """Optional packages, and the extra of ``memo`` that installs each."""
 

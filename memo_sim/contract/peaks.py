@@ -86,7 +86,7 @@ def exceeds(rate: float, peak: float | None) -> bool:
 
 def above_peak(hardware: Hardware) -> list[str]:
     """Return one text for each part of a profile with a higher rate than the chip can have."""
-    chip = f"a {hardware.generation or 'GPU'} chip"
+    chip = "a CPU" if hardware.device == "cpu" else f"a {hardware.generation or 'GPU'} chip"
     return [
         f"{name} has {_rate(rate, unit)}, and {_rate(peak, unit)} is the most that {chip} with these peaks can have"
         for name, rate, peak, unit in _rates(hardware)

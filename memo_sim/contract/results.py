@@ -20,3 +20,5 @@ class Results(
     ranked_by: Literal["price", "tokens per second"]
     """price: of a billion tokens, the lowest first. tokens per second: of the whole cluster, the highest first."""
     results: list[Result]
+    notes: list[str] = []
+    """Where the clusters are not compared on equal terms: other kernels or batches, prices that are missing."""

@@ -57,6 +57,8 @@ class Shortage(
     plan: str
     """Policy and layout of the asked run."""
     decisions: Decisions
+    changes: list[str] = []
+    """Kernels that are not those of the plan that was given, as this machine has no rates of them."""
     candidates: Positive
     """Plans that the question leaves open; 1: every knob is pinned."""
     memory: Literal["device", "host"]

@@ -59,7 +59,7 @@ class RowwiseRates:
                 raise Infeasible(
                     f"the profile has not measured {kernel}'s {work.kind}",
                     where=self._hardware,
-                    hint="calibrate on a machine where it is installed, or plan with kernels.rowwise torch",
+                    hint="calibrate on a machine where it is installed, or --rowwise torch",
                 )
             return self._time(f"rowwise.{kernel}.{work.kind}", curve, work.moved_bytes, outside)
         if work.kind == FUSED_LOSS and (found := self._fused.get(("triton", LOSS))):

@@ -70,6 +70,12 @@ class Read:
     assumed: tuple[str, ...] = ()
 
 
+def _nothing(decisions: Decisions, job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
+    """Return no files."""
+    del decisions, job, launch, header
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """One framework.
@@ -79,6 +85,7 @@ class Framework:
     - sayings: one for every path of ``plan_paths``.
     - jobs: the jobs that come nearest to a plan. With several, the fastest that fits is exported.
     - files: the names and texts of the files that run a job. ``header`` is to stand in each as a comment.
+    - beside: more files, for decisions that only memo's own code inside the framework can follow.
     - reads: whether a file is one of this framework's.
     - read: what its files say; the mapping has values for variables that the files leave open.
     """
@@ -91,4 +98,5 @@ class Framework:
     jobs: Callable[[Decisions], tuple[Job, ...]]
     files: Callable[[Job, Launch, tuple[str, ...]], dict[str, str]]
     reads: Callable[[Source], bool]
+    beside: Callable[[Decisions, Job, Launch, tuple[str, ...]], dict[str, str]] = _nothing
     read: Callable[[tuple[Source, ...], Mapping[str, str]], Read]

@@ -28,6 +28,7 @@ from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import hub_name
 
 ARGUMENTS = "sft.yaml"
+TOKENWISE, TOKENWISE_LAUNCH = "sft_tokenwise.py", "train_tokenwise.sh"
 
 _NO_TP = "it starts no tensor parallelism; context parallelism takes its ranks"
 SAYINGS = hugging_face_sayings(
@@ -48,6 +49,11 @@ SAYINGS = hugging_face_sayings(
             lost="moments are fp32 as the master weights, or all bf16; on the host, parameters and gradients wait there"
             " too, which memo does not price",
         ),
+        "decisions.swapped_tokens": exact(
+            "gradient_checkpointing_kwargs",
+            lost="it offloads the inputs of recomputed layers, all of them or none; of a plan that recomputes by token,"
+            f" {TOKENWISE_LAUNCH} has memo's own alpha, which is not priced here",
+        ),
         "decisions.zero_params": Saying("own", lost="FSDP2 keeps fp32 shards and casts them before every gather"),
         "decisions.loss": Saying(
             "own",
@@ -57,6 +63,36 @@ SAYINGS = hugging_face_sayings(
         "decisions.loss_chunk_tokens": Saying("own", lost="TRL fixes the tiles of its loss"),
     }
 )
+
+
+TOKENWISE_TEXT = '''"""trl sft whose decoder layers swap and recompute by token; its options are those of trl sft.
+
+{header}
+Needs memo[tokenwise]. Transformers' modules save more than memo's operators do, so host memory may be too small for the
+plan's alpha: ALPHA=0.3 bash train_tokenwise.sh takes another.
+"""
+
+import os
+import sys
+
+import memo_exec
+import trl
+from trl.scripts import sft
+
+ALPHA = float(os.environ.get("ALPHA", "{alpha}"))  # share of the tokens that is swapped; by default as in plan.json
+SFTTrainer = trl.SFTTrainer
+
+
+def tokenwise_trainer(*args, **named):
+    trainer = SFTTrainer(*args, **named)
+    memo_exec.tokenwise(trainer.model, alpha=ALPHA)
+    return trainer
+
+
+sys.argv += ["--gradient_checkpointing", "false", "--torch_compile", "false"]
+trl.SFTTrainer = tokenwise_trainer  # sft.main takes it by this name
+sft.main(*sft.make_parser().parse_args_and_config(fail_with_unknown_args=False))
+'''
 
 
 def jobs(decisions: Decisions) -> tuple[Job, ...]:
@@ -94,6 +130,21 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     }
 
 
+def beside(decisions: Decisions, job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
+    """Return a program that swaps tokens inside TRL, and its script, for a plan that recomputes by token.
+
+    The layers stay transformers'; ``memo_exec.tokenwise`` wraps them, in place of checkpointing.
+    """
+    if decisions.recompute != "tokenwise":
+        return {}
+    command = (*(TOKENWISE, "--config", ARGUMENTS, "--model_name_or_path", '"${MODEL}"', '"$@"'),)
+    before = model_variable(job)
+    return {
+        TOKENWISE: TOKENWISE_TEXT.format(header="\n".join(header), alpha=f"{decisions.alpha:.6g}"),
+        TOKENWISE_LAUNCH: launch.script(command, header=header, before=before, accelerate=ACCELERATE, inside=True),
+    }
+
+
 def reads(source: Source) -> bool:
     """Return whether a file is the arguments of TRL, or part of a job that it runs."""
     return kind_of(source) != "none"
@@ -112,6 +163,7 @@ FRAMEWORK = Framework(
     sayings=SAYINGS,
     jobs=jobs,
     files=files,
+    beside=beside,
     reads=reads,
     read=read,
 )

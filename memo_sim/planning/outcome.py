@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from memo_sim.contract.plan import Decisions, Prediction
@@ -64,10 +65,12 @@ class SearchResult:
     """Layouts that cannot be lowered, and the reasons."""
     passes: Passes | None = None
     """Passes lowered for lower bounds; a search of the same question with more memory reuses them."""
+    played: Collection[Prediction] = ()
+    """Every prediction that the search made on the way, those of other alphas included."""
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the passes, which are megabytes, and which such a search lowers again where there are none."""
-        return {**self.__dict__, "passes": None}
+        return {**self.__dict__, "passes": None, "played": ()}
 
     @property
     def best(self) -> Evaluated | None:

@@ -54,8 +54,12 @@ class Question(Chosen):
     pins: Pins = field(default_factory=Pins)
     batch_rule: str = ""
     """Why the batch is what it is, where the question did not name it (``default_batch.py``)."""
+    open_micro_batch: bool = False
+    """Whether larger micro-batches than ``micro_batch`` may be searched (``micro_batches.py``)."""
     not_read: tuple[str, ...] = ()
     """Fields of the model's file that memo does not read and that may change a step's time or memory."""
+    changes: tuple[str, ...] = ()
+    """What differs from the plan that was given, where one was (``kernels_elsewhere.py``)."""
     preset: System = field(init=False, repr=False)
     """The system that is called ``system``, looked up here and nowhere else."""
 
@@ -87,6 +91,7 @@ class Question(Chosen):
             streams=self._streams,
             zero_params=self._zero_params(layout),
             grad_sums=self.grad_sums,
+            expert_load=self.expert_load,
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,
@@ -101,6 +106,12 @@ class Question(Chosen):
     def overlap(self) -> Overlap:
         """What is pinned, or else the system's own."""
         return self.pins.overlap or self.preset.overlap
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """The system's levels of ZeRO on this machine, where several ranks hold the same parameters."""
+        over_pcie = self.hardware.peers_over_host_link and self.preset.zeros_over_pcie
+        return over_pcie or self.preset.zeros
 
     @property
     def memory_policy(self) -> MemoryPolicy:

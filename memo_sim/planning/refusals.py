@@ -52,13 +52,16 @@ def refusal(question: Question, refused: list[tuple[Infeasible, str]]) -> Infeas
     if len({error.what for error in errors}) == 1 and not blamed.intersection(("global_batch", *OF_THE_SEQUENCE)):
         return _as(NothingDivides, errors[0])
     hint = "the first reason says which number has to change"
+    what = "no layout divides this model and sequence"
     if blamed == {"global_batch"}:
         least = question.micro_batch * min(layout.dp for layout in layouts(question))
         hint = f"--global-batch {least}, or another multiple of micro-batch x dp"
+        small = question.global_batch < least
+        what = f"the batch is {'too small for' if small else 'not a multiple of micro-batch x'} dp"
     if by_length:
         hint = f"--seq-len {near}, or another multiple of {whole} tokens, divides any way"
     return NothingDivides(
-        "no layout divides this model and sequence",
+        what,
         where=f"{question.cluster.name}, {asked} tokens, global batch {question.global_batch}",
         got=_listed([text for _, text in refused]),
         wanted="degrees that divide heads (tp, ulysses, metp), tokens (cp, metp: 2 a rank), the global batch (dp)",

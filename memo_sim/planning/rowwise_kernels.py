@@ -46,13 +46,30 @@ class RowwiseChoice:
         )
         if alike not in self._known:
             try:
-                self._known[alike] = self._fastest(alike)
+                self._known[alike] = self.fastest(alike)
             except Infeasible:
                 return decisions
         kernels = msgspec.structs.replace(decisions.kernels, rowwise=self._known[alike])
         return msgspec.structs.replace(decisions, kernels=kernels)
 
-    def _fastest(self, decisions: Decisions) -> RowwiseKernel:
+    def has_rates(self, decisions: Decisions) -> bool:
+        """Return whether the profile has rates of a plan's own implementation; only fused kernels can lack them.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered.
+        """
+        kernel = decisions.kernels.rowwise
+        if kernel != "triton":
+            return True
+        curves = self._measured.get(kernel)
+        return curves is not None and all(work.kind in curves for work in _works(decisions))
+
+    def fastest(self, decisions: Decisions) -> RowwiseKernel:
+        """Return the implementation that takes the fewest seconds; torch wins a tie.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered.
+        """
         works = _works(decisions)
         seconds: dict[RowwiseKernel, float] = {"torch": self._seconds(works, "torch")}
         for kernel, curves in self._measured.items():

@@ -26,11 +26,12 @@ a little more memory, in which another plan just fits, may have a slower best pl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Literal
 
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.engine.simulate import Simulation, simulate
@@ -47,7 +48,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, candidates, last_resorts, policies, with_alpha
 from memo_sim.planning.subsequences import swap_each
 
-__all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search"]
+__all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search", "search_beside"]
 
 STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 """Policies that are not worth their copies when the same tensors can be kept on the device."""
@@ -107,6 +108,31 @@ def _with_last_resorts(
     return SearchResult(ranked, evaluated, pruned, first.refused, first.passes)
 
 
+def search_beside(
+    question: Question,
+    best: Evaluated,
+    tried: Mapping[Layout, Policy],
+    before: SearchResult,
+    *,
+    siblings: bool = False,
+) -> SearchResult:
+    """Return the plans that may be faster than ``best``, a plan of another question, in a search's result.
+
+    ``tried``: the policy to try, by layout; with ``siblings`` all policies are evaluated on these layouts. The result
+    has what was played on the way; it need not have a best plan. ``before``: a search whose lowered passes and played
+    plans are used again.
+    """
+    try:
+        found, _ = candidates(question)
+    except (Infeasible, UsageError):
+        return SearchResult([], 0, 0)
+    made = _Search(question, keep=1, front=False, prune=True, siblings=siblings, enough_s=None, passes=before.passes)
+    made.limit = None if siblings else best
+    made.known = {e.decisions: e.prediction for e in before.ranked}
+    beside = [one for one in found if siblings or one.policy == tried.get(one.base.layout)]
+    return made.run([one for one in beside if one.base.layout in tried], [], None)
+
+
 def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated | None:
     """Return the best plan of a question with more memory than the search ``before`` had.
 
@@ -115,6 +141,8 @@ def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated
     Raises:
         Infeasible: when no layout divides the model and the sequence.
     """
+    if before.best is not None:  # which may have a larger micro-batch than the question
+        question = replace(question, micro_batch=before.best.decisions.micro_batch)
     made = _Search(question, keep=1, front=False, prune=True, siblings=False, enough_s=None, passes=before.passes)
     made.limit = before.best
     found = made.run(*candidates(question), None).best
@@ -220,7 +248,9 @@ class _Search:
         self.ranked.sort(key=lambda e: e.rank_key)
         self.ranked[0] = self._with_refusals(self.ranked[0])
         left = len(pruned) - len(beside) + stood_for
-        return SearchResult(self.ranked, len(self.ranked), left, refused, self.bounds.passes)
+        return SearchResult(
+            self.ranked, len(self.ranked), left, refused, self.bounds.passes, played=self.known.values()
+        )
 
     def _limit_the_allocator(self) -> None:
         """Play plans that may then be the best under lower limits of PyTorch's allocator (``allocator_limits.py``)."""

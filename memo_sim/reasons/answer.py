@@ -6,6 +6,7 @@ Each private function returns the sentences about one topic; it returns none whe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -31,6 +32,7 @@ from memo_sim.program.layout.rank_order import ENDS, degree
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.reasons.attention import attention
+from memo_sim.reasons.experts import experts
 from memo_sim.reasons.metp import metp
 from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.reasons.subsequences import balance, heuristic, subsequences
@@ -97,26 +99,28 @@ def explain(
     """
     if simulation is None:
         return _nothing_fits(question, found, ways)
+    alike = _of_one_micro_batch(found)
     lines = [*_rounded(question, simulation), _binding(simulation), *attention(question, simulation.decisions)]
     lines += _own_loss(question, simulation.decisions)
-    lines += [*_recompute(found, simulation), _peak(simulation)]
+    lines += [*_recompute(alike, simulation), _peak(simulation)]
     lines += _rowwise(simulation)
     lines += _arena(simulation, arena) if arena else []
-    lines += [*_allocator(simulation), *_limited(found)]
+    lines += [*_allocator(simulation), *_limited(alike)]
     lines += [
         *_pipeline(simulation),
-        *subsequences(found, simulation),
-        *metp(question, found, simulation),
-        *balance(question, found),
-        *heuristic(question, found),
+        *subsequences(alike, simulation),
+        *metp(question, alike, simulation),
+        *balance(question, alike),
+        *heuristic(question, alike),
         *_sharding(question, simulation),
         *_overlap(question, simulation),
         *_ulysses(simulation),
         *_tp_chunks(simulation),
-        *_alpha(found),
-        *_partial_swap(found),
-        *_full_recompute(found, simulation),
-        *_fallback(question, found),
+        *experts(question, simulation),
+        *_alpha(alike),
+        *_partial_swap(alike),
+        *_full_recompute(alike, simulation),
+        *_fallback(question, alike),
         *runner_up(found),
         *allocator_decides(found, lambda decisions: play(question, decisions).prediction),
         *ties(found),
@@ -129,6 +133,14 @@ def explain(
         skipped = f"{counted(len(found.refused), 'layout')} cannot be played with this model, sequence and batch"
         lines.append(f"{skipped}; the first is {found.refused[0]}.")
     return lines
+
+
+def _of_one_micro_batch(found: SearchResult) -> SearchResult:
+    """Return the plans with the best plan's micro-batch: others say nothing about its alpha or policy."""
+    best = found.best
+    if best is None:
+        return found
+    return replace(found, ranked=[e for e in found.ranked if e.decisions.micro_batch == best.decisions.micro_batch])
 
 
 def extrapolations(simulation: Simulation) -> str:

@@ -25,7 +25,8 @@ def label(evaluated: Evaluated) -> str:
     """Return a short name of a plan: its activation policy and its layout."""
     decisions = evaluated.decisions
     alpha = f" at alpha {decisions.alpha:.3g}" if evaluated.policy.alpha not in (0, 1) else ""
-    return f"{evaluated.policy.label}{alpha} on {layout_label(decisions.layout)}"
+    size = f", micro-batch {decisions.micro_batch}" if decisions.micro_batch > 1 else ""
+    return f"{evaluated.policy.label}{alpha} on {layout_label(decisions.layout)}{size}"
 
 
 def runner_up(found: SearchResult) -> list[str]:

@@ -97,6 +97,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     # One unit for the whole table: GiB, or MiB for small models.
     unit, scale = ("GiB", GIB) if any(p.peak_device_bytes >= GIB for p in plans[:top]) else ("MiB", MIB)
     sure = any(p.interval for p in plans[:top])
+    several = len({p.micro_batch for p in plans[:top]}) > 1
     cached = any(p.memory_policy != "planned" for p in plans[:top])
     for rank, plan in enumerate(plans[:top], start=1):
         outside.update(plan.outside_calibration)
@@ -107,6 +108,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
                 f"{rank}{'*' if plan.outside_calibration else ' '}",
                 policy_of(plan),
                 layout_label(plan.layout),
+                *([str(plan.micro_batch)] if several else []),
                 _alpha(plan),
                 _recompute(plan),
                 None if plan.step_s is None else format_seconds(plan.step_s, digits),
@@ -123,6 +125,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
         "",
         "policy",
         "layout",
+        *(["micro-batch"] if several else []),
         "alpha",
         "recompute",
         "step",
@@ -133,7 +136,8 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
         *(["memory", f"reserved {unit}", "retries"] if cached else []),
         f"host {unit}/node",
     ]
-    table = text_table([*headers, "compute waits for"], rows, "rllrlr" + "r" * sure + "rrr" + "lrr" * cached + "rl")
+    kinds = "rll" + "r" * several + "rlr" + "r" * sure + "rrr" + "lrr" * cached + "rl"
+    table = text_table([*headers, "compute waits for"], rows, kinds)
     table += f"\n{MEMORY_COLUMNS.format(unit=unit)}"
     if outside:
         table += f"\n{BEYOND}: {', '.join(sorted(outside))}"

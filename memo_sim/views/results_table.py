@@ -11,13 +11,17 @@ from memo_sim.views.plan_table import layout_label
 from memo_sim.views.summary_text import not_read_lines
 from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
 
+TIMES = 2
+"""From this ratio on a factor is said, not a percentage."""
+
 
 def results_table(document: Results) -> str:
     """Return the verdict and a row for each cluster, in the document's order."""
     told = dict.fromkeys(text for result in document.results for text in result.warnings)
     table = text_table(*results_cells(document))
     ignored = not_read_lines(result.summary for result in document.results)
-    return "\n\n".join([*warning_lines(list(told)), results_verdict(document), table, *ignored])
+    notes = ["\n".join(map(one_line, document.notes))] if document.notes else []
+    return "\n\n".join([*warning_lines(list(told)), results_verdict(document), table, *ignored, *notes])
 
 
 def results_cells(document: Results) -> Cells:
@@ -25,8 +29,13 @@ def results_cells(document: Results) -> Cells:
     priced = document.ranked_by == "price"
     headers = ["", "cluster", "GPUs", "batch", "step", "tokens/s", "MFU %", "tokens/s/GPU", "GPU-h/B tokens"]
     headers += ["price/B tokens"] if priced else []
-    rows = [[str(rank), *_row(result, priced=priced)] for rank, result in enumerate(document.results, start=1)]
-    return [*headers, "plan"], rows, "rlrrrrrrr" + "r" * priced + "l"
+    kernels = len({f"{r.best.attention} {r.best.rowwise}" for r in document.results if r.best}) > 1
+    headers += ["kernels"] if kernels else []
+    rows = [
+        [str(rank), *_row(result, priced=priced, kernels=kernels)]
+        for rank, result in enumerate(document.results, start=1)
+    ]
+    return [*headers, "plan"], rows, "rlrrrrrrr" + "r" * priced + "l" * kernels + "l"
 
 
 def results_verdict(document: Results) -> str:
@@ -43,13 +52,19 @@ def results_verdict(document: Results) -> str:
         second, next_best = others[0]
         if document.ranked_by == "price":
             ahead = (next_best.price_per_billion_tokens or 0.0) / (best.price_per_billion_tokens or 1.0)
-            text += f"; a token costs {format_percent(ahead - 1, 0)} more on {one_line(second)}"
+            text += f"; a token costs {_more(ahead)}{' as much' if ahead >= TIMES else ''} on {one_line(second)}"
         else:
             ahead = _tokens_per_s(best) / _tokens_per_s(next_best)
-            text += f", {format_percent(ahead - 1, 0)} more tokens per second than {one_line(second)}"
+            than = "as many tokens per second as" if ahead >= TIMES else "tokens per second than"
+            text += f", {_more(ahead)} {than} {one_line(second)}"
         if _close(best, next_best, ahead):
             text += ". Their intervals overlap: measured, the order may be the other"
     return f"{text}."
+
+
+def _more(ratio: float) -> str:
+    """Return a ratio above 1 in words: ``20 % more``, or ``11.7 times`` from twice on."""
+    return f"{ratio:.3g} times" if ratio >= TIMES else f"{format_percent(ratio - 1, 0)} more"
 
 
 def _close(best: Summary, other: Summary, ahead: float) -> bool:
@@ -68,13 +83,13 @@ def _tokens_per_s(summary: Summary) -> float:
     return summary.tokens_per_step / (summary.step_s or 1.0)
 
 
-def _row(result: Result, *, priced: bool) -> list[str | None]:
+def _row(result: Result, *, priced: bool, kernels: bool) -> list[str | None]:
     summary, best = _fitting(result), result.best
     if summary is None or summary.step_s is None or best is None:
         short = result.summary.shortfall_bytes if result.summary else 0
         why = f"does not fit: short by {format_bytes(short)}" if short else "does not fit: " + " ".join(result.why[:1])
         devices = str(result.summary.devices) if result.summary else None
-        return [result.cluster, devices, None, None, None, None, None, None, *([None] if priced else []), why]
+        return [result.cluster, devices, None, None, None, None, None, None, *[None] * (priced + kernels), why]
     return [
         result.cluster,
         str(summary.devices),
@@ -85,5 +100,6 @@ def _row(result: Result, *, priced: bool) -> list[str | None]:
         number(summary.tokens_per_device_s),
         three_digits(summary.device_hours_per_billion_tokens),
         *([three_digits(summary.price_per_billion_tokens)] if priced else []),
+        *([f"{best.attention}, {best.rowwise}"] if kernels else []),
         f"{layout_label(best.layout)}; {best.system}",
     ]

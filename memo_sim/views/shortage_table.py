@@ -44,6 +44,8 @@ def shortage_text(found: Shortage, *, top: int = 3) -> str:
     blocks = [shortage_verdict(found), _filled(found), tensor_table(found.tensors[:SHOWN_TENSORS])]
     if not found.fits:
         blocks += _ways(found, top)
+    if found.changes:
+        blocks.append(one_line(f"Changed: {'; '.join(found.changes)}."))
     if found.not_read:
         blocks.append(one_line(f"Not read of the model's file: {', '.join(found.not_read)}."))
     return from_one("\n\n".join(blocks))

@@ -64,7 +64,8 @@ def test_several_clusters_are_ranked(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     done = memo_sim(*SEVERAL, "--price-per-gpu-hour", "a800=1,h100=90", "-o", plan)
     assert done.returncode == 0, done.stderr
-    first, _, headers, best, other = done.stdout.splitlines()
+    first, _, headers, best, other, _, kernels = done.stdout.splitlines()
+    assert kernels.startswith("Kernels differ, ")
     assert first.startswith("gpt-tiny, 4k tokens: a800-1x2 is the cheapest of 2 clusters; a token costs ")
     assert "price/B tokens" in headers
     assert (best.split()[:2], other.split()[:2]) == (["1", "a800-1x2"], ["2", "h100-1x2"])

@@ -229,6 +229,10 @@ def test_a_hugging_face_config_is_recognised_by_its_content(tmp_path: Path) -> N
     model = load_model(str(path))
     assert (model.name, model.family, model.hidden, model.max_positions) == ("model", "gpt", 64, 32)
     assert load_model(str(path.rename(path.with_name("config.json")))).name == "my-gpt2"
+    assert load_model(str(path.parent)) == load_model(str(path.with_name("config.json")))
+    (path.parent / "empty").mkdir()
+    with refused(BadInput, what="no config.json in this folder", where=str(path.parent / "empty")):
+        load_model(str(path.parent / "empty"))
 
 
 def test_a_file_that_is_neither(tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ def test_a_rate_above_the_peak_is_named(path: str, factor: float, named: str) ->
     assert "is the most that a Hopper chip with these peaks can have" in text
 
 
+def test_a_cpu_is_not_called_a_gpu() -> None:
+    fast = changed({"gemm.0.rows.0.3": 20.0})
+    (text,) = above_peak(msgspec.structs.replace(fast, device="cpu", generation=""))
+    assert "that a CPU with these peaks" in text
+
+
 def test_collectives_are_held_to_the_links_unless_switches_reduce() -> None:
     profile = load_hardware(H100)
     tables = {table.kind: number for number, table in enumerate(profile.collectives)}

@@ -15,6 +15,7 @@ from memo_exec.commands.run import RunOptions, run
 from memo_exec.machine import program_checks
 from memo_sim.contract import codec
 from memo_sim.contract.errors import MemoError
+from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.program import Program
@@ -147,6 +148,17 @@ def test_doctor_counts_stages_from_one(tmp_path: Path) -> None:
     text, code = plan_report(write_plan(tmp_path / "plan.json", decisions))
     assert code == 0
     assert {"program stage 1", "program stage 2"} <= {line.split("  ")[0] for line in text.splitlines()}
+
+
+def test_doctor_says_which_stage_the_placement_file_is_of(tmp_path: Path) -> None:
+    whole = msgspec.structs.replace(decisions_of(Layout(pp=2)), memory_policy="planned")
+    path = write_plan(tmp_path / "plan.json", whole)
+    text, code = plan_report(path)
+    assert code == 0
+    lines = [line.split("ok: ")[1] for line in text.splitlines() if line.startswith("placement")]
+    placement = codec.read(path.with_name("plan.placement.json"), Placement)
+    assert lines[0].startswith(f"stage 1 (in the file): {len(placement.ids)} buffers in an arena of ")
+    assert lines[1].startswith("stage 2 (made from it): ")
 
 
 def test_doctor_goes_on_after_a_check_that_fails(tmp_path: Path) -> None:

@@ -151,3 +151,36 @@ class TestKinds:
     def test_what_is_no_kind_is_refused(self) -> None:
         with refused(UsageError, got="'h101'", wanted="h100"):
             load_gpu_kind("h101")
+
+
+def swapping() -> tuple[GpuKind, Question]:
+    """Layers enough that some are swapped: the last two never are."""
+    kind, question = ask("h100", device_gib=80, pins=Pins(recompute="none", alpha=1.0))
+    return kind, replace(question, model=msgspec.structs.replace(SHALLOW, layers=4))
+
+
+def test_a_part_of_a_node_has_that_part_of_its_host_memory() -> None:
+    document = gpus([swapping()], most_devices=2).document
+    assert any("that part of the node's host memory" in line for line in document.why)
+    node = load_gpu_kind("h100").hardware.host_memory_bytes.value
+    for size in document.sizes:
+        memory = size.summary.host_memory
+        assert memory.capacity_bytes == int(node * size.summary.devices / 8)
+        told = next(each.value for each in size.summary.assumptions if each.name == "host memory")
+        assert f"{size.summary.devices} of 8 parts of a node's" in told
+
+
+def test_host_memory_that_is_given_counts() -> None:
+    kind, question = swapping()
+    cluster, hardware = with_memory(question.cluster, question.hardware, device_bytes=None, host_bytes=GIB)
+    found = gpus([(kind, replace(question, cluster=cluster, hardware=hardware))], most_devices=1).document
+    assert found.chosen is None
+    assert "host" in found.tried[0].reason
+    assert not any("No price" in line for line in found.why)
+
+
+def test_a_price_that_is_missing_is_named() -> None:
+    document = gpus(
+        [ask("a800", device_gib=80), ask("h100", device_gib=80)], prices=[1.0, None], most_devices=1
+    ).document
+    assert any(line.startswith("No price of h100, ") for line in document.why)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -32,7 +34,7 @@ def ask(asked: Question, price: float | None = None) -> Result:
 
 def compare(*prices: float | None) -> Results:
     results = [ask(question(name), price) for name, price in zip(NAMES, prices, strict=True)]
-    return several_clusters(results, priced=None not in prices)
+    return several_clusters(results, prices=prices)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +62,28 @@ def test_with_prices_the_cheapest_token_comes_first_unless_one_has_none() -> Non
     assert prices == sorted(prices)
     assert found.results[0].cluster == "a800-1x4"
     assert "cheapest of 3 clusters; a token costs" in results_table(found)
-    assert compare(0.01, None, 5.0).ranked_by == "tokens per second"
+    assert " times as much on " in results_table(found), "a token costs many times as much, not percents more"
+    partly = compare(0.01, None, 5.0)
+    assert partly.ranked_by == "tokens per second"
+    assert partly.notes[0].startswith(f"No price of {NAMES[1]}, so prices are not compared")
 
 
 def test_what_does_not_fit_comes_last_and_has_no_speed() -> None:
     small = ask(question("a800-1x4", 1))
-    found = several_clusters([small, ask(question("h100-1x4"))], priced=False)
+    found = several_clusters([small, ask(question("h100-1x4"))], prices=[None, None])
     assert [result.cluster for result in found.results] == ["h100-1x4", "a800-1x4"]
     assert "does not fit: short by" in results_table(found).splitlines()[-1]
-    none = several_clusters([small], priced=False)
+    none = several_clusters([small], prices=[None])
     assert "no plan fits on any of 1 cluster" in results_table(none)
+
+
+def test_kernels_and_batches_that_differ_are_named(unpriced: Results) -> None:
+    text = results_table(unpriced)
+    assert "kernels" in text.splitlines()[2]
+    (kernels,) = unpriced.notes
+    assert kernels.startswith("Kernels differ")
+    assert "h100-1x4: flash3 and triton" in kernels
+    assert "--rowwise torch" in kernels
+    alone = [ask(replace(question(name), global_batch=count)) for name, count in (("a800-1x4", 4), ("a800-1x8", 8))]
+    (batches,) = several_clusters(alone, prices=[None, None]).notes
+    assert batches == "Sequences of a step differ: a800-1x4: 4, a800-1x8: 8. --global-batch 8 makes them equal."

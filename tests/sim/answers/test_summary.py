@@ -7,12 +7,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from memo_sim.answers.summary import left_out
-from memo_sim.answers.what_if import plan_of, price, what_if
+from memo_sim.answers.summary import left_out, summary_of
+from memo_sim.answers.what_if import Outputs, plan_of, price, what_if
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import UsageError
 from memo_sim.contract.result import Result
-from memo_sim.planning.question import Pins, Question
+from memo_sim.contract.units import GIB
+from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.views.summary_text import summary_lines
 from tests.sim.planning.test_search import question
 
@@ -154,3 +156,51 @@ def test_memory_that_the_allocators_model_cannot_tell_is_said(asked) -> None:
     assert "--safety-gib" in summary_lines(msgspec.structs.replace(found, device_memory=scarce))[0]
     exact = msgspec.structs.replace(scarce, peak="arena")
     assert "--safety-gib" not in summary_lines(msgspec.structs.replace(found, device_memory=exact))[0]
+
+
+def _host_memory(summary) -> str | None:
+    return next((each.value for each in summary.assumptions if each.name == "host memory"), None)
+
+
+def test_host_memory_that_the_plan_needs_is_assumed_with_its_source(asked) -> None:
+    assert _host_memory(what_if(asked).result.summary) is None
+    model, pins = msgspec.structs.replace(asked.model, layers=4), Pins(recompute="none", alpha=1.0)
+    swapping = replace(asked, model=model, pins=pins, system="any")
+    words = what_if(replace(swapping, pins=Pins(recompute="tokenwise", alpha=1.0))).result.summary.plan
+    assert "all activations are swapped" in words
+    assert "rest" not in words
+    assert _host_memory(what_if(swapping).result.summary) == "1862.65 GiB a node, from the profile"
+    part, hardware = load_cluster("a800-1x4")
+    told = _host_memory(what_if(replace(swapping, cluster=part)).result.summary)
+    assert told == "1862.65 GiB a node, from the profile; all of a node of 8 GPUs, of which others may use a part"
+    given, hardware = with_memory(part, hardware, device_bytes=None, host_bytes=200 * GIB)
+    answer = what_if(replace(swapping, cluster=given))
+    assert _host_memory(answer.result.summary) == "200.00 GiB a node, as given"
+    prediction = answer.best_simulation.prediction
+    less = msgspec.structs.replace(prediction, step_s=1.02 * prediction.step_s, peak_host_bytes_per_node=GIB)
+    far = msgspec.structs.replace(less, step_s=1.1 * prediction.step_s)
+    for rivals, said in (([less, far], True), ([far], False)):
+        text = _host_memory(
+            summary_of(replace(swapping, cluster=given), answer.best_simulation, prediction, rivals=rivals)
+        )
+        assert (text.count("of it buy 2.0 %: --host-memory-gib 1 takes ") == 1) == said
+
+
+def test_operators_that_run_in_torch_beside_fused_ones_are_named() -> None:
+    tiny = msgspec.structs.replace(load_model("llama-tiny"), qk_norm=True)
+    asked = Question(tiny, *load_cluster("h100-1x1"), seq_tokens=8192, pins=Pins(rowwise="triton"))
+    for model, said in ((tiny, True), (load_model("llama-tiny"), False)):
+        summary = what_if(replace(asked, model=model)).result.summary
+        kernels = next(each.value for each in summary.assumptions if each.name == "other kernels")
+        assert kernels.endswith("(qk_norm: torch operators)") == said
+    free = replace(asked, pins=Pins())
+    assert "--compile" in {one.option for one in left_out(free)}
+    assert "--compile" not in {one.option for each in (asked, replace(free, system="memo")) for one in left_out(each)}
+
+
+def test_a_timeline_with_the_name_of_the_plans_trace_is_refused(tmp_path) -> None:
+    for name in ("trace", "placement"):
+        outputs = Outputs(plan=tmp_path / "pp.json", timeline=tmp_path / f"pp.{name}.json")
+        with pytest.raises(UsageError, match=f"pp.json writes this file itself: the plan's {name}"):
+            outputs.check()
+    Outputs(plan=tmp_path / "pp.json", timeline=tmp_path / "pp.perfetto.json").check()

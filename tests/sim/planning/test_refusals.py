@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memo_sim.answers.longest import longest
@@ -38,6 +40,9 @@ def test_numbers_that_no_layout_divides_are_named() -> None:
     batch = refused(ask("gpt-7b", 1 << 16, dp=8))
     assert isinstance(batch, NothingDivides)
     assert "--global-batch 8" in str(batch.hint)
+    assert batch.what == "the batch is too small for dp"
+    uneven = refused(replace(ask("gpt-7b", 1 << 16, dp=8), global_batch=12))
+    assert uneven.what == "the batch is not a multiple of micro-batch x dp"
 
 
 def test_knobs_that_a_bidirectional_model_excludes_are_named() -> None:

@@ -129,7 +129,7 @@ def test_unmeasured_fused_kernels_have_no_price() -> None:
     asked = question(None)
     (first, *_), _ = candidates(asked)
     fused = msgspec.structs.replace(first.base, kernels=Kernels(attention="flash2", rowwise="triton"))
-    with refused(Infeasible, what="triton", where="a800-sxm4-80gb", hint="kernels.rowwise"):
+    with refused(Infeasible, what="triton", where="a800-sxm4-80gb", hint="--rowwise torch"):
         play(asked, fused)
 
 

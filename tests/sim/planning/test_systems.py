@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memo_sim.answers.summary import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
@@ -406,3 +407,12 @@ def test_whose_sharding_follows_from_the_system_and_the_year(system: str, year: 
     assert {(base.sharding, base.kernels.adamw) for base in pinned} == {("memo", "foreach")}
     planned = [each.base for each in candidates(ask(system, dp=8, memory_policy="caching"))[0]]
     assert {base.sharding for base in planned} == {"memo"}
+
+
+@pytest.mark.parametrize(("cluster", "zeros"), [("h100-1x8", {0, 1}), ("rtx4090-1x8", {0, 1, 3})])
+def test_zero_3_is_searched_where_there_is_no_nvlink(cluster: str, zeros: set[int]) -> None:
+    asked = Question(load_model("gpt-tiny"), *load_cluster(cluster), seq_tokens=8192)
+    assert {layout.zero for layout in layouts(asked)} == zeros
+    assert ("zero 3" in " ".join(one.what for one in left_out(asked))) == (3 not in zeros)
+    pinned = replace(asked, pins=Pins(zero=1))
+    assert {layout.zero for layout in layouts(pinned)} == {1}

@@ -1,0 +1,50 @@
+"""Larger micro-batches: searched where they are open and sequences are short, on the fastest layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memo_sim.answers.named_values import question_of
+from memo_sim.answers.summary import left_out
+from memo_sim.planning.micro_batches import MOST_SEQUENCE_TOKENS, are_searched, with_larger_micro_batches
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import search
+
+ASKED = {"model": "llama-tiny", "cluster": "h100-1x2", "seq_len": "1k", "global_batch": 32}
+
+
+@pytest.fixture(scope="module")
+def question() -> Question:
+    return question_of(ASKED)
+
+
+def test_the_best_micro_batch_is_found(question: Question) -> None:
+    found = with_larger_micro_batches(question, search(question, siblings=True))
+    assert found.best is not None
+    steps = {size: search(replace(question, micro_batch=size)).best for size in (1, 2, 4, 8)}
+    quickest = min((one.prediction.step_s or 0.0, size) for size, one in steps.items() if one is not None)
+    assert (found.best.prediction.step_s, found.best.decisions.micro_batch) == quickest
+    assert quickest[1] > 1
+    assert found.evaluated == len(found.ranked) == len({one.decisions for one in found.ranked})
+    of_best = {one.policy for one in found.ranked if one.decisions.micro_batch == quickest[1]}
+    assert len(of_best) > 2, "the explanation knows the other policies"
+
+
+def test_a_given_micro_batch_and_long_sequences_stay(question: Question) -> None:
+    assert are_searched(question)
+    given = question_of({**ASKED, "micro_batch": 1})
+    alone = search(given)
+    assert with_larger_micro_batches(given, alone) is alone
+    for changed in ({"seq_tokens": 2 * MOST_SEQUENCE_TOKENS}, {"global_batch": 1}, {"system": "megatron-core"}):
+        assert not are_searched(replace(question, **changed))
+
+
+def test_the_answer_names_what_was_not_tried(question: Question) -> None:
+    def named(asked: Question) -> str:
+        return "; ".join(one.what for one in left_out(asked) if one.option == "--micro-batch")
+
+    assert "up to 8" in named(question)
+    assert named(replace(question, seq_tokens=2 * MOST_SEQUENCE_TOKENS)) == "micro-batches above 1"
+    assert named(question_of({**ASKED, "micro_batch": 1})) == ""
