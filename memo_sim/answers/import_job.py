@@ -29,6 +29,7 @@ from memo_sim.interchange.frameworks import find_framework, framework_of
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.memory_fraction import limit_gib, settings_of
 from memo_sim.interchange.model_names import preset_of_shape
+from memo_sim.interchange.unsaid import unsaid
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 
@@ -186,7 +187,7 @@ def import_job(
     )
     _check_bounds(document)
     if machine is None:
-        return document
+        return msgspec.structs.replace(document, assumed=[*read.assumed, *unsaid(read, of.sayings)])
     cluster, hardware = machine
     decisions, assumed = decisions_of(job, cluster, hardware, of.system, read.memory_fraction)
     question = job.question(cluster, hardware, of.system)
@@ -207,7 +208,11 @@ def import_job(
     memory = device_memory(played, played.prediction, planned_arena=False)
     better = _better(job, kept, of.system, machine, progress) if search else []
     return msgspec.structs.replace(
-        document, job=own, memory=memory, better=better, assumed=[*document.assumed, *assumed]
+        document,
+        job=own,
+        memory=memory,
+        better=better,
+        assumed=[*document.assumed, *unsaid(read, of.sayings, decisions), *assumed],
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.summary import Assumption
-from memo_sim.contract.units import counted, format_tokens
+from memo_sim.contract.units import counted, format_percent, format_tokens
 from memo_sim.planning.outcome import SearchResult
 from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import OF_THE_SEQUENCE, tokens_that_divide
@@ -33,7 +33,7 @@ def about_length(question: Question, found: SearchResult) -> list[Assumption]:
     text += f"; {near} tokens ({format_tokens(near)}: {changed}) divide over all"
     gain = _gain(replace(question, seq_tokens=near), best.prediction.tgs)
     if gain is not None:
-        speed = f"{100 * gain:.1f} % more" if gain > LEAST_GAIN else "no more"
+        speed = f"{format_percent(gain)} more" if gain > LEAST_GAIN else "no more"
         text += f", with {speed} tokens per GPU and second"
     return [Assumption(name="length", value=text, option=f"--seq-len {near}")]
 
