@@ -21,12 +21,17 @@ LEAST_GAIN = 0.005
 
 
 def about_length(question: Question, found: SearchResult) -> list[Assumption]:
-    """Return what the length of a question with a plan costs; empty where every layout divides it."""
+    """Return what the length of a question with a plan costs.
+
+    Empty where every layout divides it, and where the model has no positions for the nearest length.
+    """
     best, whole = found.best, tokens_that_divide(question)
     left = sum(any(where in reason for where in OF_THE_SEQUENCE) for reason in found.refused)
     if best is None or best.prediction.tgs is None or not left or question.seq_tokens % whole == 0:
         return []
     near = max(whole, round(question.seq_tokens / whole) * whole)
+    if question.model.learned_positions and near > question.model.max_positions:
+        return []
     more = near - question.seq_tokens
     text = f"{question.seq_tokens} tokens do not divide over {counted(left, 'layout')}"
     changed = f"{more} more, as padding" if more > 0 else f"{-more} fewer"
