@@ -281,10 +281,10 @@ def _why(found: Sequence[_Scan], within_s: float | None) -> list[str]:
     lines = [
         f"Every number of GPUs is asked for a step of {batch}; --global-batch asks for another batch.",
         "Numbers are 1, 2, 4 ... a node, then nodes, doubling. Each row is the best plan of its number.",
-        "From the smallest that fits, GPUs were doubled while GPU-hours fell; after that they are taken to rise.",
+        "From the smallest that fits, GPUs were doubled while GPU-hours fell; after that memo assumes that they rise.",
     ]
     if any(tried.devices < scan.kind.per_node for scan in found for tried in scan.tried):
-        lines.append("A part of a node is taken to have that part of the node's host memory.")
+        lines.append("A part of a node is assumed to have that part of the node's host memory.")
     for scan in found:
         name = scan.kind.name
         if not scan.answers:
