@@ -34,6 +34,7 @@ from memo_sim.planning.subsequences import PartPrices, hide, part_prices, swap_e
 from memo_sim.program.layout.compatibility import (
     MODULES_ARE_RECOMPUTED,
     NORMS_KEPT_UNDER_FULL_RECOMPUTE,
+    SAVED_BY_MODULES,
     check_compatible,
 )
 from memo_sim.program.layout.partition import partition
@@ -157,8 +158,6 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
                 continue
             try:
                 whole = _with_policy(question, complete, policy)
-                if MODULES_ARE_RECOMPUTED.breaks(whole):
-                    raise MODULES_ARE_RECOMPUTED.refusal(whole)
                 cut = blocks.cut(question, whole, policy, chosen)
                 if cut is None:
                     continue
@@ -189,7 +188,8 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
 
 def _base(question: Question, layout: Layout) -> Decisions:
     norms, overlap = question.pins.keep_norms and layout.metp > 1, _overlap(question, layout)
-    return msgspec.structs.replace(question.decisions(layout), keep_norms=norms, overlap=overlap)
+    # A base keeps everything, and whose modules do that is the policy's to say.
+    return msgspec.structs.replace(question.decisions(layout), keep_norms=norms, overlap=overlap, modules="auto")
 
 
 def _check_not_too_many(question: Question, found: int) -> None:
@@ -204,14 +204,22 @@ def _check_not_too_many(question: Question, found: int) -> None:
 
 
 def _with_policy(question: Question, decisions: Decisions, policy: Policy) -> Decisions:
-    """Return the plan with the policy's alpha, and with the ways of full recompute that are pinned or the system's."""
-    return msgspec.structs.replace(
+    """Return the plan with the policy's alpha, and with the ways of full recompute that are pinned or the system's.
+
+    Raises:
+        Infeasible: when memo does not know what the modules save there.
+    """
+    found = msgspec.structs.replace(
         with_alpha(decisions, policy.recompute, policy.alpha or 0.0),
         recompute_layers=policy.layers,
         modules=question.modules_of(policy.recompute),
         early_stop=question.early_stop(policy.recompute, policy.layers),
         rounding_buffers=question.rounding_buffers(policy.recompute, policy.layers),
     )
+    for rule in (MODULES_ARE_RECOMPUTED, *SAVED_BY_MODULES):
+        if rule.breaks(found):
+            raise rule.refusal(found)
+    return found
 
 
 def _offloaded(

@@ -14,6 +14,7 @@ from typing import Protocol
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import TemplateBuilder
+from memo_sim.program.layers import huggingface
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.metp import MetpLayer, metp_tensors
 from memo_sim.program.layout.parameters import Block
@@ -60,6 +61,7 @@ class LayerKind:
 
 LAYER_KINDS = [
     LayerKind("transformer", lambda _: True, LayerWriter),
+    LayerKind("huggingface", huggingface.applies, huggingface.HuggingFaceLayer, huggingface.module_tensors),
     LayerKind("metp", lambda decisions: decisions.layout.metp > 1, MetpLayer, metp_tensors),
 ]
 """A plan's kind is the last one that applies."""
