@@ -28,6 +28,7 @@ from memo_sim.contract.knobs import (
     Fraction,
     Knob,
     LayerChoice,
+    Load,
     Numbers,
     OneOf,
     RowwiseKernel,
@@ -159,6 +160,8 @@ def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
             attributes["metavar"] = "N,N,..."
         case LayerChoice():
             attributes["metavar"] = "all|every-N|first-K|groups-N"
+        case Load():
+            attributes["metavar"] = "balanced|zipf-S"
         case Switch():
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():

@@ -49,6 +49,7 @@ from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import counted
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.expert_load import nearest_load
 from memo_sim.program.lower import lower
 from memo_sim.views.busy import busy_by
 
@@ -221,11 +222,8 @@ def run(
             raise KeyboardInterrupt
         if options.save is not None and not training.stopped_by:
             _save_weights(training, options.save, note)
-        if interpreter.below is not None:
-            note(interpreter.below.report().line())
-        if options.debug:
-            steps = counted(len(training.records), "step")
-            note(f"debug: {steps} without a fault; the times include the checks, so do not compare them")
+        for text in _remarks(training, debug=options.debug):
+            note(text)
         return _outcome(training, machine, plan_path, predicted)
 
 
@@ -471,6 +469,30 @@ def _signals(training: Training, note: Callable[[str], None]) -> Iterator[None]:
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
+
+
+def _remarks(training: Training, *, debug: bool) -> Iterator[str]:
+    """Yield what a run says when its last step has been played."""
+    interpreter = training.interpreter
+    if interpreter.below is not None:
+        yield interpreter.below.report().line()
+    if interpreter.decisions.model.mixture is not None:
+        yield load_of_experts(interpreter)
+    if debug:
+        steps = counted(len(training.records), "step")
+        yield f"debug: {steps} without a fault; the times include the checks, so do not compare them"
+
+
+def load_of_experts(interpreter: Interpreter) -> str:
+    """Return how uneven the load of this rank's experts was, and the option that prices it."""
+    experts, loads = interpreter.decisions.model.mixture, interpreter.context.loads.tolist()
+    assert experts is not None
+    fullest = loads[0] * experts.count / sum(loads)
+    near, planned = nearest_load(experts, loads), interpreter.decisions.expert_load
+    asked = "as planned" if near == planned else f"planned as {planned}; --expert-load {near} prices it"
+    whose = " of the first rank" if interpreter.decisions.layout.replicas > 1 else ""
+    text = f"experts: a layer's fullest got {fullest:.2f} times the mean of its rows{whose}, nearest to {near}"
+    return f"{text} ({asked})"
 
 
 def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: Trace | None) -> Outcome:

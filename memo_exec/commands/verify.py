@@ -129,7 +129,7 @@ def full_size_checks(decisions: Decisions) -> list[CheckResult]:
     short = min(decisions.model.layers, CHECKED_LAYERS * runs)
     smaller = msgspec.structs.replace(
         fewer,
-        model=msgspec.structs.replace(decisions.model, layers=short),
+        model=decisions.model.of_layers([decisions.model.layer(number) for number in range(short)]),
         layout=msgspec.structs.replace(layout, pp_layers=()),
     )
     batches = f"{few} of {counted(decisions.micro_batches, 'micro-batch', 'es')}"

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from memo_exec.distributed.mesh import MeshCoordinates
-from memo_exec.distributed.shards import Stretch, divided_elements, optimizer_of, own_runs
+from memo_exec.distributed.shards import Part, Stretch, divided_elements, optimizer_of, own_runs
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Family, Instruction, Operand, Template
 from memo_sim.program.ir.kinds import FamilyKind, TemplateKind
 from memo_sim.program.ir.program import Program
@@ -82,7 +81,7 @@ def _own_template(
 ) -> Template:
     if template.kind not in _ON_SHARDS or template.block is None:
         return template
-    block = _Block(optimizer_of(decisions, template.block, mesh), template, families, decisions, mesh)
+    block = _Block(Part(template.block, template.layer_kind or 0), template, families, decisions, mesh)
     return replace(template, instructions=tuple(block.own(i) for i in template.instructions))
 
 
@@ -91,14 +90,15 @@ class _Block:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        part: Part,
         template: Template,
         families: Mapping[str, Family],
         decisions: Decisions,
         mesh: MeshCoordinates,
     ) -> None:
-        self.optimizer, self.template, self.families, self.mesh = optimizer, template, families, mesh
-        self.divided = divided_elements(decisions, optimizer.kind, mesh)
+        self.optimizer = optimizer = optimizer_of(decisions, part, mesh)
+        self.template, self.families, self.mesh = template, families, mesh
+        self.divided = divided_elements(decisions, part, mesh)
         found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, mesh), strict=True))
         self.runs: dict[str, Stretch] = found
 

@@ -22,6 +22,7 @@ from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block
 from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.layout.stage_layers import layers_by_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +54,56 @@ class Strip:
     whole_first: int
 
 
-def block_of(model: Model, degree: int, kind: BlockKind, mesh: MeshCoordinates) -> Block:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the model whose parameters lie in one block: the embedding, the head, or a layer of one kind."""
+
+    kind: BlockKind
+    layers: int = 0
+    """The number of the layers' kind (``Model.layer_kinds``)."""
+
+
+def parts_of(decisions: Decisions, mesh: MeshCoordinates) -> list[tuple[Part, str, tuple[str, ...]]]:
+    """Return the parts on this rank's stage, with the end of their families' names, and the names of their blocks.
+
+    The blocks stand in the order of the families' buffers: ``layer.0``, ``layer.2`` ...
+    """
+    stage = stages_of(decisions)[mesh.at("pp")]
+    embed, head = ((Part(kind), str(kind), (str(kind),)) for kind in (BlockKind.EMBED, BlockKind.HEAD))
+    layers = [
+        (
+            Part(BlockKind.LAYER, each.number or 0),
+            each.block,
+            tuple(f"layer.{stage.layers[layer]}" for layer in each.layers),
+        )
+        for each in layers_by_kind(decisions.model, stage)
+    ]
+    return [embed, *layers, head]
+
+
+def block_of(model: Model, degree: int, part: Part, mesh: MeshCoordinates) -> Block:
     """Return a block's parameters, divided by ``degree``.
 
     The embedding of a later pipeline stage (a copy of a tied one) has no learned positions.
     """
-    if kind is BlockKind.EMBED:
+    if part.kind is BlockKind.EMBED:
         return embed_block(model, degree, positions=mesh.at("pp") == 0)
-    return layer_block(model, degree) if kind is BlockKind.LAYER else head_block(model, degree)
+    if part.kind is BlockKind.HEAD:
+        return head_block(model, degree)
+    return layer_block(model, degree, model.layer_shapes[part.layers])
 
 
-def _own_block(decisions: Decisions, kind: BlockKind, mesh: MeshCoordinates) -> Block:
+def _own_block(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> Block:
     """Return the parameters of one rank's block. METP divides only those of layers."""
     layout = decisions.layout
-    return block_of(decisions.model, layout.divided if kind is BlockKind.LAYER else layout.tp, kind, mesh)
+    return block_of(decisions.model, layout.divided if part.kind is BlockKind.LAYER else layout.tp, part, mesh)
 
 
-def whole_block(model: Model, kind: BlockKind) -> Block:
-    """Return a block with whole parameters, as a single process has it."""
-    return {BlockKind.EMBED: embed_block, BlockKind.LAYER: layer_block, BlockKind.HEAD: head_block}[kind](model, 1)
+def whole_block(model: Model, kind: BlockKind, layer: int = 0) -> Block:
+    """Return a block with whole parameters, as a single process has it; ``layer``: the layer whose block it is."""
+    if kind is BlockKind.LAYER:
+        return layer_block(model, 1, model.layer(layer))
+    return {BlockKind.EMBED: embed_block, BlockKind.HEAD: head_block}[kind](model, 1)
 
 
 def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
@@ -79,20 +111,20 @@ def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
     return stages_of(decisions)[mesh.at("pp")].layers
 
 
-def optimizer_of(decisions: Decisions, kind: BlockKind, mesh: MeshCoordinates) -> Optimizer:
+def optimizer_of(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> Optimizer:
     """Return the ``Optimizer`` of a block, which says how its states are divided."""
-    count = len(layers_of(decisions, mesh)) if kind is BlockKind.LAYER else 1
-    return Optimizer(decisions, _own_block(decisions, kind, mesh), kind, count)
+    count = len(layers_of(decisions, mesh)) if part.kind is BlockKind.LAYER else 1
+    return Optimizer(decisions, _own_block(decisions, part, mesh), part.kind, count)
 
 
-def divided_elements(decisions: Decisions, kind: BlockKind, mesh: MeshCoordinates) -> int:
+def divided_elements(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> int:
     """Return how many leading elements of a block belong to parameters that tensor parallelism or METP divides.
 
     Raises:
         ValueError: when a divided parameter comes after one that every rank holds whole.
     """
     count = 0
-    for own, whole in _paired(decisions, kind, mesh):
+    for own, whole in _paired(decisions, part, mesh):
         if own.shape != whole.shape:
             if own.first != count:
                 raise ValueError(f"{own.name} is divided, but comes after parameters that every rank holds whole")
@@ -100,14 +132,14 @@ def divided_elements(decisions: Decisions, kind: BlockKind, mesh: MeshCoordinate
     return count
 
 
-def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: BlockKind) -> list[Stretch]:
+def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Part) -> list[Stretch]:
     """Return the elements of a block that the buffer of ``state`` holds on this rank.
 
     ``state`` is params, grads, master, moment1, ... Two kinds of buffers have the size of the whole block, but only
     this rank's share of them is valid: gradients that are reduced into shares, and parameters that the next step
     gathers.
     """
-    optimizer = optimizer_of(decisions, kind, mesh)
+    optimizer = optimizer_of(decisions, part, mesh)
     in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
     whole = state == "params" and in_place and not optimizer.gathered_late
     if optimizer.shards == 1 or whole:
@@ -129,22 +161,22 @@ def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
     return found
 
 
-def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: BlockKind) -> list[Shard]:
+def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Part) -> list[Shard]:
     """Return the shards (rectangles) of a block's parameters in a rank's buffer of ``state``."""
-    model, part = decisions.model, mesh.at(decisions.layout.weights_group)
+    model, rank = decisions.model, mesh.at(decisions.layout.weights_group)
     found: list[Shard] = []
-    for stretch in stretches(decisions, mesh, state, kind):
-        for own, whole in _paired(decisions, kind, mesh):
+    for stretch in stretches(decisions, mesh, state, part):
+        for own, whole in _paired(decisions, part, mesh):
             low, high = max(stretch.first, own.first), min(stretch.first + stretch.count, own.first + own.elements)
             if low < high:
                 held = Stretch(low, high - low, stretch.held + low - stretch.first)
-                found += _rectangles(own, whole, model, part, held)
+                found += _rectangles(own, whole, model, rank, held)
     return found
 
 
-def _paired(decisions: Decisions, kind: BlockKind, mesh: MeshCoordinates) -> list[tuple[Parameter, Parameter]]:
+def _paired(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> list[tuple[Parameter, Parameter]]:
     """Return pairs of each parameter as this rank holds it and the whole parameter."""
-    own, whole = _own_block(decisions, kind, mesh), block_of(decisions.model, 1, kind, mesh)
+    own, whole = _own_block(decisions, part, mesh), block_of(decisions.model, 1, part, mesh)
     return list(zip(own.parameters, whole.parameters, strict=True))
 
 
@@ -155,10 +187,11 @@ def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> l
     if own.name in ("tokens.weight", "classifier.weight"):
         first = part_rank * own.shape[0]
         return [Strip(0, max(0, min(own.shape[0], whole.shape[0] - first)), first)]
-    packed = {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": (model.ffn_hidden,) * 2}
+    halves = (whole.shape[0] // 2,) * 2 if model.gated else (whole.shape[0],)  # gate and up
+    every = model.mixture.count if model.mixture else 0
+    packed = {"experts_up": (whole.shape[0] // (2 * every),) * 2 * every} if every else {}
+    packed |= {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": halves}
     parts = packed.get(own.name.partition(".")[0], (whole.shape[0],))
-    if not model.gated and own.name.startswith("ffn_up"):
-        parts = (model.ffn_hidden,)
     ratio = whole.shape[0] // own.shape[0]
     found, here, there = [], 0, 0
     for part in parts:

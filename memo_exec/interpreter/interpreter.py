@@ -31,8 +31,10 @@ from memo_exec.interpreter.record import StepRecord, device_curve, host_curve, w
 from memo_exec.interpreter.streams import StreamTimekeeper, make_deterministic
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
+from memo_exec.kernels.experts import check_device
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.memory.binding import Bound, LateFree, Touch, late_frees, schedule
+from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.memory.replaying import BelowTorch
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
@@ -104,7 +106,7 @@ class Interpreter:
         self._timekeeper: Timekeeper = (
             StreamTimekeeper(self.schedule.lanes, self.device) if pinned else HostTimekeeper()
         )
-        self._views: dict[tuple[int, int, int], Tensor] = {}
+        self._views: dict[tuple[int, int, int, str | None], Tensor] = {}
         self._operands = {b.number: self._fixed(b) for bounds in self.schedule.lanes.values() for b in bounds}
         self.below = self._below(allocator)
         self._freed_late = late_frees(self.schedule) if self._replays else {}
@@ -276,19 +278,28 @@ class Interpreter:
             if (host := self.slab.views.get(touch.buffer)) is not None:
                 fixed[touch.role] = host[touch.first : touch.first + touch.tokens]
             elif self.store.lasts(touch.buffer):
-                key = (touch.buffer, touch.first, touch.tokens)
+                part = None if touch.part is None else touch.part.name
+                key = (touch.buffer, touch.first, touch.tokens, part)
                 if key not in self._views:
-                    self._views[key] = self.store.view(*key)
+                    self._views[key] = self._view(touch)
                 fixed[touch.role] = self._views[key]
             elif touch.buffer not in self.schedule.library:
                 moving.append(touch)
         return fixed, tuple(moving)
 
+    def _view(self, touch: Touch) -> Tensor:
+        """Return an operand on the device; the bytes of a part of a region as the part's rows."""
+        found = self.store.view(touch.buffer, touch.first, touch.tokens)
+        if touch.part is None:
+            return found
+        rows = found.view(TORCH_DTYPES[touch.part.dtype])
+        return rows if touch.part.features == 1 else rows.view(-1, touch.part.features)
+
     def _call(self, bound: Bound) -> Call:
         fixed, moving = self._operands[bound.number]
         tensors = fixed.copy()
         for touch in moving:
-            tensors[touch.role] = self.store.view(touch.buffer, touch.first, touch.tokens)
+            tensors[touch.role] = self._view(touch)
         return Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset)
 
     def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
@@ -339,7 +350,8 @@ def _refuse(
     """Refuse a program that this interpreter cannot play.
 
     Raises:
-        CannotRun: when a process group or a kernel is missing, or the attention kernel is for another device.
+        CannotRun: when a process group or a kernel is missing, the attention kernel is for another device, or the
+            device has no product of such experts.
     """
     layout = decisions.layout
     if missing_groups(program, layout, groups):
@@ -353,6 +365,7 @@ def _refuse(
     missing = sorted({i.op for t in program.templates for i in t.instructions} - set(kernels))
     if missing:
         raise CannotRun("some operators of the program have no kernel", got=", ".join(missing))
+    check_device(decisions, device)
     kernel = decisions.kernels.attention
     fitting = [name for name in BACKENDS if (name == "torch-flash-cpu") == (device.type == "cpu")]
     if kernel not in fitting:

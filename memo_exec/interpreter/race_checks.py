@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import torch
 
 from memo_exec.interpreter.lanes import Floats
 from memo_exec.interpreter.poisoning import Poisoning, RaceFound, checksum, synchronize
@@ -127,7 +128,9 @@ class Probe:
             self._sums[key] = found
             if bound.instruction.phase is Phase.OFFLOAD:
                 self._left.add(key)
-            self._poisoning.offloaded(bound, device.first, call["target"])
+            copy = call["target"]
+            rows = copy if device.part is None else copy.view(-1).view(torch.uint8)  # a region has rows of one byte
+            self._poisoning.offloaded(bound, device.first, rows)
         elif key not in self._sums:
             raise RaceFound(f"{name} prefetched rows before their offload had ended")
         elif found != self._sums[key]:

@@ -73,6 +73,9 @@ class Context:
         """Query heads and key/value heads of a tensor-parallel (or METP) rank."""
         self.shares = shares(self.heads, self.kv_heads, self.decisions.layout.ulysses)
         """The heads of each rank of Ulysses."""
+        mixture = self.model.mixture
+        self.loads = torch.zeros(mixture.count if mixture else 0, dtype=torch.int64, device=self.device)
+        """Rows of a layer's fullest expert, of the next one, and so on, summed over all layers that were routed."""
         self.merging = self._merging()
         """Scratch bytes for merging partial attention results; None if the plan merges nothing."""
 

@@ -30,10 +30,13 @@ from memo_exec.machine.distinct_instructions import call_on_zeros, distinct_inst
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Family, Instruction
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Attention, BatchedGemm, Gemm
+from memo_sim.program.ir.work import Attention, BatchedGemm, Gemm, GroupedGemm
 
-MEASURED = Gemm | BatchedGemm | Attention
+MEASURED = Gemm | BatchedGemm | GroupedGemm | Attention
 """Works that a matrix library plays."""
+
+OTHER_ROWS_BYTES = 4096
+"""By how much oneDNN's scratchpad for fewer rows, or rows at another address, may exceed that for all rows."""
 
 KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 QUIET = "6"
@@ -70,11 +73,14 @@ def _undeclared(kernel: Kernel, instruction: Instruction, context: Context, fami
     pairs = zip(instruction.operands, families, strict=True)
     declared = sum(family.bytes for operand, family in pairs if library and operand.role == "workspace")
     call = call_on_zeros(instruction, families, context)
+    if isinstance(instruction.work, GroupedGemm):
+        call["ends"].fill_(instruction.work.rows)  # one expert has all rows: the largest product that there may be
     with _quiet(), torch.inference_mode(), profile(profile_memory=True, use_kineto=False) as seen:
         kernel(call)
     assert seen.kineto_results is not None
     changes: list[int] = [event.nbytes() for event in seen.kineto_results.events() if event.name() == "[memory]"]
-    return max(0, max(accumulate(changes, initial=0)) - declared)
+    most = max(0, max(accumulate(changes, initial=0)) - declared)
+    return most + OTHER_ROWS_BYTES if most and isinstance(instruction.work, GroupedGemm) else most
 
 
 @contextmanager

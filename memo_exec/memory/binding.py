@@ -30,13 +30,17 @@ Wait = tuple[Lane, int]
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """An operand with the number of its buffer; ``first`` and ``tokens`` give the range of the buffer's tokens."""
+    """An operand with the number of its buffer; ``first`` and ``tokens`` give the range of the buffer's tokens.
+
+    An operand in a part of a region is a range of the region's bytes, with the part's family as ``part``.
+    """
 
     role: str
     buffer: int
     first: int
     tokens: int
     mode: Mode
+    part: Family | None = None
 
 
 @dataclass(slots=True)
@@ -200,16 +204,20 @@ def unimplied(edges: Edges, more: Edges, lane: Ints) -> np.ndarray:
 
 def _bind(program: Program, columns: Columns) -> list[Bound]:
     buffers, first = columns.operand_buffer.tolist(), columns.operand_first.tolist()
+    rows = (columns.operand_end - columns.operand_first).tolist()
     instances = columns.instance.tolist()
+    parts = {family.name: family for family in program.families if family.region}
     bound = []
     row = 0
     for number, (name, instruction) in enumerate(program.walk()):
         touches = []
+        instance = program.instances[instances[number]]
+        slots = program.templates[instance.template].slots
         for operand in instruction.operands:
-            touches.append(Touch(operand.role, buffers[row], first[row], operand.tokens, operand.mode))
+            part = parts.get(slots[operand.slot])
+            touches.append(Touch(operand.role, buffers[row], first[row], rows[row], operand.mode, part))
             row += 1
         _refuse_aliases(name, touches)
-        instance = program.instances[instances[number]]
         bound.append(Bound(number, instruction, tuple(touches), instance.subsequence, instance.first))
     return bound
 

@@ -10,4 +10,5 @@ TORCH_DTYPES = {
     "fp16": torch.float16,
     "int64": torch.int64,
     "int32": torch.int32,
+    "uint8": torch.uint8,
 }

@@ -353,8 +353,9 @@ def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
     dtype, model = TORCH_DTYPES[interpreter.decisions.dtype], interpreter.decisions.model
     found = {}
     for kind in BlockKind:
-        for block in [f"layer.{i}" for i in range(model.layers)] if kind is BlockKind.LAYER else [kind]:
-            for each in whole_block(model, kind).parameters:
+        count = model.layers if kind is BlockKind.LAYER else 1
+        for layer, block in enumerate([f"layer.{i}" for i in range(count)] if kind is BlockKind.LAYER else [kind]):
+            for each in whole_block(model, kind, layer).parameters:
                 found[f"{block}/{each.name}"] = torch.empty(each.shape, dtype=dtype)
     held = {f"params/{name}": [Held(name, value.shape, (0,) * value.dim(), value)] for name, value in found.items()}
     stored.read(checkpoint / STATE_DIRECTORY, held, World())
@@ -371,7 +372,7 @@ def _load_flat(path: Path, state: Mapping[str, list[Held]], model: Model) -> Non
                 raise BadInput("the checkpoint lacks a tensor", where=str(path), wanted=missing[0])
             for name, found in state.items():
                 block, kind, parameter = _flat_name(name)
-                whole = whole_block(model, kind).find(parameter)
+                whole = whole_block(model, kind, int(block.rpartition("/")[2])).find(parameter)
                 assert whole is not None, "a rank holds parameters of the model"
                 flat = file.get_slice(block)[whole.first : whole.first + whole.elements]
                 if (len(flat), flat.dtype) != (whole.elements, found[0].view.dtype):

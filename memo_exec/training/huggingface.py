@@ -1,8 +1,10 @@
-"""Reads and writes weights as Hugging Face directories: GPT-2, Llama, Mistral, Phi-3, Qwen2 and Qwen3.
+"""Reads and writes weights as Hugging Face directories: GPT-2, Llama, Mistral, Phi-3, Qwen2, Qwen3,
+Mixtral and Qwen3-MoE.
 
 - Our matrices are (out, in). Q, K, V are packed into one, and so are [gate; up].
 - GPT-2 stores matrices as (in, out), because it uses Conv1D.
 - Phi-3 packs Q, K, V and [gate; up] as we do; the others store them separately.
+- The experts of a layer are one tensor here, and a tensor for every expert and matrix there.
 - A tied classifier is not stored.
 """
 
@@ -25,7 +27,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.files import check_regular
 from memo_sim.contract.huggingface import config_of, model_from_config, model_type
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 
 SHARD_BYTES = 4 * 2**30
@@ -50,7 +52,7 @@ class Entry:
 def entries(model: Model, kind: str = "") -> list[Entry]:
     """Return one entry for every tensor of ``model``, as the model type ``kind`` stores it; empty: the model's own."""
     kind = kind or model_type(model)
-    return _gpt2(model) if kind == "gpt2" else _llama(model, packed=kind == "phi3")
+    return _gpt2(model) if kind == "gpt2" else _llama(model, kind)
 
 
 def _gpt2(model: Model) -> list[Entry]:
@@ -72,23 +74,30 @@ def _gpt2(model: Model) -> list[Entry]:
     return found + _classifier(model)
 
 
-def _llama(model: Model, *, packed: bool) -> list[Entry]:
-    h, f, q, kv = model.hidden, model.ffn_hidden, model.q_width, model.kv_width
-    products = {
+def _products(model: Model, kind: str, layer: LayerShape) -> dict[str, list[tuple[str, int]]]:
+    """Return the parts of each matrix of a layer."""
+    h, f, q, kv = model.hidden, layer.ffn_hidden, model.q_width, model.kv_width
+    attention = {
         "qkv": [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
         "proj": [("self_attn.o_proj", h)],
-        "ffn_up": [("mlp.gate_proj", f), ("mlp.up_proj", f)],
-        "ffn_down": [("mlp.down_proj", h)],
     }
-    if packed:
-        products |= {"qkv": [("self_attn.qkv_proj", q + 2 * kv)], "ffn_up": [("mlp.gate_up_proj", 2 * f)]}
+    if layer.experts is not None:
+        return attention | _experts(layer.experts, h, mixtral=kind == "mixtral")
+    mlp = {"ffn_up": [("mlp.gate_proj", f), ("mlp.up_proj", f)], "ffn_down": [("mlp.down_proj", h)]}
+    if kind == "phi3":
+        attention["qkv"], mlp["ffn_up"] = [("self_attn.qkv_proj", q + 2 * kv)], [("mlp.gate_up_proj", 2 * f)]
+    return attention | mlp
+
+
+def _llama(model: Model, kind: str) -> list[Entry]:
+    h = model.hidden
     norms = [("norm1", "input_layernorm", h), ("norm2", "post_attention_layernorm", h)]
     if model.qk_norm:
         norms += [("q_norm", "self_attn.q_norm", model.head_dim), ("k_norm", "self_attn.k_norm", model.head_dim)]
     found = [Entry("embed/tokens.weight", (("model.embed_tokens.weight", model.vocab),))]
     for i in range(model.layers):
         at = f"model.layers.{i}."
-        for ours, theirs in products.items():
+        for ours, theirs in _products(model, kind, model.layer(i)).items():
             found.append(
                 Entry(f"layer.{i}/{ours}.weight", tuple((f"{at}{name}.weight", rows) for name, rows in theirs))
             )
@@ -99,6 +108,20 @@ def _llama(model: Model, *, packed: bool) -> list[Entry]:
         found += [Entry(f"layer.{i}/{ours}.weight", ((f"{at}{name}.weight", rows),)) for ours, name, rows in norms]
     found.append(Entry("head/norm.weight", (("model.norm.weight", h),)))
     return found + _classifier(model)
+
+
+def _experts(experts: Experts, hidden: int, *, mixtral: bool) -> dict[str, list[tuple[str, int]]]:
+    """Return the parts of the router's and the experts' matrices, expert by expert."""
+    at, gate, up, down = (
+        ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
+    )
+    each = [f"{at}.experts.{number}" for number in range(experts.count)]
+    wide = [(f"{expert}.{half}", experts.hidden) for expert in each for half in (gate, up)]
+    return {
+        "router": [(f"{at}.gate", experts.count)],
+        "experts_up": wide,
+        "experts_down": [(f"{expert}.{down}", hidden) for expert in each],
+    }
 
 
 def _classifier(model: Model) -> list[Entry]:
@@ -217,7 +240,7 @@ def _shapes_in(directory: Path) -> dict[Stored, tuple[int, ...]]:
 
 
 def _shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
-    blocks = (embed_block(model, 1), layer_block(model, 1), head_block(model, 1))
+    blocks = (embed_block(model, 1), layer_block(model, 1, model.layer(0)), head_block(model, 1))
     return {p.name: p.shape for block in blocks for p in block.parameters}
 
 

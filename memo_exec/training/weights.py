@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memo_exec.distributed.shards import layers_of, shards_of
+from memo_exec.distributed.shards import parts_of, shards_of
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.training import huggingface
-from memo_sim.program.ir.kinds import BlockKind
 
 INIT_STD = 0.02
 
@@ -65,7 +64,7 @@ def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: 
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
     residual = INIT_STD / math.sqrt(2 * layers)
-    std = residual if last in ("proj.weight", "ffn_down.weight") else INIT_STD
+    std = residual if last in ("proj.weight", "ffn_down.weight", "experts_down.weight") else INIT_STD
     return torch.normal(0.0, std, tuple(shape), generator=generator, device=device)
 
 
@@ -110,15 +109,13 @@ def named_parameters(interpreter: Interpreter) -> dict[str, Tensor]:
 
 def held_by(interpreter: Interpreter, state: str) -> Iterator[Held]:
     """Yield the shards of each whole tensor in this rank's buffers of ``state`` (params, grads, master, ...)."""
-    decisions = interpreter.decisions
-    for kind in BlockKind:
-        if f"{state}.{kind}" not in interpreter.program.family_bases:
+    decisions, mesh = interpreter.decisions, interpreter.mesh
+    for part, family, blocks in parts_of(decisions, mesh):
+        if f"{state}.{family}" not in interpreter.program.family_bases:
             continue
-        shards = shards_of(decisions, interpreter.mesh, state, kind)
-        layers = layers_of(decisions, interpreter.mesh)
-        blocks = [f"layer.{number}" for number in layers] if kind is BlockKind.LAYER else [kind]
+        shards = shards_of(decisions, mesh, state, part)
         for i, block in enumerate(blocks):
-            flat = interpreter.buffer(f"{state}.{kind}", i)
+            flat = interpreter.buffer(f"{state}.{family}", i)
             for p in shards:
                 view = flat[p.first : p.first + math.prod(p.sizes)].view(p.sizes)
                 yield Held(f"{block}/{p.name}", p.whole, p.offsets, view)

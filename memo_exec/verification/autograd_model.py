@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.model import Experts, Model, RopeScaling
 
 HELD_SCORES = 2**23
 """Attention scores of a layer that autograd saves; with more of them one head at a time runs again in its backward."""
@@ -35,12 +35,14 @@ class AutogradModel:
         if "embed/positions.weight" in self.p:
             x = x + self.p["embed/positions.weight"][torch.arange(ids.shape[1])]
         for i in range(self.model.layers):
-            x = self._layer(x, f"layer.{i}/")
+            x = self._layer(x, f"layer.{i}/", self.model.layer(i).experts)
         x = self._norm(x, "head/norm")
         return F.linear(x, self.p.get("head/classifier.weight", self.p["embed/tokens.weight"]))
 
-    def _layer(self, x: Tensor, at: str) -> Tensor:
+    def _layer(self, x: Tensor, at: str, experts: Experts | None) -> Tensor:
         x = x + self._attention(self._norm(x, f"{at}norm1"), at)
+        if experts is not None:
+            return x + self._experts(self._norm(x, f"{at}norm2").flatten(0, 1), experts, at).view_as(x)
         up = self._linear(self._norm(x, f"{at}norm2"), f"{at}ffn_up")
         if self.model.gated:
             gate, up = up.chunk(2, dim=-1)
@@ -48,6 +50,25 @@ class AutogradModel:
         else:
             act = F.gelu(up, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
         return x + self._linear(act, f"{at}ffn_down")
+
+    def _experts(self, x: Tensor, experts: Experts, at: str) -> Tensor:
+        """Return the sum of each token's experts; ``x`` is (tokens, hidden). There is no loss of the experts' balance.
+
+        Scores are computed in fp32 or wider.
+        """
+        scores = F.linear(x, self.p[f"{at}router.weight"]).softmax(-1)
+        probs, chosen = scores.topk(experts.per_token)
+        if experts.renormalize:
+            probs = probs / probs.sum(-1, keepdim=True)
+        up = self.p[f"{at}experts_up.weight"].view(experts.count, -1, x.shape[1])
+        down = self.p[f"{at}experts_down.weight"].view(experts.count, x.shape[1], -1)
+        out = torch.zeros_like(x)
+        for expert in range(experts.count):
+            tokens, place = torch.nonzero(chosen == expert, as_tuple=True)
+            gate, wide = F.linear(x[tokens], up[expert]).chunk(2, dim=-1)
+            part = F.linear(F.silu(gate) * wide, down[expert]) * probs[tokens, place, None]
+            out = out.index_add(0, tokens, part)
+        return out
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, width = self.p[f"{name}.weight"], x.shape[-1:]

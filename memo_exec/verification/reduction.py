@@ -23,7 +23,7 @@ import msgspec
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Layout
 from memo_sim.contract.verdict import Reduction
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -46,6 +46,7 @@ LAYERS_OF_CHUNK = 2
 HEAD_DIM = 16
 HIDDEN = 64
 VOCAB = 96
+EXPERTS, EXPERT_WIDTH = 8, 16
 ROWS = 64
 """Rows of a rank's micro-batch where nothing needs whole granules."""
 
@@ -128,6 +129,14 @@ def _alpha(d: Decisions) -> str:
     return f"{d.alpha:.3g} ({d.swapped_tokens} of {d.local_tokens} tokens)" if d.swapped_tokens else "0"
 
 
+def _experts_shown(d: Decisions) -> str:
+    experts = d.model.mixture
+    if experts is None:
+        return "none"
+    balance = f", balance {experts.balance:g}" if experts.balance else ""
+    return f"{experts.per_token} of {experts.count}, {experts.hidden} wide{balance}"
+
+
 _DEGREES: tuple[tuple[str, Callable[[Decisions], str]], ...] = tuple(
     (axis, lambda d, axis=axis: str(getattr(d.layout, axis)))  # type: ignore[misc]
     for axis in AXES
@@ -137,7 +146,8 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("hidden", lambda d: str(d.model.hidden)),
     ("heads / key-value heads", lambda d: f"{d.model.heads} / {d.model.kv_heads}"),
     ("head size", lambda d: str(d.model.head_dim)),
-    ("MLP width", lambda d: str(d.model.ffn_hidden)),
+    ("MLP width", lambda d: ", ".join(str(shape.ffn_hidden) for shape in d.model.layer_shapes)),
+    ("experts", _experts_shown),
     ("vocabulary", lambda d: str(d.model.vocab)),
     ("tokens of a sequence", lambda d: str(d.seq_tokens)),
     ("sequences of a micro-batch", lambda d: str(d.micro_batch)),
@@ -250,8 +260,11 @@ def _policy(decisions: Decisions, layout: Layout, dtype: DtypeName, attention: s
 
 
 def _with_layers(plan: Decisions, here: Decisions, layers: int) -> Decisions:
-    """Return the decisions with few layers, and the choice of recomputed layers scaled to them."""
-    runs_of_plan = layers_of_runs(plan)
+    """Return the decisions with few layers, and the choice of recomputed layers scaled to them.
+
+    Where the plan's layers differ, its kinds take turns, so that every kind is played if there are as many layers.
+    """
+    runs_of_plan, kinds = layers_of_runs(plan), plan.model.layer_shapes
     layout = here.layout
     runs = layout.pp * layout.virtual_stages
     kind, _, text = plan.recompute_layers.partition("-")
@@ -281,7 +294,7 @@ def _with_layers(plan: Decisions, here: Decisions, layers: int) -> Decisions:
         given = ()
     return msgspec.structs.replace(
         here,
-        model=msgspec.structs.replace(here.model, layers=sum(counts)),
+        model=here.model.of_layers([kinds[number % len(kinds)] for number in range(sum(counts))]),
         layout=msgspec.structs.replace(layout, pp_layers=given),
         recompute_layers=f"{kind}-{number}" if text else kind,
     )
@@ -311,8 +324,14 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
     head_dim = head_dim or model.head_dim
     q_width = total * head_dim
     hidden = q_width if model.hidden == model.q_width else max(HIDDEN, q_width + head_dim)
-    ratio = model.ffn_hidden / model.hidden
-    width = max(16, 16 * round(min(ratio, 4.0) * hidden / divided / 16))
+    ratio = min(model.ffn_hidden / model.hidden, 4.0)
+
+    def narrow(shape: LayerShape) -> LayerShape:
+        """Return a layer whose MLP is as wide beside the widest as the plan's."""
+        width = max(16, 16 * round(ratio * (shape.ffn_hidden / model.ffn_hidden) * hidden / divided / 16))
+        experts = _experts(shape.experts, divided) if shape.experts else None
+        return LayerShape(ffn_hidden=divided * width, experts=experts)
+
     scaling = model.rope_scaling
     if scaling is not None:
         original, frequencies = min(ROWS, scaling.original_max_positions), head_dim // 2
@@ -322,16 +341,26 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
             short_factors=scaling.short_factors[:frequencies],
             long_factors=scaling.long_factors[:frequencies],
         )
+    layers = here.model.of_layers([narrow(here.model.layer(number)) for number in range(here.model.layers)])
     return msgspec.structs.replace(
-        here.model,
+        layers,
         hidden=hidden,
         heads=total,
         kv_heads=kv_total,
         head_dim=head_dim,
-        ffn_hidden=divided * width,
         vocab=VOCAB // layout.tp * layout.tp if model.vocab % plan.layout.tp == 0 else VOCAB + 1,
         rope_scaling=scaling,
     )
+
+
+def _experts(experts: Experts, divided: int) -> Experts:
+    """Return a few narrow experts, of which a token goes to as many as in the plan, if there are so many.
+
+    Their loss of balance is left out: it depends on which tokens a rank has, and plain autograd has none.
+    """
+    count = min(experts.count, EXPERTS)
+    chosen = max(1, min(experts.per_token, count - 1)) if experts.per_token < experts.count else count
+    return msgspec.structs.replace(experts, count=count, per_token=chosen, hidden=EXPERT_WIDTH * divided, balance=0.0)
 
 
 def _rank_heads(plan: Decisions, layout: Layout) -> tuple[int, int]:

@@ -159,7 +159,7 @@ def diagnose(
     snapshot = _snapshot(memory) if memory else None
     traces = _traces(trace) if trace else []
     first = read_recording(read_raw(traces[0]), traces[0]) if traces else None
-    machine, hardware = load_cluster(cluster or _cluster_for(first))
+    machine, hardware = load_cluster(cluster or _cluster_for(first, len(traces)))
     recorded, changes = None, list[str]()
     if first is not None:
         recorded, hardware, changes = _recorded(traces, first, machine, hardware, named=cluster is not None)
@@ -243,7 +243,7 @@ def _recorded(
     if len(ranks) > 1 and len({each.rank for each in ranks}) < len(ranks):
         ranks = [msgspec.structs.replace(each, rank=number) for number, each in enumerate(ranks)]
         note = "Several traces name the same rank, or none; ranks are counted in order of the files' names."
-        job = msgspec.structs.replace(job, notes=[*job.notes, note])
+        job = msgspec.structs.replace(job, rank=jobs.index(job), notes=[*job.notes, note])
     if len(ranks) > 1:
         job = msgspec.structs.replace(job, ranks=sorted(ranks, key=lambda each: each.rank))
     if named and first.on_gpu and (other := _other_device(first.device, hardware)):
@@ -272,9 +272,9 @@ def _check_device(recording: Recording, path: str, hardware: Hardware) -> None:
 
 def _with_links(path: str, machine: Cluster, hardware: Hardware) -> tuple[Cluster, Hardware, list[str]]:
     """Return cluster and profile with what an output of nccl-tests measured, and what changed."""
-    name = f"nccl-tests-{Path(path).name}"
     said = []
     for test in read_nccl_tests(read_raw(path), path):
+        name = f"nccl-tests-{test.kind}-{test.ranks}"
         where = f"{test.ranks} ranks" + (f" on {test.nodes} nodes" if test.nodes > 1 else "")
         source = Source(kind="measured", text=f"nccl-tests, out of place, {where}: {Path(path).name}")
         if test.nodes > 1:
@@ -378,8 +378,10 @@ def _other_device(device: str, hardware: Hardware) -> str:
     return f"The trace is of {device or NO_NAME}; the profile is that of another, {hardware.name}."
 
 
-def _cluster_for(recording: Recording | None) -> str:
+def _cluster_for(recording: Recording | None, traces: int) -> str:
     """Return the cluster for the device that a trace names, with nodes of eight devices for all ranks of the job.
+
+    The job has as many ranks as the trace says, and at least as many as there are ``traces``.
 
     Raises:
         UsageError: when no shipped profile has its name.
@@ -394,4 +396,4 @@ def _cluster_for(recording: Recording | None) -> str:
             wanted="--cluster NAME, or a profile of this machine",
             hint="memo-exec calibrate -o here.json, then --cluster here.json; memo-sim list hardware",
         )
-    return f"{found[0]}-{-(-recording.world_size // PER_NODE)}x{PER_NODE}"
+    return f"{found[0]}-{-(-max(recording.world_size, traces) // PER_NODE)}x{PER_NODE}"

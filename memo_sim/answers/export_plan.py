@@ -147,6 +147,14 @@ def search_line(decisions: Decisions, system: str, cluster: str, model: str) -> 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware, named: str) -> _There:
     """Return the fastest of the nearest jobs that fits, or the one that is nearest to fitting; equal ones first."""
     found, refused = list[_There](), list[MemoError]()
+    if decisions.model.mixture:
+        raise UsageError(
+            "memo writes no framework's options of experts",
+            where="model.experts",
+            got=decisions.model.name,
+            wanted="a model without experts",
+            hint="memo-exec runs the plan itself",
+        )
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)
         try:

@@ -199,7 +199,7 @@ def import_job(
         chunks = layout.virtual_stages if layout.virtual_stages > 1 else None
         kept = replace(kept, pp=layout.pp, schedule=layout.schedule, virtual_stages=chunks)
         if search:
-            preset = preset_of_shape(job.model) if _is_named(cluster) else ""
+            preset = preset_of_shape(job.model) if _is_named(machine) else ""
             line = f": {search_line(decisions, of.system, cluster.name, preset)}" if preset else ""
             assumed.append(f"what is better has pp {layout.pp} too: to search other stages takes minutes{line}")
     played = play(question, decisions)
@@ -211,10 +211,10 @@ def import_job(
     )
 
 
-def _is_named(cluster: Cluster) -> bool:
-    """Return whether the cluster's name alone gives it: it is not from a file."""
+def _is_named(machine: tuple[Cluster, Hardware]) -> bool:
+    """Return whether the cluster's name alone gives it: neither it nor its profile is from a file, or corrected."""
     try:
-        return load_cluster(cluster.name)[0] == cluster
+        return load_cluster(machine[0].name) == machine
     except MemoError:
         return False
 

@@ -16,6 +16,7 @@ from memo_sim.contract.knobs import (
     Knob,
     LayerChoice,
     Length,
+    Load,
     Numbers,
     OneOf,
     Pins,
@@ -78,7 +79,7 @@ def _type(knob: Knob, annotation: str) -> str:
             own = 'int | Literal["auto"]'
         case Numbers():
             own = "Sequence[int] | str"
-        case LayerChoice():
+        case LayerChoice() | Load():
             own = "str"
         case OneOf():
             own = annotation.removesuffix(" | None")

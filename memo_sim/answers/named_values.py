@@ -31,6 +31,7 @@ from memo_sim.contract.knobs import (
     Knob,
     LayerChoice,
     Length,
+    Load,
     Numbers,
     OneOf,
     Pins,
@@ -39,7 +40,7 @@ from memo_sim.contract.knobs import (
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
-from memo_sim.contract.units import GIB, parse_layer_choice, parse_numbers, parse_tokens
+from memo_sim.contract.units import GIB, parse_expert_load, parse_layer_choice, parse_numbers, parse_tokens
 from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
 from memo_sim.planning.presets import known_system
@@ -252,6 +253,8 @@ def checked(knob: Knob, given: Any) -> Any:
             value = parse_numbers(_joined(given), option=knob.option)
         case LayerChoice():
             value = parse_layer_choice(str(given), option=knob.option)
+        case Load():
+            value = parse_expert_load(str(given), option=knob.option)
     if value is None:
         raise _refusal(knob, given)
     return value

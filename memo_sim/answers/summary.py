@@ -22,6 +22,7 @@ from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
+from memo_sim.reasons.experts import active_weights
 from memo_sim.views.plan_table import layout_label
 
 BILLION = 1e9
@@ -202,6 +203,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             value=f"PyTorch, flash-attn and Transformer Engine of {question.hardware.eager_libraries}",
             option="--libraries",
         ),
+        *_experts(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -255,6 +257,16 @@ def _batch(question: Question, decisions: Decisions) -> str:
     of = f" of {decisions.micro_batch}" if decisions.micro_batch > 1 else ""
     text = f"{counted(decisions.global_batch, 'sequence')} or {format_tokens(tokens)} tokens a step ({each}{of})"
     return f"{text}; {question.batch_rule}" if question.batch_rule else text
+
+
+def _experts(decisions: Decisions) -> list[Assumption]:
+    """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
+    if decisions.model.mixture is None:
+        return []
+    value = (
+        f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
+    )
+    return [Assumption(name="experts", value=value, option="--expert-load")]
 
 
 def _not_read(question: Question) -> list[Assumption]:

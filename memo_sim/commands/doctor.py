@@ -100,5 +100,7 @@ def _check_outputs(
     for path in written:
         check_writable(path)
     check_distinct(written)
-    read = [*files["nccl_tests"], *config, *(files[name] for name in ("trace", "memory", "nvbandwidth", "cluster"))]
-    check_not_read(written, [Path(path) for path in read if path])
+    named = [*files["nccl_tests"], *config, *(files[name] for name in ("trace", "memory", "nvbandwidth", "cluster"))]
+    read = [Path(path) for path in named if path]
+    traces = (each for folder in read if folder.is_dir() for each in folder.iterdir())
+    check_not_read(written, [*read, *traces])

@@ -79,7 +79,7 @@ def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **opt
         check_chart(plot)
     questions = _questions(models, options) if source is None else read_questions(source)
     asked = (values.get(name) for values in questions for name in ("model", "cluster"))
-    check_not_read(written, [Path(text) for text in asked if isinstance(text, str)])
+    check_not_read(written, map(Path, dict.fromkeys(text for text in asked if isinstance(text, str))))
     if source is not None and (
         given := typed("models", *IN_A_PLAN, *OF_A_QUESTION, *(knob.name for knob in ON_COMMAND_LINE))
     ):

@@ -1,9 +1,10 @@
-"""Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Mistral, Phi-3, Qwen2, Qwen3 and GPT-2.
+"""Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Mistral, Phi-3, Qwen2, Qwen3, GPT-2,
+and the mixtures of experts Mixtral and Qwen3-MoE.
 
 Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
 belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
-arithmetic and are not modelled are refused by name, of other types as well: sliding windows in use, experts, rotary
-positions on a part of a head, biases on some of the products, soft-capped or scaled logits.
+arithmetic and are not modelled are refused by name, of other types as well: sliding windows in use, experts of other
+model types, rotary positions on a part of a head, biases on some of the products, soft-capped or scaled logits.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.model import Model, RopeScaling
-from memo_sim.contract.units import MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
+from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
+from memo_sim.contract.units import MOST_EXPERTS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
-SUPPORTED = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+SUPPORTED = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
 
 T = TypeVar("T")
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERTS = "mixtures of experts"
 _WITH_KEYS = {
-    "mixtures of experts": (*_EXPERT_KEYS, "num_experts_per_tok"),
+    EXPERTS: ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
     "a model inside a model": ("text_config", "vision_config", "audio_config"),
     "latent attention": ("kv_lora_rank", "q_lora_rank"),
     "state-space layers": ("state_size", "ssm_cfg", "mamba_d_ssm", "mamba_d_state", "linear_num_value_heads"),
@@ -104,7 +106,7 @@ def _read(config: _Config, name: str) -> Model:
             wanted="one of " + ", ".join(SUPPORTED),
             hint=None if features else "write its shape as a memo.model/1 file, if a model of these types has it",
         )
-    _refuse_unmodelled(config)
+    _refuse_unmodelled(config, model_type)
     dropout = max((config.number(key, 0.0, least=0.0) for key in _DROPOUT_KEYS if key in fields), default=0.0)
     source = f"Hugging Face config.json of model_type {model_type}"
     try:
@@ -116,6 +118,8 @@ def _read(config: _Config, name: str) -> Model:
         )
     except ValueError as error:
         raise BadInput(str(error), where=where) from None
+    if model_type == "qwen3_moe":
+        model = _with_dense_layers(config, model)
     try:  # a constructor does not check types and bounds; reading the document again does
         return msgspec.json.decode(msgspec.json.encode(model), type=Model)
     except msgspec.ValidationError as error:
@@ -130,10 +134,17 @@ def model_type(model: Model) -> str:
     """
     if model.bidirectional:
         pass  # BERT is not this model: its norms come after the residual sums, ours before the matrix products
+    elif len(model.layer_shapes) > 1 and not (model.mixture and _is_mixed(model)):
+        pass  # models with layers that differ (OpenELM, Nemotron-NAS) are outside of transformers
     elif model.family == "gpt":
         square = model.heads == model.kv_heads and model.q_width == model.hidden
         if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
             return "gpt2"
+    elif (experts := model.mixture) is not None:
+        if model.qk_norm and not model.qkv_bias:
+            return "qwen3_moe"
+        if model.experts and not model.qk_norm and not model.qkv_bias and experts.renormalize:
+            return "mixtral"
     elif model.qk_norm and not model.qkv_bias and not model.linear_bias:
         return "qwen3"
     elif not model.qk_norm and model.qkv_bias == model.linear_bias:
@@ -143,8 +154,16 @@ def model_type(model: Model) -> str:
     raise UsageError(
         "no model type of Hugging Face has this shape",
         got=model.name,
-        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2 or a Qwen3",
+        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2, a Qwen3, a Mixtral or a Qwen3-MoE; layers "
+        "of one kind",
         hint="use checkpoints, which can store any model",
+    )
+
+
+def _is_mixed(model: Model) -> bool:
+    """Return whether layers differ in nothing else than that some have experts, all the same."""
+    return len({shape.ffn_hidden for shape in model.layer_shapes}) == 1 and len(model.layer_shapes) == len(
+        {shape.experts is None for shape in model.layer_shapes}
     )
 
 
@@ -170,8 +189,9 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         }
     biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
+    own = _experts_of(model, kind) if model.mixture is not None else {}
     return shared | {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "architectures": [f"{kind.title().replace('_M', 'M')}ForCausalLM"],
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn_hidden,
         "num_hidden_layers": model.layers,
@@ -184,6 +204,28 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
         "rope_theta": model.rope_theta,
         "rope_scaling": _scaling_of(model),
         **biases,
+        **own,
+    }
+
+
+def _experts_of(model: Model, kind: str) -> dict[str, Any]:
+    """Return the fields about experts in the ``config.json`` of a model type."""
+    experts = model.mixture
+    assert experts is not None
+    shared = {
+        "num_experts_per_tok": experts.per_token,
+        "output_router_logits": experts.balance > 0,
+        "router_aux_loss_coef": experts.balance,
+    }
+    if kind == "mixtral":
+        own = {"num_local_experts": experts.count, "intermediate_size": experts.hidden, "sliding_window": None}
+        return shared | own
+    return shared | {
+        "num_experts": experts.count,
+        "moe_intermediate_size": experts.hidden,
+        "norm_topk_prob": experts.renormalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [number for number in range(model.layers) if model.layer(number).experts is None],
     }
 
 
@@ -315,11 +357,11 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
     if config.text("hidden_act", "silu") != "silu":
         raise config.refusal("hidden_act", "only FFNs gated by silu are modelled", wanted="silu")
     layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
-    _refuse_windows(config, layers, always=model_type in ("mistral", "phi3"))
+    _refuse_windows(config, layers, always=model_type in ("mistral", "mixtral", "phi3"))
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     if model_type != "llama" and "num_key_value_heads" not in config.fields:  # the first Llama configs lack this key
         raise config.refusal("num_key_value_heads", "a field that the model's shape needs is missing")
-    if model_type == "qwen3" or config.given("head_dim") is not None:
+    if model_type in ("qwen3", "qwen3_moe") or config.given("head_dim") is not None:
         head_dim = config.whole("head_dim")
     else:
         head_dim = _even_split(config, "hidden_size", hidden, heads)
@@ -339,9 +381,44 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
         "rope_scaling": scaling,
         "qkv_bias": biased or model_type == "qwen2",
         "linear_bias": biased,
-        "qk_norm": model_type == "qwen3",
+        "qk_norm": model_type in ("qwen3", "qwen3_moe"),
         "activation": "silu",
+        "experts": _experts(config, model_type) if model_type in WITH_EXPERTS else None,
     }
+
+
+def _with_dense_layers(config: _Config, model: Model) -> Model:
+    """Return a Qwen3-MoE with an MLP in place of experts in ``mlp_only_layers`` and between every N-th layer."""
+    step, dense = config.whole("decoder_sparse_step", 1, most=MOST_LAYERS), config.given("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(not isinstance(each, int) or isinstance(each, bool) for each in dense):
+        raise config.refusal("mlp_only_layers", "a wrong value", wanted="a list of numbers of layers")
+    shapes = [
+        LayerShape(
+            ffn_hidden=model.ffn_hidden,
+            experts=model.experts if number not in dense and (number + 1) % step == 0 else None,
+        )
+        for number in range(model.layers)
+    ]
+    if not any(shape.experts for shape in shapes):
+        raise config.refusal("mlp_only_layers", "no layer has experts", wanted="fewer layers, or a Qwen3")
+    return model.of_layers(shapes)
+
+
+def _experts(config: _Config, model_type: str) -> Experts:
+    """Return the experts of a Mixtral or Qwen3-MoE, which every layer has."""
+    balanced = config.flag("output_router_logits", False)
+    balance = config.number("router_aux_loss_coef", 0.001, least=0.0)
+    if config.number("router_jitter_noise", 0.0, least=0.0):
+        raise config.refusal("router_jitter_noise", "noise on the router's input is not modelled", wanted="0")
+    qwen = model_type == "qwen3_moe"
+    count = "num_experts" if qwen and "num_experts" in config.fields else "num_local_experts"
+    return Experts(
+        count=config.whole(count, most=MOST_EXPERTS),
+        per_token=config.whole("num_experts_per_tok", most=MOST_EXPERTS),
+        hidden=config.whole("moe_intermediate_size" if qwen else "intermediate_size"),
+        renormalize=config.flag("norm_topk_prob", False) if qwen else True,
+        balance=balance if balanced else 0.0,
+    )
 
 
 def _even_split(config: _Config, key: str, hidden: int, heads: int) -> int:
@@ -446,17 +523,18 @@ def _longrope(config: _Config, table: _Config) -> RopeScaling:
     )
 
 
-def _refuse_unmodelled(config: _Config) -> None:
-    """Refuse nested models, encoder-decoders and experts."""
+def _refuse_unmodelled(config: _Config, model_type: str) -> None:
+    """Refuse nested models, encoder-decoders, and what ``_WITH_KEYS`` names; experts where the type has none."""
     if config.given("text_config") is not None:
         hint = "save the object under text_config as its own config.json"
         raise config.refusal("text_config", "a model inside a model is not supported", hint=hint)
     if config.flag("is_encoder_decoder", False):
         raise config.refusal("is_encoder_decoder", "only decoders are modelled", wanted="false")
     for what, keys in _WITH_KEYS.items():
-        for key in keys:
+        for key in keys if what != EXPERTS or model_type not in WITH_EXPERTS else ():
             if _asks_for(config.given(key)):
-                raise config.refusal(key, f"{what} are not modelled", wanted="no such key, or its neutral value")
+                text = f"not modelled: {what}" + (" in a model of this type" if what == EXPERTS else "")
+                raise config.refusal(key, text, wanted="no such key, or its neutral value")
 
 
 def _asks_for(value: Any) -> bool:

@@ -261,7 +261,15 @@ class LayerChoice:
         return "all, every-N, first-K or groups-N"
 
 
-Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | LayerChoice
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How rows spread over experts (``contract/units.py``, ``parse_expert_load``)."""
+
+    def __str__(self) -> str:
+        return "balanced or zipf-S, as zipf-0.5"
+
+
+Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | LayerChoice | Load
 """What values a knob has; ``str()`` says it in a table."""
 
 
@@ -440,12 +448,13 @@ class Pins:
         None,
         Numbers(),
         "Layers of each stage (with virtual stages: of each chunk, in the model's order). Unless given stages have"
-        " equal numbers of layers, or nearly equal ones: the first and the last get one more last.",
+        " nearly equal numbers of layers: the first and the last get one more last. Where --pp is not given, or layers"
+        " differ, splits of more equal work are tried too.",
         at="layout",
         labels=(Listed("pp"),),
         needs="pp",
     )
-    """Not searched."""
+    """Splits that are tried: ``planning/stage_splits.py``. Empty: nearly equal numbers."""
     schedule: Schedule | None = _knob(
         None,
         _one_of(Schedule),
@@ -701,6 +710,12 @@ class Chosen:
         "Memory policy eager: whose modules autograd runs. operators: each keeps what its own backward"
         " reads. huggingface: those of transformers in accelerate's FSDP2, with fp32 copies of norms' inputs and every"
         " result inside the MLP. auto: the system's own, else operators.",
+    )
+    expert_load: str = _knob(
+        "balanced",
+        Load(),
+        "A model with experts: how its tokens spread over them. balanced: evenly. zipf-S: the n-th fullest expert gets"
+        " rows in proportion to n**-S, at most one of every token. It changes how long products take.",
     )
     micro_batch: int = _knob(
         1,

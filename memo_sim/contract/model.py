@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain, cycle, groupby, islice
 from typing import Annotated, Literal
 
 import msgspec
 
-from memo_sim.contract.units import MOST_TOKENS, Layers, Positive, Rate, Width
+from memo_sim.contract.units import MOST_EXPERTS, MOST_TOKENS, Layers, NonNegative, Positive, Rate, Width
 
 Family = Literal["gpt", "llama"]
+MOST_LAYER_KINDS = 64
+"""Models whose every layer has a width of its own (OpenELM) have a few dozen; a search takes longer with each kind."""
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +47,54 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("high_freq_factor must be more than low_freq_factor")
         if len(self.short_factors) != len(self.long_factors):
             raise ValueError("short_factors and long_factors must have one entry for each frequency")
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mixture of experts in place of a layer's MLP: each token goes to few of many narrow MLPs.
+
+    A router (one product, in fp32) scores the experts of every token; softmax over all of them gives probabilities, of
+    which the ``per_token`` largest choose the experts. A token's output is the sum of their outputs, each times its
+    probability (Shazeer et al. 2017; Fedus et al. 2021).
+    """
+
+    count: Annotated[int, msgspec.Meta(ge=2, le=MOST_EXPERTS)]
+    """Experts of a layer."""
+    per_token: Annotated[int, msgspec.Meta(ge=1, le=MOST_EXPERTS)]
+    """Experts that each token goes to."""
+    hidden: Width
+    """Features inside one expert."""
+    renormalize: bool = True
+    """Whether the probabilities of a token's experts are divided by their sum (Mixtral; Qwen3 with norm_topk_prob)."""
+    balance: NonNegative = 0.0
+    """Coefficient of the loss that evens out the experts' loads (Switch Transformer, equation 4); 0: no such loss.
+
+    Each micro-batch of a rank has its own, from its own tokens. Only its gradient is added, not its value to the loss
+    that is reported."""
+
+    def __post_init__(self) -> None:
+        """Refuse tokens that go to more experts than there are."""
+        if self.per_token > self.count:
+            raise ValueError(f"per_token ({self.per_token}) is more than the {self.count} experts")
+
+    def params(self, hidden: int, *, active: bool = False) -> int:
+        """Return the weights of a layer's router and experts; ``active``: with only the experts of one token."""
+        return self.count * hidden + (self.per_token if active else self.count) * 3 * hidden * self.hidden
+
+
+class LayerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one layer may have other than the model's other layers. Layers with equal shapes are of one layer kind."""
+
+    ffn_hidden: Width
+    """Features of the MLP's hidden row."""
+    experts: Experts | None = None
+    """The experts in place of the MLP; None: an MLP."""
+
+
+class LayerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``times`` layers in a row that are alike."""
+
+    shape: LayerShape
+    times: Layers = 1
 
 
 class Model(
@@ -78,7 +131,17 @@ class Model(
     bidirectional: bool = False
     """Whether a token also attends to later tokens (BERT); otherwise the mask is causal."""
     activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
+    experts: Experts | None = None
+    """The experts that every layer has in place of an MLP, if there is no ``layer_pattern``; None: an MLP."""
     source: str = ""
+    layer_pattern: tuple[LayerRun, ...] = ()
+    """The layers in order, where they differ; the pattern repeats until there are ``layers`` layers.
+
+    Empty: every layer has ``ffn_hidden``. Otherwise ``ffn_hidden`` is the widest layer's.
+
+        3 wide, then 58 narrow       3 x wide, 58 x narrow
+        alternating, 24 layers       1 x wide, 1 x narrow
+    """
 
     def __post_init__(self) -> None:
         """Refuse shapes that no transformer can have."""
@@ -92,6 +155,60 @@ class Model(
         if (self.activation == "silu") != self.gated:
             wanted = "silu" if self.gated else "gelu or gelu_tanh"
             raise ValueError(f"activation of the {self.family} family must be {wanted}, not {self.activation}")
+        self._check_pattern()
+        if self.mixture and (not self.gated or self.linear_bias):
+            raise ValueError("experts belong to the llama family without biases in its products")
+
+    def _check_pattern(self) -> None:
+        """Refuse a pattern longer than the model or of too many kinds, and a width that is not the widest layer's."""
+        if not self.layer_pattern:
+            return
+        if self.experts is not None:
+            raise ValueError("with a layer_pattern, its shapes say which layers have experts")
+        described = sum(run.times for run in self.layer_pattern)
+        if described > self.layers:
+            raise ValueError(f"layer_pattern has {described} layers, but the model has only {self.layers}")
+        kinds = len({run.shape for run in self.layer_pattern})
+        if kinds > MOST_LAYER_KINDS:
+            raise ValueError(f"layer_pattern has {kinds} kinds of layers, but at most {MOST_LAYER_KINDS} are planned")
+        widest = max(run.shape.ffn_hidden for run in self.layer_pattern)
+        if widest != self.ffn_hidden:
+            raise ValueError(f"ffn_hidden ({self.ffn_hidden}) must be that of the widest layer ({widest})")
+
+    def layer(self, number: int) -> LayerShape:
+        """Return the shape of a layer, counted from 0."""
+        return self._every_layer[number]
+
+    @property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """The distinct shapes of layers, in the order in which they first occur; one where all layers are alike."""
+        return tuple(dict.fromkeys(self._every_layer))
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """For every layer, the index of its shape in ``layer_shapes``."""
+        index = {shape: number for number, shape in enumerate(self.layer_shapes)}
+        return tuple(index[shape] for shape in self._every_layer)
+
+    @property
+    def _every_layer(self) -> tuple[LayerShape, ...]:
+        return _every_layer(self.layer_pattern, self.layers, self.ffn_hidden, self.experts)
+
+    @property
+    def mixture(self) -> Experts | None:
+        """The experts of the layers that have them; None where no layer has any."""
+        return next((shape.experts for shape in self.layer_shapes if shape.experts), None)
+
+    def of_layers(self, shapes: Sequence[LayerShape]) -> Model:
+        """Return the same model with other layers; equal layers need no pattern."""
+        runs = tuple(LayerRun(shape=shape, times=len(list(run))) for shape, run in groupby(shapes))
+        return msgspec.structs.replace(
+            self,
+            layers=len(shapes),
+            ffn_hidden=max(shape.ffn_hidden for shape in shapes),
+            experts=shapes[0].experts if len(runs) == 1 else None,
+            layer_pattern=runs if len(runs) > 1 else (),
+        )
 
     @property
     def learned_positions(self) -> bool:
@@ -113,27 +230,50 @@ class Model(
         """Features of K, and of V: ``kv_heads * head_dim``."""
         return self.kv_heads * self.head_dim
 
-    @property
-    def layer_matrix_params(self) -> int:
-        """Weights of one layer's matrices, without biases and norms."""
-        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn_hidden
+    def matrix_params_of(self, shape: LayerShape, *, active: bool = False) -> int:
+        """Return the weights of the matrices of a layer of this shape, without biases and norms.
 
-    @property
-    def layer_vector_params(self) -> int:
-        """Weights of one layer's norms and biases."""
+        ``active``: only those that one token is multiplied with: all of them, or the router and few of the experts.
+        """
+        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
+        if shape.experts is not None:
+            return attention + shape.experts.params(self.hidden, active=active)
+        return attention + (3 if self.gated else 2) * self.hidden * shape.ffn_hidden
+
+    def vector_params_of(self, shape: LayerShape) -> int:
+        """Return the weights of the norms and biases of a layer of this shape."""
         norms = 2 * self.hidden * self._norm_vectors + (2 * self.head_dim if self.qk_norm else 0)
         qkv_bias = self.q_width + 2 * self.kv_width if self.qkv_bias else 0
-        linear_bias = 2 * self.hidden + (2 if self.gated else 1) * self.ffn_hidden if self.linear_bias else 0
+        linear_bias = 2 * self.hidden + (2 if self.gated else 1) * shape.ffn_hidden if self.linear_bias else 0
         return norms + qkv_bias + linear_bias
+
+    def layer_params(self, number: int) -> int:
+        """Return the weights of a layer, counted from 0."""
+        shape = self.layer(number)
+        return self.matrix_params_of(shape) + self.vector_params_of(shape)
+
+    @property
+    def layers_matrix_params(self) -> int:
+        """Weights of the matrices of all layers, without biases and norms."""
+        return sum(self.matrix_params_of(shape) for shape in self._every_layer)
+
+    @property
+    def layers_active_params(self) -> int:
+        """Weights of the matrices of all layers that one token is multiplied with (``matrix_params_of``)."""
+        return sum(self.matrix_params_of(shape, active=True) for shape in self._every_layer)
 
     @property
     def total_params(self) -> int:
         """All trained weights of the model."""
-        layers = self.layers * (self.layer_matrix_params + self.layer_vector_params)
+        layers = sum(self.layer_params(number) for number in range(self.layers))
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab * self.hidden
         positions = self.max_positions * self.hidden if self.learned_positions else 0
         return layers + embeddings + positions + self.hidden * self._norm_vectors
+
+    @property
+    def active_params(self) -> int:
+        """Trained weights that one token uses: all of them, or without the experts that it does not go to."""
+        return self.total_params - self.layers_matrix_params + self.layers_active_params
 
     @property
     def _norm_vectors(self) -> int:
@@ -142,8 +282,11 @@ class Model(
 
     @property
     def mfu_params(self) -> int:
-        """P of MEMO 5.1: all matrix weights and the classifier, one embedding. GPT presets: 12*n*h^2 + V*h."""
-        return self.layers * self.layer_matrix_params + self.vocab * self.hidden
+        """P of MEMO 5.1: all matrix weights and the classifier, one embedding. GPT presets: 12*n*h^2 + V*h.
+
+        Of experts only those of one token count, and the router: the weights that a token is multiplied with.
+        """
+        return self.layers_active_params + self.vocab * self.hidden
 
     def step_flops(self, seq_tokens: int, sequences: int = 1) -> float:
         """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 per sequence, with a causal mask.
@@ -153,3 +296,13 @@ class Model(
         pairs = float(seq_tokens) ** 2 * (2.0 if self.bidirectional else 1.0)
         attention = 6.0 * self.layers * self.q_width * pairs
         return sequences * (6.0 * seq_tokens * self.mfu_params + attention)
+
+
+@lru_cache(maxsize=1024)
+def _every_layer(
+    pattern: tuple[LayerRun, ...], layers: int, ffn_hidden: int, experts: Experts | None
+) -> tuple[LayerShape, ...]:
+    """Return the shape of every layer."""
+    if not pattern:
+        return (LayerShape(ffn_hidden=ffn_hidden, experts=experts),) * layers
+    return tuple(islice(cycle(chain.from_iterable([run.shape] * run.times for run in pattern)), layers))

@@ -84,5 +84,6 @@ class Knobs(TypedDict, total=False):
     loss_metrics: int | None
     streams: Streams | None
     modules: Modules | None
+    expert_load: str | None
     micro_batch: int | None
     global_batch: int | None

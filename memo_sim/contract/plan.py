@@ -40,6 +40,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.units import (
     Bytes,
     Degree,
+    ExpertLoad,
     Fraction,
     LayerChoice,
     Layers,
@@ -259,6 +260,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     block's backward."""
     mlp_rebuild: MlpRebuild = "block"
     """What is repeated of an MLP in row blocks, and when; block unless there are row blocks."""
+    expert_load: ExpertLoad = "balanced"
+    """How the tokens of a model with experts are expected to spread over them (``layout/expert_load.py``).
+
+    It changes prices only: every size of a program is the same for all loads."""
     attention_chunk_tokens: Tokens = 0
     """Tokens of the sequence in one attention chunk; 0 means no chunks. Only with full recompute.
 

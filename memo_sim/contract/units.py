@@ -30,11 +30,16 @@ Layers = Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
 MOST_WIDTH = 2**24
 Width = Annotated[int, msgspec.Meta(ge=1, le=MOST_WIDTH)]
 """Heads or features of a layer, rows of a vocabulary. Far above any model, and small enough that no size overflows."""
+MOST_EXPERTS = 1_024
+"""Experts of a layer: more than any published model has (DeepSeek-V3: 256, Llama 4 Maverick: 128)."""
 Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A number of devices, nodes or sequences."""
 LAYER_CHOICE = r"all|first-[1-9][0-9]{0,3}|(every|groups)-([2-9]|[1-9][0-9]{1,3})"
 LayerChoice = Annotated[str, msgspec.Meta(pattern=f"^({LAYER_CHOICE})$")]
 """Which layers of a stage: all, every N-th, the first K, or all of them in groups of N."""
+EXPERT_LOAD = r"balanced|zipf-[0-4](\.[0-9]{1,2})?"
+ExpertLoad = Annotated[str, msgspec.Meta(pattern=f"^({EXPERT_LOAD})$")]
+"""How rows spread over experts: evenly, or by Zipf's law with an exponent."""
 MOST_DEVICES = 2**17
 """Devices of a cluster: as many as the largest that are built have, and few enough to try every way to divide them."""
 PerNode = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
@@ -60,6 +65,7 @@ _PRICE = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _TOKENS = re.compile(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([km]?)", re.IGNORECASE | re.ASCII)
 _NUMBERS = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 _LAYER_CHOICE = re.compile(LAYER_CHOICE)
+_EXPERT_LOAD = re.compile(EXPERT_LOAD)
 _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1}
@@ -146,6 +152,24 @@ def parse_numbers(text: str, *, option: str) -> tuple[int, ...]:
         got=repr(text),
         wanted="whole numbers from 1 to 9999, joined by commas",
         hint=f"{option} 7,8,8,7",
+    )
+
+
+def parse_expert_load(text: str, *, option: str) -> str:
+    """Return ``text`` if it says how rows spread over experts: ``balanced`` or ``zipf-0.5``.
+
+    ``option`` is the command-line option that the message names.
+
+    Raises:
+        UsageError: when it does not.
+    """
+    if _EXPERT_LOAD.fullmatch(text):
+        return text
+    raise UsageError(
+        "not a load of experts",
+        got=repr(text),
+        wanted="balanced, or zipf-S with S below 5 and at most two decimals",
+        hint=f"{option} zipf-0.5",
     )
 
 

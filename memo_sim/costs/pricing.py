@@ -26,6 +26,7 @@ from memo_sim.program.ir.work import (
     Copy,
     Exchange,
     Gemm,
+    GroupedGemm,
     HostUpdate,
     PointToPoint,
     Rowwise,
@@ -34,6 +35,9 @@ from memo_sim.program.ir.work import (
 from memo_sim.program.operators.workspaces import repeated_kv_bytes
 
 __all__ = ["NodeRates", "Pricer"]
+
+TILE_ROWS = 128
+"""Rows of a tile of a grouped product (CUTLASS's grouped kernels and torch._grouped_mm on H100: 64 to 256)."""
 
 _PREPARED = 8
 """Number of profiles whose kernel models are cached; a search makes hundreds of pricers for one profile."""
@@ -117,6 +121,8 @@ class Pricer:
                 return self._pace * self._gemm(work)
             case BatchedGemm():
                 return self._pace * self._batched(work)
+            case GroupedGemm():
+                return self._pace * self._grouped(work)
             case Attention():
                 seconds = max(self._floor_s, kernels.attention.seconds(work, self.outside))
                 return self._pace * seconds + self._repeated(work)
@@ -154,6 +160,25 @@ class Pricer:
         rows = Gemm(work.batch * work.m, work.n, work.k, work.gemm_pass, work.dtype)
         moved_bytes = work.elements * DTYPE_BYTES[work.dtype]
         return max(self._gemm(rows), self._kernels.rowwise.stream_seconds(moved_bytes))
+
+    def _grouped(self, work: GroupedGemm) -> float:
+        """Return the seconds of the products of several experts in one kernel.
+
+        The tiles of all experts fill the device together, so the rate is that of one product with the rows of all
+        (wgrad: with the results of all, each summed over the mean expert's rows). But no tile has rows of two experts:
+        the rows of each are rounded up to whole tiles. The kernel reads and writes each expert's weight once, which is
+        its shortest time when experts have few rows.
+        """
+        if work.gemm_pass == "wgrad":
+            mean = max(1, round(work.rows / max(1, work.experts)))
+            seconds = self._gemm(Gemm(work.experts * work.n, work.k, mean, "wgrad", work.dtype))
+            rows = work.rows
+        else:
+            rows = sum(-(-rows // TILE_ROWS) * TILE_ROWS * count for rows, count in work.sizes)
+            seconds = self._gemm(Gemm(rows, work.n, work.k, work.gemm_pass, work.dtype))
+        elements = work.experts * work.n * work.k + rows * (work.n + work.k)
+        moved_bytes = elements * DTYPE_BYTES[work.dtype]
+        return max(seconds, self._kernels.rowwise.stream_seconds(moved_bytes))
 
     def _gemm(self, work: Gemm) -> float:
         """Return a product's seconds; for a shape thinner than any measured one, at least the time to move operands."""

@@ -8,6 +8,8 @@ alternate between two rounding buffers. The window before it serves for comparis
       played     | l0 l1 l2 l3 l4 l5 l6 l7 l8 l9 |        eighty layers   | l0 ... l5 | l6 l7 x 36 | l8 l9 |
                              |<--->|<--->| window
 
+Where layers differ, the windows lie in their longest repeated stretch (``program/layout/repeated_layers.py``).
+
 As with micro-batches (``repetition.py``), the repetition is checked, not assumed. Every instruction of a window must
 come the same time after its counterpart in the window before, and no other run may overlap with the window. Then the
 result is exact.
@@ -29,15 +31,12 @@ from memo_sim.engine.simulate import simulate
 from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.repeated_layers import RepeatedLayers, repeated_layers
 
-FEW = 10
-"""Layers played: enough for the run to become steady, two windows, and the last two, whose activations stay.
-
-One more when the number of layers is odd."""
-WINDOW = 2
+AHEAD = 4
+"""Layers before the windows: enough for the run to become steady."""
 BEHIND = 2
-"""Layers after the window."""
-
+"""Layers after the window: the last two, whose activations stay."""
 
 LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
 """Templates of which each layer has one instance a pass."""
@@ -46,31 +45,32 @@ LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWA
 def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Cluster) -> float | None:
     """Return the step time (seconds) of a plan that fits, from a few of its layers.
 
-    None when that is not possible: for pipelines, for models with few layers, when layers are recomputed differently or
-    are not seen to repeat, and when memory is not planned (an allocator's stalls depend on everything that is held).
+    None when that is not possible: for pipelines, for models in which few layers repeat, when layers are recomputed
+    differently or are not seen to repeat, and when memory is not planned (an allocator's stalls depend on everything
+    that is held).
 
     Raises:
         Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
     """
-    layers = decisions.model.layers
-    few = FEW + layers % WINDOW
-    layout = decisions.layout
-    if layers <= few or layout.pp > 1 or decisions.memory_policy != "planned" or decisions.recompute_layers != ALL:
+    model, layout = decisions.model, decisions.layout
+    few = repeated_layers([model.layer(n) for n in range(model.layers)], windows=2, beside=AHEAD + BEHIND)
+    if not few.times or layout.pp > 1 or decisions.memory_policy != "planned" or decisions.recompute_layers != ALL:
         return None
     if layout.replicas > 1 and (layout.zero < 3 or layout.shards == 1):
         return None  # whole blocks are gathered beside the first layers, or reduced beside the gradient norm's kernels
-    model = msgspec.structs.replace(decisions.model, layers=few)
-    simulation = simulate(msgspec.structs.replace(decisions, model=model), hardware, cluster, predict=False)
+    played = msgspec.structs.replace(decisions, model=model.of_layers(few.shapes))
+    simulation = simulate(played, hardware, cluster, predict=False)
     (stage,) = simulation.stages
     if simulation.memory.fault is not None:
         return None
-    times, added_s, playback = (layers - few) // WINDOW, 0.0, stage.playback
+    added_s, playback = 0.0, stage.playback
     firsts = np.searchsorted(stage.columns.instance, np.arange(len(stage.program.instances) + 1)).tolist()
-    for run in _runs(stage.program, few):
-        window_s = _window_s(stage.program, playback, firsts, run)
+    for run in _runs(stage.program, len(few.shapes)):
+        end = _end_of_window(stage.program, run, few)
+        window_s = _window_s(stage.program, playback, firsts, run, [end - n * few.window for n in (2, 1, 0)])
         if window_s is None:
             return None
-        added_s += times * window_s * int(stage.weights[firsts[run[few - BEHIND - WINDOW]]])
+        added_s += few.times * window_s * int(stage.weights[firsts[run[end - few.window]]])
     return playback.span_s + stage.repetition.added_s(playback) + added_s
 
 
@@ -95,9 +95,21 @@ def _runs(program: Program, layers: int) -> list[list[int]]:
     return [run for run in [*passes.values(), *apart] if len(run) == layers]
 
 
-def _window_s(program: Program, playback: Playback, firsts: list[int], run: list[int]) -> float | None:
-    """Return the seconds of a run's window, or None when it differs from the window before it."""
-    first, middle, last = (run[len(run) - BEHIND - n * WINDOW] for n in (2, 1, 0))
+def _end_of_window(program: Program, run: list[int], few: RepeatedLayers) -> int:
+    """Return the position in a run after its last window, near the end of the stretch that repeats."""
+    layers = len(few.shapes)
+    upward = program.instances[run[0]].layer < program.instances[run[-1]].layer
+    return min(few.end if upward else layers - few.first, layers - BEHIND)
+
+
+def _window_s(
+    program: Program, playback: Playback, firsts: list[int], run: list[int], places: list[int]
+) -> float | None:
+    """Return the seconds of a run's window, or None when it differs from the window before it.
+
+    ``places``: the positions in the run at which the window before begins, the window begins, and it ends.
+    """
+    first, middle, last = (run[place] for place in places)
     templates = [instance.template for instance in program.instances[first:last]]
     if templates[: middle - first] != templates[middle - first :]:
         return None

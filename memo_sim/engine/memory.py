@@ -47,6 +47,8 @@ from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import subsequences_of
 
 
@@ -282,11 +284,14 @@ def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> L
     The host copies of one (micro-batch, layer) have the same index in their families. A block is rounded up to a power
     of two, and lives from the birth of its first tensor to the death of its last.
     """
-    numbers, statistics = {}, set()
-    for each in subsequences_of(decisions, shape_of(decisions)):
-        for t in skeletal_of(decisions, each.shape):
-            numbers[name := f"host.{t.name}{each.suffix}"] = each.number
-            statistics |= {name} if t.statistics else set()
+    numbers, statistics, counted = {}, set(), dict[str, LayersOfKind]()
+    (stage,) = (each for each in stages_of(decisions) if each.name == program.stage)
+    for kind in layers_by_kind(decisions.model, stage):
+        for each in subsequences_of(decisions, shape_of(decisions)):
+            for t in skeletal_of(decisions, each.shape, kind.shape):
+                numbers[name := f"host.{t.name}{kind.suffix}{each.suffix}"] = each.number
+                statistics |= {name} if t.statistics else set()
+                counted[name] = kind
     apart = np.array([f.name in statistics for f in program.all_families], dtype=bool)
     number = np.array([numbers.get(f.name, 0) for f in program.all_families], dtype=np.int64)
     bases = np.array(list(program.family_bases.values()), dtype=np.int64)
@@ -297,7 +302,13 @@ def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> L
     alone = (lives.birth[chosen] < 0) | (apart | of_template)[lives.family[chosen]]
     # Blocks of layers are numbered by index and subsequence; single blocks are numbered after them.
     count, family = decisions.layout.subsequences, lives.family[chosen]
-    key = np.where(alone, count * len(lives.bytes) + chosen, (chosen - bases[family]) * count + number[family])
+    index = chosen - bases[family]
+    for at, each_family in enumerate(program.all_families):
+        if each_family.layer_kind is not None and each_family.name in counted:  # it counts only layers of its kind
+            layers, mine = np.array(counted[each_family.name].layers), family == at
+            micro_batch, place = np.divmod(index[mine], len(layers))
+            index[mine] = micro_batch * len(stage.layers) + layers[place]
+    key = np.where(alone, count * len(lives.bytes) + chosen, index * count + number[family])
     blocks, block = np.unique(key, return_inverse=True)
     birth = np.full(len(blocks), lives.instructions, dtype=np.int64)
     death = np.full(len(blocks), -1, dtype=np.int64)

@@ -28,7 +28,17 @@ from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Attention, BatchedGemm, Collective, Copy, Gemm, PointToPoint, Rowwise, Work
+from memo_sim.program.ir.work import (
+    Attention,
+    BatchedGemm,
+    Collective,
+    Copy,
+    Gemm,
+    GroupedGemm,
+    PointToPoint,
+    Rowwise,
+    Work,
+)
 
 OF_A_FORWARD = frozenset({"linear", "qk_norm", "rotary", "gelu", "swiglu"})
 """Forward operators that a backward pass contains only when METP recomputes what it never keeps."""
@@ -124,7 +134,8 @@ class StageRun:
     @property
     def flops(self) -> float:
         """FLOPs that the whole step computes, recompute included."""
-        each = self.per_instruction(lambda i: i.work.flops if isinstance(i.work, Gemm | BatchedGemm | Attention) else 0)
+        products = Gemm | BatchedGemm | GroupedGemm | Attention
+        each = self.per_instruction(lambda i: i.work.flops if isinstance(i.work, products) else 0)
         return float(np.sum(each * self.weights))
 
     @property
@@ -162,6 +173,7 @@ class StageRun:
     def layer_forward_s(self) -> float:
         """Seconds of a middle layer's forward on the compute lane, with waits for exchanges and collectives.
 
+        Where layers differ, the mean of the middle layers of all kinds, each as often as the stage has it.
         Waits for copies are left out, because copies can hide under this time (the paper's linear program).
         """
         forwards = [
@@ -169,7 +181,15 @@ class StageRun:
             for n, i in enumerate(self.program.instances)
             if i.micro_batch == 0 and _is_layer_forward(self.program.templates[i.template])
         ]
-        mine = (self.columns.instance == forwards[len(forwards) // 2]) & (self.columns.lane == Lane.COMPUTE)
+        by_kind: dict[int | None, list[int]] = {}
+        for n in forwards:
+            by_kind.setdefault(self.program.templates[self.program.instances[n].template].layer_kind, []).append(n)
+        each = [(len(numbers), self._forward_s(numbers[len(numbers) // 2])) for numbers in by_kind.values()]
+        return each[0][1] if len(each) == 1 else sum(count * seconds for count, seconds in each) / len(forwards)
+
+    def _forward_s(self, instance: int) -> float:
+        """Return the seconds of one forward, as ``layer_forward_s`` counts them."""
+        mine = (self.columns.instance == instance) & (self.columns.lane == Lane.COMPUTE)
         chosen = np.flatnonzero(mine)
         waits = self.playback.waits
         copies = np.isin(self.columns.lane[waits.waits_for], (Lane.D2H, Lane.H2D))

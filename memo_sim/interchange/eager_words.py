@@ -47,10 +47,13 @@ _COMMON: dict[str, Saying] = {
     "decisions.mlp_chunk_tokens": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.mlp_rebuild": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.attention_chunk_tokens": Saying("none", lost="its attention runs on the whole sequence"),
+    "decisions.expert_load": Saying("none", lost="memo writes no options of experts"),
     "decisions.kernels.head_groups": Saying("none", lost="attention runs on all heads at once"),
     "decisions.libraries": Saying("own", lost="what is installed decides it"),
     "decisions.replay_allocator": Saying("none", lost=_NO_ARENA),
     "model.bidirectional": Saying("none", lost="it trains causal models"),
+    "model.experts": Saying("none", lost="memo writes no options of experts"),
+    "model.layer_pattern": Saying("none", lost="its models have layers of one kind"),
 }
 
 

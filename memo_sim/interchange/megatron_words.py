@@ -71,6 +71,13 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
             got=f"{decisions.model.name}, which is bidirectional",
             wanted="a model with causal attention",
         )
+    if len(decisions.model.layer_shapes) > 1:
+        raise UsageError(
+            "memo does not write Megatron's files of heterogeneous layers",
+            where="model.layer_pattern",
+            got=f"{decisions.model.name}, whose layers differ",
+            wanted="a model whose layers are alike",
+        )
     layout, states = decisions.layout, _states(decisions.states)
     tp, cp, ulysses = layout.tp * layout.metp, layout.cp, layout.ulysses
     if layout.uneven_heads and ulysses > 1:
@@ -304,6 +311,9 @@ SAYINGS: dict[str, Saying] = {
     "model.linear_bias": Saying("exact", ("add_bias_linear",)),
     "model.qk_norm": Saying("exact", ("qk_layernorm",)),
     "model.bidirectional": Saying("none", (), "GPT has causal attention alone"),
+    "decisions.expert_load": Saying("none", (), "memo writes no options of experts"),
+    "model.experts": Saying("none", (), "memo writes no options of experts"),
+    "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),
     "layout.tp": Saying("exact", ("tensor_model_parallel_size",)),
     "layout.sequence_parallel": Saying("exact", ("sequence_parallel",)),
@@ -313,7 +323,7 @@ SAYINGS: dict[str, Saying] = {
     "layout.ulysses": Saying("exact", ("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes")),
     "layout.uneven_heads": Saying("none", (), "a2a divides heads evenly: context parallelism in its place"),
     "layout.metp": Saying("none", (), "Megatron passes no weights round a ring: tensor parallelism in its place"),
-    "layout.overlap_exchanges": Saying("none", (), "a choice of METP."),
+    "layout.overlap_exchanges": Saying("none", (), "a choice of METP"),
     "layout.pp": Saying("exact", ("pipeline_model_parallel_size",)),
     "layout.pp_layers": Saying("exact", ("pipeline_model_parallel_layout",)),
     "layout.schedule": Saying("exact", ("virtual_pipeline_model_parallel_size",), "it has 1F1B, plain or interleaved"),
@@ -342,7 +352,7 @@ SAYINGS: dict[str, Saying] = {
         ("recompute_method", "recompute_num_layers"),
         "all layers, groups of N, or the first K of each stage: no every N-th layer",
     ),
-    "decisions.keep_norms": Saying("none", (), "a choice of METP."),
+    "decisions.keep_norms": Saying("none", (), "a choice of METP"),
     "decisions.early_stop": Saying("own", (), "full recompute repeats whole layers"),
     "decisions.swapped_tokens": Saying("none", (), _NO_SWAP),
     "decisions.subsequence_swapped_tokens": Saying("none", (), _NO_SWAP),
@@ -385,4 +395,4 @@ SAYINGS: dict[str, Saying] = {
     "decisions.replay_allocator": Saying("none", (), _OWN_ALLOCATOR),
     "decisions.cuda_graphs": Saying("near", ("cuda_graph_impl",), "one graph of a whole iteration"),
 }
-"""How Megatron says each decision, by its configuration's names"""
+"""How Megatron says each decision, by its configuration's names."""

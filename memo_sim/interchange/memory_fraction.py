@@ -23,6 +23,8 @@ VARIABLE, FRACTION = "PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction"
 SINCE = "PyTorch 2.10"
 _DIGITS = 6
 _SET = re.compile(r"PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF['\"\]]*\s*[=:]\s*['\"]?([\w:.,\[\]-]+)", re.ASCII)
+_BETWEEN = re.compile(r",(?![^\[]*\])")
+"""A comma that is in no list: ``roundup_power2_divisions:[256:1,512:2]`` is one setting."""
 _CALLED = re.compile(r"set_per_process_memory_fraction\(\s*([\d.]+)", re.ASCII)
 _WHY = {
     "expandable_segments": "memo's allocator has segments of fixed size, which fragment more than expandable ones",
@@ -63,7 +65,7 @@ def settings_of(
     fraction, read, ignored = None, list[ReadOption](), list[IgnoredOption]()
     for file, whole in files:
         text = "\n".join(line for line in whole.splitlines() if not line.lstrip().startswith("#"))
-        words = [word for found in _SET.findall(text) for word in found.split(",") if ":" in word]
+        words = [word for found in _SET.findall(text) for word in _BETWEEN.split(found) if ":" in word]
         words += [f"{FRACTION}:{value}" for value in _CALLED.findall(text)]
         for word in words:
             name, _, value = word.partition(":")

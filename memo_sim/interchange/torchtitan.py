@@ -59,11 +59,12 @@ def jobs(decisions: Decisions) -> tuple[Job, ...]:
         UsageError: when torchtitan has no model of this shape, or cannot train it in stages.
     """
     model, layout = decisions.model, decisions.layout
-    if model.family != "llama" or model.qkv_bias or model.linear_bias or model.bidirectional:
+    alike = len(model.layer_shapes) == 1
+    if model.family != "llama" or model.qkv_bias or model.linear_bias or model.bidirectional or not alike:
         raise UsageError(
             "torchtitan has no model of this shape",
             got=model.name,
-            wanted="a Llama or Qwen3 without biases",
+            wanted="a Llama or Qwen3 without biases, with layers of one kind",
             hint="--to megatron-lm",
         )
     if model.tied_embeddings and layout.pp > 1:

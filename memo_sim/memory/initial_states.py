@@ -25,6 +25,7 @@ from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
+from memo_sim.program.layout.stage import stages_of
 
 FP32_BYTES = 4
 REPLACED = (FamilyKind.PARAMS, FamilyKind.GRADS, FamilyKind.MASTER, FamilyKind.MOMENT1, FamilyKind.MOMENT2)
@@ -77,14 +78,14 @@ def without_states(program: Program, lives: Liveness) -> Liveness:
 def _parameters(program: Program, decisions: Decisions) -> list[int]:
     """Return the number of elements of every parameter of the stage, in the order in which modules are created."""
     model, tp = decisions.model, decisions.layout.tp
-    blocks = {"embed": embed_block(model, tp), "layer": layer_block(model, tp), "head": head_block(model, tp)}
-    counts = {f.name: f.count for f in program.families}
-    return [
-        parameter.elements
-        for kind, block in blocks.items()
-        for _ in range(counts.get(f"params.{kind}", 0))
-        for parameter in block.parameters
+    (stage,) = (each for each in stages_of(decisions) if each.name == program.stage)
+    held = {f.name for f in program.families}
+    blocks = [
+        *[embed_block(model, tp)] * ("params.embed" in held),
+        *(layer_block(model, tp, model.layer(number)) for number in stage.layers),
+        *[head_block(model, tp)] * ("params.head" in held),
     ]
+    return [parameter.elements for block in blocks for parameter in block.parameters]
 
 
 def _last_share(elements: list[int], ranks: int) -> list[int]:

@@ -14,6 +14,7 @@ Times are in microseconds, as Kineto writes them.
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,7 @@ MOST_BYTES = 2**32
 MOST_US = 1e17
 """The longest time in a trace; microseconds since 1970 are 1.8e15."""
 MOST_SIZE = 2**48
+RANK = re.compile(r"\d{1,9}", re.ASCII)
 STEP = "ProfilerStep#"
 FIRST_NAMES = {"Operator": "cpu_op", "Runtime": "cuda_runtime", "Kernel": "kernel"} | {
     "Memcpy": "gpu_memcpy",
@@ -295,7 +297,7 @@ def _device_work(event: _Event, stacks: dict[int, tuple[Operator, ...]], launche
         end_us=end,
         stream=str(args.get("stream", event.tid)),
         operators=() if launch is None else stacks.get(correlation, ()),
-        moved_bytes=max(0, _number(event, "bytes")),
+        moved_bytes=_whole(args.get("bytes")),
         collective=_collective(args),
         in_graph=launch is not None and "GraphLaunch" in launch.name,
     )
@@ -306,7 +308,7 @@ def _collective(args: dict[str, Any]) -> CollectiveCall | None:
     if not isinstance(name, str):
         return None
     listed = str(args.get("Process Group Ranks", "")).strip("[]").replace(" ", "")
-    ranks = tuple(int(rank) for rank in listed.split(",") if rank.isdigit())
+    ranks = tuple(int(rank) for rank in listed.split(",") if RANK.fullmatch(rank))
     size = args.get("Group size")
     return CollectiveCall(
         name=name,
@@ -319,7 +321,7 @@ def _collective(args: dict[str, Any]) -> CollectiveCall | None:
 
 
 def _whole(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if isinstance(value, int) and 0 < value < MOST_SIZE else 0
 
 
 def _operator_work(operators: Sequence[_Event]) -> list[Work]:

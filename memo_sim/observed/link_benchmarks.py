@@ -49,9 +49,10 @@ LEAST_GB_PER_S = 1.0
 MEASURABLE_GB_PER_S, MOST_GB_PER_S = 1e-4, 1e6
 """No link is slower or faster; a rate beyond these counts as not measured."""
 FACTOR_TOLERANCE = 0.03
+MOST_TENSOR_BYTES, MOST_RANKS = 2**60, 2**20
 
 _STARTING = re.compile(r"^#\s*Collective test starting:\s*(\S+)", re.MULTILINE)
-_RANK = re.compile(r"^#\s+Rank\s+(\d+)(?:\s+Group\s+(\d+))?\s+Pid\s+\d+\s+on\s+(\S+)\s", re.MULTILINE)
+_RANK = re.compile(r"^#\s+Rank\s+(\d{1,9})(?:\s+Group\s+(\d{1,9}))?\s+Pid\s+\d+\s+on\s+(\S+)\s", re.MULTILINE)
 _PROGRAM = re.compile(r"\b(\w+_perf)(?:_mpi)?\b")
 _BAD = re.compile(r"^#\s*Out of bounds values\s*:\s*(\d+)\s+FAILED", re.MULTILINE)
 
@@ -165,7 +166,9 @@ def read_nccl_tests(raw: bytes, where: str) -> list[LinkTest]:
 
 
 def _read_text(text: str, where: str) -> LinkTest:
-    named = {name for name in _PROGRAM.findall(text) if name in PROGRAMS}
+    # The command that is echoed before the next program belongs to this part of the text.
+    started = _PROGRAM.findall(" ".join(_STARTING.findall(text)))
+    named = {name for name in started or _PROGRAM.findall(text) if name in PROGRAMS}
     if len(named) != 1:
         raise BadInput(
             "the output does not say which collective it measured",
@@ -177,10 +180,10 @@ def _read_text(text: str, where: str) -> LinkTest:
     listed = [(int(rank), int(group or 0), host) for rank, group, host in _RANK.findall(text)]
     group = listed[0][1] if listed else 0
     hosts: dict[int, str] = {rank: host for rank, of, host in listed if of == group}
-    wrong = sum(int(count) for count in _BAD.findall(text))
+    wrong = [count for count in _BAD.findall(text) if count.strip("0")]
     rows = list(_rows(text, where))
     if wrong:
-        raise _wrong(where, str(wrong))
+        raise _wrong(where, " and ".join(wrong))
     return _link_test(PROGRAMS[name], len(hosts), len(set(hosts.values())), rows, where)
 
 
@@ -196,7 +199,8 @@ def _rows(text: str, where: str) -> Iterator[Row]:
             continue
         try:
             size, algbw, busbw = (float(words[columns.index(name)]) for name in ("size", "algbw", "busbw"))
-        except ValueError:
+            row = Row(int(size), algbw, busbw)
+        except (ValueError, OverflowError):
             raise BadInput(
                 "a line of the table has no numbers where its header names them",
                 where=f"{where}: line {number}",
@@ -206,7 +210,7 @@ def _rows(text: str, where: str) -> Iterator[Row]:
         wrong = [words[i] for i, name in enumerate(columns) if name == "#wrong" and i < len(words)]
         if any(count not in ("0", "N/A") for count in wrong):
             raise _wrong(f"{where}: line {number}", " and ".join(wrong))
-        yield Row(int(size), algbw, busbw)
+        yield row
 
 
 def _read_json(raw: bytes, where: str) -> LinkTest:
@@ -252,6 +256,8 @@ def _wrong(where: str, got: str) -> BadInput:
 def _link_test(kind: CollectiveKind, ranks: int, nodes: int, rows: Sequence[Row], where: str) -> LinkTest:
     if ranks < 2:
         raise BadInput("the output lists no ranks", where=where, wanted="two or more lines '#  Rank  0 ...'")
+    if ranks > MOST_RANKS:
+        raise BadInput("the output lists too many ranks", where=where, wanted=f"at most {MOST_RANKS}")
     factor = volume_factor(kind, ranks)
     by_size: dict[int, list[float]] = defaultdict(list)
     for row in rows:
@@ -263,7 +269,7 @@ def _link_test(kind: CollectiveKind, ranks: int, nodes: int, rows: Sequence[Row]
                 wanted=f"busbw = {factor:.4f} x algbw for {kind} of {ranks} ranks",
                 hint="the whole output, with every '#  Rank' line",
             )
-        if row.size > 0 and MEASURABLE_GB_PER_S < row.busbw < MOST_GB_PER_S:
+        if 0 < row.size <= MOST_TENSOR_BYTES and MEASURABLE_GB_PER_S < row.busbw < MOST_GB_PER_S:
             by_size[row.size].append(row.busbw * GIGA)
     if not by_size:
         raise BadInput(

@@ -98,7 +98,7 @@ def _sizes(operator: Operator) -> list[tuple[tuple[int, ...], int]]:
 
 def _sums_columns(operator: Operator, shape: tuple[int, ...]) -> bool:
     """Whether a sum runs over rows, so that one number for each feature is left."""
-    dims = re.findall(r"-?\d+", operator.values[1]) if len(operator.values) > 1 else []
+    dims = re.findall(r"-?\d{1,9}", operator.values[1]) if len(operator.values) > 1 else []
     return bool(dims) and all(int(dim) % len(shape) != len(shape) - 1 for dim in dims)
 
 

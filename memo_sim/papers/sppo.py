@@ -427,7 +427,7 @@ def footprint(model_name: str, seq_tokens: int = TABLE_TOKENS) -> Footprint:
     (program,) = lower(Decisions(model=model, seq_tokens=STATE_TOKENS))
     states = sum(f.bytes * f.count for f in program.all_families if f.buffer_class is BufferClass.STATE)
     whole = Decisions(model=model, seq_tokens=seq_tokens)
-    activations = model.layers * sum(tensor.bytes for tensor in skeletal_of(whole, shape_of(whole)))
+    activations = model.layers * sum(tensor.bytes for tensor in skeletal_of(whole, shape_of(whole), model.layer(0)))
     by_bytes = ceil((states + activations) / GPU_BYTES)
     by_plan, how = next(
         found for nodes in count(ceil(by_bytes / NODE)) if (found := _kept(model_name, seq_tokens, nodes))

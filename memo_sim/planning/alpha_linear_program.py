@@ -5,9 +5,9 @@ layers must fit into host memory:
 
     (S_input + S_attn + alpha * S_others) / B <= T_layer,      (n - 2) * (S_input + S_attn + alpha * S_others) <= M_CPU
 
-There is one variable, so the optimum is the smaller of the two bounds. The fastest alpha in the engine can differ,
-because the paper's model is coarse: stalls are not all or nothing, backward has more time to hide copies than forward,
-and host blocks may be rounded up.
+Where layers differ, their mean stands for a layer. There is one variable, so the optimum is the smaller of the two
+bounds. The fastest alpha in the engine can differ, because the paper's model is coarse: stalls are not all or nothing,
+backward has more time to hide copies than forward, and host blocks may be rounded up.
 """
 
 from __future__ import annotations
@@ -67,13 +67,17 @@ def linear_program(
     decisions: Decisions, *, layer_forward_s: float, bandwidth_bytes_per_s: float, host_bytes: float
 ) -> LinearProgram:
     """Return the paper's problem for a plan; ``host_bytes`` is one rank's share of host memory."""
-    shape = shape_of(decisions)
-    tensors = skeletal_of(decisions, shape)
+    shape, model = shape_of(decisions), decisions.model
+    tensors = skeletal_of(decisions, shape, model.layer(0))
     whole = {t.name: t.bytes for t in tensors if t.fate is Fate.WHOLE}
+    others = [
+        sum(t.bytes for t in skeletal_of(decisions, shape, layer) if t.fate is Fate.BY_TOKEN)
+        for layer in model.layer_shapes
+    ]
     return LinearProgram(
         input_bytes=whole["x"],
-        attention_bytes=sum(size for name, size in whole.items() if name.startswith(("attn", "lse"))),
-        others_bytes=sum(t.bytes for t in tensors if t.fate is Fate.BY_TOKEN),
+        attention_bytes=sum(size for name, size in whole.items() if name.startswith(("attn", "lse", "route"))),
+        others_bytes=sum(others[kind] for kind in model.layer_kinds) // model.layers,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         layer_forward_s=layer_forward_s,
         swapped_layers=decisions.model.layers - 2,

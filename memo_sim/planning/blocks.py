@@ -23,6 +23,7 @@ from memo_sim.planning.question import Question
 from memo_sim.program.layout.attention_chunks import MOST_CHUNKS, check_attention_chunks
 from memo_sim.program.layout.compatibility import (
     CHUNKS_UNDER_FULL_RECOMPUTE,
+    EXPERTS_WHOLE_MLP,
     METP_WHOLE_MLP,
     MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
     MLP_BLOCKS_UNDER_ZERO_BUBBLE,
@@ -115,11 +116,12 @@ def _whole_mlp(question: Question, decisions: Decisions) -> bool:
     """Return whether an MLP in row blocks is not tried.
 
     METP cuts the MLP by weights; both are combined only when the user asks for it. W passes need the inputs of the
-    whole MLP.
+    whole MLP, and experts the rows of all tokens.
     """
     cut = msgspec.structs.replace(decisions, mlp_chunk_tokens=decisions.swap_granule)
     unasked = question.pins.mlp_chunk_tokens is None
-    return MLP_BLOCKS_UNDER_ZERO_BUBBLE.breaks(cut) or (unasked and METP_WHOLE_MLP.breaks(cut))
+    whole = METP_WHOLE_MLP.breaks(cut) or EXPERTS_WHOLE_MLP.breaks(cut)
+    return MLP_BLOCKS_UNDER_ZERO_BUBBLE.breaks(cut) or (unasked and whole)
 
 
 def mlp_chunk(question: Question, base: Decisions) -> int:

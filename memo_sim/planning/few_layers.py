@@ -1,15 +1,16 @@
 """Work of each lane, unavoidable waits and bytes of one micro-batch on one rank, for any number of layers.
 
 Middle layers are identical. A few layers are lowered, and two in the middle stand for all that are left out. There are
-two of them, because layers alternate between two rounding buffers. Where layers are recomputed differently, all are
-lowered.
+two of them, because layers alternate between two rounding buffers. Where layers differ, a window of their longest
+repeated stretch stands for the others (``program/layout/repeated_layers.py``). Where layers are recomputed differently,
+or no stretch repeats, all are lowered.
 
       lowered   l0 l1 l2 l3 l4 l5        eighty layers   l0 l1 (l2 l3) x 38 l78 l79
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.model import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
 from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
@@ -30,14 +32,11 @@ from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.repeated_layers import RepeatedLayers, repeated_layers
 from memo_sim.program.lower import lower
 
-FEW = 6
-"""Layers that are lowered: two that are swapped, two that stand for others, and the last two, which are not swapped.
-
-One more when the number of layers is odd."""
-FIRST_MIDDLE = 2
-MIDDLE = 2
+ENDS = 2
+"""Layers at each end of the model that no window stands for: two that are swapped, and the last two, which are not."""
 
 Floats = NDArray[np.float64]
 
@@ -81,34 +80,36 @@ class Passes:
         self._known: dict[tuple[_FewLayers, int], Pass] = {}
         self._computed: dict[tuple[_FewLayers, int], Pass] = {}
 
-    def of(self, decisions: Decisions, layers: int) -> Pass:
-        """Return the pass of one micro-batch through ``layers`` layers.
+    def of(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
+        """Return the pass of one micro-batch through ``layers``.
 
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
-        few, lowered = self._lower(decisions, layers)
-        if (lowered, layers) not in self._known:
-            self._known[lowered, layers] = lowered.repeated((layers - few) // MIDDLE)
-        return self._known[lowered, layers]
+        times, lowered = self._lower(decisions, layers)
+        if (lowered, times) not in self._known:
+            self._known[lowered, times] = lowered.repeated(times)
+        return self._known[lowered, times]
 
-    def computed(self, decisions: Decisions, layers: int) -> Pass:
+    def computed(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
 
         Raises:
             Infeasible: see ``of``.
         """
-        few, lowered = self._lower(decisions, layers)
-        if (lowered, layers) not in self._computed:
-            self._computed[lowered, layers] = lowered.computed((layers - few) // MIDDLE)
-        return self._computed[lowered, layers]
+        times, lowered = self._lower(decisions, layers)
+        if (lowered, times) not in self._computed:
+            self._computed[lowered, times] = lowered.computed(times)
+        return self._computed[lowered, times]
 
-    def _lower(self, decisions: Decisions, layers: int) -> tuple[int, _FewLayers]:
-        """Return the number of layers that are lowered, and the lowered layers."""
-        few = min(layers, FEW + layers % 2) if decisions.recompute_layers == ALL else layers
+    def _lower(self, decisions: Decisions, layers: Sequence[LayerShape]) -> tuple[int, _FewLayers]:
+        """Return how often the window of the lowered layers was left out, and the lowered layers."""
+        few = repeated_layers(layers, windows=1, beside=2 * ENDS)
+        if decisions.recompute_layers != ALL or not few.times:
+            few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
         alone = msgspec.structs.replace(
             decisions,
-            model=msgspec.structs.replace(decisions.model, layers=few),
+            model=decisions.model.of_layers(few.shapes),
             layout=msgspec.structs.replace(
                 decisions.layout,
                 dp=1,
@@ -130,23 +131,23 @@ class Passes:
         )
         if alone not in self._lowered:
             pricer = Pricer(self._hardware, self._cluster, alone.layout, rowwise=alone.kernels.rowwise)
-            self._lowered[alone] = _FewLayers(alone, pricer)
-        return few, self._lowered[alone]
+            first = max(ENDS, few.first)
+            self._lowered[alone] = _FewLayers(alone, pricer, range(first, first + few.window))
+        return few.times, self._lowered[alone]
 
 
 class _FewLayers:
-    """One micro-batch of a few layers; the middle layers can be repeated."""
+    """One micro-batch of a few layers; the layers ``middle`` can be repeated."""
 
-    def __init__(self, decisions: Decisions, pricer: Pricer) -> None:
+    def __init__(self, decisions: Decisions, pricer: Pricer, middle: range) -> None:
         (program,) = lower(decisions)
         self._decisions, self._program = decisions, program
         lengths = [len(program.templates[i.template].instructions) for i in program.instances]
         self._instance = np.repeat(np.arange(len(lengths)), lengths)
         self._lane = _by_instruction(program, lambda _, i: i.lane).astype(np.int64)
         self._inside = self._of_instances([not _template(program, i).kind.of_step for i in program.instances])
-        middle = range(FIRST_MIDDLE, FIRST_MIDDLE + MIDDLE)
         self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
-        self._middle_buffers = _of_layers(program, middle, layers=decisions.model.layers)
+        self._middle_buffers = _of_layers(program, middle, decisions.model.layer_kinds)
         self._seconds = _by_instruction(program, lambda _, i: pricer.seconds(i.work)) * self._inside
         self._forward = _by_instruction(program, lambda t, _: float(_is_layer_forward(t)))
         self._head = _by_instruction(program, lambda t, _: float(t.block is BlockKind.HEAD))
@@ -231,12 +232,20 @@ def _is_layer_forward(template: Template) -> bool:
     return template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
 
 
-def _of_layers(program: Program, chosen: range, *, layers: int) -> Ints:
-    """Return 1 for each buffer that belongs to one of the ``chosen`` layers: families with one buffer per layer."""
-    index = [np.arange(f.count, dtype=np.int64) for f in program.families]
-    mine = [(n >= chosen.start) & (n < chosen.stop) & (len(n) >= layers) for n in index]
+def _of_layers(program: Program, chosen: range, kinds: Sequence[int]) -> Ints:
+    """Return 1 for each buffer that belongs to one of the ``chosen`` layers: families with one buffer per layer.
+
+    ``kinds``: the number of the kind of every layer.
+    """
+    marked = []
+    for family in program.families:
+        having = [n for n, kind in enumerate(kinds) if family.layer_kind in (None, kind)]
+        mine = np.zeros(family.count, dtype=np.bool_)
+        if family.count >= len(having):
+            mine[[place for place, layer in enumerate(having) if layer in chosen]] = True
+        marked.append(mine)
     own = sum(f.count for f in program.all_families) - sum(f.count for f in program.families)
-    return np.concatenate([*mine, np.zeros(own, dtype=np.bool_)]).astype(np.int64)
+    return np.concatenate([*marked, np.zeros(own, dtype=np.bool_)]).astype(np.int64)
 
 
 def _by_instruction(program: Program, value: Callable[[Template, Instruction], float]) -> Floats:

@@ -13,6 +13,7 @@ from memo_sim.contract.plan import Layout
 from memo_sim.planning.contradictions import check_pins
 from memo_sim.planning.question import Question
 from memo_sim.planning.sppo import allowed
+from memo_sim.planning.stage_splits import splits
 from memo_sim.planning.subsequences import counts
 from memo_sim.program.layout.compatibility import METP_SCHEDULE, MOST_ZERO_OF_STAGES, MULTIPLEXING
 
@@ -42,7 +43,8 @@ def layouts(question: Question) -> list[Layout]:
                 for zero in _zeros(question, devices // tp, dp, most=MOST_ZERO_OF_STAGES if pp > 1 else MOST_ZERO)
                 for parts in dict.fromkeys((*_subsequences(question), *solved.get((tp, pp), ())))
                 for schedule, chunks in _schedules(question, pp, metp)
-                for layout in (_layout(question, zero, parts, schedule, chunks, **degrees),)
+                for split in _splits(question, pp * chunks, parts)
+                for layout in (_layout(question, zero, parts, schedule, chunks, split=split, **degrees),)
                 for shared in _multiplexed(question, layout)
             ]
     if not found:
@@ -85,7 +87,8 @@ def _least_tp(question: Question) -> int:
     if any(getattr(question.pins, name) is not None for name in WITHIN_A_STAGE):
         return 1
     wanted = min(question.preset.least_tp, cluster.devices_per_node)
-    divided = (model.heads, model.kv_heads, model.ffn_hidden, cluster.devices)
+    widths = [shape.ffn_hidden for shape in model.layer_shapes]
+    divided = (model.heads, model.kv_heads, *widths, cluster.devices)
     return max(d for d in range(1, wanted + 1) if all(n % d == 0 for n in divided))
 
 
@@ -146,6 +149,20 @@ def _schedules(question: Question, pp: int, metp: int) -> list[tuple[Schedule, i
     return found
 
 
+def _splits(question: Question, runs: int, parts: int) -> tuple[tuple[int, ...], ...]:
+    """Return the splits of layers over runs to try; empty for nearly equal ones.
+
+    Stages that are pinned have nearly equal numbers of layers, unless layers differ. So have stages that play parts of
+    a sequence, whose lengths are chosen for equal work in every stage.
+    """
+    pins, model = question.pins, question.model
+    if pins.pp_layers is not None:
+        return (pins.pp_layers,)
+    if parts > 1 or (pins.pp is not None and len(model.layer_shapes) == 1):
+        return ((),)
+    return splits(model, runs, question.seq_tokens)
+
+
 def _multiplexed(question: Question, layout: Layout) -> tuple[bool, ...]:
     """Return whether to let idle stages play rows of others: both, where it is tried and can pay.
 
@@ -168,6 +185,7 @@ def _layout(
     schedule: Schedule,
     chunks: int,
     *,
+    split: tuple[int, ...],
     tp: int,
     cp: int,
     ulysses: int,
@@ -192,7 +210,7 @@ def _layout(
         metp=metp,
         overlap_exchanges=metp == 1 or pins.overlap_exchanges is not False,
         pp=pp,
-        pp_layers=pins.pp_layers or (),
+        pp_layers=split,
         schedule=schedule,
         virtual_stages=chunks,
         overlap_p2p=overlapped if pins.overlap_p2p is None else pins.overlap_p2p,

@@ -11,12 +11,13 @@ other stages, and the first stage for the last gradient. Every micro-batch passe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.model import LayerShape
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
@@ -28,16 +29,19 @@ from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.kinds import BlockKind
-from memo_sim.program.layers.activations import Activations
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind
+from memo_sim.program.layers.activations import Activations, region
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.layout.stage import Stage, stages_of
+from memo_sim.program.layout.stage_layers import layers_by_kind
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 
+ALONE = (6, 8)
+"""Layers of two models of which one has a window more, and which show what a layer of one kind adds."""
 ROUNDING = 1e-9
 """Relative rounding error of a step time that is computed from few layers; in fact about 1e-14."""
 
@@ -127,10 +131,10 @@ class LowerBounds:
           so this is no bound, but an estimate.
         """
         device, host = self._states(decisions)
-        layers, parts = self._layers(decisions)
+        parts = self._layers(decisions)
         if not any_alpha and (eager_too or decisions.memory_policy != "eager"):
-            device += self._held_bytes(layers, parts)
-        return LowerBound(0.0, device, (host + self._swapped_bytes(layers, parts)) * self._local(decisions))
+            device += self._held_bytes(parts)
+        return LowerBound(0.0, device, (host + self._swapped_bytes(parts)) * self._local(decisions))
 
     def host_states_bytes(self, decisions: Decisions) -> int:
         """Return the bytes of one rank's states in host memory."""
@@ -156,17 +160,22 @@ class LowerBounds:
 
     def lack_host(self, decisions: Decisions) -> bool:
         """Return whether host memory is known to be too small for the states and what one micro-batch swaps."""
-        host = self._states(decisions)[1] + self._swapped_bytes(*self._layers(decisions))
+        host = self._states(decisions)[1] + self._swapped_bytes(self._layers(decisions))
         return host * self._local(decisions) > self.host_room_bytes
 
-    def _layers(self, decisions: Decisions) -> tuple[int, list[Activations]]:
-        """Return the fewest layers of a stage, and every subsequence's activations of one micro-batch there."""
-        stage, shape = min(stages_of(decisions), key=lambda stage: len(stage.layers)), shape_of(decisions)
-        return len(stage.layers), [
-            Activations(decisions, part.shape, 1, stage, part) for part in subsequences_of(decisions, shape)
+    def _layers(self, decisions: Decisions) -> list[Activations]:
+        """Return the activations of one micro-batch on a stage with the fewest layers: of every subsequence and kind.
+
+        The first subsequence's come first.
+        """
+        stage, shape = _shortest_stage(decisions), shape_of(decisions)
+        return [
+            Activations(decisions, part.shape.of_layer(kind.shape), 1, stage, kind, part)
+            for part in subsequences_of(decisions, shape)
+            for kind in layers_by_kind(decisions.model, stage)
         ]
 
-    def _swapped_bytes(self, layers: int, parts: list[Activations]) -> int:
+    def _swapped_bytes(self, parts: list[Activations]) -> int:
         """Return a lower bound of the bytes that one micro-batch of a stage swaps, without lowering anything.
 
         The layers in the rounding buffers stay, for all subsequences. With an offload window, the order decides which
@@ -176,9 +185,9 @@ class LowerBounds:
         if decisions.offload_window or decisions.layout.multiplexed:
             return 0
         layer = [self._layer_bytes(each) for each in parts]
-        return max(0, layers * sum(layer) - ROUNDING_BUFFERS * max(layer))
+        return max(0, _in_all_layers(parts, layer) - ROUNDING_BUFFERS * max(layer))
 
-    def _held_bytes(self, layers: int, parts: list[Activations]) -> int:
+    def _held_bytes(self, parts: list[Activations]) -> int:
         """Return a lower bound of the bytes that a stage's layers hold on the device when a backward begins.
 
         It counts the rounding buffers and the layers' own buffers; some layers that use rounding buffers have no
@@ -190,9 +199,12 @@ class LowerBounds:
             return 0
         if decisions.recompute_layers != ALL:
             return 0
-        slots = sum(f.bytes * f.count for f in parts[0].shared_families())
+        kinds = {each.layers.number: each for each in reversed(parts)}.values()
+        buffers = [family for each in kinds for family in each.shared_families()]
+        one_each = {family.name: family for family in (*region(buffers), *(f for f in buffers if not f.region))}
+        slots = sum(f.bytes * f.count for f in one_each.values())
         layer = [sum(f.bytes for f in each.families() if f.space == "device") for each in parts]
-        return slots + max(0, layers * sum(layer) - (ROUNDING_BUFFERS * max(layer) if slots else 0))
+        return slots + max(0, _in_all_layers(parts, layer) - (ROUNDING_BUFFERS * max(layer) if slots else 0))
 
     def _layer_bytes(self, kept: Activations) -> int:
         """Return the bytes that one layer of a subsequence swaps, without statistics, which are blocks of their own."""
@@ -206,21 +218,25 @@ class LowerBounds:
         return min(self._cluster.devices_per_node, decisions.layout.devices)
 
     def _parts(
-        self, decisions: Decisions, passes: Callable[[Decisions, int], Pass] | None = None
+        self, decisions: Decisions, passes: Callable[[Decisions, Sequence[LayerShape]], Pass] | None = None
     ) -> tuple[Pass, Pass, Pass]:
         """Return the passes of the whole model, of the fewest layers of a stage, and of one more layer.
 
-        Without stages, the last is zero.
+        Without stages, the last is zero. Where layers differ, it is a lower bound of every layer.
         """
         if decisions.recompute_layers != ALL and decisions.layout.pp > 1:
             return self._parts_of_different(decisions)
         of = passes or self.passes.of
-        layers = decisions.model.layers
-        held = _fewest_layers(decisions)
-        whole, stage = of(decisions, layers), of(decisions, held)
-        names = [f.name for f in fields(Pass)]
-        added = {name: (getattr(whole, name) - getattr(stage, name)) / max(1, layers - held) for name in names}
-        return whole, stage, Pass(**added)
+        model = decisions.model
+        layers, held = [model.layer(n) for n in range(model.layers)], _shortest_stage(decisions).layers
+        whole, stage = of(decisions, layers), of(decisions, [model.layer(n) for n in held])
+        if len(held) == len(layers) or len(model.layer_shapes) == 1:
+            return whole, stage, _added(whole, stage, len(layers) - len(held))
+        each = []
+        for shape in model.layer_shapes:
+            some = [[shape] * count for count in ALONE]
+            each.append(_added(of(decisions, some[1]), of(decisions, some[0]), ALONE[1] - ALONE[0]))
+        return whole, stage, Pass(**{f.name: min(getattr(one, f.name) for one in each) for f in fields(Pass)})
 
     def _parts_of_different(self, decisions: Decisions) -> tuple[Pass, Pass, Pass]:
         """Return the parts of stages whose layers are recomputed differently: lower bounds of each.
@@ -229,11 +245,13 @@ class LowerBounds:
         input at least, and a group of N layers one. A stage without chunks holds what its layers alone hold.
         """
         whole, stage, layer = self._parts(kept(decisions), self.passes.computed)
-        _, activations = self._layers(decisions)
-        kept_bytes = sum(f.bytes for each in activations for f in each.families())
+        activations = self._layers(decisions)
+        kinds = {each.layers.number for each in activations}
+        of_kinds = [[a for a in activations if a.layers.number == number] for number in kinds]
+        kept_bytes = min(sum(f.bytes for each in parts for f in each.families()) for parts in of_kinds)
         layers = int(decisions.recompute_layers.rpartition("-")[2]) if in_groups(decisions) else 1
         if decisions.layout.virtual_stages == 1:
-            held = self.passes.of(decisions, _fewest_layers(decisions))
+            held = self.passes.of(decisions, [decisions.model.layer(n) for n in _shortest_stage(decisions).layers])
             stage = replace(stage, device_bytes=held.device_bytes)
         return whole, stage, replace(layer, device_bytes=kept_bytes / layers)
 
@@ -322,22 +340,49 @@ class LowerBounds:
     def _states(self, decisions: Decisions) -> tuple[int, int]:
         """Return the bytes of one rank's parameters, gradients and optimizer states: on the device, and on the host.
 
-        With pipeline stages, only those of the fewest layers of a stage, because every stage has as many.
+        With pipeline stages, only those of layers, on the stage that has the least of them.
         """
         model, layout = decisions.model, decisions.layout
-        blocks = [(layer_block(model, layout.divided), BlockKind.LAYER, _fewest_layers(decisions))]
+        ends = []
         if layout.pp == 1:
-            blocks.append((embed_block(model, layout.tp), BlockKind.EMBED, 1))
-            blocks.append((head_block(model, layout.tp), BlockKind.HEAD, 1))
-        families = [f for block, kind, count in blocks for f in Optimizer(decisions, block, kind, count).families()]
-        device, host = (sum(f.bytes * f.count for f in families if f.space == space) for space in ("device", "host"))
+            ends.append(Optimizer(decisions, embed_block(model, layout.tp), BlockKind.EMBED, 1))
+            ends.append(Optimizer(decisions, head_block(model, layout.tp), BlockKind.HEAD, 1))
+        layers = [
+            Optimizer(decisions, layer_block(model, layout.divided, shape), BlockKind.LAYER, 1)
+            for shape in model.layer_shapes
+        ]
         absent = absent_states(decisions)
-        return device - sum(f.bytes * f.count for f in families if f.space == "device" and f.kind in absent), host
+        each = [_states_bytes(optimizer, absent) for optimizer in layers]
+        stages = {tuple(model.layer_kinds[n] for n in stage.layers) for stage in stages_of(decisions)}
+        held = (tuple(sum(each[kind][memory] for kind in kinds) for memory in (0, 1)) for kinds in stages)
+        device, host = (min(some) for some in zip(*held, strict=True))
+        for optimizer in ends:
+            more = _states_bytes(optimizer, absent)
+            device, host = device + more[0], host + more[1]
+        return device, host
 
 
-def _fewest_layers(decisions: Decisions) -> int:
-    """Return the layers of the pipeline stage that has the fewest."""
-    return min(len(stage.layers) for stage in stages_of(decisions))
+def _states_bytes(optimizer: Optimizer, absent: frozenset[FamilyKind]) -> tuple[int, int]:
+    """Return the bytes of a block's states on the device, without those that are absent there, and on the host."""
+    families = optimizer.families()
+    device = sum(f.bytes * f.count for f in families if f.space == "device" and f.kind not in absent)
+    return device, sum(f.bytes * f.count for f in families if f.space == "host")
+
+
+def _shortest_stage(decisions: Decisions) -> Stage:
+    """Return the first pipeline stage with the fewest layers."""
+    return min(stages_of(decisions), key=lambda stage: len(stage.layers))
+
+
+def _in_all_layers(parts: list[Activations], layer: list[int]) -> int:
+    """Return the bytes in all layers of a stage; ``layer`` has those of one layer of each part."""
+    return sum(len(part.layers.layers) * size for part, size in zip(parts, layer, strict=True))
+
+
+def _added(more: Pass, fewer: Pass, layers: int) -> Pass:
+    """Return the pass of one layer, from two passes of which one has ``layers`` more; zero when there are none."""
+    names = [f.name for f in fields(Pass)]
+    return Pass(**{name: (getattr(more, name) - getattr(fewer, name)) / max(1, layers) for name in names})
 
 
 def _times(one: Pass, layers: int) -> Pass:

@@ -62,6 +62,6 @@ def with_larger_micro_batches(question: Question, found: SearchResult) -> Search
 
 
 def _can_play(question: Question, layout: Layout, size: int) -> bool:
-    tokens = size * question.seq_tokens // (layout.ring * layout.ulysses)
+    decisions = replace(question, micro_batch=size).decisions(layout)
     whole = question.global_batch % (size * layout.dp) == 0
-    return whole and tokens <= MOST_TOKENS and layout.subsequences == 1
+    return whole and decisions.local_tokens <= MOST_TOKENS and layout.subsequences == 1

@@ -91,6 +91,7 @@ class Question(Chosen):
             streams=self._streams,
             zero_params=self._zero_params(layout),
             grad_sums=self.grad_sums,
+            expert_load=self.expert_load,
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,

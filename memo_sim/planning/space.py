@@ -34,7 +34,6 @@ from memo_sim.planning.subsequences import PartPrices, hide, part_prices, swap_e
 from memo_sim.program.layout.compatibility import (
     MODULES_ARE_RECOMPUTED,
     NORMS_KEPT_UNDER_FULL_RECOMPUTE,
-    SAVED_BY_MODULES,
     check_compatible,
 )
 from memo_sim.program.layout.partition import partition
@@ -207,7 +206,7 @@ def _with_policy(question: Question, decisions: Decisions, policy: Policy) -> De
     """Return the plan with the policy's alpha, and with the ways of full recompute that are pinned or the system's.
 
     Raises:
-        Infeasible: when memo does not know what the modules save there.
+        Infeasible: when Hugging Face's modules do not go with the policy or the layout.
     """
     found = msgspec.structs.replace(
         with_alpha(decisions, policy.recompute, policy.alpha or 0.0),
@@ -216,9 +215,10 @@ def _with_policy(question: Question, decisions: Decisions, policy: Policy) -> De
         early_stop=question.early_stop(policy.recompute, policy.layers),
         rounding_buffers=question.rounding_buffers(policy.recompute, policy.layers),
     )
-    for rule in (MODULES_ARE_RECOMPUTED, *SAVED_BY_MODULES):
-        if rule.breaks(found):
-            raise rule.refusal(found)
+    if found.modules == "huggingface":
+        if MODULES_ARE_RECOMPUTED.breaks(found):
+            raise MODULES_ARE_RECOMPUTED.refusal(found)
+        check_compatible(found)
     return found
 
 

@@ -129,7 +129,7 @@ class PartPrices:
         layout = decisions.layout
         alone = msgspec.structs.replace(
             decisions,
-            model=msgspec.structs.replace(decisions.model, layers=2),
+            model=decisions.model.of_layers([decisions.model.layer(0)] * 2),
             layout=Layout(tp=layout.tp, sequence_parallel=layout.sequence_parallel),
             seq_tokens=tokens,
             global_batch=1,
@@ -273,7 +273,7 @@ def offloaded_bytes(decisions: Decisions) -> float:
     The KV cache of the prefix is not offloaded, because every later subsequence reads it (SPPO 5.1).
     """
     first = subsequences_of(decisions, shape_of(decisions))[0].shape
-    return sum(tensor.bytes for tensor in skeletal_of(decisions, first)) / first.tokens
+    return sum(tensor.bytes for tensor in skeletal_of(decisions, first, decisions.model.layer(0))) / first.tokens
 
 
 def swap_each(decisions: Decisions, tokens: int) -> Decisions:

@@ -27,6 +27,7 @@ from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.views.gpus_table import ROLES, gpus_verdict
 from memo_sim.views.html_table import html_table
+from memo_sim.views.longest_table import tried_cells
 from memo_sim.views.pictures import Picture, picture_in
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.report.longest import longest_page
@@ -341,17 +342,9 @@ class LongestResult(_OfOneAnswer):
         return f"<LongestResult {one_line(document.model)} on {one_line(document.cluster)}: {longest} tokens>"
 
     def _repr_html_(self) -> str:
-        rows = [
-            [
-                format_tokens(tried.seq_tokens),
-                "fits" if tried.fits else "does not fit",
-                None if tried.step_s is None else format_seconds(tried.step_s),
-                tried.bound,
-            ]
-            for tried in self.document.tried
-        ]
+        heads, rows, _ = tried_cells(self.document)
         head = f"{self.document.model} on {self.document.cluster}: {format_tokens(self.seq_tokens)} tokens at most"
-        return html_table(head, ["tokens", "", "a plan's step", "limited by"], rows)
+        return html_table(head, heads, rows)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

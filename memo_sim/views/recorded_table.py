@@ -19,7 +19,7 @@ LONGEST_NAME = 70
 
 def recorded_table(job: RecordedStep) -> str:
     """Return the text of a recorded step beside its prediction."""
-    parts = [recorded_head(job), *(["\n".join(job.notes)] if job.notes else [])]
+    parts = [recorded_head(job), *(["\n".join(map(one_line, job.notes))] if job.notes else [])]
     if job.ranks:
         parts.append(_ranks(job))
     parts += [_time(job), _compared(job), _kinds(job)]
@@ -196,4 +196,4 @@ def _memory(memory: RecordedMemory) -> str:
         rows.append(["others", str(memory.buffers - sum(live.count for live in memory.live)), format_bytes(rest)])
     head = "by the line that allocated" if parts else f"alive at the peak of {format_bytes(memory.peak_bytes)}"
     parts.append(text_table([head, "buffers", "size"], rows, "lrr"))
-    return "\n\n".join([*parts, *(["\n".join(memory.notes)] if memory.notes else [])])
+    return "\n\n".join([*parts, *(["\n".join(map(one_line, memory.notes))] if memory.notes else [])])

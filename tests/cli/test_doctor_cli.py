@@ -36,6 +36,14 @@ def test_what_was_measured_is_shown_and_written(tmp_path: Path) -> None:
     check_refused(clash, 2, {"what": "would be overwritten"})
 
 
+def test_a_trace_of_a_folder_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank0.json").write_bytes(one_step().raw())
+    done = memo_sim("doctor", "--trace", "ranks", "-o", "ranks/rank0.json", cwd=tmp_path)
+    check_refused(done, 2, {"what": "would be overwritten", "where": "rank0.json"})
+    assert (tmp_path / "ranks" / "rank0.json").read_bytes() == one_step().raw()
+
+
 def test_the_jobs_own_script_is_priced_with_the_measured_rates(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(
@@ -92,7 +100,7 @@ def test_a_cluster_of_several_nodes_is_written_with_its_profile(tmp_path: Path) 
     assert (cluster.hardware, hardware.name) == ("mine.json", "h100-sxm5-80gb")
     assert cluster.network is not None
     assert cluster.network.size_efficiency is not None
-    assert cluster.network.size_efficiency.source == "nccl-tests-gather.txt"
+    assert cluster.network.size_efficiency.source == "nccl-tests-all_gather-16"
     check_refused(memo_sim(*asked, "--cluster-output", "x.json", cwd=tmp_path), 2, {"wanted": "-o PROFILE"})
 
 

@@ -130,8 +130,9 @@ def test_the_command_that_export_names_runs(plans: Path, tmp_path: Path, named: 
         )
         asked = ["--cluster", cluster]
     decisions = msgspec.structs.replace(
-        plan.decisions, model=model, seq_tokens=2**24, swapped_tokens=2**24, global_batch=1, loss_chunk_tokens=0
+        plan.decisions, model=model, seq_tokens=2**24, swapped_tokens=2**24, global_batch=1, micro_batch=1
     )
+    decisions = msgspec.structs.replace(decisions, loss_chunk_tokens=0)
     codec.write(tmp_path / "long.json", msgspec.structs.replace(plan, decisions=decisions))
     done = memo_sim("export", tmp_path / "long.json", "--to", "megatron-lm", "-o", tmp_path / "new folder", *asked)
     assert done.returncode == 4

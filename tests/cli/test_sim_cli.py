@@ -220,7 +220,7 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
             *(2, {"what": "full-swap", "got": "alpha 0.5", "hint": ("--alpha", "--system")}),
         ),
         (["what-if", *SMALL, "--device-memory-gib", "inf"], 2, "--device-memory-gib"),
-        (["what-if", *SMALL, "-o", "x.json", "--trace", "x.trace.json"], 2, {"where": "x.trace.json", "got": None}),
+        (["what-if", *SMALL, "-o", "x.json", "--trace", "x.trace.json"], 2, {"what": "-o x", "got": "x.trace.json"}),
         (["what-if", *SMALL, "-o", "x.json", "--plot", "x.doc"], 2, {"got": "x.doc", "wanted": ".png, .svg, .pdf"}),
         (["what-if", *SMALL, "--report", "x.pdf"], 2, {"got": "x.pdf", "wanted": ".html"}),
         (["what-if", *SMALL, "--report", "x.html", "--plot", "x.html"], 2, {}),

@@ -25,7 +25,7 @@ from memo_sim.contract.hardware import (
 from memo_sim.contract.interchange import Export, IgnoredOption, ImportedJob, LostDecision, OwnDecision, ReadOption
 from memo_sim.contract.longest import Longest, Tried
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.model import LayerShape, Model, RopeScaling
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import (
     Decisions,
@@ -68,6 +68,11 @@ def model() -> Model:
         rope_scaling=RopeScaling(kind="llama3", factor=8.0),
         source="a test",
     )
+
+
+def uneven_model() -> Model:
+    shapes = [LayerShape(ffn_hidden=width) for width in (384, 384, 384, 128)]
+    return model().of_layers(shapes)
 
 
 def quantity(value: float) -> Quantity:
@@ -619,7 +624,7 @@ def recorded() -> RecordedStep:
 
 
 _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
-    "model": model,
+    "model": uneven_model,
     "hardware": hardware,
     "cluster": cluster,
     "plan": plan,

@@ -5,13 +5,15 @@ from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import BadInput
-from memo_sim.contract.huggingface import SUPPORTED, model_from_config, not_read
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.huggingface import SUPPORTED, config_of, model_from_config, not_read
+from memo_sim.contract.model import Experts, Model, RopeScaling
 from tests.refusals import check_fields
 
 REAL = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
@@ -30,6 +32,9 @@ QWEN2 = {**LLAMA, "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": None}
 PHI3 = {**LLAMA, "model_type": "phi3", "max_position_embeddings": 128, "sliding_window": 128}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+_QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", **_QWEN_EXPERTS}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -76,6 +81,9 @@ TINY = {
     "qwen3": QWEN3,
     "mistral": MISTRAL,
     "phi3": {**PHI3, "pad_token_id": 0},
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe with an MLP": {**QWEN3_MOE, "mlp_only_layers": [1]},
     "gpt2": GPT2,
     "gpt2 with its own inner width": {**GPT2, "n_inner": 80},
     "gpt2 untied": {**GPT2, "tie_word_embeddings": False},
@@ -91,6 +99,40 @@ def test_tiny_configs_count_as_transformers_does(name: str) -> None:
     with torch.device("meta"):
         oracle = auto.AutoModelForCausalLM.from_config(auto.AutoConfig.for_model(TINY[name]["model_type"], **fields))
     assert loaded(TINY[name]).total_params == sum(parameter.numel() for parameter in oracle.parameters())
+
+
+def test_experts() -> None:
+    mixtral, qwen = loaded(MIXTRAL), loaded({**QWEN3_MOE, "output_router_logits": True, "router_aux_loss_coef": 0.02})
+    assert mixtral.experts == Experts(count=4, per_token=2, hidden=96)
+    assert qwen.experts == Experts(count=6, per_token=2, hidden=48, renormalize=False, balance=0.02)
+    assert (mixtral.qk_norm, qwen.qk_norm) == (False, True)
+    for model in (mixtral, qwen, loaded({**QWEN3_MOE, "norm_topk_prob": True})):
+        again = loaded(config_of(model, 128))
+        assert msgspec.structs.replace(again, name=model.name, source=model.source) == model
+    mixed = loaded({**QWEN3_MOE, "mlp_only_layers": [0]})
+    assert [mixed.layer(number).experts for number in range(3)] == [None, *[loaded(QWEN3_MOE).experts] * 2]
+    every_second = loaded({**QWEN3_MOE, "decoder_sparse_step": 2})
+    assert [every_second.layer(number).experts is None for number in range(3)] == [True, False, True]
+    for model in (mixed, every_second):
+        again = loaded(config_of(model, 128))
+        assert [again.layer(number) for number in range(3)] == [model.layer(number) for number in range(3)]
+    assert refusal({**QWEN3_MOE, "mlp_only_layers": [0, 1, 2]}).where == "config.json: $.mlp_only_layers"
+    assert refusal({**QWEN3_MOE, "mlp_only_layers": "0"}).where == "config.json: $.mlp_only_layers"
+    assert refusal({**MIXTRAL, "router_jitter_noise": 0.1}).where == "config.json: $.router_jitter_noise"
+    assert refusal({**LLAMA, "model_type": "deepseek_v3"}).where == "config.json: $.model_type"
+
+
+def test_configs_of_published_experts_are_the_presets() -> None:
+    """Mixtral's are the defaults of transformers; Qwen3-30B-A3B's are its defaults but for layers and probabilities."""
+    transformers = pytest.importorskip("transformers")
+    mixtral = transformers.MixtralConfig(rope_theta=1e6, sliding_window=None).to_dict()
+    qwen = {"num_hidden_layers": 48, "norm_topk_prob": True, "head_dim": 128, "rope_theta": 1e6}
+    for name, config in {
+        "mixtral-8x7b": mixtral,
+        "qwen3-30b-a3b": transformers.Qwen3MoeConfig(**qwen).to_dict(),
+    }.items():
+        preset = load_model(name)
+        assert msgspec.structs.replace(loaded(config), name=name, source=preset.source) == preset
 
 
 def test_families() -> None:
@@ -261,7 +303,7 @@ def test_unknown_types_list_the_supported_ones() -> None:
     ("config", "says"),
     [
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, ("a model inside a model",)),
-        ({"model_type": "mixtral", "num_local_experts": 8}, ("mixtures of experts (num_local_experts)",)),
+        ({"model_type": "olmoe", "num_local_experts": 8}, ("mixtures of experts (num_local_experts)",)),
         (
             {"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": 512},
             ("mixtures of experts", "latent attention (kv_lora_rank)"),

@@ -30,6 +30,7 @@ from memo_sim.contract.knobs import (
     LayerChoice,
     Length,
     Listed,
+    Load,
     Mark,
     Numbers,
     OneOf,
@@ -67,6 +68,7 @@ VALUES = {
     CountOrAuto: int,
     Numbers: tuple,
     LayerChoice: str,
+    Load: str,
 }
 
 

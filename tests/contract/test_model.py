@@ -5,7 +5,7 @@ import pytest
 
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import DATA, list_models, load_model
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import Experts, LayerRun, LayerShape, Model
 
 MEMO_TABLE_2 = {
     "gpt-7b": (32, 4096, 16384, 32),
@@ -25,10 +25,18 @@ METP_TABLE_3 = {
 QWEN3 = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen3-32b": 32_762_123_264}
 """Parameters of the checkpoints that Qwen published."""
 
+EXPERTS = {
+    "mixtral-8x7b": (46_702_792_704, 12_879_925_248),
+    "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
+    "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520),
+}
+"""Parameters of published checkpoints, and by hand those that one token uses."""
+
 
 def test_presets() -> None:
-    tiny = ["gpt-tiny", "llama-tiny"]
-    assert list_models() == sorted([*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *tiny])
+    tiny = ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny"]
+    published = [*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *EXPERTS]
+    assert list_models() == sorted([*published, *tiny])
     for name in list_models():
         model = load_model(name)
         assert model.name == name
@@ -83,11 +91,43 @@ def test_llama_3(name: str, params: int) -> None:
     assert (model.rope_theta, model.rope_scaling, model.vocab) == (500_000.0, None, 128_256)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize(("name", "params"), EXPERTS.items())
+def test_experts(name: str, params: tuple[int, int]) -> None:
+    """All parameters, and those that one token uses, which the models' names count in billions."""
+    model = load_model(name)
+    assert (model.total_params, model.active_params) == params
+    assert model.experts is not None
+    left_out = (model.experts.count - model.experts.per_token) * 3 * model.hidden * model.experts.hidden
+    assert model.total_params - model.active_params == model.layers * left_out
+    assert model.mfu_params == model.active_params - model.vocab * model.hidden - vectors(model)
+
+
+def vectors(model: Model) -> int:
+    return model.layers * model.vector_params_of(model.layer(0)) + model.hidden
+
+
+def test_experts_take_the_place_of_the_mlp_of_some_layers() -> None:
+    experts = load_model("mixtral-tiny").experts
+    tiny = load_model("llama-tiny")
+    shapes = [LayerShape(ffn_hidden=384), *[LayerShape(ffn_hidden=384, experts=experts)] * 3]
+    mixed = tiny.of_layers(shapes)
+    assert (mixed.experts, [run.times for run in mixed.layer_pattern]) == (None, [1, 3])
+    assert mixed.layer_params(0) == tiny.layer_params(0)
+    assert mixed.layer_params(1) == load_model("mixtral-tiny").layer_params(0)
+    assert mixed.of_layers(shapes[1:]).experts == experts
+    with pytest.raises(ValueError, match="its shapes say which layers have experts"):
+        msgspec.structs.replace(mixed, experts=experts)
+    with pytest.raises(ValueError, match="llama family without biases"):
+        msgspec.structs.replace(tiny, experts=experts, linear_bias=True)
+    with pytest.raises(ValueError, match=r"per_token \(5\) is more than the 4 experts"):
+        Experts(count=4, per_token=5, hidden=16)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny"])
 def test_tiny_models_read_bytes_on_a_laptop(name: str) -> None:
     model = load_model(name)
     assert model.vocab == 256
-    assert model.layers * model.layer_matrix_params < 1_000_000
+    assert model.layers_matrix_params < 1_000_000
 
 
 def test_total_params_of_gpt_counts_everything_once() -> None:
@@ -113,3 +153,57 @@ def test_impossible_shapes(changes: dict[str, object], named: str) -> None:
     shape = {field: getattr(load_model("llama-tiny"), field) for field in Model.__struct_fields__}
     with pytest.raises(ValueError, match=named):
         Model(**{**shape, **changes})
+
+
+WIDE, NARROW = LayerShape(ffn_hidden=512), LayerShape(ffn_hidden=128)
+
+
+def differing(layers: int, *runs: tuple[LayerShape, int]) -> Model:
+    pattern = tuple(LayerRun(shape=shape, times=times) for shape, times in runs)
+    tiny = load_model("llama-tiny")
+    return msgspec.structs.replace(tiny, layers=layers, ffn_hidden=512, layer_pattern=pattern)
+
+
+def test_a_pattern_repeats_and_its_last_repetition_is_cut_short() -> None:
+    assert differing(5, (WIDE, 1), (NARROW, 1)).layer_kinds == (0, 1, 0, 1, 0)
+    assert differing(8, (NARROW, 5), (WIDE, 1)).layer_kinds == (0, 0, 0, 0, 0, 1, 0, 0)
+    model = differing(61, (WIDE, 3), (NARROW, 58))
+    assert model.layer_shapes == (WIDE, NARROW)
+    assert [model.layer(n) for n in (0, 2, 3, 60)] == [WIDE, WIDE, NARROW, NARROW]
+
+
+def test_parameters_are_counted_by_layer() -> None:
+    model = differing(3, (WIDE, 1), (NARROW, 2))
+    h, attention = model.hidden, model.hidden * (2 * model.q_width + 2 * model.kv_width)
+    assert [model.layer_params(n) for n in range(3)] == [
+        attention + 3 * h * ffn + 2 * h for ffn in (512, 128, 128)
+    ]  # three matrices of the MLP, two RMSNorms
+    assert model.layers_matrix_params == 3 * attention + 3 * h * (512 + 128 + 128)
+    assert model.total_params == sum(model.layer_params(n) for n in range(3)) + 2 * model.vocab * h + h
+    assert model.mfu_params == model.layers_matrix_params + model.vocab * h
+
+
+def test_too_many_kinds_of_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 65 kinds of layers, but at most 64 are planned"):
+        load_model("llama-tiny").of_layers([LayerShape(ffn_hidden=64 * (1 + n)) for n in range(65)])
+
+
+def test_equal_layers_need_no_pattern() -> None:
+    model = differing(6, (WIDE, 1), (NARROW, 1))
+    alike = model.of_layers([NARROW] * 4)
+    assert (alike.layers, alike.ffn_hidden, alike.layer_pattern) == (4, 128, ())
+    assert model.of_layers([WIDE, NARROW, NARROW]).layer_kinds == (0, 1, 1)
+    assert alike.layer_shapes == (NARROW,)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wrong"),
+    [
+        ([{"shape": {"ffn_hidden": 512}, "times": 9}], "layer_pattern has 9 layers, but the model has only 4"),
+        ([{"shape": {"ffn_hidden": 128}}], r"ffn_hidden \(512\) must be that of the widest layer \(128\)"),
+    ],
+)
+def test_wrong_patterns_are_refused(pattern: list[object], wrong: str) -> None:
+    document = {**msgspec.to_builtins(differing(4)), "layer_pattern": pattern}
+    with pytest.raises(msgspec.ValidationError, match=wrong):
+        msgspec.convert(document, Model)

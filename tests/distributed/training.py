@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions, Layout
 from tests.distributed.parity import Played, check, one_process, play
 from tests.distributed.team import Member, Team
@@ -18,6 +18,10 @@ MODELS |= {"llama-mha": llama(kv_heads=4), "llama-normed": llama(qk_norm=True)}
 MODELS |= {"llama-uneven": llama(heads=6, kv_heads=3), "gpt-uneven": gpt(heads=3, kv_heads=3, max_positions=1024)}
 MODELS |= {"llama-one-kv4": llama(layers=4, heads=8, kv_heads=1, qk_norm=True, qkv_bias=True)}
 """METP on four ranks needs one key/value head per rank. Every rank has gradients for the norms of heads."""
+
+_WIDTHS = [LayerShape(ffn_hidden=width) for width in (160, 64, 128, 64, 160)]
+MODELS |= {"differing5": llama(layers=5).of_layers(_WIDTHS)}
+"""Five layers of three kinds."""
 
 
 def training(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -> Decisions:

@@ -11,7 +11,7 @@ from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import StepScalars
 from memo_exec.training import weights
 from memo_exec.training.checkpoint import STATES
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
@@ -66,6 +66,22 @@ MODELS = {
     "qwen3": llama(qk_norm=True, head_dim=32, kv_heads=1),
 }
 """Models of both families: grouped queries, biases, tied and untied embeddings, every kind of position."""
+
+
+EXPERT_MODELS = {
+    "mixtral": llama(name="mixtral-small", experts=Experts(count=4, per_token=2, hidden=48)),
+    "qwen3-moe": llama(
+        name="qwen3-moe-small",
+        qk_norm=True,
+        head_dim=32,
+        kv_heads=1,
+        experts=Experts(count=6, per_token=3, hidden=24, renormalize=False),
+    ),
+}
+EXPERT_MODELS["first layer dense"] = EXPERT_MODELS["qwen3-moe"].of_layers(
+    [LayerShape(ffn_hidden=160), *[EXPERT_MODELS["qwen3-moe"].layer(1)] * 2]
+)
+"""Models whose layers all have experts, or all but the first."""
 
 
 def decide(model: Model, **changes: Any) -> Decisions:

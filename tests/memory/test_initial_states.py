@@ -33,7 +33,7 @@ def found(asked: Decisions) -> Beginning:
 def elements(asked: Decisions) -> int:
     model, tp = asked.model, asked.layout.tp
     ends = embed_block(model, tp).elements + head_block(model, tp).elements
-    return ends + model.layers * layer_block(model, tp).elements
+    return ends + model.layers * layer_block(model, tp, model.layer(0)).elements
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])

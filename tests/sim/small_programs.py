@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from memo_sim.contract.model import Model
+import msgspec
+
+from memo_sim.contract.model import Experts, Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
@@ -39,6 +41,7 @@ LLAMA = Model(
     qk_norm=True,
     activation="silu",
 )
+EXPERTS = msgspec.structs.replace(LLAMA, name="experts", experts=Experts(count=8, per_token=2, hidden=192))
 POLICIES = [
     *[("none", 0.0), ("none", 0.5), ("none", 1.0)],
     *[("full", 0.0), ("full", 0.5), ("full", 1.0)],

@@ -1,5 +1,7 @@
 """Expands a program to integer columns: one row per instruction, and one row per operand.
 
+An operand in a part of a region (``Family.region``) is a range of the region's buffer. A region has rows of one byte.
+
 These arrays are the only form of a program that is as long as the step. Everything that looks at all instructions
 (edges, liveness, the engine) works on them.
 """
@@ -12,6 +14,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from memo_sim.program.ir.instruction import Family, Operand
 from memo_sim.program.ir.program import Program
 
 Ints = NDArray[np.int64]
@@ -81,8 +84,9 @@ def _operands(program: Program, template_of: Ints, starts: Ints) -> tuple[Ints, 
         templates   A: a0 a1 | B: b0 b1 b2        instances   A B A  ->  a0 a1 b0 b1 b2 a0 a1
     """
     templates = program.templates
+    parts = {f.name: f for f in program.families if f.region}
     rows = [
-        (p, o.slot, o.first, o.first + o.tokens, int(o.mode))
+        (p, o.slot, *_rows(o, parts.get(template.slots[o.slot])), int(o.mode))
         for template in templates
         for p, i in enumerate(template.instructions)
         for o in i.operands
@@ -92,6 +96,14 @@ def _operands(program: Program, template_of: Ints, starts: Ints) -> tuple[Ints, 
     position, slot, first, end, mode = (table[row, column] for column in range(5))
     buffers, first_slot = _bound_buffers(program, template_of)
     return starts[instance] + position, buffers[first_slot[instance] + slot], first, end, mode
+
+
+def _rows(operand: Operand, part: Family | None) -> tuple[int, int]:
+    """Return the first row of an operand in its buffer, and the row after it."""
+    if part is None:
+        return operand.first, operand.first + operand.tokens
+    first = part.offset + operand.first * part.row_bytes
+    return first, first + operand.tokens * part.row_bytes
 
 
 def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
@@ -109,7 +121,8 @@ def _bound_buffers(program: Program, template_of: Ints) -> tuple[Ints, Ints]:
     A slot of a shared family has the buffer that the instance names. A slot of the template's own family has the buffer
     of this instance.
     """
-    templates, bases = program.templates, program.family_bases
+    templates, bases = program.templates, dict(program.family_bases)
+    bases |= {f.name: bases[f.region] for f in program.families if f.region}
     base, is_own = [], []
     for template in templates:
         own = {f.name for f in template.own}

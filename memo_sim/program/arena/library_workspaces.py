@@ -25,7 +25,12 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.operators.workspaces import attention_workspace_bytes, merge_scratch_bytes, on_cpu
 
-LIBRARY_OPS = frozenset({"attention", "attention.bwd"})
+LIBRARY_OPS = frozenset(
+    {
+        *("attention", "attention.bwd"),
+        *("experts.sort", "experts.linear", "experts.linear.dgrad", "experts.linear.wgrad"),
+    }
+)
 """Operators whose library allocates the workspace that the program declares."""
 
 RESULTS = "results of library calls"

@@ -52,8 +52,14 @@ class Optimizer:
     decisions: Decisions
     block: Block
     kind: BlockKind
-    """Which block; its value ends the names of the block's families."""
     count: int
+    layer_kind: int | None = None
+    """The kind of layers that the block belongs to, where layers differ."""
+
+    @property
+    def name(self) -> str:
+        """The block's name, which ends the names of its families."""
+        return self.block.name
 
     @property
     def group(self) -> Group:
@@ -166,7 +172,7 @@ class Optimizer:
 
         def state(kind: FamilyKind, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
             return Family(
-                f"{kind}.{self.kind}",
+                f"{kind}.{self.name}",
                 BufferClass.STATE,
                 dtype,
                 elements,
@@ -176,6 +182,7 @@ class Optimizer:
                 "step",
                 kind=kind,
                 block=self.kind,
+                layer_kind=self.layer_kind,
             )
 
         held = {name: share if self.shared(name) else self.block.elements for name in ("params", "grads")}
@@ -195,8 +202,8 @@ class Optimizer:
 
         ``fresh``: nothing is zeroed, because autograd allocates these gradients and a product writes them.
         """
-        builder = TemplateBuilder(f"{self.kind}.zero", Phase.ZERO, TemplateKind.ZERO, self.kind)
-        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        builder = TemplateBuilder(f"{self.name}.zero", Phase.ZERO, TemplateKind.ZERO, self.kind, self.layer_kind)
+        builder.bind(families[f"grads.{self.name}"], slot="grads")
         held = builder.all("grads")
         work = Rowwise("zero", held.tokens, 0, self._grad_bytes * held.tokens)
         if fresh:
@@ -208,8 +215,10 @@ class Optimizer:
         """Return an eager framework's passes over whole gradients before any reduction; None when there are none."""
         if not self.eager or self.reduced_early:
             return None
-        builder = TemplateBuilder(f"{self.kind}.prepare", Phase.REDUCE, TemplateKind.PREPARE, self.kind)
-        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        builder = TemplateBuilder(
+            f"{self.name}.prepare", Phase.REDUCE, TemplateKind.PREPARE, self.kind, self.layer_kind
+        )
+        builder.bind(families[f"grads.{self.name}"], slot="grads")
         self._prepare(builder)
         return builder.build()
 
@@ -228,8 +237,8 @@ class Optimizer:
         are then summed over the replicas: those that are divided inside the ``shard_group`` first. Sums of shards that
         a rank keeps alone are not part of it (``reduce_shards``).
         """
-        builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
-        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        builder = TemplateBuilder(f"{self.name}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind, self.layer_kind)
+        builder.bind(families[f"grads.{self.name}"], slot="grads")
         layout = self.decisions.layout
         if self.eager and self.reduced_early:
             self._prepare(builder)
@@ -263,7 +272,7 @@ class Optimizer:
         it casts and divides the result in a stream beside compute (``_runtime_utils.py``, _post_backward_hook), which
         is not priced.
         """
-        flat = families[f"flat_grads.{self.kind}"]
+        flat = families[f"flat_grads.{self.name}"]
         builder.bind(flat, slot="flat")
         elements, size = self.block.elements, DTYPE_BYTES[self.decisions.dtype]
         written = DTYPE_BYTES[self.reduce_dtype] if self.decisions.sharding == "fsdp2" else size
@@ -282,8 +291,8 @@ class Optimizer:
         """Return the template that sums this rank's shard of gradients between groups; None without several groups."""
         if self.copies == 1 or not self.shared("grads"):
             return None
-        builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
-        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        builder = TemplateBuilder(f"{self.name}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind, self.layer_kind)
+        builder.bind(families[f"grads.{self.name}"], slot="grads")
         self._reduce_shards(builder)
         return builder.build()
 
@@ -300,8 +309,8 @@ class Optimizer:
 
         A vector that all tensor-parallel ranks hold is counted once across them.
         """
-        builder = TemplateBuilder(f"{self.kind}.norm", Phase.REDUCE, TemplateKind.NORM, self.kind)
-        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        builder = TemplateBuilder(f"{self.name}.norm", Phase.REDUCE, TemplateKind.NORM, self.kind, self.layer_kind)
+        builder.bind(families[f"grads.{self.name}"], slot="grads")
         builder.bind(families["grad_norm"])
         share = self.state_elements()
         builder.emit(
@@ -319,10 +328,12 @@ class Optimizer:
 
         With divided states it ends with the all-gather of the parameters, unless the next step gathers them.
         """
-        builder = TemplateBuilder(f"{self.kind}.update", Phase.OPTIMIZER, TemplateKind.UPDATE, self.kind)
+        builder = TemplateBuilder(
+            f"{self.name}.update", Phase.OPTIMIZER, TemplateKind.UPDATE, self.kind, self.layer_kind
+        )
         for name in ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params"):
-            if f"{name}.{self.kind}" in families:
-                builder.bind(families[f"{name}.{self.kind}"], slot=name)
+            if f"{name}.{self.name}" in families:
+                builder.bind(families[f"{name}.{self.name}"], slot=name)
         builder.bind(families["grad_norm"])
         offset = 0
         for name, first, length in self.runs():
@@ -341,8 +352,10 @@ class Optimizer:
         """Return the all-gather of the parameters that the step before updated; None when that step gathered them."""
         if not self.gathered_late:
             return None
-        builder = TemplateBuilder(f"{self.kind}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind)
-        builder.bind(families[f"{self._gathered}.{self.kind}"], slot=self._gathered)
+        builder = TemplateBuilder(
+            f"{self.name}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind, self.layer_kind
+        )
+        builder.bind(families[f"{self._gathered}.{self.name}"], slot=self._gathered)
         self._gather(builder)
         return builder.build()
 

@@ -60,6 +60,7 @@ from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Famil
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.stage import Stage
+from memo_sim.program.layout.stage_layers import layers_by_kind
 from memo_sim.program.layout.swap_schedule import LayerPass
 
 
@@ -67,8 +68,8 @@ from memo_sim.program.layout.swap_schedule import LayerPass
 class Use:
     """One pass of one subsequence that needs blocks of parameters (``params``) or adds to gradients (``grads``).
 
-    ``params`` and ``grads`` are kinds of blocks: ``embed``, ``layer``, ``head``. ``layer`` is -1 for the embedding, and
-    the number of layers for the head.
+    ``params`` and ``grads`` are names of blocks: ``embed``, ``head``, and ``layer`` or one name for each layer kind.
+    ``layer`` is -1 for the embedding, and the number of layers for the head.
     """
 
     place: str
@@ -111,50 +112,53 @@ class Sharding:
     """
 
     def __init__(
-        self, decisions: Decisions, optimizers: dict[BlockKind, Optimizer], micro_batches: int, stage: Stage
+        self, decisions: Decisions, optimizers: dict[str, Optimizer], micro_batches: int, stage: Stage
     ) -> None:
+        """``optimizers``: by the names of their blocks."""
         self.stage = stage
+        self.kinds = layers_by_kind(decisions.model, stage)
+        self.blocks = {layer: kind.block for kind in self.kinds for layer in kind.layers}
+        """By layer: the name of its block."""
         self.decisions = decisions
         self.optimizers = optimizers
         self.micro_batches = micro_batches
         self.subsequences = decisions.layout.subsequences
         self.layers = len(stage.layers)
         self.grads = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("grads"))
-        """The kinds of blocks whose gradients are sharded."""
+        """The names of blocks whose gradients are sharded."""
         self.params = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("params"))
-        """The kinds of blocks whose parameters are sharded."""
+        """The names of blocks whose parameters are sharded."""
         self.copied_out = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.copied_out)
-        """The kinds of blocks whose gathered parameters are copied out (FSDP2)."""
+        """The names of blocks whose gathered parameters are copied out (FSDP2)."""
         # Deferred weight gradients come after the last backward. Those of helper stages come after the owner's backward
         # (``pipeline/owner_stage.py``).
         late = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
         early = [] if late else [kind for kind, optimizer in optimizers.items() if optimizer.reduced_early]
         early += [kind for kind in self.grads if optimizers[kind].copies > 1]
         self.reduced_early = frozenset(early)
-        """The kinds of blocks whose gradients, whole or as a shard, are reduced right after their last backward."""
+        """The names of blocks whose gradients, whole or as a shard, are reduced right after their last backward."""
         self.embed_uses = 2 if decisions.model.tied_embeddings else 1
 
     def families(self) -> list[Family]:
         """Return the buffers of whole gradients and parameters, one for each use."""
         m, found = self.micro_batches * self.subsequences, []
-        uses = {"embed": m * self.embed_uses, "layer": m * self.layers, "head": m}
+        uses = {"embed": m * self.embed_uses, "head": m} | {each.block: m * len(each.layers) for each in self.kinds}
         for kind, optimizer in self.optimizers.items():
-            elements = optimizer.block.elements
+            elements, block, of = optimizer.block.elements, optimizer.kind, optimizer.layer_kind
             if kind in self.grads:
                 name = f"whole_grads.{kind}"
                 summed, flat = optimizer.grad_dtype, f"flat_grads.{kind}"
                 dtypes = {name: self.decisions.dtype, flat: optimizer.reduce_dtype}
                 for each, dtype in dtypes.items() if optimizer.flattened else [(name, summed)]:
-                    holds, exists = FamilyKind.WHOLE_GRADS, BufferClass.TRANSIENT
-                    found.append(Family(each, exists, dtype, elements, 1, uses[kind], kind=holds, block=kind))
+                    holds, size = FamilyKind.WHOLE_GRADS, (dtype, elements, 1, uses[kind])
+                    found.append(Family(each, BufferClass.TRANSIENT, *size, kind=holds, block=block, layer_kind=of))
             if kind in self.params:
-                count = 2 * uses[kind] if kind == "layer" else uses[kind]
+                count = 2 * uses[kind] if block is BlockKind.LAYER else uses[kind]
                 dtype, holds = self.decisions.dtype, FamilyKind.GATHERED
                 for name in ("gathered", "copied_out") if optimizer.copied_out else ("gathered",):
-                    full = Family(
-                        f"{name}.{kind}", BufferClass.GATHERED, dtype, elements, 1, count, kind=holds, block=kind
-                    )
-                    found.append(full)
+                    size = (dtype, elements, 1, count)
+                    full = f"{name}.{kind}"
+                    found.append(Family(full, BufferClass.GATHERED, *size, kind=holds, block=block, layer_kind=of))
                 if optimizer.cast:
                     found.append(_cast_shard(optimizer, dtype))
         return found
@@ -180,18 +184,18 @@ class Sharding:
                 found.append(self._add(kind, families))
             if kind in self.params:
                 found.append(self._gather(kind, families, Phase.GATHER))
-                if kind == "layer":
+                if optimizer.kind is BlockKind.LAYER:
                     found.append(self._gather(kind, families, Phase.REGATHER))
                 if optimizer.copied_out:
                     found.append(self._copy_out(kind, families, Phase.GATHER))
-                    if kind == "layer":
+                    if optimizer.kind is BlockKind.LAYER:
                         found.append(self._copy_out(kind, families, Phase.REGATHER))
         return found
 
-    def _gather(self, kind: BlockKind, families: Families, phase: Literal[Phase.GATHER, Phase.REGATHER]) -> Template:
+    def _gather(self, kind: str, families: Families, phase: Literal[Phase.GATHER, Phase.REGATHER]) -> Template:
         does = TemplateKind.REGATHER if phase is Phase.REGATHER else TemplateKind.GATHER
-        builder = TemplateBuilder(f"{kind}.{phase}", phase, does, kind)
         optimizer = self.optimizers[kind]
+        builder = TemplateBuilder(f"{kind}.{phase}", phase, does, optimizer.kind, optimizer.layer_kind)
         if optimizer.cast:
             self._cast(builder, families, optimizer)
             shard = f"cast.{kind}"
@@ -215,10 +219,10 @@ class Sharding:
         torch casts on a stream of its own (``_flat_param.py``, ``pre_unshard``); here it is one more kernel of compute,
         before the use that the gather overlaps with.
         """
-        master, out = (builder.bind(families[f"{name}.{optimizer.kind}"]) for name in ("master", "cast"))
+        master, out = (builder.bind(families[f"{name}.{optimizer.name}"]) for name in ("master", "cast"))
         elements, size = optimizer.state_elements(), DTYPE_BYTES[self.decisions.dtype]
         builder.emit(
-            f"cast.{optimizer.kind}",
+            f"cast.{optimizer.name}",
             "params.cast",
             Lane.COMPUTE,
             Rowwise("params.cast", elements, DTYPE_BYTES["fp32"] * elements, size * elements),
@@ -226,22 +230,24 @@ class Sharding:
             out=writes(builder.all(out)),
         )
 
-    def _copy_out(self, kind: BlockKind, families: Families, phase: Literal[Phase.GATHER, Phase.REGATHER]) -> Template:
+    def _copy_out(self, kind: str, families: Families, phase: Literal[Phase.GATHER, Phase.REGATHER]) -> Template:
         """Return FSDP2's copy of gathered parameters, which lie shard by shard, to the parameters of the block."""
         again = phase is Phase.REGATHER
         does, name = TemplateKind.COPY_OUT_AGAIN if again else TemplateKind.COPY_OUT, "copy_out" + "_again" * again
-        builder = TemplateBuilder(f"{kind}.{name}", phase, does, kind)
+        optimizer = self.optimizers[kind]
+        builder = TemplateBuilder(f"{kind}.{name}", phase, does, optimizer.kind, optimizer.layer_kind)
         gathered, used = (builder.bind(families[f"{each}.{kind}"]) for each in ("gathered", "copied_out"))
-        elements, size = self.optimizers[kind].block.elements, DTYPE_BYTES[self.decisions.dtype]
+        elements, size = optimizer.block.elements, DTYPE_BYTES[self.decisions.dtype]
         moved = size * elements
         work = Rowwise("copy_out", elements, moved, moved, elements=elements, element_bytes=size)
         source, target = reads(builder.all(gathered)), writes(builder.all(used))
         builder.emit(f"copy_out.{kind}", "params.copy_out", Lane.COMPUTE, work, source=source, target=target)
         return builder.build()
 
-    def _add(self, kind: BlockKind, families: Families) -> Template:
+    def _add(self, kind: str, families: Families) -> Template:
         """Return the template that adds this rank's shard; the in-place scatter leaves it at the start of each run."""
-        builder = TemplateBuilder(f"{kind}.add", Phase.REDUCE, TemplateKind.ADD, kind)
+        of, layers = self.optimizers[kind].kind, self.optimizers[kind].layer_kind
+        builder = TemplateBuilder(f"{kind}.add", Phase.REDUCE, TemplateKind.ADD, of, layers)
         reduced = families[f"{'flat' if self.optimizers[kind].flattened else 'whole'}_grads.{kind}"]
         whole = builder.bind(reduced)
         shard = builder.bind(families[f"grads.{kind}"])
@@ -267,7 +273,8 @@ class Sharding:
             return passed * self.embed_uses + (self.embed_uses - 1 if layer == self.layers else 0)
         if family.block is BlockKind.HEAD:
             return passed
-        use = passed * self.layers + layer
+        mine = next(kind for kind in self.kinds if kind.number == family.layer_kind)
+        use = passed * len(mine.layers) + mine.place[layer]
         return 2 * use + (template.kind in FOR_BACKWARD) if family.kind is FamilyKind.GATHERED else use
 
     def uses(self, layer_passes: list[LayerPass]) -> list[Use]:
@@ -278,8 +285,9 @@ class Sharding:
             m, s, at = v.micro_batch, v.subsequence, f"m{v.micro_batch}/s{v.subsequence}"
             if self.stage.begins_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/embed", m, -1, False, ("embed",), (), s))
-            grads = ("layer",) if v.backward else ()
-            found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, ("layer",), grads, s))
+            block = (self.blocks[v.layer],)
+            grads = block if v.backward else ()
+            found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, block, grads, s))
             if self.stage.ends_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/head", m, self.layers, True, head, head, s))
             if self.stage.begins_model(v.layer) and v.backward:
@@ -317,15 +325,18 @@ class Sharding:
 
     def _gathered(self, use: Use) -> list[Placed]:
         """Return the gathers of the sharded parameters of ``use``."""
-        again = use.backward and "layer" in use.params
+        again = use.backward and self._of_layer(use)
         kinds = tuple(kind for kind in use.params if kind in self.params)
         return _placed(use, kinds, "regather" if again else "gather")
 
     def _copied_out(self, use: Use) -> list[Placed]:
         """Return the copies of the gathered parameters of ``use``, for blocks whose parameters FSDP2 copies out."""
-        again = use.backward and "layer" in use.params
+        again = use.backward and self._of_layer(use)
         kinds = tuple(kind for kind in use.params if kind in self.copied_out)
         return _placed(use, kinds, "copy_out_again" if again else "copy_out")
+
+    def _of_layer(self, use: Use) -> bool:
+        return 0 <= use.layer < self.layers
 
     def _reduced(self, use: Use) -> list[Placed]:
         """Return the reductions of the gradients that are complete after ``use``."""
@@ -342,16 +353,17 @@ class Sharding:
 
 def _cast_shard(optimizer: Optimizer, dtype: DtypeName) -> Family:
     """Return the buffer for this rank's cast shard of a block; the next block's cast waits for this one's gather."""
-    name, elements = f"cast.{optimizer.kind}", optimizer.state_elements()
+    name, elements = f"cast.{optimizer.name}", optimizer.state_elements()
     return Family(
         *(name, BufferClass.EXCHANGE, dtype, elements, 1, 1, "device", "step"),
         kind=FamilyKind.CAST,
         block=optimizer.kind,
+        layer_kind=optimizer.layer_kind,
     )
 
 
 def _placed(use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:
-    """Return one template for each kind of block; the tied embedding's use at the head has its own place."""
+    """Return one template for each block; the tied embedding's use at the head has its own place."""
     tied = f"{use.place}.embed"
     places = [tied if kind == "embed" and "head" in (*use.params, *use.grads) else use.place for kind in kinds]
     m, layer, s = use.micro_batch, use.layer, use.subsequence

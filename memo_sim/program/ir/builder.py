@@ -47,6 +47,7 @@ class TemplateBuilder:
     phase: Phase
     kind: TemplateKind = TemplateKind.OTHER
     block: BlockKind | None = None
+    layer_kind: int | None = None
     run: str = ""
     """The run of a parameter block that the following instructions update or add to."""
     further: bool = False
@@ -177,6 +178,7 @@ class TemplateBuilder:
             tuple(self._instructions),
             self.kind,
             self.block,
+            self.layer_kind,
             cut=min(self._cuts, default=0),
         )
 

@@ -110,6 +110,15 @@ class Family:
     lifetime: Literal["step", "dynamic"] = "dynamic"
     kind: FamilyKind = FamilyKind.OTHER
     block: BlockKind | None = None
+    layer_kind: int | None = field(default=None, repr=False)
+    """The kind of layers that the buffers belong to; None where layers of every kind have them.
+
+    The name contains it, so the hash leaves it out."""
+    region: str = field(default="", repr=False)
+    """The family in whose buffers this one lies, from byte ``offset`` on; it has no buffers of its own (count 0).
+
+    Both follow from the sizes of the families of the region, so the hash leaves them out."""
+    offset: int = field(default=0, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -168,6 +177,8 @@ class Template:
     instructions: tuple[Instruction, ...]
     kind: TemplateKind = TemplateKind.OTHER
     block: BlockKind | None = None
+    layer_kind: int | None = field(default=None, repr=False)
+    """The kind of layers that a layer's template is for; None where all are alike. The name contains it."""
     cut: int = field(default=0, repr=False)
     """Number of the instruction with which the second half of a helper stage's layer begins; 0 without halves."""
 

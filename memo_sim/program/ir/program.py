@@ -22,7 +22,7 @@ class Program:
     """The program of one step that the ranks of one pipeline stage play.
 
     ``families`` are the buffers that instances share. The templates' own families follow them, with one buffer for each
-    instance.
+    instance. A family with a ``region`` has no buffers: a slot of it is a part of a buffer of the region.
     """
 
     stage: str

@@ -64,6 +64,36 @@ class BatchedGemm:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedGemm:
+    """Products of several experts' rows, each with a weight of its own, in one kernel: 2*rows*n*k FLOPs.
+
+    fprop and dgrad: (rows x k) @ (k x n) for each expert. wgrad: (n x rows) @ (rows x k), where n x k is the weight.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    """(Rows, number of experts that have as many), as the plan's load expects them."""
+    n: int
+    k: int
+    gemm_pass: GemmPass
+    dtype: DtypeName
+
+    @property
+    def rows(self) -> int:
+        """Rows of all experts."""
+        return sum(rows * count for rows, count in self.sizes)
+
+    @property
+    def experts(self) -> int:
+        """Experts that have rows."""
+        return sum(count for _, count in self.sizes)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations."""
+        return 2.0 * self.rows * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """Attention of queries to keys, for ``batch`` sequences; tokens are those of one sequence.
 
@@ -172,4 +202,4 @@ class HostUpdate:
     moved_bytes: int
 
 
-Work = Gemm | BatchedGemm | Attention | Rowwise | Copy | Collective | Exchange | PointToPoint | HostUpdate
+Work = Gemm | BatchedGemm | GroupedGemm | Attention | Rowwise | Copy | Collective | Exchange | PointToPoint | HostUpdate

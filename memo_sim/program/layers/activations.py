@@ -18,11 +18,16 @@ Each policy chooses the families of the skeletal slots in the forward and backwa
 
 The buffers of a subsequence (``layout/subsequence.py``) have its length, and each subsequence swaps its own number of
 tokens. All subsequences use the same two rounding buffers, which have room for the longest one.
+
+Where layers differ, so do the sizes of their tensors. Layers of all kinds then share one region in each of the two
+rounding buffers, as large as the tensors of the largest kind. A kind's tensors lie in it one after the other. The
+layer's input is apart, because the layer before writes it, of whatever kind that is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memo_sim.contract.plan import Decisions
@@ -37,18 +42,26 @@ from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Fate, Skeletal
 from memo_sim.program.layout.stage import Stage
+from memo_sim.program.layout.stage_layers import LayersOfKind
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
+
+REGION = "skeletal.region"
+"""The rounding buffers of layers that differ, without the layers' inputs."""
+REGION_ALIGNMENT = 512
+"""Bytes to which tensors in the region are aligned, as PyTorch's allocator aligns them."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The activation policy of one program, for one subsequence of its micro-batches."""
+    """The activation policy of one program, for the layers of one kind and one subsequence of its micro-batches."""
 
     decisions: Decisions
     shape: Shape
+    """Sizes in the layers of the kind."""
     micro_batches: int
     stage: Stage
+    layers: LayersOfKind
     subsequence: Subsequence | None = None
     """The subsequence; None for the whole micro-batch."""
 
@@ -64,7 +77,7 @@ class Activations:
 
     def _tensors(self, shape: Shape) -> tuple[Skeletal, ...]:
         scores = attention.kept_scores(self.decisions, shape.attention)
-        whole = skeletal_of(self.decisions, shape, scores=scores)
+        whole = skeletal_of(self.decisions, shape, self.layers.shape, scores=scores)
         return (*whole, *operator_recompute.gate(self.decisions, shape))
 
     @property
@@ -95,8 +108,16 @@ class Activations:
 
     @property
     def kept_per_layer(self) -> int:
-        """Number of buffers of a per-layer family."""
-        return self.micro_batches * len(self.stage.layers)
+        """Number of buffers of a family that every layer of the kind has."""
+        return self.micro_batches * len(self.layers.layers)
+
+    def _kind_of(self, tensor: Skeletal) -> int | None:
+        """Return the kind whose layers a tensor's buffers belong to; layers of every kind have inputs alike."""
+        return None if tensor.name == "x" else self.layers.number
+
+    def _count(self, tensor: Skeletal) -> int:
+        """Return the number of a tensor's buffers, one for each micro-batch and layer that has it."""
+        return self.micro_batches * len(self.stage.layers) if tensor.name == "x" else self.kept_per_layer
 
     @property
     def recomputed(self) -> tuple[int, int] | None:
@@ -136,9 +157,10 @@ class Activations:
     def shared_families(self) -> list[Family]:
         """Return the rounding buffers, which all subsequences share."""
         room, kind = self.subsequence.room if self.subsequence else self.shape, BufferClass.SKELETAL
+        room = room.of_layer(self.layers.shape)
         if not self.rounding:
             return []
-        return [
+        found = [
             Family(
                 f"skeletal.{t.name}",
                 kind,
@@ -149,26 +171,38 @@ class Activations:
                 "device",
                 "step",
                 kind=FamilyKind.SKELETAL,
+                layer_kind=self._kind_of(t),
             )
             for t in self._tensors(room)
             if self._bound(t) and (rows := self._rows_at_once(t, room, backward=True))
         ]
+        return found if self.layers.number is None else list(_in_region(found))
 
     def families(self) -> list[Family]:
         """Return the buffers that every layer has: its skeletal tensors, or the copies of them."""
-        kind, count, found = BufferClass.SKELETAL, self.kept_per_layer, []
+        kind, found = BufferClass.SKELETAL, []
         each_layer = FamilyKind.PER_LAYER
         for t in self.shared:
+            count, of = self._count(t), self._kind_of(t)
             if not self.rounding:
                 times = 1 + self.windowed  # prefetch fills other buffers than those that were offloaded
                 name, rows = f"skeletal.{t.name}", t.tokens
-                found.append(Family(name, kind, t.dtype, rows, t.features, times * count, kind=FamilyKind.SKELETAL))
+                found.append(
+                    Family(
+                        *(name, kind, t.dtype, rows, t.features, times * count),
+                        kind=FamilyKind.SKELETAL,
+                        layer_kind=of,
+                    )
+                )
             if not self.copied_out:
                 continue
             if rows := self.swapped_rows(t):
-                found.append(Family(f"host.{t.name}", kind, t.dtype, rows, t.features, count, "host", kind=each_layer))
+                size = (t.dtype, rows, t.features, count)
+                host = Family(f"host.{t.name}", kind, *size, space="host", kind=each_layer, layer_kind=of)
+                found.append(host)
             if rows := self.kept(t):
-                found.append(Family(f"aside.{t.name}", kind, t.dtype, rows, t.features, count, kind=each_layer))
+                size = (t.dtype, rows, t.features, count)
+                found.append(Family(f"aside.{t.name}", kind, *size, kind=each_layer, layer_kind=of))
         return found
 
     @cached_property
@@ -218,7 +252,9 @@ class Activations:
 
     def offload(self, families: Families) -> TemplateBuilder:
         """Return the template that offloads one layer, in the order in which forward wrote the tensors."""
-        builder = TemplateBuilder("layer.offload", Phase.OFFLOAD, TemplateKind.OFFLOAD, BlockKind.LAYER)
+        builder = TemplateBuilder(
+            "layer.offload", Phase.OFFLOAD, TemplateKind.OFFLOAD, BlockKind.LAYER, self.layers.number
+        )
         for t in self.shared:
             self._transfer(builder, families, t, Lane.D2H)
         return builder
@@ -233,7 +269,9 @@ class Activations:
                 # Rows that recompute writes and reads are not prefetched, so only reads of swapped rows count.
                 if operand.mode & Mode.READ and operand.first < rows.get(family, 0):
                     first_use.setdefault(family, i)
-        builder = TemplateBuilder("layer.prefetch", Phase.PREFETCH, TemplateKind.PREFETCH, BlockKind.LAYER)
+        builder = TemplateBuilder(
+            "layer.prefetch", Phase.PREFETCH, TemplateKind.PREFETCH, BlockKind.LAYER, self.layers.number
+        )
         never = len(backward.instructions)
         for t in sorted(self.shared, key=lambda t: first_use.get(families[f"skeletal.{t.name}"].name, never)):
             self._transfer(builder, families, t, Lane.H2D)
@@ -278,3 +316,21 @@ class Activations:
             source=reads(device_rows if out else aside_rows),
             target=writes(aside_rows if out else device_rows),
         )
+
+
+def _in_region(families: list[Family]) -> Iterator[Family]:
+    """Yield the rounding buffers of one kind of several: the layer's input, and the others one after the other."""
+    offset = 0
+    for family in families:
+        if family.layer_kind is None:
+            yield family
+            continue
+        yield replace(family, count=0, region=REGION, offset=offset)
+        offset += -(-family.bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+
+
+def region(families: Iterable[Family]) -> list[Family]:
+    """Return the region of rounding buffers that ``families`` lie in; empty where they have buffers of their own."""
+    end = max((f.offset + f.bytes for f in families if f.region), default=0)
+    kind, holds = BufferClass.SKELETAL, FamilyKind.SKELETAL
+    return [Family(REGION, kind, "uint8", end, 1, ROUNDING_BUFFERS, "device", "step", kind=holds)] if end else []

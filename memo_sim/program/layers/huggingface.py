@@ -21,10 +21,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import Access, Rows, reads, writes
 from memo_sim.program.layers.layer import LayerWriter
-from memo_sim.program.layout.compatibility import saves_of_modules
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Fate, Skeletal, skeletal_tensors
 from memo_sim.program.operators.operators import RowBlock
@@ -36,11 +34,6 @@ QK_SAVED, QK_STATS = "qk_saved", "qk_stats"
 def saved_name(norm: str) -> str:
     """Return the name of the tensor that autograd saves of a norm beside its output and its statistics."""
     return f"{norm}_saved"
-
-
-def applies(decisions: Decisions) -> bool:
-    """Return whether a plan's layers keep what Hugging Face's modules save."""
-    return saves_of_modules(decisions)
 
 
 def module_tensors(

@@ -1,7 +1,8 @@
 """The kinds of layers that a plan can have, behind one interface.
 
-The rest of the lowering asks ``layer_kind`` for a plan's kind and calls the kind's functions; it never names a kind. To
-add a kind, add a ``LayerKind`` to ``LAYER_KINDS``. ``registered`` adds one for the length of a ``with`` block.
+The rest of the lowering asks ``layer_kind`` how a plan writes layers of a shape and calls those functions; it never
+names a kind. To add a kind, add a ``LayerKind`` to ``LAYER_KINDS``. ``registered`` adds one for the length of a
+``with`` block.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.layers import huggingface
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.metp import MetpLayer, metp_tensors
+from memo_sim.program.layout.compatibility import saves_of_modules
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal, skeletal_tensors
@@ -53,28 +55,36 @@ class LayerKind:
     """One kind of layer."""
 
     name: str
-    applies: Callable[[Decisions], bool]
-    """Whether the layers of a plan are of this kind."""
+    applies: Callable[[Decisions, LayerShape], bool]
+    """Whether a plan's layers of a shape are of this kind."""
     writer: Callable[[TemplateBuilder, Decisions, Shape, Block], Layer]
     skeletal: SkeletalTensors = skeletal_tensors
 
 
 LAYER_KINDS = [
-    LayerKind("transformer", lambda _: True, LayerWriter),
-    LayerKind("huggingface", huggingface.applies, huggingface.HuggingFaceLayer, huggingface.module_tensors),
-    LayerKind("metp", lambda decisions: decisions.layout.metp > 1, MetpLayer, metp_tensors),
+    LayerKind("transformer", lambda _, __: True, LayerWriter),
+    LayerKind(
+        "huggingface",
+        lambda decisions, _: saves_of_modules(decisions),
+        huggingface.HuggingFaceLayer,
+        huggingface.module_tensors,
+    ),
+    LayerKind("metp", lambda decisions, _: decisions.layout.metp > 1, MetpLayer, metp_tensors),
 ]
-"""A plan's kind is the last one that applies."""
+"""The kind of a plan's layers is the last one that applies."""
 
 
-def layer_kind(decisions: Decisions) -> LayerKind:
-    """Return the kind of a plan's layers."""
-    return next(kind for kind in reversed(LAYER_KINDS) if kind.applies(decisions))
+def layer_kind(decisions: Decisions, layer: LayerShape) -> LayerKind:
+    """Return the kind of a plan's layers of the shape ``layer``."""
+    return next(kind for kind in reversed(LAYER_KINDS) if kind.applies(decisions, layer))
 
 
-def skeletal_of(decisions: Decisions, shape: Shape, *, scores: tuple[Skeletal, ...] = ()) -> tuple[Skeletal, ...]:
-    """Return the skeletal tensors of one layer of a plan, with the sizes of ``shape``."""
-    return layer_kind(decisions).skeletal(decisions.model, shape, decisions.dtype, scores=scores)
+def skeletal_of(
+    decisions: Decisions, shape: Shape, layer: LayerShape, *, scores: tuple[Skeletal, ...] = ()
+) -> tuple[Skeletal, ...]:
+    """Return the skeletal tensors of one layer of a plan; ``shape`` has the rank's sizes in any layer."""
+    kind = layer_kind(decisions, layer)
+    return kind.skeletal(decisions.model, shape.of_layer(layer), decisions.dtype, scores=scores)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layers.attention_half import AttentionHalf, WholeAttention
+from memo_sim.program.layers.experts import ExpertMlp
 from memo_sim.program.layers.mlp import Mlp
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block
@@ -37,7 +38,7 @@ class LayerWriter(OperatorWriter):
         room = attention_chunks(decisions)[0][1] if in_chunks(decisions) else 0
         ulysses = Ulysses(builder, shape, decisions.dtype, room=room)
         self.attention: AttentionHalf = ChunkedAttention(self, ulysses) if room else WholeAttention(self, ulysses)
-        self.mlp = Mlp(self)
+        self.mlp = Mlp(self) if shape.experts is None else ExpertMlp(self, shape.experts)
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
         """Write the whole forward; row-wise operators run once per row block."""
@@ -49,6 +50,7 @@ class LayerWriter(OperatorWriter):
             if not self.mlp.blocked:
                 self.mlp.first_product(rows)
         self.suffix = ""
+        self.mlp.inner(blocks, routed=False)
         self.mlp.forward(out)
 
     def recompute(self, rows: RowBlock, index: int, *, whole: bool) -> None:
@@ -64,6 +66,7 @@ class LayerWriter(OperatorWriter):
         self.attention.project(rows)
         if not self.mlp.blocked:
             self.mlp.first_product(rows)
+        self.mlp.inner([rows], routed=not whole)
         self.suffix = ""
         if whole and (self.mlp.apart or not (self.mlp.blocked or self.decisions.early_stop)):
             self.mlp.forward(self.own("rebuilt_out", self.shape.shard_tokens, self.shape.hidden))

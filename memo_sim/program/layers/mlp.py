@@ -107,6 +107,9 @@ class Mlp:
         self._activate(at)
         return source
 
+    def inner(self, blocks: list[RowBlock], *, routed: bool) -> None:
+        """Write what needs the norm of all row blocks: nothing, as an MLP works row by row (``experts.py``)."""
+
     def rebuild_operators(self) -> None:
         """Write what recompute by operator repeats of the first half: norm, activation, and a gated MLP's second half.
 

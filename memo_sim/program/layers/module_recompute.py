@@ -4,7 +4,8 @@
             the second before the MLP's backward, the first before attention's (``layernorm`` there, which frees only
             outputs: ``CheckpointWithoutOutput``)
     mlp     The first product and the activation are not kept. The MLP runs forward again as a whole before its
-            backward, from the norm's output, so its second product runs too and nothing reads that (``mlp`` there)
+            backward, from the norm's output, so its second product runs too and nothing reads that (``mlp`` there;
+            ``moe`` with experts, whose routing is kept here)
 
 Attention alone is ``selective`` (``core_attn``). Source: NVIDIA/Megatron-LM, core/transformer/transformer_layer.py.
 """

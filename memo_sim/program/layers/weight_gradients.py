@@ -87,9 +87,9 @@ class DeferredWeightGradients:
             return []
         dtype, count = self.decisions.dtype, self.activations.kept_per_layer
         waiting = [(t.name, t.tokens, t.features) for t in self._waiting] + self._gradients
-        kind = FamilyKind.DEFERRED
+        kind, of = FamilyKind.DEFERRED, self.activations.layers.number
         return [
-            Family(f"deferred.{n}", BufferClass.SKELETAL, dtype, rows, width, count, kind=kind)
+            Family(f"deferred.{n}", BufferClass.SKELETAL, dtype, rows, width, count, kind=kind, layer_kind=of)
             for n, rows, width in waiting
         ]
 

@@ -194,8 +194,22 @@ _SOME_LAYERS = _Feature(
     setting=lambda d: f"recompute_layers {d.recompute_layers}",
     hint="leave --recompute-layers out; tp, cp, Ulysses, pp, dp and ZeRO go with it",
 )
+_EXPERTS = _Feature(
+    name="experts",
+    chosen=lambda d: d.model.mixture is not None,
+    beside="beside experts",
+    setting="a model with experts",
+    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
+)
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
+_UNLIKE = _Feature(
+    name="layers that differ",
+    chosen=lambda d: len(d.model.layer_shapes) > 1,
+    beside="for layers that differ",
+    setting=lambda d: f"layers of {len(d.model.layer_shapes)} kinds",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, every recompute mode and swapping go with them",
+)
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
 
 _CAST = _Feature(
@@ -403,7 +417,53 @@ SAVED_BY_MODULES = (
         hint="--recompute tokenwise, or --modules operators",
     ),
 )
+EXPERTS_WHOLE_MLP = _EXPERTS.allows(
+    "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
+)
+EXPERTS = (
+    _EXPERTS.allows("layout.tp_overlap", "none", because="experts need the rows of all tokens before their products"),
+    _EXPERTS.allows("layout.metp", 1, because="METP's rings would carry all experts' weights"),
+    _EXPERTS.allows("layout.subsequences", 1, because="each subsequence would be routed by itself"),
+    _EXPERTS.allows(
+        "decisions.recompute",
+        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        because="every second product would have to be chosen among those of experts",
+    ),
+    EXPERTS_WHOLE_MLP,
+    _EXPERTS.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would need every expert's rows once more",
+        when=lambda d: d.model.mixture is not None and _staged(d),
+    ),
+    _EXPERTS.allows(
+        "decisions.memory_policy", "planned", "caching", because="no framework's kernels of experts are known"
+    ),
+    _EXPERTS.allows(
+        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of experts are known"
+    ),
+    Rule(
+        name="experts: layer_pattern",
+        breaks=lambda d: len({shape.experts for shape in d.model.layer_shapes if shape.experts}) > 1,
+        what="layers with other experts than those of other layers have no lowering",
+        where="model.layer_pattern",
+        got="experts of several kinds",
+        wanted="experts of one kind, beside layers without",
+        hint="a model whose layers have the same experts, or none",
+    ),
+    Rule(
+        name="load of experts: model",
+        breaks=lambda d: d.expert_load != "balanced" and d.model.mixture is None,
+        what="a model without experts has no load of experts",
+        where="decisions.expert_load",
+        got=lambda d: d.expert_load,
+        wanted="balanced",
+        hint="leave --expert-load out",
+    ),
+)
+
 RULES = (
+    *EXPERTS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(
@@ -453,6 +513,11 @@ RULES = (
         hint="leave it out, or divide by metp",
     ),
     *SAVED_BY_MODULES,
+    _UNLIKE.allows("layout.metp", 1, because="METP passes equal weights of every layer round its ring"),
+    _UNLIKE.allows("layout.subsequences", 1, because="subsequences are priced with layers that are all alike"),
+    _UNLIKE.allows(
+        "decisions.modules", "auto", "operators", because="Hugging Face's transformers has no model whose layers differ"
+    ),
     _METP.allows("layout.tp", 1, because="METP divides the same rows and columns of a layer's weights as tp"),
     _METP.allows("layout.cp", 1, because="METP passes keys and values round a ring of its own"),
     _METP.allows(

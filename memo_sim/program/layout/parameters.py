@@ -15,7 +15,7 @@ from enum import IntEnum
 from math import prod
 
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions
 
 
@@ -100,17 +100,25 @@ def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
     return _block("embed", matrices, [])
 
 
-def layer_block(model: Model, tp: int) -> Block:
-    """Return the block of one transformer layer; matrices are (out, in), and Q, K, V are packed in that order."""
-    h, f = model.hidden, model.ffn_hidden // tp
+def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer") -> Block:
+    """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
+
+    The experts' matrices lie one after the other, each with its gate before its up half. ``name``: the block's name,
+    which differs by layer kind.
+    """
+    h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
     up = 2 * f if model.gated else f
-    matrices: Matrices = [
-        ("qkv.weight", (q + 2 * kv, h)),
-        ("proj.weight", (h, q)),
-        ("ffn_up.weight", (up, h)),
-        ("ffn_down.weight", (h, f)),
-    ]
+    matrices: Matrices = [("qkv.weight", (q + 2 * kv, h)), ("proj.weight", (h, q))]
+    if (experts := layer.experts) is None:
+        matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
+    else:
+        inside = experts.hidden // tp
+        matrices += [
+            ("experts_up.weight", (experts.count * 2 * inside, h)),
+            ("experts_down.weight", (experts.count * h, inside)),
+            ("router.weight", (experts.count, h)),  # every rank has all of it, so it comes last
+        ]
     vectors: Vectors = [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
@@ -121,7 +129,7 @@ def layer_block(model: Model, tp: int) -> Block:
         vectors.append(("ffn_down.bias", h, Part.TOKENS))
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
-    return _block("layer", matrices, vectors)
+    return _block(name, matrices, vectors)
 
 
 def head_block(model: Model, tp: int) -> Block:

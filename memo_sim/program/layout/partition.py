@@ -78,8 +78,11 @@ def swapped_parts(decisions: Decisions) -> tuple[int, ...]:
 
 
 def earlier_tokens(model: Model) -> float:
-    """Return k: the number of earlier keys at which attention costs a token the same forward FLOPs as the products."""
-    return 2.0 * model.layer_matrix_params / (4.0 * model.q_width)
+    """Return k: the number of earlier keys at which attention costs a token the same forward FLOPs as the products.
+
+    Where layers differ, these are the products of the average layer: all layers have the same subsequences.
+    """
+    return 2.0 * (model.layers_matrix_params / model.layers) / (4.0 * model.q_width)
 
 
 def balanced(length: float, parts: int, k: float) -> list[float]:

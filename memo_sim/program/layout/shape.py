@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from memo_sim.contract.errors import BadInput, Infeasible
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.layout.attention_chunks import check_attention_chunks
@@ -64,8 +64,26 @@ class Shape:
     """Coordinate among the ranks of Ulysses, which may have different numbers of heads (``heads.py``)."""
     shared_by: int = 1
     """Tensor-parallel ranks that have copies of one key/value head."""
+    experts: Experts | None = None
+    """The experts in place of the MLP, if the layer has them."""
     ring: Literal["cp", "metp"] = "cp"
     """The group that forms the ring of the ``cp`` ranks; "metp" inside METP's attention (``layers/metp.py``)."""
+    divided: int = 1
+    """Number of ranks that divide the MLP's features."""
+
+    def of_layer(self, layer: LayerShape) -> Shape:
+        """Return the sizes in a layer of this shape."""
+        return replace(self, ffn=layer.ffn_hidden // self.divided, experts=layer.experts)
+
+    @property
+    def expert_width(self) -> int:
+        """Features inside one expert, on one of the ranks that divide them."""
+        return self.experts.hidden // self.divided if self.experts else 0
+
+    @property
+    def dispatched(self) -> int:
+        """Rows that go to experts: one for each token and each of its experts."""
+        return self.tokens * self.experts.per_token if self.experts else 0
 
     @property
     def qkv_width(self) -> int:
@@ -118,6 +136,8 @@ class Shape:
 def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: int = 0, tp_rank: int = 0) -> Shape:
     """Return the per-rank sizes of ``decisions`` on the representative context-parallel rank, or on ``cp_rank``.
 
+    Where layers differ, the sizes are those of the widest one (``Shape.of_layer``).
+
     ``ulysses_rank``: the rank of Ulysses; rank 0 has the most heads. ``tp_rank``: the tensor-parallel rank.
 
     Raises:
@@ -129,8 +149,12 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
     check_compatible(decisions)
     check_attention_chunks(decisions)
     _check_heads(decisions)
-    _degree_divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
-    _degree_divides("ffn_hidden", model.ffn_hidden, "metp", layout.metp)
+    for each in model.layer_shapes:
+        if each.experts is not None:
+            _degree_divides("features of an expert", each.experts.hidden, "tp", layout.tp)
+            continue
+        _degree_divides("ffn_hidden", each.ffn_hidden, "tp", layout.tp)
+        _degree_divides("ffn_hidden", each.ffn_hidden, "metp", layout.metp)
     _check_batch(decisions)
     if model.learned_positions and decisions.seq_tokens > model.max_positions:
         raise Infeasible(
@@ -178,6 +202,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
         metp=layout.metp,
         keep_norms=decisions.keep_norms,
+        divided=layout.divided,
     )
 
 

@@ -10,6 +10,8 @@ tensor belongs to token i of the rank's shard. Layouts change the list:
 - With Ulysses the tensors of attention (Q K V, output, log-sum-exp) are head-sharded, in the row blocks of the token
   shard. The projection's input, the sequence-sharded output, is one tensor more.
 - Hugging Face's modules save more (``layers/huggingface.py``).
+- Experts replace the last two by those of dispatched rows, each token's rows one after the other by expert, and by what
+  the router decided (``layers/experts.py``). As large a part of dispatched rows is swapped as of tokens.
 - Attention without a flash kernel keeps scores instead of the log-sum-exp (``attention/plain.py``,
   ``attention/rsa.py``).
 """
@@ -19,13 +21,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import Experts, Model
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.layout.shape import Shape
 
 
 class Fate(StrEnum):
-    """How MEMO 4.1 swaps a tensor: the layer input and attention output always whole, the others by token."""
+    """How MEMO 4.1 swaps a tensor: the layer input and attention output always whole, the others by token.
+
+    What a router decided is swapped whole too."""
 
     WHOLE = "whole"
     BY_TOKEN = "by_token"
@@ -87,8 +91,26 @@ def skeletal_tensors(
         sharded("resid", shape.hidden),
         sharded("norm2", shape.hidden),
         statistics("norm2_stats"),
-        local("up", up),
-        local("act", shape.ffn),
+        *(_of_experts(shape.experts, shape, dtype) if shape.experts else (local("up", up), local("act", shape.ffn))),
+    )
+
+
+def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, ...]:
+    """Return what backward needs of experts: what the router decided, and the wide tensors of dispatched rows."""
+    tokens, rows = shape.tokens, shape.dispatched
+
+    def decided(name: str, kind: str, rows: int, features: int) -> Skeletal:
+        return Skeletal(f"route_{name}", rows, features, kind, Fate.WHOLE)
+
+    return (
+        decided("scores", "fp32", tokens, experts.count),
+        decided("probs", "fp32", tokens, experts.per_token),
+        decided("experts", "int64", tokens, experts.per_token),
+        decided("order", "int64", rows, 1),
+        decided("places", "int64", tokens, experts.per_token),
+        decided("ends", "int32", experts.count, 1),
+        Skeletal("up", rows, 2 * shape.expert_width, dtype, Fate.BY_TOKEN),
+        Skeletal("act", rows, shape.expert_width, dtype, Fate.BY_TOKEN),
     )
 
 

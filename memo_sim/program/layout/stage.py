@@ -130,10 +130,14 @@ def layers_of_runs(decisions: Decisions) -> tuple[int, ...]:
     layout, layers = decisions.layout, decisions.model.layers
     if layout.pp_layers:
         return layout.pp_layers
-    count = layout.pp * layout.virtual_stages
-    least, extra = divmod(layers, count)
-    longer = [*range(1, count - 1), 0][:extra]
-    return tuple(least + (run in longer) for run in range(count))
+    return nearly_equal(layers, layout.pp * layout.virtual_stages)
+
+
+def nearly_equal(layers: int, runs: int) -> tuple[int, ...]:
+    """Return the number of layers of each run where none are given; some runs have one layer more."""
+    least, extra = divmod(layers, runs)
+    longer = [*range(1, runs - 1), 0][:extra]
+    return tuple(least + (run in longer) for run in range(runs))
 
 
 def _check(decisions: Decisions) -> None:

@@ -464,6 +464,18 @@ class OperatorWriter:
         )
         self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
+        self.norm_backward(
+            norm, grad=summed, norm_input=norm_input, residual_grad=residual_grad, out=out, rows=rows, at=at
+        )
+
+    def norm_backward(
+        self, norm: str, *, grad: Rows, norm_input: str, residual_grad: str, out: str, rows: RowBlock, at: RowBlock
+    ) -> None:
+        """Write the backward of a norm from the gradient of its output, and add that of the residual branch.
+
+        ``rows`` and ``at`` as in ``product_and_norm_backward``.
+        """
+        hidden = self.shape.hidden
         op = "layer_norm.bwd" if self.model.family == "gpt" else "rms_norm.bwd"
         written = self.shard_rows(out, rows)
         self.memory_bound(
@@ -474,7 +486,7 @@ class OperatorWriter:
             2 * hidden,
             features=hidden,
             scratch=table.norm_backward_workspace_bytes(written.tokens, hidden, self.dtype, self.rowwise),
-            grad=reads(summed),
+            grad=reads(grad),
             x=reads(self.shard_rows(norm_input, rows)),
             stats=reads(self.shard_rows(f"{norm}_stats", at)),
             weight=self.param(f"{norm}.weight"),

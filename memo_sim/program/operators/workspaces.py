@@ -300,6 +300,77 @@ def sum_workspace_bytes(rows: int, features: int, dtype: str, into: str, attenti
     return _pieces(DTYPE_BYTES[into] * min(rows, NORM_ROWS) * features)
 
 
+def router_workspace_bytes(rows: int, features: int, experts: int, dtype: str) -> int:
+    """Return the scratch of the router's product, or of its input's gradient: a block of rows and its weight in fp32.
+
+    0 when they are fp32.
+    """
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *_wide(experts * features, dtype))
+
+
+def router_wgrad_workspace_bytes(rows: int, features: int, experts: int, dtype: str, *, into: str = "fp32") -> int:
+    """Return the scratch of the gradient of the router's weight: a block of rows in fp32.
+
+    Where it is summed in another dtype than fp32, the product and a copy of it in that dtype too.
+    """
+    product = () if into == "fp32" else (4 * experts * features, DTYPE_BYTES[into] * experts * features)
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *product)
+
+
+def route_workspace_bytes(rows: int) -> int:
+    """Return the scratch of choosing experts: one fp32 number of each row."""
+    return _pieces(4 * rows)
+
+
+def route_backward_workspace_bytes(rows: int, experts: int, per_token: int, *, balance: bool) -> int:
+    """Return the scratch of the gradient of the logits, for a block of rows.
+
+    A number of every expert, two of every chosen expert, and one of each row; with ``balance`` two of each expert.
+    """
+    block = min(rows, NORM_ROWS)
+    each = [4 * experts] * 2 if balance else []
+    return _pieces(4 * block * experts, *[4 * block * per_token] * 2, 4 * block, *each)
+
+
+def sort_workspace_bytes(rows: int, attention_kernel: str) -> int:
+    """Return what torch's stable sort of 64-bit numbers allocates: on a CPU a copy; on CUDA two of keys and values.
+
+    Sources: aten/src/ATen/native/cpu/SortingKernel.cpp, cuda/SortStable.cu of torch 2.13.
+    """
+    return _pieces((8 if on_cpu(attention_kernel) else 32) * rows)
+
+
+def places_workspace_bytes(rows: int, experts: int) -> int:
+    """Return the scratch of the places of dispatched rows: the numbers of rows and of experts, and their loads."""
+    return _pieces(8 * rows, 8 * experts, *[4 * experts] * 2)
+
+
+def dispatch_workspace_bytes(rows: int) -> int:
+    """Return the scratch of copying rows to experts: the token of each row."""
+    return _pieces(8 * rows)
+
+
+def combine_workspace_bytes(rows: int, features: int, dtype: str) -> int:
+    """Return the scratch of summing each token's rows: for a block of tokens, row numbers, a row, and two in fp32."""
+    block = min(rows, NORM_ROWS)
+    return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype) * 2)
+
+
+def expert_activation_workspace_bytes(rows: int, features: int, dtype: str) -> int:
+    """Return the scratch of the experts' activation: every row's probability, and a block of rows in fp32."""
+    return _pieces(4 * rows, *_wide(min(rows, NORM_ROWS) * features, dtype))
+
+
+def expert_activation_backward_workspace_bytes(rows: int, features: int) -> int:
+    """Return the scratch of its backward: two numbers of every row, and two blocks of rows in fp32."""
+    return _pieces(4 * rows, 4 * rows, *[4 * min(rows, NORM_ROWS) * features] * 2)
+
+
+def grouped_workspace_bytes(elements: int, dtype: str, experts: int, attention_kernel: str) -> int:
+    """Return what a product over all experts allocates on CUDA: its result and the ends of the experts; 0 on a CPU."""
+    return 0 if on_cpu(attention_kernel) else _pieces(DTYPE_BYTES[dtype] * elements, 4 * experts)
+
+
 def adamw_workspace_bytes(elements: int, states: str) -> int:
     """Return the scratch of AdamW's update: both moments of a block in fp32 if they are stored in bf16, else 0."""
     block = min(elements, ADAMW_ELEMENTS)

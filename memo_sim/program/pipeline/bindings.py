@@ -21,6 +21,7 @@ from memo_sim.program.data_parallel.sharding import Sharding
 from memo_sim.program.ir.instruction import Family, Template
 from memo_sim.program.ir.kinds import STATE_KINDS, BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.layout.stage import Stage
+from memo_sim.program.layout.stage_layers import LayersOfKind
 from memo_sim.program.layout.swap_schedule import Key
 
 Rule = Callable[[int, int, int], int]
@@ -33,11 +34,45 @@ _USE_PREFETCHED = (TemplateKind.BACKWARD, TemplateKind.PREFETCH)
 """Templates that use the buffer into which activations are prefetched from the host."""
 
 
+class LayerCount:
+    """Numbers the buffers of families that some layers of a stage have: those of one kind, or all."""
+
+    def __init__(self, count: int, place: Mapping[int, int]) -> None:
+        """``count``: how many layers have them. ``place``: by layer, how many of these come before it."""
+        self._count, self._place = count, place
+
+    def block(self, _: int, __: int, layer: int) -> int:
+        """Return the layer's state."""
+        return self._place[max(layer, 0)]
+
+    def each(self, micro_batch: int, _: int, layer: int) -> int:
+        """Return the micro-batch's buffer of the layer."""
+        return micro_batch * self._count + self._place[max(layer, 0)]
+
+    def first(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        """Return the buffer that forward writes, where prefetch fills another one."""
+        return 2 * self.each(micro_batch, subsequence, layer)
+
+    def back(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        """Return the buffer that prefetch fills there."""
+        return self.first(micro_batch, subsequence, layer) + 1
+
+
 class Rules:
     """The rules of the slots of one stage's templates."""
 
-    def __init__(self, stage: Stage, sharding: Sharding, buffer_slots: Mapping[Key, int], *, windowed: bool) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        sharding: Sharding,
+        buffer_slots: Mapping[Key, int],
+        kinds: Sequence[LayersOfKind],
+        *,
+        windowed: bool,
+    ) -> None:
         """``buffer_slots``: each layer's rounding buffer; empty where every layer has its own buffers.
+
+        ``kinds``: the stage's layers by kind.
 
         ``windowed``: each layer has two buffers, one to offload from and one to prefetch into (SPPO 5.2).
         """
@@ -45,6 +80,10 @@ class Rules:
         self._sharding = sharding
         self._buffer_slots = buffer_slots
         self._windowed = windowed
+        every = range(len(stage.layers))
+        self._counted: dict[int | None, LayerCount] = {None: LayerCount(len(every), {layer: layer for layer in every})}
+        """By kind: which layers its families count; None stands for those of all layers."""
+        self._counted |= {each.number: LayerCount(len(each.layers), each.place) for each in kinds if each.suffix}
         self.double_buffered: frozenset[Rule] = frozenset({self._buffer_slot, self._next_buffer_slot})
         """The rules that are not linear."""
 
@@ -56,9 +95,9 @@ class Rules:
             case FamilyKind.GATHERED | FamilyKind.WHOLE_GRADS:
                 return partial(self._sharding.index, family, template)
             case FamilyKind.DEFERRED:
-                return self._deferred
+                return self._counted[family.layer_kind].each
             case kind if kind in STATE_KINDS:
-                return self._block if family.block is BlockKind.LAYER else _only
+                return self._counted[family.layer_kind].block if family.block is BlockKind.LAYER else _only
             case FamilyKind.SCALAR | FamilyKind.CAST:
                 return _only
             case FamilyKind.INPUT_GRADIENT:
@@ -68,20 +107,14 @@ class Rules:
             case FamilyKind.STAGE_BOUNDARY:
                 return self._chunk
             case FamilyKind.SKELETAL:
-                return self._skeletal(template)
+                return self._skeletal(template, self._counted[family.layer_kind])
             case _:
-                return self._layer
+                return self._counted[family.layer_kind].each
 
-    def _skeletal(self, template: Template) -> Rule:
+    def _skeletal(self, template: Template, counted: LayerCount) -> Rule:
         if self._windowed:
-            return self._back if template.kind in _USE_PREFETCHED else self._first
-        return self._buffer_slot if self._buffer_slots else self._layer
-
-    def _deferred(self, micro_batch: int, _: int, layer: int) -> int:
-        return micro_batch * len(self._stage.layers) + layer
-
-    def _block(self, _: int, __: int, layer: int) -> int:
-        return max(layer, 0)
+            return counted.back if template.kind in _USE_PREFETCHED else counted.first
+        return self._buffer_slot if self._buffer_slots else counted.each
 
     def _before(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * self._stage.boundaries + self._boundary(layer, after=False)
@@ -100,23 +133,14 @@ class Rules:
     def _chunk(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * self._stage.chunks + self._stage.chunk_of(max(layer, 0))
 
-    def _layer(self, micro_batch: int, _: int, layer: int) -> int:
-        return micro_batch * len(self._stage.layers) + max(layer, 0)
-
-    def _first(self, micro_batch: int, subsequence: int, layer: int) -> int:
-        """Return the buffer that forward writes, where prefetch fills another one."""
-        return 2 * self._layer(micro_batch, subsequence, layer)
-
-    def _back(self, micro_batch: int, subsequence: int, layer: int) -> int:
-        return self._first(micro_batch, subsequence, layer) + 1
-
     def _next_x(self, micro_batch: int, subsequence: int, layer: int) -> int:
         """Return where a layer's output goes: to the head, to the next stage, or to the next layer."""
         if self._stage.ends_model(layer):
             return micro_batch
         if self._stage.ends_chunk(layer):
             return self._chunk(micro_batch, subsequence, layer)
-        return (self._first if self._windowed else self._layer)(micro_batch, subsequence, layer + 1)
+        every = self._counted[None]
+        return (every.first if self._windowed else every.each)(micro_batch, subsequence, layer + 1)
 
     def _buffer_slot(self, micro_batch: int, subsequence: int, layer: int) -> int:
         return self._buffer_slots[micro_batch, subsequence, max(layer, 0)]

@@ -131,8 +131,8 @@ class HelperStage:
     def _made(self) -> Iterator[Bound]:
         """Yield the templates, under plain names."""
         found = self._held
-        seen = {"params.layer": found[PARAMS], "grads.layer": found[GRADS]}
-        for template, slots in self.whole.layers(found, seen):
+        seen = {**found, "params.layer": found[PARAMS], "grads.layer": found[GRADS]}
+        for template, slots in self.whole.layers(self.whole.of_kinds[0], seen):
             plain = template.name.removesuffix(self.whole.suffix)
             yield from self._halves(replace(template, name=plain), slots)
         builder = TemplateBuilder("layer.bwd.zero", Phase.BACKWARD, TemplateKind.CLEAR, BlockKind.LAYER)

@@ -1,7 +1,8 @@
 """The buffer families of one pipeline stage, in the order in which the program declares them.
 
-A subsequence's own families have its suffix in the program (``grad.x.s1``). Its templates find them under their plain
-names (``grad.x``), beside the families that all subsequences share.
+A subsequence's own families have its suffix in the program (``grad.x.s1``), and so have those of a layer kind where
+layers differ (``skeletal.up.k0.s1``). Templates find them under their plain names (``grad.x``), beside the families
+that all subsequences and kinds share.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import replace
 from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.ir.instruction import BufferClass, Families, Family
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
+from memo_sim.program.layers.activations import region
 from memo_sim.program.layers.loss import kept_logits
+from memo_sim.program.layout.stage_layers import kind_suffix
 from memo_sim.program.pipeline.stage_parts import StageParts
 
 
@@ -25,22 +28,32 @@ class StageFamilies:
         self._common: Families = {}
         self._own: list[Families] = [{} for _ in parts.subsequences]
         """For each subsequence: its own families, by plain name."""
+        self._of_kinds: dict[tuple[int | None, int], Families] = {}
+        """The same for each layer kind, of one subsequence or (None) of all."""
         self._declare()
 
     def of_subsequences(self) -> list[Families]:
-        """Return for each subsequence the common families and its own, by plain name."""
+        """Return for each subsequence the common families and its own, by plain name; without those of layer kinds."""
         return [{**self._common, **own} for own in self._own]
+
+    def of_kind(self, kind: int | None, subsequence: int) -> Families:
+        """Return the families of a layer kind in one subsequence, by plain name; none where all layers are alike."""
+        if kind is None:
+            return {}
+        return self._of_kinds.get((None, kind), {}) | self._of_kinds.get((subsequence, kind), {})
 
     def _declare(self) -> None:
         parts = self._parts
-        first, count = parts.subsequences[0], parts.subsequences[0].activations.kept_per_layer
+        first, count = parts.subsequences[0], parts.micro_batches * len(parts.stage.layers)
         self._hold(*self._inputs(), *(_scalar(name) for name in ("loss", "grad_norm")))
         self._hold(*kept_logits(parts.decisions, parts.shape, parts.micro_batches))
         for number, templates in enumerate(parts.subsequences):
             self._hold(*templates.boundaries(), subsequence=number)
         for optimizer in parts.optimizers.values():
             self._hold(*optimizer.families())
-        self._hold(*parts.sharding.families(), *first.activations.shared_families())
+        self._hold(*parts.sharding.families())
+        shared = [family for each in first.of_kinds for family in each.activations.shared_families()]
+        self._hold(*region(shared), *shared)
         self._hold(*prefix_attention.families(parts.decisions, first.shape, count))
         for number, templates in enumerate(parts.subsequences):
             self._hold(*templates.families(), subsequence=number)
@@ -68,11 +81,15 @@ class StageFamilies:
         ]
 
     def _hold(self, *families: Family, subsequence: int | None = None) -> None:
-        """Add families; those of a subsequence get its suffix."""
+        """Add families; those of a layer kind and of a subsequence get their suffixes."""
         suffix = "" if subsequence is None else self._parts.subsequences[subsequence].suffix
-        held = self._common if subsequence is None else self._own[subsequence]
+        shared = self._common if subsequence is None else self._own[subsequence]
         for family in families:
-            named = replace(family, name=family.name + suffix) if suffix else family
+            held, end = shared, suffix
+            if family.layer_kind is not None and family.block is None:  # blocks have their kind's name already
+                held = self._of_kinds.setdefault((subsequence, family.layer_kind), {})
+                end = kind_suffix(family.layer_kind) + suffix
+            named = replace(family, name=family.name + end) if end else family
             held[family.name] = self.all[named.name] = named
 
 

@@ -45,6 +45,7 @@ class StageOrder:
         order = [each for passed in self._layer_passes for each in passed]
         self._swaps = self._swap_schedule(order, buffer_slots)
         self._rounding = bool(buffer_slots)
+        self._suffixes = {layer: kind.suffix for kind in parts.kinds for layer in kind.layers}
         self._around = parts.sharding.around(order)
         self._played = 0
         """Number of layer passes placed so far."""
@@ -60,7 +61,7 @@ class StageOrder:
         self._place_passes()
         self._place_reductions(blocks)
         for kind, place, layer in blocks:
-            if kind is not BlockKind.EMBED or self._stage.first:  # a tied embedding is on two stages, and counts once
+            if kind != BlockKind.EMBED or self._stage.first:  # a tied embedding is on two stages, and counts once
                 self._place(f"{kind}.norm", place, 0, layer)
         if "totals" in templates:
             self._place("totals", "step/totals", 0)
@@ -81,9 +82,11 @@ class StageOrder:
         swapped = each.key in self._swaps.swapped
         (self._backward if each.backward else self._forward)(each, swapped, then)
         for left in self._swaps.leave_after.get(self._played, []):
-            self._place_layer("layer.offload", left.micro_batch, left.layer, left.subsequence)
+            self._place_layer(self._named("layer.offload", left.layer), left.micro_batch, left.layer, left.subsequence)
         for wanted in self._swaps.prefetch_after.get(self._played, []):
-            self._place_layer("layer.prefetch", wanted.micro_batch, wanted.layer, wanted.subsequence)
+            self._place_layer(
+                self._named("layer.prefetch", wanted.layer), wanted.micro_batch, wanted.layer, wanted.subsequence
+            )
         self._played += 1
 
     def place_transfer(self, transfer: StageTransfer) -> None:
@@ -108,11 +111,12 @@ class StageOrder:
             return window_schedule(self._layer_passes, parts.decisions.offload_window, swapping)
         return swap_schedule(order, buffer_slots) if buffer_slots else SwapSchedule(frozenset(), {})
 
-    def _step_blocks(self) -> list[tuple[BlockKind, str, int]]:
-        """Return (kind, place, layer) of every parameter block."""
-        layers = [(BlockKind.LAYER, f"step/l{number}", i) for i, number in enumerate(self._stage.layers)]
-        ends = {kind: [(kind, f"step/{kind}", 0)] for kind in (BlockKind.EMBED, BlockKind.HEAD)}
-        return [block for kind in self._parts.blocks for block in {**ends, BlockKind.LAYER: layers}[kind]]
+    def _step_blocks(self) -> list[tuple[str, str, int]]:
+        """Return (name, place, layer) of every parameter block, in the model's order."""
+        names, blocks = self._parts.sharding.blocks, self._parts.blocks
+        layers = [(names[i], f"step/l{number}", i) for i, number in enumerate(self._stage.layers)]
+        before, after = ([(end, f"step/{end}", 0)] * (end in blocks) for end in ("embed", "head"))
+        return [*before, *layers, *after]
 
     def _place_passes(self) -> None:
         parts = self._parts
@@ -129,14 +133,14 @@ class StageOrder:
                 keeps = self._parts.subsequences[each.subsequence].keeps
                 for layer in reversed(self._stage.chunk(each.chunk)):
                     template = "layer.wgrad.kept" if keeps(layer) else "layer.wgrad"
-                    self._place_layer(template, each.micro_batch, layer, each.subsequence)
+                    self._place_layer(self._named(template, layer), each.micro_batch, layer, each.subsequence)
             self._place_transfers(number)
 
     def _place_transfers(self, number: int) -> None:
         for transfer in self._parts.subsequences[0].p2p.behind(self._parts.passes, number):
             self.place_transfer(transfer)
 
-    def _place_reductions(self, blocks: list[tuple[BlockKind, str, int]]) -> None:
+    def _place_reductions(self, blocks: list[tuple[str, str, int]]) -> None:
         templates, tied = self._templates, self._parts.tied_with_another
         if tied:
             self._place("embed.tied", "step/embed", 0)
@@ -146,7 +150,7 @@ class StageOrder:
         # The gradients of the first block are complete last. In this order no reduction starts before the last backward
         # has ended.
         for kind, place, layer in blocks:
-            late = kind not in self._parts.sharding.reduced_early or (kind is BlockKind.EMBED and tied)
+            late = kind not in self._parts.sharding.reduced_early or (kind == BlockKind.EMBED and tied)
             if f"{kind}.reduce" in templates and late:
                 self._place(f"{kind}.reduce", place, 0, layer)
 
@@ -158,9 +162,10 @@ class StageOrder:
             if self._parts.subsequences[s].own:
                 self._place_layer("stage.enter", m, layer, s)
         last, template = stage.ends_model(layer), self._parts.subsequences[s].forward(layer).name
+        template = self._named(template, layer)
         self._use(template, f"{at}/l{stage.layers[layer]}", each, layer, first=self._first_row(s))
         if swapped and self._rounding:
-            self._place_layer("layer.offload", m, layer, s)
+            self._place_layer(self._named("layer.offload", layer), m, layer, s)
         if then:
             then()
         if last:
@@ -170,17 +175,23 @@ class StageOrder:
         layer, at = each.layer, f"m{each.micro_batch}/s{each.subsequence}"
         parts = self._parts.subsequences[each.subsequence]
         for again in parts.layers_again.before(layer):
-            self._place_layer("layer.rebuild", each.micro_batch, again, each.subsequence)
+            self._place_layer(self._named("layer.rebuild", again), each.micro_batch, again, each.subsequence)
         resident = parts.activations.resident_differs and not swapped
         template = "layer.bwd.kept" if parts.keeps(layer) else "layer.bwd.resident" if resident else "layer.bwd"
         place = f"{at}/l{self._stage.layers[layer]}"
-        self._use(template, place, each, layer, backward=True, first=self._first_row(each.subsequence))
+        self._use(
+            self._named(template, layer), place, each, layer, backward=True, first=self._first_row(each.subsequence)
+        )
         if then:
             then()
         if self._stage.begins_model(layer):
             self._use("embed.bwd", f"{at}/embed", each, -1, backward=True)
             if "metrics" in self._templates:
                 self._place("metrics", f"{at}/metrics", each.micro_batch, len(self._stage.layers))
+
+    def _named(self, template: str, layer: int) -> str:
+        """Return the name of a template of the kind of a layer (local number), without its subsequence."""
+        return template + self._suffixes[layer]
 
     def _first_row(self, subsequence: int) -> int:
         """Return the first row of the subsequence that this stage computes; helper stages compute the rows before."""

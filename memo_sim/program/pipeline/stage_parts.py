@@ -13,6 +13,7 @@ from memo_sim.program.layout.parameters import Block, embed_block, head_block, l
 from memo_sim.program.layout.schedule import Pass, passes_of
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage, stages_of
+from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.pipeline.helper_stage import HelperStage
 from memo_sim.program.pipeline.owner_stage import OwnerStage
@@ -29,13 +30,17 @@ class StageParts:
     micro_batches: int
     passes: list[Pass]
     """The stage's schedule, in order."""
-    blocks: dict[BlockKind, Block]
+    blocks: dict[str, Block]
+    """By name."""
+    kinds: tuple[LayersOfKind, ...]
+    """The stage's layers by kind."""
     subsequences: list[SubsequenceTemplates]
     owners: dict[int, OwnerStage]
     """By subsequence, the stage's own tasks whose first rows helper stages compute."""
     helpers: list[HelperStage]
     """Portions of other stages' tasks that this stage computes."""
-    optimizers: dict[BlockKind, Optimizer]
+    optimizers: dict[str, Optimizer]
+    """By the names of their blocks."""
     sharding: Sharding
 
     @property
@@ -50,8 +55,14 @@ def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: in
     blocks = _blocks(decisions, stage)
     tasks, subsequences, stages = cut_tasks(decisions), subsequences_of(decisions, shape), stages_of(decisions)
     mine = {x: task for (x, at), task in tasks.items() if at == stage.index}
-    counts = {BlockKind.EMBED: 1, BlockKind.LAYER: len(stage.layers), BlockKind.HEAD: 1}
-    optimizers = {kind: Optimizer(decisions, block, kind, counts[kind]) for kind, block in blocks.items()}
+    kinds = layers_by_kind(decisions.model, stage)
+    of_layers = {each.block: each for each in kinds}
+    optimizers = {
+        name: Optimizer(decisions, block, BlockKind.LAYER, len(of_layers[name].layers), of_layers[name].number)
+        if name in of_layers
+        else Optimizer(decisions, block, BlockKind(name), 1)
+        for name, block in blocks.items()
+    }
     return StageParts(
         decisions=decisions,
         shape=shape,
@@ -59,6 +70,7 @@ def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: in
         micro_batches=micro_batches,
         passes=passes_of(decisions.layout, stage.index, micro_batches),
         blocks=blocks,
+        kinds=kinds,
         subsequences=[
             SubsequenceTemplates(
                 decisions,
@@ -90,13 +102,14 @@ def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: in
     )
 
 
-def _blocks(decisions: Decisions, stage: Stage) -> dict[BlockKind, Block]:
-    """Return the parameter blocks that the stage holds."""
+def _blocks(decisions: Decisions, stage: Stage) -> dict[str, Block]:
+    """Return the parameter blocks that the stage holds, by name."""
     layout, model = decisions.layout, decisions.model
-    found = {}
+    found = []
     if stage.first or (stage.last and model.tied_embeddings):
-        found[BlockKind.EMBED] = embed_block(model, layout.tp, positions=stage.first)
-    found[BlockKind.LAYER] = layer_block(model, layout.divided)
+        found.append(embed_block(model, layout.tp, positions=stage.first))
+    kinds = layers_by_kind(model, stage)
+    found += [layer_block(model, layout.divided, kind.shape, name=kind.block) for kind in kinds]
     if stage.last:
-        found[BlockKind.HEAD] = head_block(model, layout.tp)
-    return found
+        found.append(head_block(model, layout.tp))
+    return {block.name: block for block in found}

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memo_sim.program.data_parallel.optimizer import tied, totals
-from memo_sim.program.ir.instruction import Template
+from memo_sim.program.ir.instruction import Families, Template
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layers.loss import metrics
 from memo_sim.program.layout.swap_schedule import Key
 from memo_sim.program.pipeline.bindings import Bindings, Rules
 from memo_sim.program.pipeline.stage_families import StageFamilies
 from memo_sim.program.pipeline.stage_parts import StageParts
+from memo_sim.program.pipeline.subsequence_templates import SubsequenceTemplates
 
 
 class StageTemplates:
@@ -29,7 +30,7 @@ class StageTemplates:
         """By the template's number; helper stages bind their templates' buffers themselves."""
         self._parts, self._families = parts, families
         windowed = parts.subsequences[0].activations.windowed
-        self._rules = Rules(parts.stage, parts.sharding, buffer_slots, windowed=windowed)
+        self._rules = Rules(parts.stage, parts.sharding, buffer_slots, parts.kinds, windowed=windowed)
         self._add_all()
 
     def __contains__(self, name: str) -> bool:
@@ -47,9 +48,8 @@ class StageTemplates:
     def _add_all(self) -> None:
         parts, every = self._parts, self._families.of_subsequences()
         whole = [parts.sharding.whole(families) for families in every]
-        for templates, families, seen in zip(parts.subsequences, every, whole, strict=True):
-            for template, slots in templates.layers(families, seen):
-                self._add(template, slots)
+        for n, (templates, seen) in enumerate(zip(parts.subsequences, whole, strict=True)):
+            self._add_layers(n, templates, seen)
         self._add_optimizers()
         for template in parts.sharding.templates(self._families.all):
             self._add(template)
@@ -69,6 +69,13 @@ class StageTemplates:
         for helper in parts.helpers:
             for template in helper.templates:
                 self._append(template)
+
+    def _add_layers(self, subsequence: int, templates: SubsequenceTemplates, seen: Families) -> None:
+        """Add the templates of a subsequence's layers, kind by kind."""
+        for of in templates.of_kinds:
+            own = self._families.of_kind(of.layers.number, subsequence)
+            for template, slots in templates.layers(of, {**seen, **own}):
+                self._add(template, slots)
 
     def _add_optimizers(self) -> None:
         families, parts = self._families.all, self._parts

@@ -1,8 +1,9 @@
 """Buffers and templates of one subsequence on one pipeline stage.
 
-Families are written under plain names (``grad.x``), and ``stage_program.py`` adds the subsequence's suffix. Templates
-get the suffix here (``layer.fwd.s1``). Without subsequences, the only one holds the whole micro-batch. Layers are the
-same on every stage, and so are their templates: they are written once (``Made``).
+Families are written under plain names (``grad.x``), and ``stage_families.py`` adds the subsequence's suffix. Templates
+get the suffix here (``layer.fwd.s1``). Without subsequences, the only one holds the whole micro-batch. Layers of one
+kind are the same on every stage, and so are their templates: they are written once (``Made``). Where layers differ,
+each kind has its own families and templates (``layer.fwd.k1``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from memo_sim.program.layers.weight_gradients import DeferredWeightGradients
 from memo_sim.program.layout.multiplex import Portion, swapped_by_owner
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.recomputed_layers import ALL, recomputed_layers
+from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
+from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.operators.operators import OperatorWriter
 from memo_sim.program.pipeline.stage_p2p import StageP2P
@@ -57,6 +60,29 @@ class Forward:
         return f"layer.fwd{'.kept' if self.keeps else ''}{inner}{_ENDS[self.out]}"
 
 
+@dataclass(frozen=True)
+class KindParts:
+    """What the layers of one kind have in a subsequence: their parameters' block and their activations."""
+
+    layers: LayersOfKind
+    block: Block
+    rows: Shape
+    """Sizes of the rows that these layers compute."""
+    activations: Activations
+    keeping: Activations
+    """The activations of layers that keep everything, where others do not."""
+
+    @property
+    def deferred(self) -> DeferredWeightGradients:
+        """The weight gradients that backward leaves to the W pass."""
+        return DeferredWeightGradients(self.activations.decisions, self.rows, self.activations)
+
+    @property
+    def deferred_of_kept(self) -> DeferredWeightGradients:
+        """The same of layers that keep everything."""
+        return DeferredWeightGradients(self.activations.decisions, self.rows, self.keeping)
+
+
 class SubsequenceTemplates:
     """The families and templates of one subsequence on one stage."""
 
@@ -67,11 +93,14 @@ class SubsequenceTemplates:
         stage: Stage,
         micro_batches: int,
         *,
-        blocks: Mapping[BlockKind, Block],
+        blocks: Mapping[str, Block],
         made: Made,
         own: Portion | None = None,
     ) -> None:
-        """``own``: the rows that the stage computes itself, when helpers compute those before (``helper_stage.py``)."""
+        """``blocks``: by name.
+
+        ``own``: the rows that the stage computes itself, when helpers compute those before (``helper_stage.py``).
+        """
         self.decisions = decisions
         self.subsequence = subsequence
         self.shape = subsequence.shape
@@ -87,13 +116,17 @@ class SubsequenceTemplates:
         played = self._played(own) if own else subsequence
         self.layers_again = recomputed_layers(decisions, stage)
         """Which layers of the stage full recompute is about."""
-        self.activations = Activations(decisions, self.rows, micro_batches, stage, played)
-        self.keeping = replace(self.activations, decisions=_keeping(decisions))
-        """The activations of layers that keep everything, where others do not."""
+        self.of_kinds = [self._parts_of(each, played) for each in layers_by_kind(decisions.model, stage)]
+        self.activations = self.of_kinds[0].activations
+        """The activation policy, which is the same for layers of all kinds."""
         enters = self.activations.rounding or own is not None
         self.p2p = StageP2P(decisions, self.shape, stage, micro_batches, enters, self.first)
-        self.deferred = DeferredWeightGradients(decisions, self.rows, self.activations)
-        self.deferred_of_kept = DeferredWeightGradients(decisions, self.rows, self.keeping)
+
+    def _parts_of(self, layers: LayersOfKind, played: Subsequence) -> KindParts:
+        rows = self.rows.of_layer(layers.shape)
+        held = Activations(self.decisions, rows, self.micro_batches, self.stage, layers, played)
+        keeping = replace(held, decisions=_keeping(self.decisions))
+        return KindParts(layers, self.blocks[layers.block], rows, held, keeping)
 
     def _played(self, own: Portion) -> Subsequence:
         """Return the subsequence with only the rows that the stage computes itself."""
@@ -118,8 +151,10 @@ class SubsequenceTemplates:
 
     def families(self) -> list[Family]:
         """Return the buffers of activations, of p2p transfers, and of deferred weight gradients."""
-        held = self.activations if self._alike else self.keeping
-        found = [f for each in (held, self.p2p, self.deferred) for f in each.families()]
+        held = [each.activations if self._alike else each.keeping for each in self.of_kinds]
+        deferred = [each.deferred for each in self.of_kinds]
+        found = [family for each in held for family in each.families()] + self.p2p.families()
+        found += [family for each in deferred for family in each.families()]
         if self.layers_again.passed:
             x = next(f for f in found if f.name == KEPT)
             inner = replace(x, name=PASSED, buffer_class=BufferClass.TRANSIENT, kind=FamilyKind.PER_LAYER)
@@ -145,49 +180,53 @@ class SubsequenceTemplates:
         """Whether all layers are recomputed alike."""
         return self.decisions.recompute_layers == ALL
 
-    def _forwards(self, families: Families) -> list[Forward]:
-        """Return the forms of forward of the stage's layers; where they are recomputed alike, all that there may be."""
+    def _forwards(self, of: KindParts, seen: Families) -> list[Forward]:
+        """Return the forms of forward of a kind's layers; where they are recomputed alike, all that there may be."""
         if self._alike:
-            return [Forward(out) for out in (KEPT, LAST, OUT) if out in families]
-        return list(dict.fromkeys(map(self.forward, range(len(self.stage.layers)))))
+            return [Forward(out) for out in (KEPT, LAST, OUT) if out in seen]
+        return list(dict.fromkeys(map(self.forward, of.layers.layers)))
 
-    def layers(self, families: Families, seen: Families) -> Iterator[Bound]:
-        """Yield the templates of layers; ``seen``: ``families``, with whole parameters and gradients for shards."""
+    def layers(self, of: KindParts, seen: Families) -> Iterator[Bound]:
+        """Yield the templates of the layers of one kind.
+
+        ``seen``: families by plain name, with whole parameters and gradients for shards.
+        """
 
         def forward(form: Forward) -> TemplateBuilder:
-            held = self.keeping if form.keeps else self.activations
-            builder, writer = self._layer(form.name, TemplateKind.FORWARD, families, seen, held, enters=form.enters)
-            self._forward(builder, writer, held, families[form.out], first=0 if form.out == KEPT else self.first)
+            held = of.keeping if form.keeps else of.activations
+            builder, writer = self._layer(form.name, TemplateKind.FORWARD, of, seen, held, enters=form.enters)
+            self._forward(builder, writer, held, seen[form.out], first=0 if form.out == KEPT else self.first)
             return builder
 
-        for form in self._forwards(families):
-            yield self._once(form.name, partial(forward, form))
-        whole = self._once("layer.bwd", lambda: self._backward("layer.bwd", TemplateKind.BACKWARD, families, seen))
+        once = partial(self._once, of)
+        for form in self._forwards(of, seen):
+            yield once(form.name, partial(forward, form))
+        whole = once("layer.bwd", lambda: self._backward("layer.bwd", TemplateKind.BACKWARD, of, seen))
         yield whole
-        if self.activations.resident_differs:
+        if of.activations.resident_differs:
             name, kind = "layer.bwd.resident", TemplateKind.BACKWARD_RESIDENT
-            yield self._once(name, lambda: self._backward(name, kind, families, seen))
+            yield once(name, lambda: self._backward(name, kind, of, seen))
         kept = not self._alike
         if self.layers_again.whole:
-            yield self._once("layer.rebuild", lambda: self._rebuild(families, seen))
+            yield once("layer.rebuild", lambda: self._rebuild(of, seen))
         if kept:
-            yield self._once("layer.bwd.kept", lambda: self._backward_of_kept(families, seen))
-        for name, deferred in (("layer.wgrad", self.deferred), ("layer.wgrad.kept", self.deferred_of_kept))[: 1 + kept]:
+            yield once("layer.bwd.kept", lambda: self._backward_of_kept(of, seen))
+        for name, deferred in (("layer.wgrad", of.deferred), ("layer.wgrad.kept", of.deferred_of_kept))[: 1 + kept]:
             if deferred.applies:
-                yield self._once(name, partial(self._weight_gradients, name, deferred, families, seen))
-        if self.activations.copied_out:
-            yield self._once("layer.offload", lambda: self.activations.offload(families))
-            yield self._once("layer.prefetch", lambda: self.activations.prefetch(families, whole[0]))
+                yield once(name, partial(self._weight_gradients, name, of, deferred, seen))
+        if of.activations.copied_out:
+            yield once("layer.offload", lambda: of.activations.offload(seen))
+            yield once("layer.prefetch", lambda: of.activations.prefetch(seen, whole[0]))
 
-    def _once(self, name: str, make: Callable[[], TemplateBuilder]) -> Bound:
+    def _once(self, of: KindParts, name: str, make: Callable[[], TemplateBuilder]) -> Bound:
         """Return a layer template; the first stage that asks for it writes it."""
-        name += self.suffix
+        name += of.layers.suffix + self.suffix
         if name not in self.made:
-            self.made[name] = self._named(make())
+            self.made[name] = self._named(make(), of.layers.suffix)
         return self.made[name]
 
-    def _named(self, builder: TemplateBuilder) -> Bound:
-        return replace(builder.build(), name=builder.name + self.suffix), builder.bound_slots
+    def _named(self, builder: TemplateBuilder, suffix: str = "") -> Bound:
+        return replace(builder.build(), name=builder.name + suffix + self.suffix), builder.bound_slots
 
     def ends(self, seen: Families) -> Iterator[Bound]:
         """Yield the templates of embedding and head, if the stage has them."""
@@ -214,7 +253,7 @@ class SubsequenceTemplates:
         self,
         name: str,
         kind: TemplateKind,
-        families: Families,
+        of: KindParts,
         seen: Families,
         held: Activations,
         *,
@@ -225,17 +264,18 @@ class SubsequenceTemplates:
         ``enters``: the family of the layer's input.
         """
         gradients = kind in (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
-        builder = TemplateBuilder(name, Phase.BACKWARD if gradients else Phase.FORWARD, kind, BlockKind.LAYER)
-        builder.bind(seen["params.layer"], slot="params")
+        phase, number = Phase.BACKWARD if gradients else Phase.FORWARD, of.layers.number
+        builder = TemplateBuilder(name, phase, kind, BlockKind.LAYER, number)
+        builder.bind(seen[f"params.{of.block.name}"], slot="params")
         if gradients:
-            builder.bind(seen["grads.layer"], slot="grads")
-            deferred = self.deferred_of_kept if held is self.keeping else self.deferred
+            builder.bind(seen[f"grads.{of.block.name}"], slot="grads")
+            deferred = of.deferred_of_kept if held is of.keeping else of.deferred
             if deferred.applies:
-                deferred.bind(builder, families)
-        held.bind(builder, families, enters)
-        prefix_attention.bind(builder, families, self.rows, gradients=gradients)
-        writer = layer_kind(self.decisions).writer
-        return builder, writer(builder, held.decisions, self.rows, self.blocks[BlockKind.LAYER])
+                deferred.bind(builder, seen)
+        held.bind(builder, seen, enters)
+        prefix_attention.bind(builder, seen, of.rows, gradients=gradients)
+        writer = layer_kind(self.decisions, of.layers.shape).writer
+        return builder, writer(builder, held.decisions, of.rows, of.block)
 
     def _forward(
         self, builder: TemplateBuilder, writer: Layer, held: Activations, out: Family, *, first: int = 0
@@ -244,50 +284,50 @@ class SubsequenceTemplates:
         builder.bind(out, slot="next_x", tokens=self.rows.shard_tokens, first=first)
         writer.forward(held.row_blocks, "next_x")
 
-    def _rebuild(self, families: Families, seen: Families) -> TemplateBuilder:
+    def _rebuild(self, of: KindParts, seen: Families) -> TemplateBuilder:
         """Return the forward of a layer inside a group once more: it fills what backward reads, and the next input."""
-        builder, writer = self._layer("layer.rebuild", TemplateKind.REBUILD, families, seen, self.keeping)
+        builder, writer = self._layer("layer.rebuild", TemplateKind.REBUILD, of, seen, of.keeping)
         builder.phase = Phase.RECOMPUTE
-        self._forward(builder, writer, self.keeping, families[KEPT])
+        self._forward(builder, writer, of.keeping, seen[KEPT])
         return builder
 
-    def _backward_of_kept(self, families: Families, seen: Families) -> TemplateBuilder:
+    def _backward_of_kept(self, of: KindParts, seen: Families) -> TemplateBuilder:
         """Return the backward of a layer of which everything is there."""
-        builder, writer = self._layer("layer.bwd.kept", TemplateKind.BACKWARD, families, seen, self.keeping)
+        builder, writer = self._layer("layer.bwd.kept", TemplateKind.BACKWARD, of, seen, of.keeping)
         for slot in ("grad_out", "grad_in"):
-            builder.bind(families["grad.x"], slot=slot)
-        writer.defers_wgrad = self.deferred.applies
+            builder.bind(seen["grad.x"], slot=slot)
+        writer.defers_wgrad = of.deferred.applies
         writer.backward("grad_out", "grad_in")
         return builder
 
-    def _backward(self, name: str, kind: TemplateKind, families: Families, seen: Families) -> TemplateBuilder:
+    def _backward(self, name: str, kind: TemplateKind, of: KindParts, seen: Families) -> TemplateBuilder:
         """Return a layer's backward; the one for activations that never left the device recomputes no token."""
-        builder, writer = self._layer(name, kind, families, seen, self.activations)
+        builder, writer = self._layer(name, kind, of, seen, of.activations)
         for slot in ("grad_out", "grad_in"):
-            builder.bind(families["grad.x"], slot=slot, first=self.first)
+            builder.bind(seen["grad.x"], slot=slot, first=self.first)
         builder.phase = Phase.RECOMPUTE
         if self.decisions.recompute == "full":
             writer.recompute((0, self.rows.tokens), 0, whole=True)
         elif self.decisions.recompute == "operators":
             assert isinstance(writer, LayerWriter)  # other kinds refuse it (``layout/compatibility.py``)
             writer.rebuild_operators()
-        elif kind is TemplateKind.BACKWARD and self.activations.recomputed is not None:
-            blocks = self.activations.row_blocks
-            writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)
+        elif kind is TemplateKind.BACKWARD and of.activations.recomputed is not None:
+            blocks = of.activations.row_blocks
+            writer.recompute(of.activations.recomputed, len(blocks) - 1, whole=False)
         builder.phase = Phase.BACKWARD
-        writer.defers_wgrad = self.deferred.applies
+        writer.defers_wgrad = of.deferred.applies
         writer.backward("grad_out", "grad_in")
-        if self.deferred.applies:
-            self.deferred.keep(builder)
+        if of.deferred.applies:
+            of.deferred.keep(builder)
         return builder
 
     def _weight_gradients(
-        self, name: str, deferred: DeferredWeightGradients, families: Families, seen: Families
+        self, name: str, of: KindParts, deferred: DeferredWeightGradients, seen: Families
     ) -> TemplateBuilder:
-        builder = TemplateBuilder(name, Phase.WGRAD, TemplateKind.WGRAD, BlockKind.LAYER)
-        builder.bind(seen["grads.layer"], slot="grads")
-        deferred.bind_inputs(builder, families)
-        deferred.write(OperatorWriter(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER]))
+        builder = TemplateBuilder(name, Phase.WGRAD, TemplateKind.WGRAD, BlockKind.LAYER, of.layers.number)
+        builder.bind(seen[f"grads.{of.block.name}"], slot="grads")
+        deferred.bind_inputs(builder, seen)
+        deferred.write(OperatorWriter(builder, self.decisions, of.rows, of.block))
         return builder
 
 

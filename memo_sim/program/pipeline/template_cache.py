@@ -46,15 +46,15 @@ def forget() -> None:
 def _seen_by_layers(decisions: Decisions) -> Decisions:
     """Return the plan with defaults in the fields that no layer template reads.
 
-    These are the numbers of layers, stages and micro-batches, the layers of each stage, the schedule, and the size of
-    the offload window. Zero-bubble schedules stay in the key, because backward then leaves weight gradients to the W
-    pass.
+    These are the numbers of layers beside their kinds, of stages and micro-batches, the layers of each stage, the
+    schedule, and the size of the offload window. Zero-bubble schedules stay in the key, because backward then leaves
+    weight gradients to the W pass.
     """
     layout, model = decisions.layout, decisions.model
     schedule: Schedule = "zero-bubble" if layout.pp > 1 and layout.schedule == "zero-bubble" else "1f1b"
     return replace(
         decisions,
-        model=replace(model, layers=1),
+        model=model.of_layers(model.layer_shapes),
         layout=replace(layout, pp=1, pp_layers=(), schedule=schedule, virtual_stages=1, overlap_p2p=True),
         global_batch=decisions.micro_batch * layout.dp,
         offload_window=min(1, decisions.offload_window),

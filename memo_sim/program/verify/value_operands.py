@@ -68,7 +68,7 @@ def rowwise(call: Call, wanted: dict[str, Wanted], made: dict[str, Wanted]) -> l
 
 def weight(call: Call, role: str, name: str, layer: int | None, kind: BlockKind = LAYER) -> object:
     """Check that an operand is the whole parameter ``name`` of a layer, if the model has it; return its part."""
-    parameter = call.values.parameters.get((kind, name))
+    parameter = call.values.parameter(kind, name, layer)
     if not call.has(role) or parameter is None:
         if call.has(role) != (parameter is not None):
             call.fault(f"{role} {'is not given' if parameter else 'should not be given'}: {name}")
@@ -78,6 +78,9 @@ def weight(call: Call, role: str, name: str, layer: int | None, kind: BlockKind 
         return None
     value, row = rows[0].value, rows[0].row
     assert value is not None
+    if kind is LAYER and 0 <= value.layer < call.values.model.layers:
+        parameter = call.values.parameter(kind, name, value.layer)
+        assert parameter is not None  # layers of all kinds have the same parameters
     complete = len(rows) == 1 and row == parameter.first and call.tokens(role) == parameter.elements
     mine = value.name == "params" and value.terms is kind and (kind is not LAYER or layer in (None, value.layer))
     if not (complete and mine):
@@ -90,7 +93,7 @@ def add_gradient(  # noqa: PLR0917 - a sum and one more term of it
     call: Call, role: str, name: str, found: Found, tokens: int, source: object = 0, kind: BlockKind = LAYER
 ) -> None:
     """Add the terms of ``tokens`` rows to the gradient of a parameter, which ``role`` holds."""
-    parameter = call.values.parameters.get((kind, name))
+    parameter = call.values.parameter(kind, name, found[0])
     if not call.has(role):
         if parameter is not None:
             call.fault(f"{role} is not given: the gradient of {name}")
@@ -124,7 +127,8 @@ def add_gradient(  # noqa: PLR0917 - a sum and one more term of it
 
 def _holds(call: Call, role: str, key: ParameterKey, first: int, elements: int) -> bool:
     """Check that elements of a buffer of gradients are those of a parameter."""
-    family, parameter = call.family(role), call.values.parameters[key[0], key[2]]
+    family, parameter = call.family(role), call.values.parameter(key[0], key[2], key[1])
+    assert parameter is not None  # ``add_gradient`` refuses others
     if family.kind not in (FamilyKind.GRADS, FamilyKind.WHOLE_GRADS):
         return True
     buffer = call.buffers[role]

@@ -7,6 +7,9 @@ are packed for its exchange, or have just arrived:
     x - norm1 - qkv (.0, .1: before norm of heads and rotary) - attn, lse - proj - resid = x + proj
       - norm2 - up - act - down - x of the next layer = resid + down          x of the last layer - final - logits
 
+With experts (``value_experts.py``) the MLP is norm2 - dispatched - up - act - expert_out - down, where the middle ones
+have dispatched rows.
+
 Backward, where ``d_`` is the gradient of a value. A sum passes its gradient on to both of its terms, so the gradient of
 ``down`` is that of the next ``x``, and that of ``proj`` is that of ``resid``:
 
@@ -24,6 +27,7 @@ from typing import TYPE_CHECKING
 from memo_sim.program.ir.kinds import STATE_KINDS, BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.verify import value_attention as attention
+from memo_sim.program.verify import value_experts as experts
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import ParameterKey, Sum, Value, add_range
@@ -651,13 +655,14 @@ def _move_sums(call: Call, source: str, target: str) -> None:
     operand, into = call.operands[source], call.values.sums.setdefault(call.buffers[target], {})
     given, sharded = call.values.sums.get(call.buffers[source], {}), False
     family = call.family(target)
-    block = call.values.blocks.get(family.block) if family.block is not None else None
+    block = call.values.block_of(call.buffers[target]) if family.kind is FamilyKind.GRADS else None
     if call.family(source).kind is FamilyKind.WHOLE_GRADS and family.kind is FamilyKind.GRADS and block is not None:
         sharded = True
         if missing := call.values.unreduced(call.buffers[source]):
             call.fault(f"{source} is added before it was summed over the {' and '.join(missing)}")
     for key, each in given.items():
-        parameter = call.values.parameters[key[0], key[2]]
+        parameter = call.values.parameter(key[0], key[2], key[1])
+        assert parameter is not None  # its gradient was added
         if sharded and block is not None:
             runs = call.instruction.run
             if runs and (parameter.first < block.decayed_elements) != (runs == "decay"):
@@ -736,7 +741,7 @@ def grad_norm(call: Call) -> None:
 def _used(call: Call, buffer: int) -> None:
     """Check that gradients were summed over ranks; with ZeRO 2 and 3, each use was before it was added."""
     v, family = call.values, call.family("grads")
-    block = v.blocks.get(family.block) if family.block is not None else None
+    block = v.block_of(buffer) if family.kind is FamilyKind.GRADS else None
     whole_block = block is not None and family.tokens == block.elements
     missing = v.unreduced(buffer) if family.kind is FamilyKind.GRADS and whole_block else []
     tied = v.model.tied_embeddings and v.layout.pp > 1 and family.block is EMBED
@@ -763,7 +768,7 @@ def update(call: Call) -> None:
         call.fault(f"updates elements {sorted(states)} of the states of {key[0]}, not one run of them once")
     v.updated[key] = joined_ranges or []
     # Whole parameters and gradients begin with the run itself, shards with what the ranks before them have of it.
-    begun = v.blocks[family.block].decayed_elements if call.instruction.op.endswith("no_decay") else 0
+    begun = v.block(family.block, key[1]).decayed_elements if call.instruction.op.endswith("no_decay") else 0
     for role in ("grads", "params"):
         if call.has(role):
             operand = call.operands[role]
@@ -836,9 +841,8 @@ def recv(call: Call) -> None:
             value, row = Value("params", at.layer, -1, None, LAYER), 0
         case FamilyKind.WHOLE_GRADS | FamilyKind.PER_LAYER if family.features == 1:
             sums = v.sums.setdefault(call.buffers["recv"], {})
-            for (kind, name), parameter in v.parameters.items():
-                if kind is LAYER:
-                    sums[LAYER, at.layer, name] = Sum(parameter.first, anything=True)
+            for parameter in v.block(LAYER, at.layer).parameters:
+                sums[LAYER, at.layer, parameter.name] = Sum(parameter.first, anything=True)
             return
         case FamilyKind.PER_LAYER if family.buffer_class.value == "kv_cache" and "d_kv" not in family.name:
             value, row = Value("kv", at.layer, at.micro_batch), operand.first
@@ -949,5 +953,6 @@ RULES: dict[str, Rule] = {
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),
     **attention.RULES,
+    **experts.RULES,
 }
 """The rule of every op."""

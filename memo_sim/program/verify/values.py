@@ -74,6 +74,10 @@ class Values:
         self._first_operand = np.searchsorted(columns.operand_instruction, np.arange(count + 1)).tolist()
         self._uses = np.bincount(columns.operand_buffer, minlength=len(self._family)).tolist()
         self._base = list(accumulate((f.count for f in self.families), initial=0))
+        self._parts = {f.name: number for number, f in enumerate(self.families) if f.region}
+        self._part_buffers: dict[tuple[int, int], int] = {}
+        """By region buffer and number of a family in the region: the number under which its rows are held."""
+        self._region_of: dict[int, int] = {}
         self.held: dict[int, list[Held]] = {}
         self.sums: dict[int, dict[ParameterKey, Sum]] = {}
         self.reduced: set[tuple[int, str]] = set()
@@ -92,6 +96,11 @@ class Values:
         self.sent_chunks, self.tp_rank = _own_chunks(program)
         self._begin()
 
+    @property
+    def dispatched(self) -> int:
+        """Rows that go to experts; 0 without experts."""
+        return self.tokens * self.model.mixture.per_token if self.model.mixture else 0
+
     def _measure(self) -> None:
         """Work out the sizes on one rank from the plan."""
         layout, model, decisions = self.layout, self.model, self.decisions
@@ -104,21 +113,32 @@ class Values:
         self.attended = self.tokens * layout.ulysses
         """Rows inside attention."""
         self.starts = (0, *accumulate(partition(decisions)))
-        divided = layout.divided
         runs = layout.pp * layout.virtual_stages
         given = layout.pp_layers or _nearly_equal(model.layers, runs)
         ends = (0, *accumulate(given))
         stage = 0 if self.program.stage == "rank" else int(self.program.stage.removeprefix("stage"))
         self.layers = [n for run in range(stage, runs, layout.pp) for n in range(ends[run], ends[run + 1])]
         self.first_stage, self.last_stage = stage == 0, stage == layout.pp - 1
-        self.blocks: dict[BlockKind, Block] = {
+        self._ends = {
             BlockKind.EMBED: embed_block(model, layout.tp, positions=self.first_stage),
-            BlockKind.LAYER: layer_block(model, divided),
             BlockKind.HEAD: head_block(model, layout.tp),
         }
-        self.parameters: dict[tuple[BlockKind, str], Parameter] = {
-            (kind, p.name): p for kind, block in self.blocks.items() for p in block.parameters
-        }
+        self._kinds = model.layer_kinds
+        self._layer_blocks = [layer_block(model, layout.divided, shape) for shape in model.layer_shapes]
+
+    def block(self, kind: BlockKind, layer: int) -> Block:
+        """Return the parameters of the embedding, of the head, or of a layer."""
+        return self._layer_blocks[self._kinds[layer]] if kind is BlockKind.LAYER else self._ends[kind]
+
+    def block_of(self, buffer: int) -> Block | None:
+        """Return the parameters that a buffer of the step is about; None where it is about no block."""
+        kind = self.family(buffer).block
+        return None if kind is None else self.block(kind, self.layer_of(buffer))
+
+    def parameter(self, kind: BlockKind, name: str, layer: int | None) -> Parameter | None:
+        """Return a parameter of a block, or None when the model has none; without ``layer``, that of the first one."""
+        known = layer if layer is not None and 0 <= layer < self.model.layers else 0
+        return self.block(kind, known).find(name)
 
     def _begin(self) -> None:
         """Write what buffers hold before the first instruction: parameters and inputs."""
@@ -137,8 +157,10 @@ class Values:
 
     def layer_of(self, buffer: int) -> int:
         """Return the number of the layer in the model whose block a buffer of the step holds; -1 for the ends."""
-        index = buffer - self._base[self._family[buffer]]
-        return self.layers[index] if self.family(buffer).block is BlockKind.LAYER else -1
+        family, index = self.family(buffer), buffer - self._base[self._family[buffer]]
+        if family.block is not BlockKind.LAYER:
+            return -1
+        return [n for n in self.layers if family.layer_kind in (None, self._kinds[n])][index]
 
     def play(self, number: int) -> list[str]:
         """Check what instruction ``number`` reads, record what it writes, and return its faults."""
@@ -150,6 +172,10 @@ class Values:
         """Check what instruction ``number`` reads when it starts. It writes nothing until ``finish``."""
         instruction = self.program.templates[self._template[number]].instructions[self._position[number]]
         buffers = self._buffer[self._first_operand[number] : self._first_operand[number + 1]]
+        if self._parts:
+            slots = self.program.templates[self._template[number]].slots
+            names = [slots[operand.slot] for operand in instruction.operands]
+            buffers = [self._part_of(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
         call = Call(self, instruction, self.program.instances[self._instance[number]], buffers)
         rule = RULES.get(instruction.op)
         if rule is None:
@@ -157,6 +183,17 @@ class Values:
         else:
             rule(call)
         return call
+
+    def _part_of(self, name: str, buffer: int) -> int:
+        """Return the number of the buffer that a slot of the family ``name`` is; a part of a region has its own."""
+        if name not in self._parts:
+            return buffer
+        key = (buffer, self._parts[name])
+        if key not in self._part_buffers:
+            self._part_buffers[key] = len(self._family)
+            self._region_of[len(self._family)] = buffer
+            self._family.append(self._parts[name])
+        return self._part_buffers[key]
 
     def finish(self, number: int, call: Call) -> None:
         """Record what instruction ``number`` wrote, when it ends; ``call`` is what ``begin`` returned."""
@@ -177,7 +214,8 @@ class Values:
         for number, family in enumerate(self.families if updates else ()):
             for index in range(family.count if family.kind in _UPDATED else 0):
                 buffer = self._base[number] + index
-                layer, name = self.layer_of(buffer), f"{family.block}" + (f" {self.layers[index]}" if index else "")
+                layer = self.layer_of(buffer)
+                name = f"{family.block}" + (f" {layer}" if layer >= 0 else "")
                 assert family.block is not None
                 counted = family.block is not BlockKind.EMBED or self.first_stage  # a tied one, by the first stage
                 if family.kind is FamilyKind.GRADS and counted and buffer not in self.normed:
@@ -211,7 +249,8 @@ class Values:
             missing.append("replicas")
         divided = layout.whole_ends and kind is BlockKind.LAYER
         shards = divided or layout.sequence_parallel
-        if (divided or layout.tp > 1) and self.blocks[kind].partial_elements(sequence_parallel=shards):
+        block = self.block(kind, 0)  # layers of all kinds have the same vectors of which ranks compute parts
+        if (divided or layout.tp > 1) and block.partial_elements(sequence_parallel=shards):
             missing += [] if (buffer, "vectors") in self.reduced else ["vectors"]
         return missing
 
@@ -222,7 +261,7 @@ class Values:
             for index in range(family.count):
                 buffer = self._base[number] + index
                 layer = self.layer_of(buffer)
-                for parameter in self.blocks[family.block].parameters:
+                for parameter in self.block(family.block, layer).parameters:
                     yield from self._missing_terms(buffer, (family.block, layer, parameter.name))
 
     def _missing_terms(self, buffer: int, key: ParameterKey) -> Iterator[str]:
@@ -232,6 +271,8 @@ class Values:
         if found is not None and found.anything:
             return
         tokens = self.shard_tokens if _on_shards(name) else self.tokens
+        if name.startswith("experts_"):
+            tokens = self.dispatched
         for micro_batch in range(self.program.micro_batches):
             for source in self._sources(kind, name):
                 ranges = found.tokens.get((micro_batch, source), []) if found is not None else []
@@ -273,23 +314,30 @@ class Values:
 
     def write(self, buffer: int, new: Held) -> None:
         """Let rows of a buffer hold a value, in place of what they held."""
+        if buffer in self._region_of:
+            self._overwrite(buffer, new)
         old = self.held.get(buffer)
         first, end = new.first, new.end
-        if old is None or (first <= old[0].first and end >= old[-1].end):
+        if not old or (first <= old[0].first and end >= old[-1].end):
             self.held[buffer] = [new]
             return
-        kept: list[Held] = []
-        for low, high, value, row in old:
-            if high <= first or low >= end:
-                kept.append(Held(low, high, value, row))
-                continue
-            if low < first:
-                kept.append(Held(low, first, value, row))
-            if high > end:
-                kept.append(Held(end, high, value, row + end - low))
+        kept = _without(old, first, end)
         kept.append(new)
         kept.sort(key=_first_row)
         self.held[buffer] = self._joined(kept)
+
+    def _overwrite(self, buffer: int, new: Held) -> None:
+        """Forget what other parts of a region held in the bytes of rows that are written."""
+        family, region = self.family(buffer), self._region_of[buffer]
+        first, end = (family.offset + row * family.row_bytes for row in (new.first, new.end))
+        for (of, number), other in self._part_buffers.items():
+            if of != region or other == buffer or other not in self.held:
+                continue
+            part = self.families[number]
+            low = max(0, (first - part.offset) // part.row_bytes)
+            high = min(part.tokens, -((part.offset - end) // part.row_bytes))
+            if low < high:
+                self.held[other] = _without(self.held[other], low, high)
 
     @staticmethod
     def _joined(rows: list[Held]) -> list[Held]:
@@ -325,6 +373,20 @@ def _own_chunks(program: Program) -> tuple[dict[tuple[int, int, int], int], int]
         for (_, first), others in received.items():
             rank = sum(other < first for other in others)
     return own, rank
+
+
+def _without(old: list[Held], first: int, end: int) -> list[Held]:
+    """Return what rows hold without rows [first, end)."""
+    kept: list[Held] = []
+    for low, high, value, row in old:
+        if high <= first or low >= end:
+            kept.append(Held(low, high, value, row))
+            continue
+        if low < first:
+            kept.append(Held(low, first, value, row))
+        if high > end:
+            kept.append(Held(end, high, value, row + end - low))
+    return kept
 
 
 def _first_row(held: Held) -> int:

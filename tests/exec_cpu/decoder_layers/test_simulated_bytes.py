@@ -16,10 +16,9 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Copy
-from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.layout.skeletal import Fate
 from memo_sim.program.lower import lower
 from tests.exec_cpu.decoder_layers.small_models import gradients, small_model
 
@@ -54,16 +53,13 @@ def simulated(decisions: Decisions) -> list[LayerBytes]:
             layer.swapped_bytes += instruction.work.bytes if instruction.lane is Lane.D2H else 0
             layer.restored_bytes += instruction.work.bytes if instruction.lane is Lane.H2D else 0
     shape = shape_of(decisions)
-    (stage,) = stages_of(decisions)
-    activations = Activations(decisions, shape, 1, stage)
     for layer in found:
-        for tensor in skeletal_of(decisions, shape):
-            row = tensor.features * DTYPE_BYTES[tensor.dtype]
-            left = (tensor.tokens - activations.swapped_rows(tensor)) * row
+        for tensor in skeletal_of(decisions, shape, decisions.model.layer(layer.layer)):
             if not layer.swapped_bytes:
                 layer.kept_bytes += 0 if tensor.for_recompute else tensor.bytes
-            elif decisions.recompute == "tokenwise":
-                layer.recomputed_bytes += left
+            elif tensor.fate is Fate.BY_TOKEN:
+                left = tensor.tokens - decisions.swapped_tokens
+                layer.recomputed_bytes += left * tensor.features * DTYPE_BYTES[tensor.dtype]
     return found
 
 
@@ -101,6 +97,6 @@ def test_llama3_8b_saves_196_kib_a_token_and_layer() -> None:
         memory_policy="eager",
         modules="huggingface",
     )
-    sizes = {tensor.name: tensor for tensor in skeletal_of(plan, shape_of(plan))}
+    sizes = {tensor.name: tensor for tensor in skeletal_of(plan, shape_of(plan), plan.model.layer(0))}
     rows = [t for t in sizes.values() if not t.statistics and not t.for_recompute]
     assert sum(t.bytes for t in rows) == TOKENS * 196 * 1024

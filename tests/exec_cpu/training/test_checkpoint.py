@@ -21,6 +21,7 @@ from memo_exec.training import checkpoint_shards as stored
 from memo_exec.training.weights import Held
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.contract.model import LayerShape
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, write_plan
 from tests.exec_cpu.small import gpt, llama, states
@@ -28,6 +29,7 @@ from tests.refusals import refused
 
 STEPS = 6
 FLAT = "state.safetensors"
+DIFFERING = llama(vocab=256).of_layers([LayerShape(ffn_hidden=width) for width in (160, 64, 96)])
 
 
 def as_version_1(folder: Path) -> None:
@@ -49,6 +51,7 @@ def losses(plan: Path, **options: Any) -> tuple[list[float], list[float]]:
         pytest.param({}, id="fp32"),
         pytest.param({"states": "host"}, id="states on the host"),
         pytest.param({"dtype": "bf16", "states": "pure-bf16"}, id="pure bf16"),
+        pytest.param({"model": DIFFERING}, id="layers that differ"),
         pytest.param({"dtype": "bf16"}, id="bf16", marks=pytest.mark.slow),
         pytest.param({"states": "bf16"}, id="bf16 moments", marks=pytest.mark.slow),
         pytest.param({"model": llama(vocab=256)}, id="llama", marks=pytest.mark.slow),

@@ -11,6 +11,7 @@ from memo_sim.contract.catalog import load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Quantity
+from memo_sim.contract.model import LayerShape
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.trace import MemoryCurve
 from memo_sim.contract.units import GIB, parse_tokens
@@ -216,6 +217,23 @@ def test_pinned_blocks_are_powers_of_two() -> None:
     assert sorted(blocks.birth[blocks.bytes >= layer].tolist()) == down[:: len(host)].tolist()
     assert memory(exact).host.bytes == 4 * (layer + sum(statistics))
     assert memory(rounded).host.bytes == sum(wanted) // 2
+
+
+def test_a_layer_of_any_kind_has_one_block() -> None:
+    """Of six layers four are swapped: two narrow, two wide. The micro-batches' blocks have the same sizes."""
+    exact = decide(("tokenwise", 0.5), layers=6, global_batch=2)
+    wide = exact.model.ffn_hidden
+    shapes = [LayerShape(ffn_hidden=width) for width in (wide // 4, wide, wide // 4, wide, wide // 4, wide)]
+    exact = msgspec.structs.replace(exact, model=exact.model.of_layers(shapes))
+    host = [f for f in memory(exact).program.families if f.name.startswith("host.")]
+    wanted = []
+    for kind in (0, 1):
+        mine = [f for f in host if f.layer_kind in (None, kind)]
+        statistics = [f.bytes for f in mine if f.name.removesuffix(f".k{kind}") in STATISTICS]
+        layer = sum(f.bytes for f in mine) - sum(statistics)
+        wanted += [1 << (size - 1).bit_length() for size in (layer, *statistics)] * (2 * 2)
+    rounded = msgspec.structs.replace(exact, host_allocator="power_of_two")
+    assert sorted(memory(rounded).host_lives.bytes.tolist()) == sorted(wanted)
 
 
 def test_host_states_are_blocks_of_their_own() -> None:

@@ -247,7 +247,7 @@ def test_figure_5_agrees_within_five_percent_under_its_assumptions(number: int) 
     """
     model, tokens = LLAMA_65B, 128 * K
     weight = 2 * 7 / 6
-    k = model.layer_matrix_params * 2 / (4 * model.q_width) / weight
+    k = model.matrix_params_of(model.layer(0)) * 2 / (4 * model.q_width) / weight
     sizes = balanced(tokens, number, k)
     token_bytes = 28 * model.hidden * model.layers / 64
     first, last = PRINTED_GB[number]

@@ -43,14 +43,15 @@ def test_every_framework_takes_it_from_its_script(name: str) -> None:
 def test_what_else_a_script_says_to_the_allocator_is_listed() -> None:
     text = (
         "# export PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.1\n"
-        'export PYTORCH_ALLOC_CONF="expandable_segments:True,max_split_size_mb:512,per_process_memory_fraction:0.75"\n'
+        'export PYTORCH_ALLOC_CONF="expandable_segments:True,roundup_power2_divisions:[256:1,512:2],'
+        'per_process_memory_fraction:0.75"\n'
     )
     fraction, read, ignored = settings_of([("train.sh", text)])
     assert fraction == 0.75
     assert [option.value for option in read] == ["per_process_memory_fraction:0.75"]
     assert [(option.key.split()[1], option.value) for option in ignored] == [
         ("expandable_segments", "True"),
-        ("max_split_size_mb", "512"),
+        ("roundup_power2_divisions", "[256:1,512:2]"),
     ]
     assert settings_of([("train.py", "torch.cuda.set_per_process_memory_fraction(0.5, 0)")])[0] == 0.5
 

@@ -7,7 +7,11 @@ from typing import get_args
 import pytest
 
 from memo_sim.commands.interchange import TO
+from memo_sim.contract.catalog import load_model
+from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import KNOBS
+from memo_sim.contract.model import LayerShape
+from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.framework import Framework, How
 from memo_sim.interchange.frameworks import FRAMEWORKS
 from memo_sim.interchange.plan_paths import plan_paths
@@ -43,3 +47,12 @@ def test_what_is_not_exact_says_what_is_lost(framework: Framework) -> None:
 @each
 def test_a_framework_is_predicted_by_a_system(framework: Framework) -> None:
     assert framework.system in SYSTEMS
+
+
+@each
+def test_models_whose_layers_differ_are_refused_by_name(framework: Framework) -> None:
+    llama = load_model("llama-tiny")
+    shapes = [LayerShape(ffn_hidden=width) for width in (llama.ffn_hidden, llama.ffn_hidden // 2)]
+    with pytest.raises(UsageError) as refused:
+        framework.jobs(Decisions(model=llama.of_layers(shapes), seq_tokens=1024))
+    assert any(words in str(refused.value.wanted) for words in ("layers of one kind", "layers are alike"))

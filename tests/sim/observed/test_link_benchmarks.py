@@ -86,6 +86,11 @@ def test_its_json_says_the_same() -> None:
     assert (test.kind, test.ranks, test.nodes, test.bus_bytes_per_s) == ("all_reduce", 2, 1, {4194304: 69.91e9})
 
 
+def test_the_next_command_in_a_log_is_no_second_program() -> None:
+    log = f"$ ./all_reduce_perf -g 2\n{OUTPUT}$ ./all_gather_perf -g 2\n{GATHER}"
+    assert [test.kind for test in read_nccl_tests(log.encode(), "log.txt")] == ["all_reduce", "all_gather"]
+
+
 def test_programs_in_one_output_are_told_apart_and_repeated_sizes_count_once() -> None:
     found = read_nccl_tests((OUTPUT + GATHER + GATHER).encode(), "out.txt")
     assert [test.kind for test in found] == ["all_reduce", "all_gather", "all_gather"]
@@ -187,6 +192,11 @@ def test_copies_that_did_not_pass_are_not_taken() -> None:
         (OUTPUT.replace("30.00   34.95", "30.00     ???"), "no numbers where its header"),
         ('{"version": 2}', "not the JSON of nccl-tests"),
         (json_of(program="mystery").decode(), "which collective"),
+        (OUTPUT.replace("     1048576", "9" * 400), "no numbers where its header"),
+        (OUTPUT.replace("Rank  0", "Rank  " + "1" * 5000), "lists no ranks"),
+        (OUTPUT.replace("values : 0 OK", f"values : {'1' * 5000} FAILED"), "wrong results"),
+        (json_of().decode().replace("4194304", "9" * 400), "no line with a size"),
+        (json_of(ranks=10**400).decode(), "too many ranks"),
     ],
 )
 def test_half_an_output_is_refused(text: str, what: str) -> None:

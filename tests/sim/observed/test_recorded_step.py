@@ -178,6 +178,25 @@ def test_a_folder_of_ranks_names_the_slowest_and_the_exposed_communication(tmp_p
         diagnose(trace=str(tmp_path / "empty"))
 
 
+def test_ranks_without_numbers_are_counted_in_order_of_their_files(tmp_path: Path) -> None:
+    for name, length_us in (("a", 300.0), ("b", 900.0), ("c", 500.0)):
+        trace = Trace()
+        trace.add("user_annotation", "ProfilerStep#1", 0.0, 2000.0)
+        trace.launch("aten::mm", "gemm", 10, (100, 100 + length_us), shapes=[[4096, 4096], [4096, 4096]])
+        (tmp_path / f"{name}.json").write_bytes(trace.raw())
+    job = diagnose(trace=str(tmp_path)).job
+    assert job is not None
+    assert (job.trace, job.rank) == ("b.json", 1)
+    assert [(rank.rank, rank.trace) for rank in job.ranks] == [(0, "a.json"), (1, "b.json"), (2, "c.json")]
+    assert any("ranks are counted in order" in note for note in job.notes)
+
+
+def test_more_traces_than_a_node_has_devices_are_of_several_nodes(tmp_path: Path) -> None:
+    for number in range(9):
+        (tmp_path / f"{number}.json").write_bytes(one_step().raw())
+    assert diagnose(trace=str(tmp_path)).cluster.name == "a100-2x8"
+
+
 def test_what_is_not_recognised_has_a_share_of_the_work(tmp_path: Path) -> None:
     trace = one_step()
     trace.launch("liger::x", "_fused_linear_kernel", 800, (5400, 7600))

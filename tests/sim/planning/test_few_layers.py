@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.model import LayerShape
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.engine.layers import FEW, step_s_of_few_layers
+from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.engine.simulate import simulate
+from memo_sim.planning import few_layers
+from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.question import with_memory
 from memo_sim.planning.space import with_alpha
+from memo_sim.program.layout.repeated_layers import RepeatedLayers
 from memo_sim.views.plan_table import layout_label
 
 CLUSTER, HARDWARE = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
@@ -43,10 +49,56 @@ def test_few_layers_tell_the_step_time_of_all(layout: Layout, layers: int, seq_t
     assert told >= len(POLICIES) // 3
 
 
+DIFFERING = {
+    "three wide, then narrow": (1,) * 3 + (2,) * 17,
+    "alternating": (1, 2) * 8,
+    "every third wide": (2, 2, 1) * 8,
+}
+
+
+def differing(kinds: tuple[int, ...], layout: Layout, policy: tuple[str, float]) -> Decisions:
+    """Layers of kind n have an n-th of the MLP."""
+    decisions = decided(layout, policy, layers=16, seq_tokens=1 << 16)
+    shapes = [LayerShape(ffn_hidden=decisions.model.ffn_hidden // kind) for kind in kinds]
+    return msgspec.structs.replace(decisions, model=decisions.model.of_layers(shapes))
+
+
+@pytest.mark.parametrize("kinds", DIFFERING.values(), ids=list(DIFFERING))
+def test_layers_that_differ_repeat_with_their_pattern(kinds: tuple[int, ...]) -> None:
+    told = 0
+    for policy in POLICIES:
+        decisions = differing(kinds, Layout(tp=8), policy)
+        found = step_s_of_few_layers(decisions, HARDWARE, CLUSTER)
+        if found is not None:
+            told += 1
+            assert found == pytest.approx(simulate(decisions, HARDWARE, CLUSTER).prediction.step_s, rel=1e-12)
+    assert told >= len(POLICIES) // 3
+
+
+def test_layers_without_a_pattern_give_no_step_time() -> None:
+    kinds = tuple(1 + (n * n + n // 3) % 3 for n in range(16))
+    assert step_s_of_few_layers(differing(kinds, Layout(tp=8), ("none", 0.0)), HARDWARE, CLUSTER) is None
+
+
+@pytest.mark.parametrize("kinds", DIFFERING.values(), ids=list(DIFFERING))
+@pytest.mark.parametrize("policy", [("none", 0.0), ("none", 0.5), ("tokenwise", 0.25), ("full", 0.5)])
+def test_the_pass_of_few_layers_is_that_of_all(kinds: tuple[int, ...], policy: tuple[str, float]) -> None:
+    decisions = differing(kinds, Layout(tp=8), policy)
+    shapes = [decisions.model.layer(n) for n in range(decisions.model.layers)]
+    few, whole = Passes(HARDWARE, CLUSTER), Passes(HARDWARE, CLUSTER)
+    with pytest.MonkeyPatch.context() as patched:
+        all_of_them = RepeatedLayers(tuple(shapes), 0, len(shapes), 2, 0)
+        patched.setattr(few_layers, "repeated_layers", lambda *_, **__: all_of_them)
+        wanted = whole.of(decisions, shapes)
+    found = few.of(decisions, shapes)
+    for field in fields(Pass):
+        assert getattr(found, field.name) == pytest.approx(getattr(wanted, field.name), rel=1e-9), field.name
+
+
 @pytest.mark.parametrize(
     ("layout", "layers", "more"),
     [
-        (Layout(tp=8), FEW, {}),
+        (Layout(tp=8), 10, {}),
         (Layout(tp=4, pp=2), 16, {}),
         (Layout(tp=4, dp=2, zero=1), 16, {}),
         (Layout(tp=4, dp=2, zero=3, zero_ranks=1), 16, {}),

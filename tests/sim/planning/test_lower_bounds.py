@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.lower_bounds import LowerBounds
@@ -24,7 +25,7 @@ GIB = 2**30
 ROOM = 2**50
 
 
-def shallow(layers: int) -> object:
+def shallow(layers: int) -> Model:
     return msgspec.structs.replace(load_model("gpt-7b"), layers=layers)
 
 
@@ -62,15 +63,13 @@ def label(value: object) -> str:
     return layout_label(value) if isinstance(value, Layout) else str(value)
 
 
-@pytest.mark.parametrize(("layout", "layers"), covering(LAYOUTS, [4, 9, 12]), ids=label)
-def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
+def check_bounds(model: Model, layout: Layout, policies: list[tuple[str, float]]) -> None:
+    """Play every policy on a layout, and compare it with its lower bounds."""
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     bounds = LowerBounds(hardware, cluster)
-    for recompute, alpha in POLICIES:
-        if layout.metp > 1 and recompute in KEEPS_ALL_TOKENS:
-            continue  # METP keeps no Q, K, V that attention could be recomputed from
+    for recompute, alpha in policies:
         base = Decisions(
-            model=shallow(layers),
+            model=model,
             layout=layout,
             seq_tokens=1 << 16,
             global_batch=2 * layout.dp,
@@ -92,6 +91,28 @@ def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
         assert rough.host_bytes_per_node <= bound.host_bytes_per_node
         if decisions.recompute == "none" and layout.zero < 3:
             assert rough.device_bytes > 0.7 * bound.device_bytes
+
+
+@pytest.mark.parametrize(("layout", "layers"), covering(LAYOUTS, [4, 9, 12]), ids=label)
+def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
+    # METP keeps no Q, K, V that attention could be recomputed from.
+    policies = [each for each in POLICIES if layout.metp == 1 or each[0] not in KEEPS_ALL_TOKENS]
+    check_bounds(shallow(layers), layout, policies)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("mixtral-8x7b", Layout(tp=2, sequence_parallel=True, ulysses=2, dp=2, zero=3)),
+        pytest.param("mixtral-8x7b", Layout(tp=4, sequence_parallel=True, cp=2), marks=pytest.mark.slow),
+        pytest.param("qwen3-30b-a3b", Layout(cp=4, cp_exchange="all_gather", dp=2, zero=2), marks=pytest.mark.slow),
+        pytest.param("mixtral-8x7b", Layout(cp=8, zero=1), marks=pytest.mark.slow),
+    ],
+    ids=label,
+)
+def test_no_plan_with_experts_is_below_its_lower_bound(name: str, layout: Layout) -> None:
+    model = msgspec.structs.replace(load_model(name), layers=4)
+    check_bounds(model, layout, [each for each in POLICIES if each[0] != "operators"])
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,6 @@ def test_the_answer_names_the_gain() -> None:
     assert "undivided, the device would need" in line
     answer = what_if(ask(1 << 19))
     (line,) = [line for line in answer.result.why if line.startswith("The MLP")]
-    assert "undivided it does not fit (gpu_oom" in line
+    assert "undivided it does not fit (short by " in line
     assert answer.result.best is not None
     assert answer.result.best.mlp_chunk_tokens == 65536

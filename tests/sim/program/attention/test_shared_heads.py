@@ -57,7 +57,10 @@ def test_no_weights_and_no_products_are_copied() -> None:
     def flops(layout: Layout) -> float:
         return sum(i.work.flops for _, i in lower(decide(LLAMA, layout))[0].walk() if isinstance(i.work, Gemm))
 
-    eight, four = layer_block(LLAMA, 8).find("qkv.weight"), layer_block(LLAMA, 4).find("qkv.weight")
+    eight, four = (
+        layer_block(LLAMA, 8, LLAMA.layer(0)).find("qkv.weight"),
+        layer_block(LLAMA, 4, LLAMA.layer(0)).find("qkv.weight"),
+    )
     assert eight is not None
     assert four is not None
     assert 2 * eight.elements == four.elements

@@ -57,7 +57,7 @@ def test_fsdp2_copies_every_gather_out_on_the_compute_lane_and_fsdp1_none() -> N
     copies = [(name, i) for name, i in played("fsdp2") if i.op == "params.copy_out"]
     assert Counter(name.rpartition("/")[2].split(".")[1] for name, _ in copies) == gathers
     assert {i.lane for _, i in copies} == {Lane.COMPUTE}
-    layer = layer_block(LLAMA, 1).elements
+    layer = layer_block(LLAMA, 1, LLAMA.layer(0)).elements
     works = {i.work for name, i in copies if name.endswith("copy_out.layer")}
     assert works == {Rowwise("copy_out", layer, 2 * layer, 2 * layer, elements=layer)}
     assert not [i for _, i in played("fsdp1") if i.op == "params.copy_out"]
@@ -76,7 +76,8 @@ def test_gradients_are_copied_once_and_reduced_in_their_dtype(
     sharding: Sharding, reduced: ReduceDtype, kind: str, written: int, summed: int
 ) -> None:
     walked = played(sharding, reduce_dtype=reduced)
-    elements = [block(LLAMA, 1).elements for block in (embed_block, layer_block, head_block)]
+    blocks = (embed_block(LLAMA, 1), layer_block(LLAMA, 1, LLAMA.layer(0)), head_block(LLAMA, 1))
+    elements = [block.elements for block in blocks]
     assert {i.work for _, i in walked if i.op == "grads.flatten"} == {
         Rowwise(kind, each, 2 * each, written * each, elements=each) for each in elements
     }

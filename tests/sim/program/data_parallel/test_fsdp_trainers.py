@@ -75,7 +75,7 @@ def test_autocast_casts_whole_fp32_parameters_in_every_forward() -> None:
 
 
 def test_the_update_of_cast_parameters_writes_none() -> None:
-    optimizer = Optimizer(decisions(zero_params="cast"), layer_block(GPT, 1), BlockKind.LAYER, 1)
+    optimizer = Optimizer(decisions(zero_params="cast"), layer_block(GPT, 1, GPT.layer(0)), BlockKind.LAYER, 1)
     families = {f.name: f for f in optimizer.families()}
     assert not [name for name in families if name.startswith("params.")]
     updates = [i for t in program(zero_params="cast").templates for i in t.instructions if i.op.startswith("adamw")]

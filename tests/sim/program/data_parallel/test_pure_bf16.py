@@ -15,7 +15,7 @@ from memo_sim.program.lower import lower
 from memo_sim.program.operators.framework_kernels import framework_kernels
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 
-PARAMETERS = LLAMA.layers * layer_block(LLAMA, 1).elements + sum(
+PARAMETERS = LLAMA.layers * layer_block(LLAMA, 1, LLAMA.layer(0)).elements + sum(
     block(LLAMA, 1).elements for block in (embed_block, head_block)
 )
 RANKS = 4

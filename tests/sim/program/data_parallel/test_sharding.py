@@ -66,7 +66,8 @@ def test_every_sharded_program_passes_the_independent_checkers(model: Model, pol
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_bytes_moved_are_those_of_the_formula(model: Model, micro_batches: int) -> None:
-    embed, layer, head = (block(model, 1).elements for block in (embed_block, layer_block, head_block))
+    blocks = (embed_block(model, 1), layer_block(model, 1, model.layer(0)), head_block(model, 1))
+    embed, layer, head = (block.elements for block in blocks)
     tied = 2 if model.tied_embeddings else 1
     backward = model.layers * layer + tied * embed + head
     every_use = 2 * model.layers * layer + tied * embed + head
@@ -85,7 +86,8 @@ def test_bytes_moved_are_those_of_the_formula(model: Model, micro_batches: int) 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_groups_reduce_inside_and_each_shard_between_them_once_a_step(zero: int, micro_batches: int) -> None:
-    embed, layer, head = (block(LLAMA, 1).elements for block in (embed_block, layer_block, head_block))
+    blocks = (embed_block(LLAMA, 1), layer_block(LLAMA, 1, LLAMA.layer(0)), head_block(LLAMA, 1))
+    embed, layer, head = (block.elements for block in blocks)
     once = LLAMA.layers * layer + embed + head
     every_use = 2 * LLAMA.layers * layer + embed + head
     layout = Layout(dp=RANKS, zero=zero, zero_ranks=2)
@@ -148,7 +150,11 @@ def test_a_rank_holds_its_shard(zero: int, states: str) -> None:
     for family in program.families:
         if family.name.partition(".")[0] in ("params", "grads", "master", "moment1", "moment2"):
             held[family.name.partition(".")[0]] += family.bytes * family.count
-    blocks = [(embed_block(LLAMA, 1), 1), (layer_block(LLAMA, 1), LLAMA.layers), (head_block(LLAMA, 1), 1)]
+    blocks = [
+        (embed_block(LLAMA, 1), 1),
+        (layer_block(LLAMA, 1, LLAMA.layer(0)), LLAMA.layers),
+        (head_block(LLAMA, 1), 1),
+    ]
     whole = sum(block.elements * count for block, count in blocks)
     runs = [
         (n * count)
@@ -178,7 +184,8 @@ def whole_at_once(program: Program, prefix: str) -> int:
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_two_whole_blocks_live_at_a_time(model: Model) -> None:
     """The peak is the largest pair of consecutive uses: of parameters in any pass, of gradients in backward."""
-    embed, layer, head = (block(model, 1).elements for block in (embed_block, layer_block, head_block))
+    blocks = (embed_block(model, 1), layer_block(model, 1, model.layer(0)), head_block(model, 1))
+    embed, layer, head = (block.elements for block in blocks)
     last = head + embed * model.tied_embeddings
     (program,) = lower(decide(model, Layout(dp=RANKS, zero=3)))
     assert whole_at_once(program, "gathered.") == 2 * max(embed + layer, 2 * layer, layer + last)

@@ -53,4 +53,4 @@ def tensors(model: Model, shape: Shape, dtype: str, *, scores: tuple[Skeletal, .
     return tuple(t for t in skeletal_tensors(model, shape, dtype, scores=scores) if t.name not in OF_THE_MLP)
 
 
-ATTENTION_ONLY = LayerKind(NAME, lambda decisions: decisions.model.name == NAME, AttentionOnly, tensors)
+ATTENTION_ONLY = LayerKind(NAME, lambda decisions, _: decisions.model.name == NAME, AttentionOnly, tensors)

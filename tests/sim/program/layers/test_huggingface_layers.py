@@ -40,7 +40,7 @@ def test_every_program_passes_the_independent_checkers(layout: Layout, policy: t
 def test_what_a_layer_keeps_of_a_token() -> None:
     """Hidden 256, 8 + 4 heads of 32, FFN 640; what the modules save beside memo's tensors is in the second column."""
     plan = decided(("none", 0.0))
-    found = {t.name: t.bytes // t.tokens for t in skeletal_of(plan, shape_of(plan))}
+    found = {t.name: t.bytes // t.tokens for t in skeletal_of(plan, shape_of(plan), LLAMA.layer(0))}
     assert found == {
         "x": 2 * 256,
         "norm1": 2 * 256,
@@ -59,7 +59,7 @@ def test_what_a_layer_keeps_of_a_token() -> None:
         "act": 2 * 640,
     }
     wide = msgspec.structs.replace(plan, dtype="fp32")
-    found = {t.name: t.bytes // t.tokens for t in skeletal_of(wide, shape_of(wide))}
+    found = {t.name: t.bytes // t.tokens for t in skeletal_of(wide, shape_of(wide), LLAMA.layer(0))}
     kept = ("x", "resid", "qk_raw", "norm1_saved", "norm2_saved", "qk_saved")  # nothing is copied by a cast
     assert [found[name] for name in kept] == [4 * each for each in (256, 256, 384, 256, 256, 384)]
 

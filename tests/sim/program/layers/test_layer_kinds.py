@@ -46,6 +46,6 @@ def test_the_engine_plays_it_and_it_is_faster_than_with_an_mlp() -> None:
 def test_a_kind_is_gone_with_its_context() -> None:
     before = list(LAYER_KINDS)
     with registered(ATTENTION_ONLY):
-        assert layer_kind(decide(MODEL)) is ATTENTION_ONLY
-        assert layer_kind(decide(GPT)) is before[0]
+        assert layer_kind(decide(MODEL), MODEL.layer(0)) is ATTENTION_ONLY
+        assert layer_kind(decide(GPT), GPT.layer(0)) is before[0]
     assert before == LAYER_KINDS

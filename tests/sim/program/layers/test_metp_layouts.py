@@ -42,7 +42,7 @@ def test_zero_divides_layers_over_dp_and_embedding_and_head_over_all(zero: int, 
     """Check the shards of parameters, gradients, master copy and moments on one rank."""
     (program,) = lower(chosen(LLAMA, metp(4, dp=dp, zero=zero)))
     held = {f.name: f.tokens * f.features for f in program.families if f.buffer_class is BufferClass.STATE}
-    part, ends = layer_block(LLAMA, 4), (embed_block(LLAMA, 1), head_block(LLAMA, 1))
+    part, ends = layer_block(LLAMA, 4, LLAMA.layer(0)), (embed_block(LLAMA, 1), head_block(LLAMA, 1))
     for least, states in ((1, ("master", "moment1", "moment2")), (2, ("grads",)), (3, ("params",))):
         for name in states:
             divided = zero >= least
@@ -63,7 +63,9 @@ def test_zero_3_gathers_one_metp_ranks_shard_of_a_layer() -> None:
     found = [(i.name, i.work) for _, i in program.walk() if i.op in ("params.all_gather", "grads.reduce_scatter")]
     of_layer = [work for name, work in found if name.endswith(".layer")]
     assert len(of_layer) == 2 * LLAMA.layers * program.micro_batches
-    assert {(w.ranks, w.group, w.bytes) for w in of_layer} == {(2, "grads", 2 * layer_block(LLAMA, 4).elements)}
+    assert {(w.ranks, w.group, w.bytes) for w in of_layer} == {
+        (2, "grads", 2 * layer_block(LLAMA, 4, LLAMA.layer(0)).elements)
+    }
     ends = {(work.ranks, work.group) for name, work in found if name.endswith((".embed", ".head"))}
     assert ends == {(8, "ends")}
     assert {(w.ranks, w.group) for n, w in found if n.startswith("reduce/")} == {(2, "grads"), (8, "ends")}

@@ -61,7 +61,7 @@ def test_the_module_runs_again_in_backward(mode: str, wanted: list[str]) -> None
 def test_all_but_what_the_module_makes_is_kept(mode: str, layout: Layout, model: Model) -> None:
     decisions = decide(model, layout, (mode, 0.0), global_batch=1)
     (program,) = lower(decisions)
-    tensors = skeletal_of(decisions, shape_of(decisions))
+    tensors = skeletal_of(decisions, shape_of(decisions), decisions.model.layer(0))
     wanted = model.layers * sum(t.bytes for t in tensors if t.name not in REBUILT[mode])
     before_backward = next(n for n, name in enumerate(program.ids()) if "/head/fwd" in name)
     live = live_bytes(liveness(program, expand(program)), device=True)[BufferClass.SKELETAL.value]

@@ -106,7 +106,7 @@ def skeletal_at(program: Program, name: str) -> int:
 def test_layers_keep_their_input_or_everything(model: Model, layers: str, kept: list[int]) -> None:
     decisions = chosen(model, layers, global_batch=1)
     (program,) = lower(decisions)
-    tensors = skeletal_of(decisions, shape_of(decisions))
+    tensors = skeletal_of(decisions, shape_of(decisions), decisions.model.layer(0))
     x, whole = tensors[0].bytes, sum(t.bytes for t in tensors)
     count = len([layer for layer in kept if layer < model.layers])
     wanted = count * whole + (model.layers - count) * x
@@ -117,7 +117,7 @@ def test_layers_keep_their_input_or_everything(model: Model, layers: str, kept: 
 def test_a_group_keeps_one_input_and_is_whole_in_its_backward() -> None:
     decisions = chosen(GPT, "groups-2", global_batch=1)
     (program,) = lower(decisions)
-    tensors = skeletal_of(decisions, shape_of(decisions))
+    tensors = skeletal_of(decisions, shape_of(decisions), decisions.model.layer(0))
     x, whole = tensors[0].bytes, sum(t.bytes for t in tensors)
     before_backward = next(name for name in program.ids() if "/head/fwd" in name)
     assert skeletal_at(program, before_backward) == 3 * x + x  # of l0, l2 and l4, and the head's input

@@ -8,11 +8,17 @@ import msgspec
 import pytest
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.model import Experts, LayerShape
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.layout.compatibility import ARENA_RULES, RULES, Rule, check_compatible
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT, LLAMA
 
+UNEVEN = GPT.of_layers([LayerShape(ffn_hidden=width) for width in (128, 256, 128, 256)])
+EXPERTS = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64))
+SEVERAL_EXPERTS = LLAMA.of_layers(
+    [LayerShape(ffn_hidden=640, experts=Experts(count=count, per_token=2, hidden=64)) for count in (4, 8)]
+)
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
@@ -31,6 +37,43 @@ def chunked(**changes: Any) -> Layout:
 
 
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
+    "experts: tp_overlap": (chunked(), {"model": EXPERTS}, "chunked with a model with experts"),
+    "experts: metp": (Layout(metp=2), {"model": EXPERTS}, "2 with a model with experts"),
+    "experts: subsequences": (Layout(subsequences=2), {"model": EXPERTS}, "2 with a model with experts"),
+    "experts: recompute": (
+        Layout(),
+        {"model": EXPERTS, "recompute": "operators"},
+        "operators with a model with experts",
+    ),
+    "experts: mlp_chunk_tokens": (
+        Layout(),
+        {"model": EXPERTS, "recompute": "full", "mlp_chunk_tokens": 512},
+        "512 with a model with experts",
+    ),
+    "experts: schedule": (
+        Layout(pp=2, schedule="zero-bubble"),
+        {"model": EXPERTS},
+        "zero-bubble with a model with experts",
+    ),
+    "experts: memory_policy": (
+        Layout(),
+        {"model": EXPERTS, "memory_policy": "eager"},
+        "eager with a model with experts",
+    ),
+    "experts: rowwise": (
+        Layout(),
+        {"model": EXPERTS, "kernels": Kernels(rowwise="compiled")},
+        "compiled with a model with experts",
+    ),
+    "experts: layer_pattern": (Layout(), {"model": SEVERAL_EXPERTS}, "experts of several kinds"),
+    "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
+    "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
+    "layers that differ: subsequences": (Layout(subsequences=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
+    "layers that differ: modules": (
+        Layout(),
+        {"model": UNEVEN, "modules": "huggingface", "memory_policy": "eager", "recompute": "full"},
+        "huggingface with layers of 2 kinds",
+    ),
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),

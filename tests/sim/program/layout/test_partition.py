@@ -32,7 +32,7 @@ def work(decisions: Decisions) -> list[float]:
     model, found, first = decisions.model, [], 0
     for tokens in partition(decisions):
         keys = sum(range(first, first + tokens))
-        found.append(2.0 * model.layer_matrix_params * tokens + 4.0 * model.q_width * keys)
+        found.append(2.0 * model.matrix_params_of(model.layer(0)) * tokens + 4.0 * model.q_width * keys)
         first += tokens
     return found
 
@@ -62,7 +62,7 @@ def test_equal_lengths_give_the_remainder_to_the_first_subsequences() -> None:
 def test_equal_work_is_equal_up_to_a_granule() -> None:
     decisions = cut(128 * 1024, 16)
     parts = work(decisions)
-    last = 2.0 * GPT_7B.layer_matrix_params + 4.0 * GPT_7B.q_width * decisions.seq_tokens
+    last = 2.0 * GPT_7B.matrix_params_of(GPT_7B.layer(0)) + 4.0 * GPT_7B.q_width * decisions.seq_tokens
     assert max(parts) - min(parts) < 2 * 128 * last
     assert max(parts) / min(parts) < 1.03
     assert max(work(cut(128 * 1024, 16, "length"))) / min(work(cut(128 * 1024, 16, "length"))) > 5

@@ -238,8 +238,8 @@ def test_the_lower_bound_of_host_bytes_is_at_most_the_swapped_bytes(
         bounds = LowerBounds(toy_hardware(), TOY_CLUSTER)
         simulation = simulate(decisions, toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=alone)
         rank = simulation.stages[0].memory.host.bytes
-        assert bounds._swapped_bytes(*bounds._layers(decisions)) <= rank
-        assert window or bounds._swapped_bytes(*bounds._layers(decisions)) > rank // 2
+        assert bounds._swapped_bytes(bounds._layers(decisions)) <= rank
+        assert window or bounds._swapped_bytes(bounds._layers(decisions)) > rank // 2
 
 
 @st.composite

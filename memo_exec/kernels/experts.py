@@ -1,0 +1,181 @@
+"""Products of dispatched rows with the weights of their experts, and the activation between them.
+
+The rows of an expert lie one after the other (``routing.py``); ``ends`` says where each expert's end, counted over all
+dispatched rows. An operand may be a range of those rows, so its first row says which part of an expert's it has.
+
+On the CPU every expert's product is a call of its own. On CUDA one kernel plays all of them (``torch._grouped_mm``),
+because only the device knows the sizes; it returns its result in a new tensor, which the program declares as workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from memo_exec.kernels.call import Call, Scratch
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.operators.workspaces import NORM_ROWS
+
+aten = torch.ops.aten
+
+
+GROUPED_BYTES = 16
+"""torch._grouped_mm takes rows whose length is a multiple of so many bytes."""
+
+
+def check_device(decisions: Decisions, device: torch.device) -> None:
+    """Refuse experts that the device's product of several experts does not take.
+
+    Raises:
+        CannotRun: on CUDA, for another dtype than bf16, and for rows that are not aligned.
+    """
+    model, of = decisions.model, decisions.model.mixture
+    if of is None or device.type == "cpu":
+        return
+    if decisions.dtype != "bf16":
+        raise CannotRun(
+            "the products of experts are in bf16 on a GPU",
+            where="decisions.dtype",
+            got=decisions.dtype,
+            wanted="bf16",
+            hint="make the plan with --dtype bf16",
+        )
+    widths, size = (model.hidden, of.hidden // decisions.layout.tp), DTYPE_BYTES[decisions.dtype]
+    if any(width * size % GROUPED_BYTES for width in widths):
+        raise CannotRun(
+            "torch's product of several experts takes rows of whole units alone",
+            where="model.experts.hidden",
+            got=f"rows of {widths[0]} and {widths[1]} features on a rank",
+            wanted=f"multiples of {GROUPED_BYTES // size} features",
+            hint="a smaller --tp",
+        )
+
+
+def in_one_call(rows: Tensor) -> bool:
+    """Return whether one kernel multiplies the rows of all experts."""
+    return rows.is_cuda
+
+
+def linear(call: Call) -> None:
+    """``out[row] = weight of the row's expert @ x[row]``."""
+    x, out = call.matrix("x"), call.matrix("out")
+    weight = _weights(call, out.shape[1], x.shape[1])
+    if in_one_call(x):
+        out.copy_(torch._grouped_mm(x, weight.transpose(1, 2), offs=_offsets(call)))
+        return
+    for expert, rows in _runs(call):
+        torch.mm(x[rows], weight[expert].t(), out=out[rows])
+
+
+def linear_dgrad(call: Call) -> None:
+    """``out[row] = grad[row] @ weight of the row's expert``: the gradient of the input."""
+    grad, out = call.matrix("grad"), call.matrix("out")
+    weight = _weights(call, grad.shape[1], out.shape[1])
+    if in_one_call(grad):
+        out.copy_(torch._grouped_mm(grad, weight, offs=_offsets(call)))
+        return
+    for expert, rows in _runs(call):
+        torch.mm(grad[rows], weight[expert], out=out[rows])
+
+
+def linear_wgrad(call: Call) -> None:
+    """``out of an expert += grad.T @ x`` over its rows: the gradient of its weight."""
+    grad, x = call.matrix("grad"), call.matrix("x")
+    out = call["out"].view(len(call["ends"]), grad.shape[1], x.shape[1])
+    if in_one_call(grad):
+        out.add_(torch._grouped_mm(grad.t(), x, offs=_offsets(call)))
+        return
+    if grad.dtype == out.dtype:
+        for expert, rows in _runs(call):
+            out[expert].addmm_(grad[rows].t(), x[rows])
+        return
+    scratch, count = Scratch(call.get("wide")), min(len(x), NORM_ROWS)
+    wide_grad, wide_x = scratch.take(count, grad.shape[1]), scratch.take(count, x.shape[1])
+    for expert, rows in _runs(call):
+        for first in range(rows.start, rows.stop, count):
+            block = slice(first, min(rows.stop, first + count))
+            taken = block.stop - first
+            left, right = wide_grad[:taken].copy_(grad[block]), wide_x[:taken].copy_(x[block])
+            out[expert].addmm_(left.t(), right)
+
+
+def swiglu(call: Call) -> None:
+    """``out = probability * silu(gate) * up``; the probability is that of the row's token for its expert."""
+    x, out, order = call.matrix("x"), call.matrix("out"), call["order"]
+    scratch, count = call.scratch(), min(len(out), NORM_ROWS)
+    weights = _probabilities(call, scratch.take(len(order)))
+    wide = None if out.dtype == torch.float32 else scratch.take(count, out.shape[1])
+    for block in _blocks(len(out)):
+        gate, up = torch.split(x[block], out.shape[1], dim=1)
+        aten.silu.out(gate, out=out[block])
+        out[block].mul_(up)
+        if wide is None:
+            out[block].mul_(weights[block])
+        else:
+            out[block].copy_(wide[: len(gate)].copy_(out[block]).mul_(weights[block]))
+
+
+def swiglu_backward(call: Call) -> None:
+    """``grad_x``: the gradient of gate and up; ``grad_probs``: that of the probabilities, at each row's slot.
+
+    With g the gradient of the weighted activation and p the row's probability: the activation's gradient is p * g, and
+    the probability's is the sum of g * silu(gate) * up over the row. So the second product's result is not needed.
+    """
+    grad, order = call.matrix("grad"), call["order"]
+    scratch, count = call.scratch(), min(len(grad), NORM_ROWS)
+    weights, sums = _probabilities(call, scratch.take(len(order))), scratch.take(len(order), 1)
+    wide, factor = scratch.take(count, grad.shape[1]), scratch.take(count, grad.shape[1])
+    for block in _blocks(len(grad)):
+        gate, up = torch.split(call["x"][block], grad.shape[1], dim=1)
+        grad_gate, grad_up = torch.split(call["grad_x"][block], grad.shape[1], dim=1)
+        work, other, weight = wide[: len(gate)], factor[: len(gate)], weights[block]
+        aten.silu.out(gate, out=grad_up)
+        work.copy_(grad_up).mul_(other.copy_(grad[block]))
+        torch.sum(other.copy_(up).mul_(work), 1, keepdim=True, out=sums[block])
+        grad_up.copy_(work.mul_(weight))
+        work.copy_(grad[block]).mul_(weight)
+        grad_gate.copy_(other.copy_(up).mul_(work))
+        aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+    call["grad_probs"].view(-1).index_copy_(0, order, sums.view(-1))
+
+
+def _probabilities(call: Call, out: Tensor) -> Tensor:
+    """Write the probability of every dispatched row; return them as one column."""
+    torch.index_select(call["probs"].view(-1), 0, call["order"], out=out)
+    return out.unsqueeze(1)
+
+
+def _weights(call: Call, n: int, k: int) -> Tensor:
+    """Return the weights of all experts, each ``n`` output features by ``k`` input features."""
+    return call["weight"].view(len(call["ends"]), n, k)
+
+
+def _rows(call: Call) -> tuple[int, int]:
+    """Return the first dispatched row of the operands, and how many they have."""
+    role = "x" if "x" in call.tensors else "grad"
+    return call.first(role), len(call[role])
+
+
+def _runs(call: Call) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has rows in the operands, and these rows."""
+    first, count = _rows(call)
+    begin = 0
+    for expert, end in enumerate(call["ends"].tolist()):
+        rows = slice(max(begin, first) - first, min(end, first + count) - first)
+        if rows.start < rows.stop:
+            yield expert, rows
+        begin = end
+
+
+def _offsets(call: Call) -> Tensor:
+    """Return where each expert's rows end in the operands, on the device."""
+    first, count = _rows(call)
+    return (call["ends"] - first).clamp_(0, count)
+
+
+def _blocks(rows: int) -> list[slice]:
+    return [slice(first, min(rows, first + NORM_ROWS)) for first in range(0, rows, NORM_ROWS)]

@@ -1,0 +1,376 @@
+"""Experts in place of a layer's MLP: each token's row goes to few of many narrow MLPs, and their rows are summed.
+
+Forward. T tokens have C = T x per_token dispatched rows, sorted by expert, so every size is known before the step:
+
+    norm2 -> router (T, experts) -> route: probabilities and experts of every token -> sort -> places
+    norm2 -> dispatch (C, hidden) -> up -> act, times the probability -> down (C, hidden) -> combine (T, hidden)
+      -> next x = resid + combined
+
+Products are grouped: one call multiplies the rows of every expert with that expert's weights. The probability is
+multiplied in before the second product. So backward finds its gradient from the activation, and nobody keeps the second
+product's result:
+
+    d_down = dispatch(d_out)       t = d_down W_down       d_probability = sum over a row of t x silu(gate) x up
+    d_up = probability x t x silu'                         d_dispatched = d_up W_up      d_norm2 = combine + d_logits W
+
+What backward needs, and what becomes of it under token-wise recompute (alpha):
+
+- ``up`` and ``act`` have dispatched rows. With alpha of the tokens, as large a part of these rows is swapped, the first
+  ones; the others are recomputed from the second norm's output of all tokens.
+- What the router decided is kept whole (``route_*``), so recompute never routes again.
+- The dispatched copies of norm2 are neither kept nor swapped: backward copies the rows again.
+
+Full recompute routes again, from the same bits.
+
+Tensor parallelism divides the features inside every expert. Each rank routes all tokens, from the gathered norm, and so
+has the same dispatched rows. Sums over ranks are needed where features were divided:
+
+    combine -> [reduce-scatter] -> next x          d_norm2 = combine + d_logits W -> [reduce-scatter]
+    d_probability -> d_logits (of this rank's features) -> [all-reduce] -> gradient of the router's weight
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.model import Experts
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.kinds import Phase, TemplateKind
+from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise
+from memo_sim.program.layout.expert_load import sizes_of
+from memo_sim.program.layout.parameters import gradient_dtype
+from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+NUMBER, INDEX = DTYPE_BYTES["fp32"], DTYPE_BYTES["int64"]
+
+
+class ExpertMlp:
+    """Writes experts into a layer's templates, with the calls of ``Mlp``."""
+
+    blocked = False
+    """Whether the MLP runs in row blocks."""
+    apart = False
+    """Whether the norm is computed for all rows, outside of the row blocks."""
+
+    def __init__(self, writer: OperatorWriter, experts: Experts) -> None:
+        self.writer, self.shape, self.experts = writer, writer.shape, experts
+        self.builder = writer.builder
+        self.rows = self.shape.dispatched
+        """Number of dispatched rows."""
+
+    @property
+    def _all(self) -> RowBlock:
+        return 0, self.rows
+
+    def first_product(self, rows: RowBlock) -> None:
+        """Write the norm of a row block; products follow when all tokens are there (``inner``)."""
+        self.writer.norm("norm2", "resid", rows, rows)
+
+    def inner(self, blocks: list[RowBlock], *, routed: bool) -> None:
+        """Write what lies between the norm of all tokens and the second product, for the dispatched rows of ``blocks``.
+
+        ``blocks`` are of tokens; as large a part of the dispatched rows belongs to each. ``routed``: whether the
+        router's decisions are there.
+        """
+        shard = self.writer.shard_rows("norm2", (0, self.shape.tokens))
+        source = self.writer.gather("norm2", shard, "norm2_full", 0)
+        if not routed:
+            self._route(source)
+        for i, (first, tokens) in enumerate(blocks):
+            if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
+                self.writer.suffix = f".r{i}"
+            self._first_half(source, (first * self.experts.per_token, tokens * self.experts.per_token))
+        if self.builder.kind is TemplateKind.FORWARD:
+            self.writer.suffix = ""
+
+    def forward(self, out: str) -> None:
+        """Write the second product, the sum over each token's experts, and the residual sum into ``out``."""
+        self.writer.residual("out_add", "resid", self._second_half(), out=out, rows=(0, self.shape.tokens), bias="")
+
+    def _second_half(self) -> Rows:
+        """Write the second product and the sum over each token's experts; return the sum."""
+        writer, tokens = self.writer, self.shape.tokens
+        down = writer.own("expert_out", self.rows, self.shape.hidden)
+        self._product("experts_down", Rows("act", *self._all), Rows(down, *self._all))
+        combined = Rows(writer.own("moe_out", tokens, self.shape.hidden), 0, tokens)
+        self._combine("combine", down, combined)
+        return writer.scatter("experts_down", combined)
+
+    def again(self) -> None:
+        """Write the experts once more from the kept output of the norm (``module_recompute.py``); routing is kept."""
+        phase, self.builder.phase = self.builder.phase, Phase.RECOMPUTE
+        self.inner([(0, self.shape.tokens)], routed=True)
+        self._second_half()
+        self.builder.phase = phase
+
+    def rebuild_operators(self) -> None:
+        """Recompute by operator is refused (``layout/compatibility.py``)."""
+        raise NotImplementedError
+
+    def backward(self, grad_out: str) -> None:
+        """Write the backward from ``grad_out`` to ``d_resid``."""
+        writer, shape, experts = self.writer, self.shape, self.experts
+        whole, tokens = self._all, (0, shape.tokens)
+        upstream = writer.gather("experts.grad", writer.shard_rows(grad_out, tokens), "d_moe_full", 0)
+        d_down = Rows(writer.own("d_expert_out", self.rows, shape.hidden), *whole)
+        self._dispatch("dispatch.grad", upstream, d_down)
+        t = Rows(writer.own("d_act", self.rows, shape.expert_width), *whole)
+        self._dgrad("experts_down", d_down, t)
+        self._wgrad("experts_down", d_down, Rows("act", *whole))
+        d_up = Rows(writer.own("d_up", self.rows, 2 * shape.expert_width), *whole)
+        d_probs = self._own("d_probs", "fp32", shape.tokens, experts.per_token)
+        self._activation_backward(t, d_up, d_probs)
+        d_logits = self._own("d_logits", "fp32", shape.tokens, experts.count)
+        self._route_backward(d_probs, d_logits)
+        d_rows = writer.own("d_dispatched", self.rows, shape.hidden)
+        self._dgrad("experts_up", d_up, Rows(d_rows, *whole))
+        dispatched = Rows(writer.own(f"{self.builder.phase}.dispatched", self.rows, shape.hidden), *whole)
+        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
+        self._dispatch("dispatch.again", source, dispatched)
+        self._wgrad("experts_up", d_up, dispatched)
+        d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
+        self._combine("dispatch.bwd", d_rows, d_norm)
+        self._router_backward(d_logits, source, d_norm)
+        summed = writer.scatter("d_norm2", d_norm)
+        writer.own("d_resid", shape.shard_tokens, shape.hidden)
+        writer.norm_backward(
+            "norm2", grad=summed, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
+        )
+
+    def _first_half(self, source: Rows, rows: RowBlock) -> None:
+        """Write dispatch of ``source``, first product and activation of a range of dispatched rows."""
+        writer, phase = self.writer, self.builder.phase
+        dispatched = Rows(writer.own(f"{phase}.dispatched", self.rows, self.shape.hidden), *rows)
+        self._dispatch("dispatch", source, dispatched)
+        up, width = Rows("up", *rows), self.shape.expert_width
+        self._product("experts_up", dispatched, up)
+        size = writer.size * width * rows[1]
+        self._emit(
+            "act",
+            "experts.swiglu",
+            rows[1],
+            2 * size + (NUMBER + INDEX) * rows[1],
+            size,
+            table.expert_activation_workspace_bytes(rows[1], width, writer.dtype),
+            x=reads(up),
+            probs=reads(self._tokens("route_probs")),
+            order=reads(Rows("route_order", *rows)),
+            out=writes(Rows("act", *rows)),
+        )
+
+    def _route(self, source: Rows) -> None:
+        """Write the router's product of ``source``, and what it decides: experts, probabilities, order and places."""
+        writer, shape, experts = self.writer, self.shape, self.experts
+        tokens, hidden, count, chosen = shape.tokens, shape.hidden, experts.count, experts.per_token
+        scores = self._tokens("route_scores")
+        self._router_product(
+            "router",
+            Gemm(tokens, count, hidden, "fprop", writer.dtype),
+            table.router_workspace_bytes(tokens, hidden, count, writer.dtype),
+            x=reads(source),
+            weight=writer.param("router.weight"),
+            out=writes(scores),
+        )
+        table_bytes, chosen_bytes = NUMBER * tokens * count, (NUMBER + INDEX) * tokens * chosen
+        self._emit(
+            "route",
+            "experts.route",
+            tokens,
+            5 * table_bytes,
+            3 * table_bytes + chosen_bytes,
+            table.route_workspace_bytes(tokens),
+            scores=accumulates(scores),
+            probs=writes(self._tokens("route_probs")),
+            experts=writes(self._tokens("route_experts")),
+        )
+        by_expert = Rows(self._own("by_expert", "int64", self.rows, 1).slot, *self._all)
+        order, kernel = Rows("route_order", *self._all), writer.decisions.kernels.attention
+        index_bytes = INDEX * self.rows
+        self._emit(
+            "sort",
+            "experts.sort",
+            self.rows,
+            4 * index_bytes,
+            4 * index_bytes,
+            table.sort_workspace_bytes(self.rows, kernel),
+            experts=reads(self._tokens("route_experts")),
+            sorted=writes(by_expert),
+            order=writes(order),
+        )
+        self._emit(
+            "places",
+            "experts.places",
+            self.rows,
+            2 * index_bytes,
+            2 * index_bytes,
+            table.places_workspace_bytes(self.rows, count),
+            order=reads(order),
+            sorted=reads(by_expert),
+            places=writes(self._tokens("route_places")),
+            ends=writes(self._ends),
+        )
+
+    def _router_backward(self, d_logits: Rows, source: Rows, d_norm: Rows) -> None:
+        """Write the gradients of the router's input ``source``, added to ``d_norm``, and of its weight.
+
+        ``d_norm`` gets this rank's part of the logits' gradient, because it is summed over the tensor-parallel ranks
+        with the rest. The weight's gradient needs the whole.
+        """
+        writer, tokens, hidden, count = self.writer, self.shape.tokens, self.shape.hidden, self.experts.count
+        self._router_product(
+            "router.dgrad",
+            Gemm(tokens, hidden, count, "dgrad", writer.dtype),
+            table.router_workspace_bytes(tokens, hidden, count, writer.dtype),
+            grad=reads(d_logits),
+            weight=writer.param("router.weight"),
+            out=accumulates(d_norm),
+        )
+        if self.shape.tp > 1:
+            work = Collective("all_reduce", NUMBER * tokens * count, self.shape.tp, "tp")
+            self.builder.emit("router.reduce", "all_reduce", Lane.TP, work, tensor=accumulates(d_logits))
+        into = gradient_dtype(writer.decisions)
+        self._router_product(
+            "router.wgrad",
+            Gemm(count, hidden, tokens, "wgrad", writer.dtype),
+            table.router_wgrad_workspace_bytes(tokens, hidden, count, writer.dtype, into=into),
+            grad=reads(d_logits),
+            x=reads(source),
+            out=writer.grad("router.weight"),
+        )
+
+    def _router_product(self, name: str, work: Gemm, scratch: int, **operands: Access | None) -> None:
+        """Emit a product of the router, whose operands are widened to fp32 (the price is that of the plan's dtype)."""
+        workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.writer.suffix}.scratch", scratch)
+        self.builder.emit(name + self.writer.suffix, name, Lane.COMPUTE, work, **operands, workspace=workspace)
+
+    def _route_backward(self, d_probs: Rows, d_logits: Rows) -> None:
+        tokens, count, chosen = self.shape.tokens, self.experts.count, self.experts.per_token
+        balance = self.experts.balance > 0
+        self._emit(
+            "route.bwd",
+            "experts.route.bwd",
+            tokens,
+            3 * NUMBER * tokens * count + (3 * NUMBER + INDEX) * tokens * chosen,
+            3 * NUMBER * tokens * count,
+            table.route_backward_workspace_bytes(tokens, count, chosen, balance=balance),
+            grad=reads(d_probs),
+            probs=reads(self._tokens("route_probs")),
+            scores=reads(self._tokens("route_scores")),
+            experts=reads(self._tokens("route_experts")),
+            ends=reads(self._ends),
+            out=writes(d_logits),
+        )
+
+    def _activation_backward(self, grad: Rows, d_up: Rows, d_probs: Rows) -> None:
+        size = self.writer.size * self.shape.expert_width * self.rows
+        self._emit(
+            "act.bwd",
+            "experts.swiglu.bwd",
+            self.rows,
+            3 * size + (NUMBER + INDEX) * self.rows,
+            2 * size + NUMBER * self.rows,
+            table.expert_activation_backward_workspace_bytes(self.rows, self.shape.expert_width),
+            grad=reads(grad),
+            x=reads(Rows("up", *self._all)),
+            probs=reads(self._tokens("route_probs")),
+            order=reads(Rows("route_order", *self._all)),
+            grad_x=writes(d_up),
+            grad_probs=writes(d_probs),
+        )
+
+    def _dispatch(self, name: str, source: Rows, out: Rows) -> None:
+        """Emit the copy of all tokens' rows to dispatched rows."""
+        size = out.tokens * self.shape.hidden * self.writer.size
+        self._emit(
+            name,
+            "experts.dispatch",
+            out.tokens,
+            size + INDEX * out.tokens,
+            size,
+            table.dispatch_workspace_bytes(out.tokens),
+            x=reads(source),
+            order=reads(Rows("route_order", out.first, out.tokens)),
+            out=writes(out),
+        )
+
+    def _combine(self, name: str, source: str, out: Rows) -> None:
+        """Emit the sum of each token's dispatched rows."""
+        row = self.shape.hidden * self.writer.size
+        self._emit(
+            name,
+            "experts.combine",
+            out.tokens,
+            self.rows * (row + INDEX),
+            out.tokens * row,
+            table.combine_workspace_bytes(out.tokens, self.shape.hidden, self.writer.dtype),
+            x=reads(Rows(source, *self._all)),
+            places=reads(self._tokens("route_places")),
+            out=writes(out),
+        )
+
+    def _product(self, name: str, x: Rows, out: Rows) -> None:
+        """Emit the product of dispatched rows with their experts' weights."""
+        n, k = self.builder.features(out.slot), self.builder.features(x.slot)
+        operands = {"x": reads(x), "weight": self.writer.param(f"{name}.weight"), "ends": reads(self._ends)}
+        self._grouped(name, "experts.linear", out, n, k, **operands, out=writes(out))
+
+    def _dgrad(self, name: str, grad: Rows, out: Rows) -> None:
+        """Emit the gradient of a product's input."""
+        n, k = self.builder.features(out.slot), self.builder.features(grad.slot)
+        operands = {"grad": reads(grad), "weight": self.writer.param(f"{name}.weight"), "ends": reads(self._ends)}
+        self._grouped(f"{name}.dgrad", "experts.linear.dgrad", out, n, k, **operands, out=writes(out))
+
+    def _grouped(self, name: str, op: str, rows: Rows, n: int, k: int, **operands: Access | None) -> None:
+        writer, kernel = self.writer, self.writer.decisions.kernels.attention
+        result = table.grouped_workspace_bytes(rows.tokens * n, writer.dtype, self.experts.count, kernel)
+        scratch = self.builder.scratch(f"{self.builder.phase}.{name}{writer.suffix}.result", result)
+        work = GroupedGemm(self._sizes(rows), n, k, "dgrad" if op.endswith("dgrad") else "fprop", writer.dtype)
+        self.builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=scratch)
+
+    def _wgrad(self, name: str, grad: Rows, x: Rows) -> None:
+        """Emit the gradients of all experts' weights, ``m`` output features by ``n`` input features each."""
+        m, n = self.builder.features(grad.slot), self.builder.features(x.slot)
+        writer, into = self.writer, gradient_dtype(self.writer.decisions)
+        kernel, builder = writer.decisions.kernels.attention, self.builder
+        wide = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
+        result = table.grouped_workspace_bytes(self.experts.count * m * n, writer.dtype, self.experts.count, kernel)
+        builder.emit(
+            f"{name}.wgrad{writer.suffix}",
+            "experts.linear.wgrad",
+            Lane.COMPUTE,
+            GroupedGemm(self._sizes(grad), m, n, "wgrad", writer.dtype),
+            grad=reads(grad),
+            x=reads(x),
+            ends=reads(self._ends),
+            out=writer.grad(f"{name}.weight"),
+            wide=builder.scratch(f"{name}.wgrad.wide{writer.suffix}", wide),
+            workspace=builder.scratch(f"{name}.wgrad.result{writer.suffix}", result),
+        )
+
+    def _sizes(self, rows: Rows) -> tuple[tuple[int, int], ...]:
+        load = self.writer.decisions.expert_load
+        return sizes_of(self.experts, self.rows, load, rows.first, rows.tokens)
+
+    def _emit(  # noqa: PLR0917 - the sizes of a row-wise kernel
+        self, name: str, op: str, rows: int, read: int, written: int, scratch: int, **operands: Access | None
+    ) -> None:
+        """Emit a memory-bound operator that reads ``read`` and writes ``written`` bytes."""
+        writer, builder = self.writer, self.builder
+        workspace = builder.scratch(f"{builder.phase}.{name}{writer.suffix}.scratch", scratch)
+        work = Rowwise(op, rows, read, written)
+        builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=workspace)
+
+    def _tokens(self, slot: str) -> Rows:
+        """Return the rows of all tokens."""
+        return Rows(slot, 0, self.shape.tokens)
+
+    @property
+    def _ends(self) -> Rows:
+        return Rows("route_ends", 0, self.experts.count)
+
+    def _own(self, name: str, dtype: str, tokens: int, features: int) -> Rows:
+        """Return all rows of a buffer of the template; add the buffer at its first use."""
+        if not self.builder.has(name):
+            self.builder.own(name, BufferClass.TRANSIENT, dtype, tokens, features)
+        return Rows(name, 0, tokens)

@@ -1,0 +1,244 @@
+"""What the ops of experts read, make and add (``value_rules.py``).
+
+Rows of these values are dispatched rows, ``per_token`` for each token, and a dispatched row of one tensor is that of
+every other. Which token a row is of is decided while the step runs. So the checker asks that a copy to experts may read
+every token, and that a sum over experts may read every dispatched row.
+
+    norm2 - router_logits - route_scores, route_probs, route_experts - by_expert, route_order - route_places, route_ends
+    norm2 - dispatched - up - act - expert_out - down
+    d_x (next) - d_expert_out - d_act - d_up, d_probs      d_probs - d_logits      d_up - d_dispatched - d_norm2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memo_sim.program.verify.value_call import Call
+from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, rowwise, weight
+from memo_sim.program.verify.value_rows import Value
+from memo_sim.program.verify.value_terms import whole
+
+Rule = Callable[[Call], None]
+
+PRODUCTS = {"dispatched": ("experts_up", "up"), "act": ("experts_down", "expert_out")}
+"""By input: the weight's name and the result."""
+GRADIENTS = {"d_up": ("experts_up", "d_dispatched", "dispatched"), "d_expert_out": ("experts_down", "d_act", "act")}
+"""By gradient of the result: the weight's name, the gradient of the input, and the input."""
+COPIED = {"norm2": ("dispatched", 0), "d_x": ("d_expert_out", 1)}
+"""By what is gathered and copied to experts: the dispatched rows, and by how many layers it comes later."""
+SUMMED = {"expert_out": "down", "d_dispatched": "d_norm2.experts"}
+"""By dispatched rows: what their sum over each token's experts is."""
+
+
+def _all(call: Call, role: str, count: int) -> Value | None:
+    """Return the one value of which an operand is all ``count`` rows; None after a fault, or where it is unknown."""
+    rows = call.rows(role)
+    if any(each.value is None for each in rows):
+        return None
+    value = rows[0].value
+    assert value is not None
+    if len(rows) != 1 or rows[0].row or call.tokens(role) != count:
+        call.fault(f"{role} is not all {count} rows of one tensor: {value}, rows [{rows[0].row}, ...)")
+        return None
+    return whole(call, role, value, 0, count)
+
+
+def _decided(call: Call, role: str, wanted: Value, count: int) -> None:
+    """Check that an operand is all of what the router of a layer decided."""
+    value = _all(call, role, count)
+    if value is not None and value != wanted:
+        call.wrong(role, value, 0, str(wanted))
+
+
+def _ends(call: Call, value: Value) -> None:
+    experts = call.values.model.mixture
+    assert experts is not None
+    _decided(call, "ends", Value("route_ends", value.layer, value.micro_batch), experts.count)
+
+
+def _partial(call: Call, name: str) -> str:
+    """Return the name of a value that is this tensor-parallel rank's part of a sum."""
+    return f"{name}~" if call.values.tp > 1 else name
+
+
+def router(call: Call) -> None:
+    """Check the router's product."""
+    for found in rowwise(call, {"x": f"norm2{call.values.full}"}, {"out": "router_logits"}):
+        weight(call, "weight", "router.weight", found[0])
+
+
+def route(call: Call) -> None:
+    """Check the choice of experts: softmax in place, and the largest."""
+    rowwise(
+        call,
+        {"scores": "router_logits"},
+        {"scores": "route_scores", "probs": "route_probs", "experts": "route_experts"},
+    )
+
+
+def sort(call: Call) -> None:
+    """Check the order of rows by expert, which needs the experts of all tokens."""
+    value = _all(call, "experts", call.values.tokens)
+    if value is not None and value.name != "route_experts":
+        call.wrong("experts", value, 0, "route_experts")
+        value = None
+    for role, name in (("sorted", "by_expert"), ("order", "route_order")):
+        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name))
+
+
+def places(call: Call) -> None:
+    """Check the places of rows, which need the order of all rows."""
+    rows = call.values.dispatched
+    order, by_expert = _all(call, "order", rows), _all(call, "sorted", rows)
+    if order is not None and by_expert is not None:
+        agree(call, {"order": "route_order", "sorted": "by_expert"}, [(order, 0), (by_expert, 0)], rows)
+    for role in ("places", "ends"):
+        value = None if order is None else order._replace(name=f"route_{role}")
+        call.put(role, 0, call.tokens(role), value)
+
+
+def dispatch(call: Call) -> None:
+    """Check the copy of tokens' rows to dispatched rows."""
+    source = _all(call, "x", call.values.tokens)
+    gathered = {f"{name}{call.values.full}": made for name, made in COPIED.items()}
+    made = gathered.get(source.name) if source is not None else None
+    if source is not None and made is None:
+        call.wrong("x", source, 0, " or ".join(gathered))
+    for first, tokens, [(order, row)] in call.pieces("order"):
+        value = None
+        if source is not None and made is not None and order is not None:
+            name, after = made
+            value = Value(name, source.layer - after, source.micro_batch)
+            wanted = ("route_order", value.layer, value.micro_batch)
+            if (order.name, order.layer, order.micro_batch) != wanted:
+                call.wrong("order", order, row, f"route_order of layer {value.layer}, micro-batch {value.micro_batch}")
+                value = None
+        call.put("out", first, tokens, value, row)
+
+
+def combine(call: Call) -> None:
+    """Check the sum of each token's dispatched rows."""
+    source = _all(call, "x", call.values.dispatched)
+    name = SUMMED.get(source.name) if source is not None else None
+    if source is not None and name is None:
+        call.wrong("x", source, 0, " or ".join(SUMMED))
+    for first, tokens, [(found, row)] in call.pieces("places"):
+        value = None
+        if source is not None and name is not None and found is not None:
+            if found != source._replace(name="route_places"):
+                call.wrong("places", found, row, f"route_places of layer {source.layer}")
+            else:
+                value = source._replace(name=name if name.endswith(".experts") else _partial(call, name))
+        call.put("out", first, tokens, value, row)
+
+
+def linear(call: Call) -> None:
+    """Check a product of dispatched rows."""
+    for first, tokens, [(value, row)] in call.pieces("x"):
+        made = PRODUCTS.get(value.name) if value is not None else None
+        if value is None or made is None:
+            if value is not None:
+                call.wrong("x", value, row, " or ".join(PRODUCTS))
+            call.put("out", first, tokens, None)
+            continue
+        weight(call, "weight", f"{made[0]}.weight", value.layer)
+        _ends(call, value)
+        _same_rows(call, "x", first, row)
+        call.put("out", first, tokens, value._replace(name=made[1]), row)
+
+
+def _same_rows(call: Call, role: str, first: int, row: int) -> None:
+    """Check that an operand lies at its own rows, by which the kernel finds each expert's."""
+    at = call.operands[role].first + first
+    if at != row:
+        call.fault(f"{role} has dispatched row {row} at row {at} of its buffer")
+
+
+def dgrad(call: Call) -> None:
+    """Check the gradient of the input of a product of dispatched rows."""
+    for first, tokens, [(value, row)] in call.pieces("grad"):
+        made = GRADIENTS.get(value.name) if value is not None else None
+        if value is None or made is None:
+            if value is not None:
+                call.wrong("grad", value, row, " or ".join(GRADIENTS))
+            call.put("out", first, tokens, None)
+            continue
+        weight(call, "weight", f"{made[0]}.weight", value.layer)
+        _ends(call, value)
+        _same_rows(call, "grad", first, row)
+        call.put("out", first, tokens, value._replace(name=made[1]), row)
+
+
+def wgrad(call: Call) -> None:
+    """Check the gradient of the experts' weights, and add its rows to the sum."""
+    for first, tokens, values in call.pieces("grad", "x"):
+        value, row = values[0]
+        made = GRADIENTS.get(value.name) if value is not None else None
+        if value is None or made is None:
+            if value is not None:
+                call.wrong("grad", value, row, " or ".join(GRADIENTS))
+            continue
+        _ends(call, value)
+        _same_rows(call, "grad", first, row)
+        found = agree(call, {"grad": value.name, "x": made[2]}, values, tokens)
+        if found is not None:
+            add_gradient(call, "out", f"{made[0]}.weight", found, tokens)
+
+
+def activation(call: Call) -> None:
+    """Check the activation, which is multiplied by each row's probability."""
+    for found in rowwise(call, {"x": "up", "order": "route_order"}, {"out": "act"}):
+        _decided(call, "probs", Value("route_probs", found[0], found[1]), call.values.tokens)
+
+
+def activation_backward(call: Call) -> None:
+    """Check its backward; the gradients of the probabilities are complete when it has every dispatched row."""
+    every = rowwise(call, {"grad": "d_act", "x": "up", "order": "route_order"}, {"grad_x": "d_up"})
+    value = None
+    for layer, micro_batch, _, row in every:
+        _decided(call, "probs", Value("route_probs", layer, micro_batch), call.values.tokens)
+        if row == 0 and len(every) == 1 and call.tokens("grad") == call.values.dispatched:
+            value = Value(_partial(call, "d_probs"), layer, micro_batch)
+    call.put("grad_probs", 0, call.tokens("grad_probs"), value)
+
+
+def route_backward(call: Call) -> None:
+    """Check the gradient of the router's logits."""
+    wanted = {"probs": "route_probs", "scores": "route_scores", "experts": "route_experts"}
+    made = {"out": _partial(call, "d_router")}
+    for layer, micro_batch, _, _ in rowwise(call, {"grad": _partial(call, "d_probs"), **wanted}, {**made}):
+        _ends(call, Value("", layer, micro_batch))
+
+
+def router_dgrad(call: Call) -> None:
+    """Check the router's part of the gradient of its input, which is added to the experts' part."""
+    wanted: dict[str, Wanted] = {"grad": _partial(call, "d_router"), "out": "d_norm2.experts"}
+    for found in rowwise(call, wanted, {"out": _partial(call, "d_norm2")}):
+        weight(call, "weight", "router.weight", found[0])
+
+
+def router_wgrad(call: Call) -> None:
+    """Check the gradient of the router's weight, and add its rows to the sum."""
+    for _, tokens, values in call.pieces("grad", "x"):
+        found = agree(call, {"grad": "d_router", "x": f"norm2{call.values.full}"}, values, tokens)
+        if found is not None:
+            add_gradient(call, "out", "router.weight", found, tokens)
+
+
+RULES: dict[str, Rule] = {
+    "router": router,
+    "router.dgrad": router_dgrad,
+    "router.wgrad": router_wgrad,
+    "experts.route": route,
+    "experts.route.bwd": route_backward,
+    "experts.sort": sort,
+    "experts.places": places,
+    "experts.dispatch": dispatch,
+    "experts.combine": combine,
+    "experts.linear": linear,
+    "experts.linear.dgrad": dgrad,
+    "experts.linear.wgrad": wgrad,
+    "experts.swiglu": activation,
+    "experts.swiglu.bwd": activation_backward,
+}
+"""The rule of every op of experts."""

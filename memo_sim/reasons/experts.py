@@ -1,0 +1,60 @@
+"""What experts cost: the weights that a token uses, the products of all experts, and an uneven load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from memo_sim.contract.model import Experts, Model
+from memo_sim.contract.units import format_seconds
+from memo_sim.costs.pricing import Pricer
+from memo_sim.engine.simulate import Simulation
+from memo_sim.planning.question import Question
+from memo_sim.program.ir.instruction import Instruction
+from memo_sim.program.ir.work import GroupedGemm
+from memo_sim.program.layout.expert_load import BALANCED, rows_of, sizes_of
+
+UNITS = ((1e9, " billion"), (1e6, " million"), (1.0, ""))
+
+
+def active_weights(model: Model) -> str:
+    """Return how many of the model's parameters one token uses."""
+    size, unit = next((size, unit) for size, unit in UNITS if model.active_params >= size)
+    return f"{_digits(model.active_params / size)} of {_digits(model.total_params / size)}{unit} parameters"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 1_000 else f"{value:,.0f}"
+
+
+def experts(question: Question, simulation: Simulation) -> list[str]:
+    """Say how long the experts' products take, and how much of that an uneven load costs."""
+    decisions, of = simulation.decisions, simulation.decisions.model.mixture
+    if of is None:
+        return []
+    rows = decisions.local_tokens * of.per_token
+    pricer = Pricer(question.hardware, question.cluster, decisions.layout, rowwise=decisions.kernels.rowwise)
+    taken, even = 0.0, 0.0
+    for stage in simulation.stages:
+        products = stage.per_instruction(lambda i: float(isinstance(i.work, GroupedGemm)))
+        alike = stage.per_instruction(lambda i: _balanced_s(i, of, rows, pricer))
+        own, others = (float(np.sum(each * stage.weights)) for each in (stage.seconds * products, alike))
+        taken, even = max((taken, even), (own, others))
+    text = f"Experts: a token goes to {of.per_token} of {of.count}, and uses {active_weights(decisions.model)}, which"
+    text += f" MFU counts. The products of all experts take {format_seconds(taken)} of a rank's step."
+    if decisions.expert_load == BALANCED:
+        return [f"{text} Every expert is taken to get {rows / of.count:,.0f} rows; --expert-load says otherwise."]
+    most = rows_of(of, rows, decisions.expert_load)[0]
+    text += f" With --expert-load {decisions.expert_load} the fullest expert gets {most:,} of {rows:,} rows"
+    text += f" ({most * of.count / rows:.1f} times the mean): the products take {format_seconds(abs(taken - even))}"
+    return [f"{text} {'longer' if taken >= even else 'less'} than with balanced experts, and memory is the same."]
+
+
+def _balanced_s(instruction: Instruction, of: Experts, rows: int, pricer: Pricer) -> float:
+    """Return the seconds of the experts' product if every expert had equally many of all ``rows``; 0 for other ops."""
+    work = instruction.work
+    if not isinstance(work, GroupedGemm):
+        return 0.0
+    first = next(operand.first for operand in instruction.operands if operand.role in ("x", "grad"))
+    return pricer.seconds(replace(work, sizes=sizes_of(of, rows, BALANCED, first, work.rows)))

@@ -1,0 +1,177 @@
+"""Experts: the programs of every layout pass the independent checkers; rows, bytes and FLOPs are as by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memo_sim.contract.model import Experts, LayerShape
+from memo_sim.contract.plan import Layout
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.ir.kinds import Phase
+from memo_sim.program.ir.work import Collective, GroupedGemm
+from memo_sim.program.layers.kinds import skeletal_of
+from memo_sim.program.layout.expert_load import nearest_load, rows_of, sizes_of
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.skeletal import Fate
+from memo_sim.program.lower import lower
+from memo_sim.program.verify.values import check_values
+from tests.sim.program.verify import planted
+from tests.sim.small_programs import EXPERTS, POLICIES, decide, faults_of
+
+MIXED = EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[EXPERTS.layer(0)] * 3])
+"""The first layer has an MLP, as in DeepSeek's models."""
+HALF = ("tokenwise", 0.5)
+LAYOUTS = {
+    "tensor parallel": (Layout(tp=2, sequence_parallel=True, dp=2, zero=3), {}),
+    "tensor parallel, whole tokens": (Layout(tp=4), {}),
+    "tensor parallel with all": (Layout(tp=2, sequence_parallel=True, cp=2, ulysses=2, pp=2), {"global_batch": 4}),
+    "ring": (Layout(cp=4), {}),
+    "all-gather": (Layout(cp=4, cp_exchange="all_gather"), {}),
+    "ulysses": (Layout(ulysses=4), {}),
+    "interleaved": (Layout(pp=2, virtual_stages=2, schedule="interleaved"), {"global_batch": 4}),
+    "zero 1": (Layout(dp=2, zero=1), {"overlap": "both"}),
+    "zero 3": (Layout(dp=2, zero=3), {"states": "host"}),
+    "all": (Layout(cp=2, ulysses=2, pp=2, dp=2), {"global_batch": 8}),
+    "pure bf16": (Layout(dp=2, zero=3), {"states": "pure-bf16"}),
+}
+
+
+@pytest.mark.parametrize("policy", [*POLICIES[1::3], ("selective", 0.0), ("norms", 0.0), ("mlp", 0.0)], ids=str)
+def test_every_policy_passes_the_checkers(policy: tuple[str, float]) -> None:
+    assert faults_of(decide(EXPERTS, policy=policy)) == []
+
+
+@pytest.mark.parametrize("policy", [("none", 1.0), HALF, ("full", 0.5), ("full", 0.0)], ids=str)
+def test_layers_without_experts_pass_the_checkers(policy: tuple[str, float]) -> None:
+    assert faults_of(decide(MIXED, policy=policy)) == []
+    assert faults_of(decide(MIXED, Layout(cp=2, pp=2, dp=2, zero=1), policy, global_batch=8)) == []
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_passes_the_checkers(name: str) -> None:
+    layout, fields = LAYOUTS[name]
+    assert faults_of(decide(EXPERTS, layout, HALF, **fields)) == []
+
+
+OPS = (
+    *("router", "experts.route", "experts.sort", "experts.places", "experts.dispatch", "experts.linear"),
+    *("experts.swiglu", "experts.combine", "experts.linear.dgrad", "experts.linear.wgrad", "experts.swiglu.bwd"),
+    *("experts.route.bwd", "router.dgrad", "router.wgrad"),
+)
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("op", OPS)
+def test_a_kernel_left_out_is_found(op: str, tp: int) -> None:
+    decisions = decide(EXPERTS, Layout(tp=tp, sequence_parallel=tp > 1), HALF, global_batch=1)
+    (program,) = lower(decisions)
+    number = planted.places(program, lambda each: each.op == op)[0]
+    less = planted.without(program, number, lambda each: each.op == op)
+    assert check_values(less, expand(less), decisions)
+
+
+@pytest.mark.parametrize("op", ["experts.linear", "experts.dispatch", "experts.swiglu"])
+def test_a_recomputed_kernel_left_out_is_found(op: str) -> None:
+    decisions = decide(EXPERTS, policy=HALF, global_batch=1)
+    (program,) = lower(decisions)
+
+    def again(each: planted.Instruction) -> bool:
+        return each.op == op and each.phase is Phase.RECOMPUTE
+
+    less = planted.without(program, planted.places(program, again)[0], again)
+    assert check_values(less, expand(less), decisions)
+
+
+def test_skeletal_tensors_by_hand() -> None:
+    """Per token: 2 of 8 experts of width 192. The router keeps 8 scores, and 2 probabilities, experts and places."""
+    decisions = decide(EXPERTS, policy=HALF)
+    shape = shape_of(decisions)
+    tensors = {t.name: t for t in skeletal_of(decisions, shape, EXPERTS.layer(0))}
+    tokens, rows = shape.tokens, 2 * shape.tokens
+    assert (tensors["up"].tokens, tensors["up"].features) == (rows, 2 * 192)
+    assert (tensors["act"].tokens, tensors["act"].features) == (rows, 192)
+    assert tensors["up"].bytes + tensors["act"].bytes == tokens * 2 * 3 * 192 * 2
+    decided = [t for name, t in tensors.items() if name.startswith("route_")]
+    assert sum(t.bytes for t in decided) == tokens * (8 * 4 + 2 * 4 + 3 * 2 * 8) + 8 * 4
+    assert {t.fate for t in decided} == {Fate.WHOLE}
+    assert all(t.tokens == tokens for t in tensors.values() if t.fate is Fate.BY_TOKEN and t.name not in ("up", "act"))
+
+
+def test_products_by_hand() -> None:
+    """A layer multiplies each dispatched row with three matrices of an expert, and twice as often in backward."""
+    for policy, times in ((("none", 0.0), 3.0), (("full", 0.0), 4.0)):
+        decisions = decide(EXPERTS, policy=policy, global_batch=1)
+        (program,) = lower(decisions)
+        flops = 0.0
+        for instance in program.instances:
+            works = [i.work for i in program.templates[instance.template].instructions]
+            flops += sum(work.flops for work in works if isinstance(work, GroupedGemm))
+        rows = 2 * decisions.seq_tokens
+        assert flops == times * EXPERTS.layers * 2 * rows * 3 * 256 * 192
+
+
+def test_tensor_parallelism_divides_the_features_of_every_expert() -> None:
+    """It gathers norm and gradient, sums results and gradients of inputs, and the gradients of the logits in fp32."""
+    decisions = decide(EXPERTS, Layout(tp=4, sequence_parallel=True), global_batch=1)
+    tensors = {t.name: t for t in skeletal_of(decisions, shape_of(decisions), EXPERTS.layer(0))}
+    assert (tensors["up"].features, tensors["act"].features) == (2 * 192 // 4, 192 // 4)
+    (program,) = lower(decisions)
+    found: dict[str, int] = {}
+    for template in program.templates:
+        for each in template.instructions:
+            if template.name in ("layer.fwd", "layer.bwd") and isinstance(each.work, Collective):
+                found[each.name] = each.work.bytes
+    whole = 2048 * 256 * 2
+    assert found["fwd/norm2.gather"] == found["bwd/experts.grad.gather"] == found["bwd/norm2.again.gather"] == whole
+    assert found["fwd/experts_down.scatter"] == found["bwd/d_norm2.scatter"] == whole
+    assert found["bwd/router.reduce"] == 2048 * 8 * 4
+
+
+def test_the_load_changes_no_size() -> None:
+    even, skewed = (decide(EXPERTS, policy=HALF, expert_load=load) for load in ("balanced", "zipf-1.5"))
+    shapes = []
+    for decisions in (even, skewed):
+        (program,) = lower(decisions)
+        shapes.append([(f.name, f.tokens, f.features, f.count) for f in program.all_families])
+    assert shapes[0] == shapes[1]
+
+
+def test_loads_by_hand() -> None:
+    of = Experts(count=4, per_token=2, hidden=16)
+    assert rows_of(of, 200, "balanced") == (50, 50, 50, 50)
+    assert rows_of(of, 120, "zipf-0") == (30, 30, 30, 30)
+    assert rows_of(of, 250, "zipf-1") == (120, 60, 40, 30)  # 250 / (1 + 1/2 + 1/3 + 1/4) = 120
+    # At most one row of each of 500 tokens; the other 500 rows by 1/16, 1/81 and 1/256, which sum to 0.0788.
+    assert rows_of(of, 1000, "zipf-4") == (500, 397, 78, 25)
+    assert sizes_of(of, 200, "balanced", 0, 200) == ((50, 4),)
+    assert sizes_of(of, 200, "balanced", 75, 75) == ((25, 1), (50, 1))
+    assert sizes_of(of, 250, "zipf-1", 100, 150) == ((20, 1), (60, 1), (40, 1), (30, 1))
+
+
+def test_a_measured_load_is_named() -> None:
+    of = Experts(count=16, per_token=2, hidden=16)
+    assert nearest_load(of, [100] * 16) == "balanced"
+    for load in ("zipf-0.35", "zipf-1.2"):
+        assert nearest_load(of, rows_of(of, 20_000, load)) == load
+
+
+@given(
+    count=st.integers(2, 40),
+    chosen=st.integers(1, 8),
+    tokens=st.integers(1, 500),
+    power=st.sampled_from(["balanced", "zipf-0.3", "zipf-1", "zipf-4.99"]),
+    cut=st.floats(0, 1),
+)
+def test_loads_have_every_row_once(count: int, chosen: int, tokens: int, power: str, cut: float) -> None:
+    of = Experts(count=max(count, chosen), per_token=chosen, hidden=8)
+    rows = tokens * chosen
+    loads = rows_of(of, rows, power)
+    assert sum(loads) == rows
+    assert len(loads) == of.count
+    assert max(loads) <= tokens + 1  # a rounded row more
+    assert min(loads) >= 0
+    first = int(cut * rows)
+    parts = (sizes_of(of, rows, power, 0, first), sizes_of(of, rows, power, first, rows - first))
+    assert [sum(n * many for n, many in part) for part in parts] == [first, rows - first]

@@ -1,0 +1,45 @@
+"""Answers about models with experts say what MFU counts, how long products take, and what an uneven load costs."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from memo_sim.answers.what_if import what_if
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible
+from memo_sim.planning.question import Pins, Question
+
+
+def asked(load: str = "balanced", **pins: object) -> Question:
+    model = msgspec.structs.replace(load_model("mixtral-8x7b"), layers=4)
+    given = Pins(**({"tp": 1, "cp": 1, "zero": 3} | pins))
+    return Question(
+        model, *load_cluster("h100-1x8"), 1 << 14, system="memo", global_batch=8, expert_load=load, pins=given
+    )
+
+
+def test_a_balanced_load_is_assumed_and_named() -> None:
+    result = what_if(asked()).result
+    (line,) = [each for each in result.why if each.startswith("Experts:")]
+    assert "a token goes to 2 of 8, and uses 1.84 of 6.07 billion parameters, which MFU counts" in line
+    assert line.endswith("Every expert is taken to get 4,096 rows; --expert-load says otherwise.")
+    (assumption,) = [each for each in result.summary.assumptions if each.name == "experts"]
+    assert assumption.option == "--expert-load"
+    assert assumption.value.startswith("balanced load, no row dropped;")
+
+
+def test_an_uneven_load_costs_time_and_no_memory() -> None:
+    even, uneven = what_if(asked()).result, what_if(asked("zipf-2")).result
+    (line,) = [each for each in uneven.why if each.startswith("Experts:")]
+    assert re.search(r"the fullest expert gets 16,384 of 32,768 rows \(4\.0 times the mean\)", line)
+    assert re.search(r"the products take \S+ \S+ longer than with balanced experts, and memory is the same", line)
+    assert uneven.plans[0].step_s > even.plans[0].step_s
+    assert uneven.plans[0].peak_device_bytes == even.plans[0].peak_device_bytes
+
+
+def test_what_does_not_go_with_experts_is_refused_by_name() -> None:
+    with pytest.raises(Infeasible, match="memory_policy eager has no lowering beside experts"):
+        what_if(asked(memory_policy="eager"))
