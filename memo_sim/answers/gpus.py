@@ -29,7 +29,7 @@ from memo_sim.contract.gpu_kind import GpuKind
 from memo_sim.contract.gpus import Gpus, Role, Sized, TriedCount
 from memo_sim.contract.hardware import Quantity, Source
 from memo_sim.contract.progress import Progress
-from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds
 from memo_sim.planning.default_batch import with_filling_batch
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
@@ -296,7 +296,7 @@ def _why(found: Sequence[_Scan], within_s: float | None) -> list[str]:
             if scan.ended_at:
                 told = (
                     f"{name}: no step within {format_seconds(within_s)}; {scan.ended_at} GPUs gain less than"
-                    f" {LEAST_GAIN:.0%} over half of them, so more were not tried"
+                    f" {format_percent(LEAST_GAIN, 0)} over half of them, so more were not tried"
                 )
             lines.append(f"{told}.")
         if scan.skipped:
