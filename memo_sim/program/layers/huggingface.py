@@ -12,6 +12,9 @@ models/llama/modeling_llama.py and models/qwen3/modeling_qwen3.py; torch, deriva
 In fp32 the cast is no copy: a norm saves its input and the normalised rows. So only recompute of rows reads the layer's
 input in bf16. For Llama 3 8B that is 196 KiB a token and layer, and 8 KiB for the input.
 
+The list is that of Llama's, Qwen2's and Qwen3's modules. Phi-3's, of the same family here, save views of packed
+products and so keep whole ones.
+
 Recompute and swap are those of ``memo_exec.tokenwise``, whose layers have memory of torch's allocator. Here they have
 the two rounding buffers, in which the last two layers hold their inputs too, and which are as large at every alpha.
 """

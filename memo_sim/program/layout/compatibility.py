@@ -407,6 +407,12 @@ SAVED_BY_MODULES = (
         because="memo has no list of what attention without one saves there",
         when=lambda d: saves_of_modules(d) and d.kernels.attention == "plain",
     ),
+    _MODULES.allows(
+        "decisions.micro_batch",
+        1,
+        because="row blocks of several sequences save a copy of attention's output, which is not in the list",
+        when=lambda d: saves_of_modules(d) and d.recompute == "tokenwise",
+    ),
     Rule(
         name="saved tensors of modules: swapped_tokens",
         breaks=lambda d: saves_of_modules(d) and d.recompute == "none" and 0 < d.swapped_tokens < d.local_tokens,

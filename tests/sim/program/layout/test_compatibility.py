@@ -343,6 +343,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         SAVED | {"kernels": PLAIN},
         "plain with modules huggingface, recompute none",
     ),
+    "saved tensors of modules: micro_batch": (
+        Layout(),
+        SAVED | {"recompute": "tokenwise", "micro_batch": 2, "global_batch": 2},
+        "2 with modules huggingface, recompute tokenwise",
+    ),
     "saved tensors of modules: swapped_tokens": (
         Layout(),
         SAVED | {"swapped_tokens": 1024},
