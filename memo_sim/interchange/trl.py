@@ -51,7 +51,7 @@ SAYINGS = hugging_face_sayings(
         ),
         "decisions.swapped_tokens": exact(
             "gradient_checkpointing_kwargs",
-            lost="it offloads the inputs of recomputed layers, all of them or none; of a plan that recomputes by token,"
+            lost="it offloads the inputs of recomputed layers, all of them or none; of a plan that swaps tokens,"
             f" {TOKENWISE_LAUNCH} has memo's own alpha, which the system trl-tokenwise prices",
         ),
         "decisions.zero_params": Saying("own", lost="FSDP2 keeps fp32 shards and casts them before every gather"),
@@ -131,11 +131,11 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
 
 
 def beside(decisions: Decisions, job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
-    """Return a program that swaps tokens inside TRL, and its script, for a plan that recomputes by token.
+    """Return a program that swaps tokens inside TRL, and its script, for a plan that recomputes by token or swaps all.
 
     The layers stay transformers'; ``memo_exec.tokenwise`` wraps them, in place of checkpointing.
     """
-    if decisions.recompute != "tokenwise":
+    if decisions.recompute != "tokenwise" and not (decisions.recompute == "none" and decisions.alpha == 1):
         return {}
     command = (*(TOKENWISE, "--config", ARGUMENTS, "--model_name_or_path", '"${MODEL}"', '"$@"'),)
     before = model_variable(job)
