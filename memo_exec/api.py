@@ -9,10 +9,12 @@ rank calls the function; what only the first rank knows is None on the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from memo_exec.commands import calibrate as calibrate_command
@@ -22,12 +24,14 @@ from memo_exec.commands import verify as verify_command
 from memo_exec.commands.outputs import draw_both
 from memo_exec.commands.report import report_page
 from memo_exec.training.loop import StepFigure
+from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.named_arguments import with_names_checked
 from memo_sim.contract.peaks import warnings_about
 from memo_sim.contract.plain_text import one_line, printable
+from memo_sim.contract.plan import Plan
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_seconds
@@ -204,7 +208,7 @@ class CalibrateResult(TypedResult):
 
 @with_names_checked()
 def run(
-    plan: PathLike,
+    plan: PathLike | Plan,
     *,
     steps: int | None = None,
     data: PathLike | None = None,
@@ -227,7 +231,10 @@ def run(
     tell: Callable[[StepFigure], None] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> RunResult | None:
-    """Train as a plan's file says, and compare the median step after warm-up with the prediction.
+    """Train as a plan says, and compare the median step after warm-up with the prediction.
+
+    ``plan`` is a plan's file, with its placement and trace beside it, or a plan on PyTorch's caching allocator, which
+    needs no placement. Without a file there is no predicted timeline.
 
     A value that is not given is the command's own (``memo-exec run --help``). ``tell`` receives the figures of each
     step and ``note`` other messages. Returns None when the checkpoint to resume from had played all steps already.
@@ -257,13 +264,32 @@ def run(
         "debug": debug,
         "replay_allocator": replay_allocator,
     }
-    outcome = command.run(
-        Path(plan),
-        command.run_options(named),
-        tell=tell or (lambda figure: None),
-        note=note or (lambda text: None),
-    )
+    options = command.run_options(named)
+    with _file_of(plan) as path:
+        outcome = command.run(path, options, tell=tell or (lambda figure: None), note=note or (lambda text: None))
     return None if outcome is None else RunResult(outcome)
+
+
+@contextmanager
+def _file_of(plan: PathLike | Plan) -> Iterator[Path]:
+    """Return the path of a plan's file; a plan of none is written to a folder that lasts as long as the context.
+
+    Raises:
+        UsageError: when the plan is on planned memory, whose placement is a file of its own.
+    """
+    if not isinstance(plan, Plan):
+        yield Path(plan)
+        return
+    if plan.decisions.memory_policy == "planned":
+        raise UsageError(
+            "a plan on planned memory runs from its file, with its placement beside it",
+            got="a Plan",
+            wanted='a file: answer.save("plan.json"), then run("plan.json")',
+        )
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        codec.write(path, plan)
+        yield path
 
 
 @with_names_checked()

@@ -32,6 +32,7 @@ from memo_sim.views.command_line import (
     typed,
     with_progress,
 )
+from memo_sim.views.stage_numbers import from_one
 
 if TYPE_CHECKING:
     from memo_exec.commands.run import Outcome
@@ -430,7 +431,7 @@ def _fail(text: str, code: int, error: BaseException) -> NoReturn:
     clean-up, because one of its threads may wait for a rank that waits for this one.
     """
     usage = error if isinstance(error, click.ClickException) else None
-    text = f"memo-exec: {_rank_prefix()}{printable(text if usage is None else usage.format_message())}"
+    text = f"memo-exec: {_rank_prefix()}{printable(from_one(text) if usage is None else usage.format_message())}"
     if not leave_for_torchrun(text, caused_elsewhere=isinstance(error, RankLost)):
         say(text) if usage is None else say_usage(usage)
     if _rank_prefix() and usage is None:

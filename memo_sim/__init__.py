@@ -26,6 +26,7 @@ __all__ = [
     "Picture",
     "SweepResult",
     "UsageError",
+    "ValidationResult",
     "WhatIfResult",
     "__version__",
     "compare",
@@ -42,6 +43,7 @@ __all__ = [
     "plan_memory",
     "simulate",
     "sweep",
+    "validate",
     "what_if",
 ]
 
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
         OomResult,
         Picture,
         SweepResult,
+        ValidationResult,
         WhatIfResult,
         compare,
         doctor,
@@ -77,6 +80,7 @@ if TYPE_CHECKING:
         plan_memory,
         simulate,
         sweep,
+        validate,
         what_if,
     )
     from memo_sim.contract.errors import BadInput, CannotRun, Infeasible, MemoError, UsageError

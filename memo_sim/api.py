@@ -53,6 +53,7 @@ from memo_sim.results.memory import MemoryResult, OomResult
 from memo_sim.results.planned import ClustersResult, GpusResult, LongestResult, WhatIfResult
 from memo_sim.results.sweep import SweepResult
 from memo_sim.results.understanding import CompareResult, ExplainResult
+from memo_sim.results.validated import ValidationResult
 from memo_sim.views.pictures import Picture
 from memo_sim.views.typed_result import PathLike
 
@@ -70,6 +71,7 @@ __all__ = [
     "OomResult",
     "Picture",
     "SweepResult",
+    "ValidationResult",
     "WhatIfResult",
     "compare",
     "doctor",
@@ -85,6 +87,7 @@ __all__ = [
     "plan_memory",
     "simulate",
     "sweep",
+    "validate",
     "what_if",
 ]
 
@@ -548,8 +551,8 @@ def doctor(
     job = None
     if config is not None:
         job = OwnJob(_paths(config), checked_given(set or {}), framework=framework, search=search)
-    elif framework is not None or set is not None:
-        raise UsageError("these are about the files of a job", got="framework, set", wanted="config=FILE")
+    elif framework is not None or set is not None or not search:
+        raise UsageError("these are about the files of a job", got="framework, set or search", wanted="config=FILE")
     files = {"trace": trace, "memory": memory, "cluster": cluster, "nvbandwidth": nvbandwidth}
     named = {name: None if path is None else os.fspath(path) for name, path in files.items()}
     return DoctorResult(diagnose(**named, nccl_tests=_paths(nccl_tests), job=job, progress=progress))
@@ -709,6 +712,40 @@ def load_sweep(*paths: PathLike) -> SweepResult:
     """
     lines = [line for path in paths for line in sweep_file.read_lines(Path(path))]
     return SweepResult(list({line.key: line for line in lines}.values()))
+
+
+@with_names_checked()
+def validate(
+    cases: PathLike,
+    *,
+    source: str | None = None,
+    system: str | None = None,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> ValidationResult:
+    """Predict published cases and compare them with what was measured, as ``memo-sim validate`` does.
+
+    ``cases`` is a bundled file's name (``memo-table5``) or a CSV file; ``source`` and ``system`` choose rows of it.
+    ``jobs`` processes share the cases. ``progress`` receives (cases done, all).
+
+    Raises:
+        BadInput: when the file cannot be read, or a row is wrong.
+        UsageError: when no row is left, or ``jobs`` is none.
+        Infeasible: when no row can be evaluated.
+    """
+    from memo_sim.validation.cases import load_cases
+    from memo_sim.validation.validate import check_evaluated
+    from memo_sim.validation.validate import validate as predicted
+
+    if jobs < 1:
+        raise UsageError("not a number of processes", got=jobs, wanted="from 1")
+    known = load_cases(os.fspath(cases))
+    rows = [c for c in known if source in (None, c.source) and system in (None, c.question.system)]
+    if not rows:
+        raise UsageError("no such rows", got=f"source {source}, system {system}", hint=f"see the columns of {cases}")
+    found = predicted(rows, progress=progress, jobs=jobs)
+    check_evaluated(found)
+    return ValidationResult(found, _call("validate", {"cases": cases, "source": source, "system": system}))
 
 
 def answered(

@@ -37,6 +37,7 @@ from memo_sim.views.command_line import (
     show_document,
     with_progress,
 )
+from memo_sim.views.stage_numbers import from_one
 
 if TYPE_CHECKING:
     from memo_sim.api import WhatIfResult
@@ -125,7 +126,9 @@ def what_if_command(**options: Any) -> None:
     else:
         show(answer_text(result.document, why=options["why"], top=options["top"], searched=plan is None))
     if result.best is None:
-        raise Infeasible("no plan fits", hint="see the ways out above") if not options["as_json"] else Silent(4)
+        if options["as_json"]:
+            raise Silent(4)
+        raise Infeasible("no plan fits", got=outputs.unwritten, hint="see the ways out above")
 
 
 @cli.command("longest")
@@ -166,7 +169,9 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     else:
         show(longest_text(found.document, why=options["why"]))
     if found.at_longest is None:
-        raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else Silent(4)
+        if options["as_json"]:
+            raise Silent(4)
+        raise Infeasible("no length fits", got=outputs.unwritten, hint="see the reasons above")
 
 
 def _ask(plan: Plan | None, question: Question, options: Options, price: float | None) -> WhatIfResult:
@@ -389,7 +394,7 @@ def _fail(text: str, code: int, error: BaseException) -> NoReturn:
     if isinstance(error, click.ClickException):
         say_usage(error)
     elif text:
-        say(f"memo-sim: {text}")
+        say(f"memo-sim: {from_one(text)}")
     sys.exit(code)
 
 

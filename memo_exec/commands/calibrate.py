@@ -43,6 +43,7 @@ from memo_sim.contract.hardware import DISTURBED, Hardware
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.progress import Progress
+from memo_sim.contract.units import format_percent
 from memo_sim.program.arena.library_workspaces import IN_USE
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Rowwise
@@ -116,7 +117,7 @@ def calibrate(
         "compute_threads": str(machine.compute_threads),
         "ranks": str(ranks.world),
         "load_before": load.text(),
-        "middle_spread": f"{middle_spread(measured.samples):.1%}",
+        "middle_spread": format_percent(middle_spread(measured.samples)),
         **({DISTURBED: disturbed} if disturbed else {}),
         "created": begun.isoformat(timespec="seconds"),
         "seconds": f"{seconds:.0f}",

@@ -23,6 +23,7 @@ from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.errors import BadInput, OutOfTolerance
 from memo_sim.contract.plan import MovedBytes, Plan, Prediction
 from memo_sim.contract.trace import Trace
+from memo_sim.contract.units import format_percent
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Copy
@@ -157,8 +158,8 @@ def check_tolerance(comparison: Comparison, tolerance: float) -> None:
     if abs(error) > tolerance:
         raise OutOfTolerance(
             "predicted and measured step time differ by more than the tolerance",
-            got=f"{error:+.1%}",
-            wanted=f"within {tolerance:.1%}",
+            got=format_percent(error, signed=True),
+            wanted=f"within {format_percent(tolerance)}",
             hint="the table shows where they differ; run memo-exec calibrate on this machine, then plan again",
         )
 

@@ -21,6 +21,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import CannotRun, MemoError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import counted, format_bytes
+from memo_sim.views.stage_numbers import from_one
 
 FAULTY = 1
 """Exit code for a program that the checkers refuse: a bug, as of ``MemoError``."""
@@ -65,12 +66,12 @@ def plan_report(plan_path: Path) -> tuple[str, int]:
         try:
             found = check()
         except MemoError as error:
-            lines.append((name, f"refused: {_one_line(error)}"))
+            lines.append((name, f"refused: {from_one(_one_line(error))}"))
             code = code or error.exit_code
             if isinstance(error, CannotRun):
                 break  # a step that is too long to be lowered
             continue
-        lines += [(each.name, each.text) for each in found]
+        lines += [(from_one(each.name), from_one(each.text)) for each in found]
         code = code or (FAULTY if any(each.faults for each in found) else 0)
     return _table(lines), code
 

@@ -26,6 +26,7 @@ from memo_sim.contract.catalog import load_model
 from memo_sim.contract.knobs import DtypeName, RowwiseKernel
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.contract.units import format_percent
 from memo_sim.program.attention.rsa import writes_scores
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Rowwise
@@ -184,4 +185,4 @@ def _difference(found: tuple[Tensor, ...] | list[Tensor], wanted: list[Tensor]) 
         for one, true in zip(found, wanted, strict=True)
     ]
     wrong = [error for error in errors if not error <= TOLERANCE]  # this form also finds NaN
-    return f"a trial call gave a wrong result: relative error {wrong[0]:.1%}" if wrong else ""
+    return f"a trial call gave a wrong result: relative error {format_percent(wrong[0])}" if wrong else ""

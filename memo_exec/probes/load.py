@@ -15,6 +15,7 @@ from statistics import median
 from memo_exec.interpreter.lanes import available_cores
 from memo_exec.machine.machine import Machine
 from memo_exec.probes.timing import Sample
+from memo_sim.contract.units import format_percent
 
 COPIES = 1
 """Threads that copy, in addition to those that compute."""
@@ -50,7 +51,7 @@ def disturbances(before: Load, machine: Machine, samples: Sequence[Sample]) -> l
     if before.threads > max(0, before.cores - wanted) + SPARE_CORES:
         found.append(f"the load was {before.text()} before calibration, which itself needs {wanted} threads")
     if (spread := middle_spread(samples)) > MOST_SPREAD:
-        found.append(f"the median spread of repeats is {spread:.0%}; on a quiet machine it is about 5%")
+        found.append(f"the median spread of repeats is {format_percent(spread, 0)}; on a quiet machine it is about 5 %")
     return found
 
 

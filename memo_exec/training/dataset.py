@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.files import check_regular, read_regular
+from memo_sim.contract.units import format_percent
 
 TEXT_VOCAB = 256
 IGNORED_LABEL = -100
@@ -65,7 +66,7 @@ class Dataset:
             return ""
         return (
             f"{self.path} has {len(self.tokens)} tokens, too few for a sequence of {seq_tokens} tokens: the rest is "
-            f"padding, and {targets / seq_tokens:.2%} of the targets count"
+            f"padding, and {format_percent(targets / seq_tokens, 2)} of the targets count"
         )
 
     def batch(self, seed: int, step: int, sequences: int, seq_tokens: int) -> Batch:

@@ -28,7 +28,7 @@ from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Plan
-from memo_sim.contract.units import GIB, format_seconds
+from memo_sim.contract.units import GIB, format_percent, format_seconds
 from memo_sim.program.ir.instruction import Lane
 
 MOST_RECORDS = 32
@@ -49,7 +49,7 @@ class StepFigure:
 
     def line(self) -> str:
         """Return the line that a run prints for this step."""
-        mfu = "-" if self.mfu is None else f"{self.mfu:.1%}"
+        mfu = "-" if self.mfu is None else format_percent(self.mfu)
         return (
             f"step {self.step:>5}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
             f"{self.tokens_per_s:,.0f} tokens/s  MFU {mfu}  device {self.device_bytes / GIB:.3f} GiB  "

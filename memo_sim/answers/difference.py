@@ -160,6 +160,7 @@ def _of_row(result: Result, best: PlanRow, name: str) -> _Made:
         tgs=best.tgs,
         lanes={COMPUTE: step_s - sum(waits.values())},
         peak_device_bytes=best.peak_device_bytes,
+        reserved_bytes=best.reserved_bytes,
         peak_host_bytes_per_node=best.peak_host_bytes_per_node,
     )
     return _Made(side, None, waits)
@@ -214,6 +215,7 @@ def _predicted(
         tgs=prediction.tgs,
         lanes=busy_by(trace)[0],
         peak_device_bytes=prediction.peak_device_bytes,
+        reserved_bytes=prediction.reserved_bytes,
         peak_by_class=prediction.peak_by_class,
         peak_host_bytes_per_node=prediction.peak_host_bytes_per_node,
         moved_bytes=prediction.moved_bytes,

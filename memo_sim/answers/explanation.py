@@ -20,6 +20,7 @@ from memo_sim.contract.explanation import Explanation, Resource, Rival, Room, Se
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
+from memo_sim.contract.units import format_percent
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.arena import arena_of
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
@@ -158,7 +159,9 @@ class _Explaining:
             return None
         cluster, hardware = machine
         prediction = simulate(given.decisions, hardware, cluster).prediction
-        return self._sensitivity(resource, f"+{MORE - 1:.0%}", _evaluated(given.decisions, prediction), "fixed")
+        return self._sensitivity(
+            resource, f"+{format_percent(MORE - 1, 0)}", _evaluated(given.decisions, prediction), "fixed"
+        )
 
     def _with_memory(self, question: Question, before: SearchResult | None, resource: Resource) -> Sensitivity | None:
         self._tell()
@@ -170,7 +173,7 @@ class _Explaining:
         best = best_with_more_memory(asked, before)
         if best is None:
             return None
-        return self._sensitivity(resource, f"+{MORE - 1:.0%}", best, "searched", against=before.best)
+        return self._sensitivity(resource, f"+{format_percent(MORE - 1, 0)}", best, "searched", against=before.best)
 
     def _twice_the_batch(self) -> Sensitivity:
         self._tell()

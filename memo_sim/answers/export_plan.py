@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -37,6 +37,7 @@ from memo_sim.views.export_page import lost_page
 
 LOST_PAGE = "lost.md"
 PLAN_FILE = "plan.json"
+MODEL_CONFIG = "config.json"
 MODEL_FILE = "memo_model.json"
 """The plan's model, where it is no preset."""
 
@@ -124,6 +125,7 @@ def export_plan(
         files=[*written, *([] if preset else [MODEL_FILE]), LOST_PAGE, PLAN_FILE],
         lost=_lost(decisions, there.decisions, framework),
         own=_own(decisions, there.decisions, framework),
+        notes=_positions(decisions, written),
         plan=priced.plans[0],
         there=row(there.decisions, there.prediction, system=framework.system),
         plan_memory=priced.summary.device_memory if priced.summary else None,
@@ -224,6 +226,16 @@ def _own(decisions: Decisions, there: Decisions, framework: Framework) -> list[O
         and framework.sayings[path].lost
         and not _is_default(decisions, path)
     ]
+
+
+def _positions(decisions: Decisions, files: Collection[str]) -> list[str]:
+    """Return that the model's file allows more positions than weights may have been trained on."""
+    model = decisions.model
+    if MODEL_CONFIG not in files or model.learned_positions or model.rope_scaling is not None:
+        return []
+    text = f"{MODEL_CONFIG} allows {decisions.seq_tokens} positions, and its rope_scaling is null: weights that were"
+    text += " trained on shorter sequences need rope_scaling, a larger rope_theta, or training at this length."
+    return [f"{text} The prediction is the same."]
 
 
 def _has_no_effect(decisions: Decisions, path: str) -> bool:

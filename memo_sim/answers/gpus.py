@@ -29,7 +29,7 @@ from memo_sim.contract.gpu_kind import GpuKind
 from memo_sim.contract.gpus import Gpus, Role, Sized, TriedCount
 from memo_sim.contract.hardware import Quantity, Source
 from memo_sim.contract.progress import Progress
-from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds
 from memo_sim.planning.default_batch import with_filling_batch
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
@@ -281,10 +281,10 @@ def _why(found: Sequence[_Scan], within_s: float | None) -> list[str]:
     lines = [
         f"Every number of GPUs is asked for a step of {batch}; --global-batch asks for another batch.",
         "Numbers are 1, 2, 4 ... a node, then nodes, doubling. Each row is the best plan of its number.",
-        "From the smallest that fits, GPUs were doubled while GPU-hours fell; after that they are taken to rise.",
+        "From the smallest that fits, GPUs were doubled while GPU-hours fell; after that memo assumes that they rise.",
     ]
     if any(tried.devices < scan.kind.per_node for scan in found for tried in scan.tried):
-        lines.append("A part of a node is taken to have that part of the node's host memory.")
+        lines.append("A part of a node is assumed to have that part of the node's host memory.")
     for scan in found:
         name = scan.kind.name
         if not scan.answers:
@@ -296,7 +296,7 @@ def _why(found: Sequence[_Scan], within_s: float | None) -> list[str]:
             if scan.ended_at:
                 told = (
                     f"{name}: no step within {format_seconds(within_s)}; {scan.ended_at} GPUs gain less than"
-                    f" {LEAST_GAIN:.0%} over half of them, so more were not tried"
+                    f" {format_percent(LEAST_GAIN, 0)} over half of them, so more were not tried"
                 )
             lines.append(f"{told}.")
         if scan.skipped:

@@ -21,7 +21,7 @@ from memo_sim.contract.files import read_regular
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.interchange import ImportedJob, is_command
 from memo_sim.contract.knobs import Pins
-from memo_sim.contract.plan import Decisions, Plan
+from memo_sim.contract.plan import Decisions, Plan, Provenance
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
@@ -29,6 +29,7 @@ from memo_sim.interchange.frameworks import find_framework, framework_of
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.memory_fraction import limit_gib, settings_of
 from memo_sim.interchange.model_names import preset_of_shape
+from memo_sim.interchange.unsaid import unsaid
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 
@@ -186,7 +187,7 @@ def import_job(
     )
     _check_bounds(document)
     if machine is None:
-        return document
+        return msgspec.structs.replace(document, assumed=[*read.assumed, *unsaid(read, of.sayings)])
     cluster, hardware = machine
     decisions, assumed = decisions_of(job, cluster, hardware, of.system, read.memory_fraction)
     question = job.question(cluster, hardware, of.system)
@@ -207,7 +208,11 @@ def import_job(
     memory = device_memory(played, played.prediction, planned_arena=False)
     better = _better(job, kept, of.system, machine, progress) if search else []
     return msgspec.structs.replace(
-        document, job=own, memory=memory, better=better, assumed=[*document.assumed, *assumed]
+        document,
+        job=own,
+        memory=memory,
+        better=better,
+        assumed=[*document.assumed, *unsaid(read, of.sayings, decisions), *assumed],
     )
 
 
@@ -219,30 +224,19 @@ def _is_named(machine: tuple[Cluster, Hardware]) -> bool:
         return False
 
 
-def plan_of_files(
-    paths: Sequence[str], given: Mapping[str, str], framework: str | None, machine: tuple[Cluster, Hardware]
-) -> tuple[Plan, str]:
-    """Return the plan of a job, not lowered yet, and the system that predicts it.
-
-    Raises:
-        BadInput, Infeasible, UsageError: as ``import_job``.
-    """
-    cluster, hardware = machine
-    of, read = read_files(paths, given, framework=framework, devices=cluster.devices)
-    decisions, _ = decisions_of(read.job, cluster, hardware, of.system, read.memory_fraction)
-    return Plan(decisions=decisions, program_sha256=""), of.system
-
-
 def question_of_files(
     paths: Sequence[str], given: Mapping[str, str], values: Mapping[str, Any]
 ) -> tuple[Plan, Question]:
-    """Return the plan of a job, and the question about it on the machine of the values (``knobs.OF_A_MACHINE``).
+    """Return the plan of a job, not lowered yet, and the question about it on the machine of the values.
 
     Raises:
         BadInput, Infeasible, UsageError: as ``import_job``.
     """
-    plan, system = plan_of_files(paths, given, None, named_values.machine_of(values))
-    return plan, named_values.question_about(plan, values, system=system)
+    cluster, hardware = named_values.machine_of(values)
+    of, read = read_files(paths, given, devices=cluster.devices)
+    decisions, _ = decisions_of(read.job, cluster, hardware, of.system, read.memory_fraction)
+    plan = Plan(decisions=decisions, program_sha256="", provenance=Provenance(system=of.system))
+    return plan, named_values.question_about(plan, values)
 
 
 def _better(

@@ -10,7 +10,7 @@ import msgspec
 from memo_sim.answers.longest import LongestAnswer, longest
 from memo_sim.answers.what_if import Answer, row
 from memo_sim.contract.result import MoreMemory
-from memo_sim.contract.units import GIB, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question, with_memory
 from memo_sim.planning.search import best_with_more_memory
@@ -91,5 +91,5 @@ def _worth(before: Evaluated | None, after: Evaluated | None, saved_s: float | N
     step_s = (before.prediction.step_s or 0.0) or 1.0
     if saved_s <= 0:
         return "gains nothing: the best plan stays the same"
-    gain = f"makes the step {format_seconds(saved_s)} ({saved_s / step_s:.2%}) shorter"
+    gain = f"makes the step {format_seconds(saved_s)} ({format_percent(saved_s / step_s, 2)}) shorter"
     return f"{gain}: {label(after)} with {format_bytes(after.prediction.peak_device_bytes)} on a device"

@@ -84,11 +84,11 @@ def question_of(values: Values, *, fill: bool = True) -> Question:
     return question_on(values, *named_cluster(values), fill=fill)
 
 
-def question_about(plan: Plan, values: Values, *, system: str = "") -> Question:
+def question_about(plan: Plan, values: Values) -> Question:
     """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``), or else on its own.
 
     Of the knobs, ``KERNELS`` of the values count; ``planning/kernels_elsewhere.py`` says what they are without a value.
-    ``system`` is the one that the plan is predicted under; without it, the one that the plan was made under.
+    The plan is predicted under the system that it was made under.
 
     Raises:
         UsageError: when a value is wrong, or no machine is named and the plan's own is not known.
@@ -105,7 +105,7 @@ def question_about(plan: Plan, values: Values, *, system: str = "") -> Question:
         cluster=cluster,
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens,
-        system=system or known_system(plan.provenance.system),
+        system=known_system(plan.provenance.system),
         **_held(knobs | decided),
     )
     if values.get("attention") is not None:

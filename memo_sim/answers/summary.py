@@ -16,13 +16,14 @@ from memo_sim.contract.knobs import DEGREES, KNOBS, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import NOT_READ, Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
 from memo_sim.contract.units import GIB, MOST_BYTES, counted, format_bytes, format_seconds, format_tokens
-from memo_sim.engine.simulate import Simulation
+from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.experts import active_weights
+from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
 
 BILLION = 1e9
@@ -142,6 +143,8 @@ def device_memory(simulation: Simulation, prediction: Prediction, *, planned_are
         needed_bytes=needed,
         capacity_bytes=capacity,
         free_bytes=max(0, capacity - needed),
+        allocation_retries=prediction.allocation_retries,
+        allocator_wait_s=sum(s.seconds for s in prediction.stalls if (s.lane, s.waits_for) == (COMPUTE, ALLOCATOR)),
     )
 
 
@@ -279,9 +282,10 @@ def _not_read(question: Question) -> list[Assumption]:
 def left_out(question: Question) -> list[LeftOut]:
     """Return what the search leaves out, with the options that include it: layouts, other systems' plans, knobs."""
     found = _open_layouts(question) if question.system in OPEN else _of_other_systems(question)
+    open_knobs = NOT_SEARCHED if question.memory_policy == "planned" else (*NOT_SEARCHED, "memory_policy")
     knobs = [
         KNOBS[name].option
-        for name in NOT_SEARCHED
+        for name in open_knobs
         if (name != "micro_batch" or not question.open_micro_batch)
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
@@ -329,7 +333,7 @@ def _micro_batches_left_out(question: Question) -> list[LeftOut]:
 
 
 def _host_memory(question: Question, prediction: Prediction, rivals: Collection[Prediction]) -> list[Assumption]:
-    """Return how much host memory a node is taken to have and whence, where the plan pins some, and what that buys."""
+    """Return the host memory that a node is assumed to have and its source, where the plan pins some, and what it buys."""
     if not prediction.peak_host_bytes_per_node:
         return []
     cluster, hardware = question.cluster, question.hardware

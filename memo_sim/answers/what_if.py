@@ -66,6 +66,12 @@ class Outputs:
     """Whether the timeline has the instructions of every micro-batch."""
     read: tuple[Path, ...] = ()
 
+    @property
+    def unwritten(self) -> str | None:
+        """Which files are not written because no plan fits; the report always is. None where none was asked for."""
+        named = [str(path) for path in (self.plan, self.picture, self.timeline) if path is not None]
+        return f"no plan for {', '.join(named)}: not written" if named else None
+
     def check(self) -> None:
         """Refuse files that cannot be written, or that would overwrite an input or each other. Runs before any work.
 

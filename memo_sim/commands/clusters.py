@@ -121,7 +121,9 @@ def compare_clusters(
     else:
         show(str(result))
     if result.best is None:
-        raise Infeasible("no plan fits on any cluster", hint="see above") if not options["as_json"] else Silent(4)
+        if options["as_json"]:
+            raise Silent(4)
+        raise Infeasible("no plan fits on any cluster", got=outputs.unwritten, hint="see above")
 
 
 @click.command("gpus")
@@ -173,4 +175,6 @@ def gpus_command(**options: Any) -> None:
     else:
         show(str(found))
     if found.at_chosen is None:
-        raise Infeasible("no number of GPUs is enough", hint="see above") if not options["as_json"] else Silent(4)
+        if options["as_json"]:
+            raise Silent(4)
+        raise Infeasible("no number of GPUs is enough", got=outputs.unwritten, hint="see above")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def doctor_command(*, output: str | None, cluster_output: str | None, as_json: b
     """
     from memo_sim.answers.import_job import parse_given
     from memo_sim.api import doctor
-    from memo_sim.contract.codec import check_new_folder, write
+    from memo_sim.contract.codec import check_new_folder
 
     config, export_to = options.pop("config"), options.pop("export_to")
     of_job = {name: options.pop(name) for name in ("framework", "given", "no_search", "everything")}
@@ -63,8 +62,7 @@ def doctor_command(*, output: str | None, cluster_output: str | None, as_json: b
     if output:
         found.save(output)
         if cluster_output:
-            profile = os.path.relpath(output, Path(cluster_output).parent)
-            write(cluster_output, found.made.cluster_file(profile))
+            found.save_cluster(cluster_output, profile=output)
     if as_json:
         show_document(found.to_json().encode())
         return

@@ -134,6 +134,18 @@ def decode_object(raw: bytes, *, where: str) -> dict[str, Any]:
         raise explain_malformed(error, raw, where) from None
 
 
+def decode_foreign(raw: bytes, kind: type[T], *, what: str, where: str, hint: str) -> T:
+    """Return another program's JSON as ``kind``; fields that it does not have are ignored.
+
+    Raises:
+        BadInput: with ``what`` and ``hint``, when it is no JSON, or none of this kind.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadInput(what, where=where, got=str(error), hint=hint) from None
+
+
 def read(path: str | Path, kind: type[T]) -> T:
     """Return the document of type ``kind`` in a JSON (or ``.toml``) file.
 

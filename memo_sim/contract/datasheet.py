@@ -39,7 +39,7 @@ from memo_sim.contract.hardware import (
     Source,
 )
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.units import DTYPE_BYTES, GIB
+from memo_sim.contract.units import DTYPE_BYTES, GIB, format_percent
 
 OPTION = "--from-datasheet"
 EXAMPLE = "tflops=165,memory=24,pcie=4x16"
@@ -518,18 +518,20 @@ class _Maker:
         products = max(row[3] for table in like.gemm if table.dtype == "bf16" for row in table.rows) / peak
         kernel = "flash2"
         passes = [
-            f"{max(row[2] for row in table.rows) / peak:.0%} {table.attention_pass}"
+            f"{format_percent(max(row[2] for row in table.rows) / peak, 0)} {table.attention_pass}"
             for table in like.attention
             if (table.kernel, table.head_dim) == (kernel, 128)
         ]
+        bus = like.memory_bound_bytes_per_s.y[-1] / self.peaks.bus
+        pcie = like.h2d.alone.y[-1] / self.peaks.pcie
         parts = [
-            f"products reach at most {products:.0%} of the peak",
+            f"products reach at most {format_percent(products, 0)} of the peak",
             f"{kernel} {' and '.join(passes)}",
-            f"row-wise operators {like.memory_bound_bytes_per_s.y[-1] / self.peaks.bus:.0%} of the memory's bus",
-            f"copies {like.h2d.alone.y[-1] / self.peaks.pcie:.0%} of the PCIe link, all as {like.name}",
+            f"row-wise operators {format_percent(bus, 0)} of the memory's bus",
+            f"copies {format_percent(pcie, 0)} of the PCIe link, all as {like.name}",
         ]
         if self.sheet.nvlink is None and self.sheet.devices > 1:
-            shares = " and ".join(f"{share:.0%}" for _, share in PCIE_SHARES[self.sheet.p2p])
+            shares = " and ".join(format_percent(share, 0) for _, share in PCIE_SHARES[self.sheet.p2p])
             where = "NVIDIA/nccl-tests#178" if self.sheet.p2p else "NVIDIA/nccl#1639"
             parts.append(f"collectives {shares} of it ({where}), shared with copies")
         if self.sheet.bandwidth is None:

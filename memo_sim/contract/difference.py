@@ -41,6 +41,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lanes: dict[str, Seconds]
     """Busy seconds by lane, of the pipeline stage with most compute (of a measurement: of the rank that it is from)."""
     peak_device_bytes: Bytes
+    reserved_bytes: Bytes | None = None
+    """What PyTorch's allocator reserves at its peak; null where it is not predicted, or memory is planned."""
     peak_by_class: dict[str, Bytes] = {}
     """Empty where it is not known."""
     peak_host_bytes_per_node: Bytes | None = None

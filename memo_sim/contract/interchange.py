@@ -56,6 +56,8 @@ class Export(
     files: list[str]
     lost: list[LostDecision] = []
     own: list[OwnDecision] = []
+    notes: list[str] = []
+    """What else to check in the files before training."""
     plan: PlanRow
     """The plan as it was given, predicted on the cluster."""
     there: PlanRow

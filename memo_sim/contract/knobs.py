@@ -108,11 +108,12 @@ With tp above 1 the logits stay sharded over the vocabulary in all of them but e
 which have no such form.
 ``loss_chunk_tokens`` applies to each."""
 Modules = Literal["auto", "operators", "huggingface"]
-"""Whose modules an eager framework trains, which decides what autograd saves of a recomputed layer.
+"""Whose modules an eager framework trains, which decides what autograd saves of a layer.
 
 - operators: each operator keeps what its own backward reads, as in memo-exec.
 - huggingface: Hugging Face's modules in accelerate's FSDP2: fp32 copies of norms' inputs, every result inside the MLP
-  (``memory/huggingface.py``). ``ZeroParams`` is cast unless given.
+  (``memory/huggingface.py``; ``program/layers/huggingface.py`` without full recompute). ``ZeroParams`` is cast unless
+  given.
 - auto: the system's own, else operators."""
 MlpRebuild = Literal["block", "layer", "twice"]
 """What full recompute repeats of an MLP in row blocks (``program/layers/mlp.py``).
@@ -706,7 +707,7 @@ class Chosen:
     modules: Modules = _knob(
         "auto",
         _one_of(Modules),
-        "Memory policy eager, full recompute: whose modules autograd runs. operators: each keeps what its own backward"
+        "Memory policy eager: whose modules autograd runs. operators: each keeps what its own backward"
         " reads. huggingface: those of transformers in accelerate's FSDP2, with fp32 copies of norms' inputs and every"
         " result inside the MLP. auto: the system's own, else operators.",
     )

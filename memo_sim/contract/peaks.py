@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memo_sim.contract.hardware import ASSUMED, ROUGH, AttentionTable, CopyRates, Curve, Hardware
+from memo_sim.contract.units import format_percent
 
 TOLERANCE = 0.01
 """What a rate may be above a peak: data sheets round."""
@@ -110,7 +111,8 @@ def warnings_about(hardware: Hardware, shares: dict[str, float]) -> list[str]:
         rough
         + told
         + [
-            f"The predicted step has {share:.0%} of the {name} that the chip can do: it cannot be that fast."
+            f"The predicted step has {format_percent(share, 0)} of the {name} that the chip can do:"
+            " it cannot be that fast."
             for name, share in shares.items()
             if exceeds(share, 1.0)
         ]

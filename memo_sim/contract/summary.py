@@ -38,6 +38,10 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     capacity_bytes: Bytes
     free_bytes: Bytes = 0
     """Capacity above what is needed; 0 where the device is too small."""
+    allocation_retries: int = 0
+    """Allocation retries in a step; with any, PyTorch's cache has filled the device."""
+    allocator_wait_s: Seconds = 0.0
+    """Seconds of a step that compute waits for the allocator's calls."""
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -212,6 +212,11 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def format_percent(fraction: float, digits: int = 1, *, signed: bool = False) -> str:
+    """Return a fraction in percent with ``digits`` decimals (``53.6 %``), optionally with its sign."""
+    return f"{100 * fraction:{'+' if signed else ''}.{digits}f} %"
+
+
 def format_seconds(seconds: float, digits: int = 3) -> str:
     """Return a duration with at least ``digits`` significant digits, in s, ms or us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

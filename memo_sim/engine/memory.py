@@ -54,7 +54,10 @@ from memo_sim.program.layout.subsequence import subsequences_of
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The first instruction without enough memory, what is alive there, and the largest shortage of the step."""
+    """The instruction with the largest shortage of the step, and what is alive there.
+
+    Where the caching allocator fails, the step ends, so it is the instruction that fails.
+    """
 
     status: Literal["gpu_oom", "host_oom"]
     instruction: int
@@ -69,18 +72,14 @@ class OutOfMemory:
 
     @property
     def reason(self) -> str:
-        """One line: where memory runs out, how much is needed and available, what is alive, the largest shortage."""
+        """One line: where most memory is missing, how much is needed there and available, and what is alive."""
         largest = sorted(self.live.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
         where = "device" if self.status == "gpu_oom" else "a node's host"
         need, have = format_bytes(sum(self.live.values())), format_bytes(self.capacity_bytes)
-        most_bytes, worst = (
-            self.capacity_bytes + self.shortfall_bytes,
-            f"{format_bytes(self.shortfall_bytes)} are missing",
-        )
-        if most_bytes != sum(self.live.values()):
-            worst = f"at the worst instant {format_bytes(most_bytes)} are needed, so {worst}"
-        return f"{where} memory runs out at {self.id}: {need} ({parts}) are needed of {have}; {worst}"
+        missing = format_bytes(self.shortfall_bytes)
+        at = " at" if "requested" in self.live else ", worst at"
+        return f"{where} memory runs out{at} {self.id}: {need} ({parts}) of {have}, so {missing} are missing"
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,7 @@ class Memory:
     def fault(self) -> OutOfMemory | None:
         """Why the step does not fit, or None when it does; the device is checked first."""
         if self.device_total_bytes > self.device_capacity_bytes:
-            room = self.device_capacity_bytes - self.reserve_bytes
-            at, live = _first_above(self.device_curves, room)
-            live["reserve"] = self.reserve_bytes
+            at, live = self.device.instruction, {**self.device.by_class, "reserve": self.reserve_bytes}
             missing = self.device_total_bytes - self.device_capacity_bytes
             return OutOfMemory("gpu_oom", at, self.program_id(at), live, self.device_capacity_bytes, missing)
         if self.caching is not None and (failed := self.caching.replay.out_of_memory):
@@ -159,9 +156,8 @@ class Memory:
             at = failed.instant
             return OutOfMemory("gpu_oom", at, self.program_id(at), live, self.device_capacity_bytes, missing)
         if self.host_per_node_bytes > self.host_capacity_bytes:
-            room = max(0, self.host_capacity_bytes - self.host_beside_bytes) // self.local_ranks
-            at, mine = _first_above(self.host_curves, room)
-            live = {name: size * self.local_ranks for name, size in mine.items()}
+            at = self.host.instruction
+            live = {name: size * self.local_ranks for name, size in self.host.by_class.items()}
             if self.host_beside_bytes:
                 live["other stages"] = self.host_beside_bytes
             missing = self.host_per_node_bytes - self.host_capacity_bytes
@@ -327,13 +323,6 @@ def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> L
         on_device=np.zeros(len(blocks), dtype=bool),
         class_of=lives.class_of[example],
     )
-
-
-def _first_above(curves: dict[str, Ints], limit: int) -> tuple[int, dict[str, int]]:
-    """Return the first instruction whose live bytes exceed ``limit``, and its live bytes by class."""
-    total = np.sum(list(curves.values()), axis=0)
-    at = int(np.argmax(total > limit))
-    return at, {name: int(curve[at]) for name, curve in curves.items() if curve[at]}
 
 
 def _host_over_time(lives: Liveness, playback: Playback) -> MemoryCurve:

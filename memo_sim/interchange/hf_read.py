@@ -658,7 +658,9 @@ def _recompute(
     if kwargs.get("selective"):
         arguments.ignore("gradient_checkpointing_kwargs", "memo keeps no attention output beside full recompute")
     if arguments.flag("activation_offloading"):
-        arguments.ignore("activation_offloading", "memo prices it as kept: it plans swapping under --system memo")
+        arguments.ignore(
+            "activation_offloading", "memo prices it as kept: it plans swapping by token under --system trl-tokenwise"
+        )
     else:
         arguments.says("activation_offloading", "nothing is swapped")
     return recompute, choice, offloaded and full

@@ -19,6 +19,7 @@ from memo_sim.contract.errors import BadInput
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
 from memo_sim.contract.knobs import Loss, Overlap, Pins, Recompute, States
 from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.units import format_percent
 from memo_sim.interchange.framework import Read
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.megatron_words import ATTENTION, LLAMA3_SCALING, MODULES, equal_runs, padded
@@ -572,7 +573,7 @@ def _states(config: Configuration) -> States:
     narrow = aware and all("bf16" in moment or "bfloat16" in moment for moment in moments)
     states: States = "host" if offloaded and share > 0 else "bf16" if narrow else "fp32"
     if states == "host" and share < 1:
-        config.assumed.append(f"all optimizer states are on the host, not {share:.0%} of them")
+        config.assumed.append(f"all optimizer states are on the host, not {format_percent(share, 0)} of them")
     names = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload")
     config.say((*names, "optimizer_offload_fraction"), f"states {states}")
     return states

@@ -63,7 +63,8 @@ def _sequence_parallel(_: Saying, plan: Decisions, there: Decisions) -> str:
 
 
 def _zero(saying: Saying, plan: Decisions, there: Decisions) -> str:
-    return saying.lost or f"it divides more of the states than ZeRO {plan.layout.zero}: {_BEST}"
+    more = "more" if there.layout.zero > plan.layout.zero else "less"
+    return saying.lost or f"it divides {more} of the states than ZeRO {plan.layout.zero}: {_BEST}"
 
 
 def _recompute(saying: Saying, plan: Decisions, there: Decisions) -> str:

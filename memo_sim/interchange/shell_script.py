@@ -266,7 +266,7 @@ class _Reader:
             case ["-n", value]:
                 return known and value != ""
             case ["-e" | "-f" | "-r" | "-s", value]:  # a script tests for the files that it needs
-                self.script.left_out.append(f"a condition, {values[0]} {shown(value)}: the file is taken to be there")
+                self.script.left_out.append(f"a condition, {values[0]} {shown(value)}: memo assumes the file is there")
                 return True
             case [left, "=" | "==", right] if known:
                 return left == right

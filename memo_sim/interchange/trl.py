@@ -51,8 +51,8 @@ SAYINGS = hugging_face_sayings(
         ),
         "decisions.swapped_tokens": exact(
             "gradient_checkpointing_kwargs",
-            lost="it offloads the inputs of recomputed layers, all of them or none; of a plan that recomputes by token,"
-            f" {TOKENWISE_LAUNCH} has memo's own alpha, which is not priced here",
+            lost="it offloads the inputs of recomputed layers, all of them or none; of a plan that swaps tokens,"
+            f" {TOKENWISE_LAUNCH} has memo's own alpha, which the system trl-tokenwise prices",
         ),
         "decisions.zero_params": Saying("own", lost="FSDP2 keeps fp32 shards and casts them before every gather"),
         "decisions.loss": Saying(
@@ -69,7 +69,7 @@ TOKENWISE_TEXT = '''"""trl sft whose decoder layers swap and recompute by token;
 
 {header}
 Needs memo[tokenwise]. Transformers' modules save more than memo's operators do, so host memory may be too small for the
-plan's alpha: ALPHA=0.3 bash train_tokenwise.sh takes another.
+plan's alpha, unless it is a plan of the system trl-tokenwise: ALPHA=0.3 bash train_tokenwise.sh takes another.
 """
 
 import os
@@ -131,11 +131,11 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
 
 
 def beside(decisions: Decisions, job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
-    """Return a program that swaps tokens inside TRL, and its script, for a plan that recomputes by token.
+    """Return a program that swaps tokens inside TRL, and its script, for a plan that recomputes by token or swaps all.
 
     The layers stay transformers'; ``memo_exec.tokenwise`` wraps them, in place of checkpointing.
     """
-    if decisions.recompute != "tokenwise":
+    if decisions.recompute != "tokenwise" and not (decisions.recompute == "none" and decisions.alpha == 1):
         return {}
     command = (*(TOKENWISE, "--config", ARGUMENTS, "--model_name_or_path", '"${MODEL}"', '"$@"'),)
     before = model_variable(job)

@@ -42,6 +42,7 @@ from memo_sim.program.ir.instruction import Instruction, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layout.compatibility import saves_of_modules
 
 READ_AGAIN = {"rms_norm": "stats", "qk_norm": "raw", "swiglu": "x"}
 """Operators whose modules save more than the program keeps, with the operand by which their backward is known."""
@@ -62,7 +63,8 @@ def module_buffers(
 ) -> tuple[Liveness, list[str]]:
     """Return the buffers of ``lives`` as Hugging Face's modules and accelerate have them, and their names by number."""
     lives = _residual_sums(program, columns, _classifier(program, columns, _states(program, lives, decisions)))
-    added = list(_saved_tensors(program, columns, lives))
+    # Where layers keep what modules save, the program has it (program/layers/huggingface.py).
+    added = [] if saves_of_modules(decisions) else list(_saved_tensors(program, columns, lives))
     return with_added(lives, added), names + [new.name for new in added]
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from memo_sim.contract.codec import decode_foreign
 from memo_sim.contract.errors import BadInput
 from memo_sim.observed.whole_operators import is_whole
 
@@ -150,7 +151,8 @@ def read_recording(raw: bytes, where: str) -> Recording:
     Raises:
         BadInput: when it is not a Kineto trace, has no operators and no device events, or its steps have no duration.
     """
-    trace = _decode(_unpacked(raw, where), where)
+    what = "not a trace of PyTorch's profiler"
+    trace = decode_foreign(_unpacked(raw, where), _Trace, what=what, where=where, hint=RECORD)
     events = [event for event in trace.trace_events if event.ph == "X" and _time(event) is not None]
     for event in events:
         start, end = _span(event)
@@ -211,15 +213,6 @@ def _unpacked(raw: bytes, where: str) -> bytes:
     if len(found) > MOST_BYTES:
         raise BadInput("the trace is too large", where=where, wanted=f"at most {MOST_BYTES} bytes unpacked")
     return found
-
-
-def _decode(raw: bytes, where: str) -> _Trace:
-    try:
-        return msgspec.json.decode(raw, type=_Trace)
-    except msgspec.MsgspecError as error:
-        raise BadInput("not a trace of PyTorch's profiler", where=where, got=str(error), hint=RECORD) from None
-    except UnicodeDecodeError as error:
-        raise BadInput("not a trace of PyTorch's profiler", where=where, got=str(error), hint=RECORD) from None
 
 
 def _time(event: _Event) -> float | None:

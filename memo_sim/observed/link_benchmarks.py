@@ -21,6 +21,7 @@ from statistics import median
 
 import msgspec
 
+from memo_sim.contract.codec import decode_foreign
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.hardware import CollectiveKind, CollectiveTable, Curve
 from memo_sim.costs.collective import volume_factor
@@ -214,10 +215,7 @@ def _rows(text: str, where: str) -> Iterator[Row]:
 
 
 def _read_json(raw: bytes, where: str) -> LinkTest:
-    try:
-        report = msgspec.json.decode(raw, type=_NcclReport)
-    except msgspec.MsgspecError as error:
-        raise BadInput("not the JSON of nccl-tests", where=where, got=str(error), hint="-J FILE") from None
+    report = decode_foreign(raw, _NcclReport, what="not the JSON of nccl-tests", where=where, hint="-J FILE")
     name = (report.args or [""])[0] or ""
     program = name.replace("\\", "/").rpartition("/")[2].removesuffix("_mpi")
     if program not in PROGRAMS:
@@ -287,12 +285,8 @@ def read_nvbandwidth(raw: bytes, where: str) -> CopyTests:
         BadInput: when it is not the JSON of nvbandwidth, or no copy between host and device passed.
     """
     start = raw.find(b"{")
-    try:
-        report = msgspec.json.decode(raw[max(start, 0) :], type=_Report)
-    except msgspec.MsgspecError as error:
-        raise BadInput(
-            "not the JSON of nvbandwidth", where=where, got=str(error), hint="nvbandwidth -j > FILE"
-        ) from None
+    told = {"what": "not the JSON of nvbandwidth", "where": where, "hint": "nvbandwidth -j > FILE"}
+    report = decode_foreign(raw[max(start, 0) :], _Report, **told)
     found, skipped, devices = dict[str, float](), list[str](), 1
     for case in report.nvbandwidth.testcases:
         if case.name not in COPIES:

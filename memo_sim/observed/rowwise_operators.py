@@ -46,7 +46,6 @@ _PATTERNS: dict[AccessPattern, str] = {
     ),
 }
 _COMPILED = {pattern: re.compile(text) for pattern, text in _PATTERNS.items()}
-_REDUCES: tuple[AccessPattern, ...] = ("row_sum", "column_sum")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.progress import Progress
-from memo_sim.contract.units import KIB, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import KIB, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.engine.memory import Memory, memory_of
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import Pins, Question
@@ -42,6 +42,7 @@ from memo_sim.planning.space import candidates
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.lower import lower
+from memo_sim.views.plan_table import short_of
 
 GPUS = 8
 """GPUs of the paper's machine, joined by NVLink."""
@@ -191,7 +192,8 @@ def memory_ratios(progress: Progress) -> Figure:
 def _held(tokens: int, memory: Memory) -> Point:
     """Return one point: peak GiB, or no value and a note with the need where the plan does not fit."""
     if memory.fault is not None:
-        return Point(x=tokens, y=None, note=f"{memory.fault.status}, needs {format_bytes(memory.device.bytes)}")
+        note = f"{short_of(memory.fault.status)} is short, needs {format_bytes(memory.device.bytes)}"
+        return Point(x=tokens, y=None, note=note)
     return Point(x=tokens, y=memory.device.bytes / 2**30)
 
 
@@ -326,7 +328,7 @@ def _best(setting: Setting, found: dict[str, list[Cell]]) -> str:
         best = max(fitting, key=lambda system: fitting[system] or 0.0, default="none")
         first.append(f"{format_tokens(tokens)} {best}")
     metp = max((one.mfu for one in found[METP] if one.mfu is not None), default=0.0)
-    return f"{setting.name}: fastest {', '.join(first)}; metp at most {metp:.1%}."
+    return f"{setting.name}: fastest {', '.join(first)}; metp at most {format_percent(metp)}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +376,7 @@ def overlap(progress: Progress) -> Figure:
                 points=[Point(x=n, y=one.overlapped, note=f"sync {format_seconds(one.step_s)}") for n, one in pairs],
             ),
         ]
-        exposed = ", ".join(f"{format_tokens(n)} {one.exposed:.1%}" for n, one in pairs)
+        exposed = ", ".join(f"{format_tokens(n)} {format_percent(one.exposed)}" for n, one in pairs)
         findings.append(f"{setting.name}, exchanges that overlap does not hide, of the synchronous step: {exposed}.")
     return Figure(
         name="metp-7",

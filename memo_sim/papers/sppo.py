@@ -35,7 +35,7 @@ from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.knobs import MemoryPolicy
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
-from memo_sim.contract.units import GIB, KIB, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, KIB, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.engine.simulate import simulate
 from memo_sim.papers.longest import last_that_fits
 from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy
@@ -49,7 +49,7 @@ from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.lower import lower
-from memo_sim.views.plan_table import layout_label
+from memo_sim.views.plan_table import layout_label, short_of
 
 SPPO, MEGATRON, DEEPSPEED = "sppo", "megatron-lm", "deepspeed-fpdt"
 UNPLANNED = "sppo, memory not planned"
@@ -130,7 +130,7 @@ class Cell:
         """Step time or shortfall, then layout and policy."""
         found = self.prediction
         if found.step_s is None:
-            return f"{found.status}, short by {format_bytes(found.shortfall_bytes)}; {self.how}"
+            return f"{format_bytes(found.shortfall_bytes)} of {short_of(found.status)} short; {self.how}"
         return f"{format_seconds(found.step_s)}; {self.how}"
 
 
@@ -306,7 +306,7 @@ def longest(progress: Progress) -> Figure:
     for done, job in enumerate(LONG, start=1):
         ((thousands, _),) = job.parts.items()
         one = cell(job, SPPO, thousands)
-        mfu = "" if one.prediction.mfu is None else f", MFU {one.prediction.mfu:.1%}"
+        mfu = "" if one.prediction.mfu is None else f", MFU {format_percent(one.prediction.mfu)}"
         points.append(Point(x=thousands * KIB, y=one.tgs, note=f"{8 * job.nodes} GPUs, {_peak(one)}{mfu}"))
         progress(done, len(LONG))
     return _figure(
@@ -488,9 +488,9 @@ def _footprints(progress: Progress) -> Figure:
 def _beside_printed(name: str, row: Footprint) -> str:
     states, activations, gpus = PRINTED[name]
     return (
-        f"{name}: states {row.state_bytes / 1e9 / states - 1:+.1%}, activations "
-        f"{row.activation_bytes / GIB / activations - 1:+.1%} against print; {row.by_bytes} GPUs by bytes, "
-        f"{row.by_plan} by a plan (SPPO: {gpus} and more)."
+        f"{name}: states {format_percent(row.state_bytes / 1e9 / states - 1, signed=True)}, activations "
+        f"{format_percent(row.activation_bytes / GIB / activations - 1, signed=True)} against print; "
+        f"{row.by_bytes} GPUs by bytes, {row.by_plan} by a plan (SPPO: {gpus} and more)."
     )
 
 
@@ -530,7 +530,9 @@ def _kernel_efficiency(progress: Progress) -> Figure:
     ]
     if slower:
         short = format_tokens(LAYER_TOKENS // slower[0])
-        findings.append(f"With {short} tokens per subsequence or fewer, kernels are more than {SLOWER:.0%} slower.")
+        findings.append(
+            f"With {short} tokens per subsequence or fewer, kernels are more than {format_percent(SLOWER, 0)} slower."
+        )
     return Figure(
         name="sppo-7",
         title=f"A layer's forward over {format_tokens(LAYER_TOKENS)} tokens in equal subsequences: h 4096, one A100",

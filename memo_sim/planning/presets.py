@@ -51,14 +51,19 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        (distributed/compile.py). Stored shards are fp32. Its full recompute repeats whole layers
                        (``early_stop=False`` in distributed/activation_checkpoint.py), and ended early in 2025
     trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
-                       device unless ``--offload-inputs``), ``chunked_nll`` in chunks of 256 tokens under checkpoint
-                       with accuracy and entropy (before TRL 1.13 of fp32 products: ``--loss checkpointed-fp32``),
+                       device unless ``--offload-inputs``, which is transformers' ``{"offload": True}``),
+                       ``chunked_nll`` in chunks of 256 tokens under checkpoint with accuracy and entropy (before TRL
+                       1.13 of fp32 products: ``--loss checkpointed-fp32``),
                        Hugging Face's eager modules, torch's attention, cuDNN's where it has that
                        (huggingface/trl@f2cd577: trl/trainer/sft_trainer.py, sft_config.py;
                        huggingface/accelerate@16cb6eb: utils/fsdp_utils.py, utils/dataclasses.py;
                        huggingface/trl#6846, #6863). A model in bf16 without mixed precision:
                        ``--states pure-bf16``. An MLP in tiles (``--mlp-chunk``) is a loop over ``split``, whose tiles
                        autograd keeps: ``--mlp-rebuild layer``
+    trl-tokenwise      trl-fsdp2 without gradient checkpointing, whose decoder layers ``memo_exec.tokenwise`` wraps:
+                       what Hugging Face's modules save is swapped or recomputed by token, and the last two layers keep
+                       it (``program/layers/huggingface.py``). Where everything kept fits and is faster, nothing is
+                       wrapped. The copies that join the rows of q, k, v and of the output are left out
     deepspeed-alst     Arctic long sequence training: Ulysses, ZeRO 3, full recompute whose inputs wait on the host, the
                        MLP in ceil(tokens / hidden) tiles, loss tiles of 1 GiB of logits, Hugging Face's eager modules
                        around FlashAttention-2 (deepspeedai/DeepSpeed@edaa722: TiledMLP and TiledFusedLogitsLoss in
@@ -79,7 +84,7 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memo_sim.contract.accuracy import Framework
 from memo_sim.contract.attention_kernels import AttentionName
@@ -272,6 +277,11 @@ class System:
     """In which orders stages play their passes, where that is not pinned; the first alone where stages are."""
 
     @property
+    def recomputes(self) -> frozenset[str]:
+        """The recompute modes of its own policies."""
+        return frozenset(policy.recompute for policy in self.short_sequences + self.policies)
+
+    @property
     def searched(self) -> frozenset[str]:
         """Names of the knobs (``contract/knobs.py``) that are searched under this system unless they are pinned."""
         policies = self.short_sequences + self.policies
@@ -283,7 +293,7 @@ class System:
             "virtual_stages": "interleaved" in self.schedules,
             "multiplexed": self.multiplexed,
             "offload_window": len(self.offload_windows) > 1,
-            "recompute": len({policy.recompute for policy in policies}) > 1,
+            "recompute": len(self.recomputes) > 1,
             "recompute_layers": bool(self.last_resorts),
             "alpha": len({policy.alpha for policy in policies}) > 1 or policies[0].alpha is None,
             "mlp_chunk_tokens": len({policy.mlp_blocks for policy in policies}) > 1,
@@ -291,6 +301,28 @@ class System:
         }
         return frozenset((*self.degrees, *(name for name, searched in several.items() if searched)))
 
+
+TRL = System(
+    "trl-fsdp2",
+    "TRL with FSDP2: ZeRO 3 over dp and cp that gathers; full recompute, loss in chunks, eager modules",
+    (FULL_RECOMPUTE,),
+    memory_policy="eager",
+    rowwise="eager",
+    streams="events",
+    zero_params="cast",
+    early_stop=True,
+    sharding="fsdp2",
+    adamw="fused",
+    modules="huggingface",
+    attention=("torch-cudnn", *TORCH_FLASH),
+    loss="checkpointed",
+    loss_chunk_tokens=256,
+    mlp_rebuild="layer",
+    degrees=("cp", "dp"),
+    pinnable=("tp",),  # transformers' own, which TRL's command line does not start
+    zeros=(3,),
+    cp_exchange="all_gather",
+)
 
 SYSTEMS = {
     s.name: s
@@ -454,26 +486,14 @@ SYSTEMS = {
             overlap="both",
             schedules=("1f1b", "interleaved"),
         ),
-        System(
-            "trl-fsdp2",
-            "TRL with FSDP2: ZeRO 3 over dp and cp that gathers; full recompute, loss in chunks, eager modules",
-            (FULL_RECOMPUTE,),
-            memory_policy="eager",
-            rowwise="eager",
-            streams="events",
-            zero_params="cast",
-            early_stop=True,
-            sharding="fsdp2",
-            adamw="fused",
-            modules="huggingface",
-            attention=("torch-cudnn", *TORCH_FLASH),
-            loss="checkpointed",
-            loss_chunk_tokens=256,
-            mlp_rebuild="layer",
-            degrees=("cp", "dp"),
-            pinnable=("tp",),  # transformers' own, which TRL's command line does not start
-            zeros=(3,),
-            cp_exchange="all_gather",
+        TRL,
+        replace(
+            TRL,
+            name="trl-tokenwise",
+            about="TRL with memo_exec.tokenwise: alpha of the tokens swapped, the others recomputed; else as trl-fsdp2",
+            policies=(TOKENWISE,),
+            short_sequences=(KEEP,),
+            pinnable=(),
         ),
         System(
             "deepspeed-alst",

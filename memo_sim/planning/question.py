@@ -186,9 +186,16 @@ class Question(Chosen):
         return self.preset.early_stop and self.hardware.eager_libraries >= EARLY_STOP
 
     def modules_of(self, recompute: str) -> Modules:
-        """Return what is given, or else the system's own under an eager framework that recomputes in full."""
-        own = self.preset.modules if self.memory_policy == "eager" and recompute == "full" else "auto"
-        return own if self.modules == "auto" else self.modules
+        """Return what is given, or else the system's own under an eager framework, where memo knows what they save.
+
+        That is under full recompute, and of Llama's family on whole tensors where layers keep or swap. A system that
+        keeps or swaps them by itself has its modules always, so that it is refused where memo has no list.
+        """
+        if self.modules != "auto" or self.memory_policy != "eager":
+            return self.modules
+        listed = self.model.family == "llama" and self.pins.tp in (None, 1)
+        known = recompute == "full" or (recompute in ("none", "tokenwise") and listed)
+        return self.preset.modules if known or self.preset.recomputes != {"full"} else "auto"
 
     @property
     def dtype(self) -> DtypeName:

@@ -157,8 +157,6 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
                 continue
             try:
                 whole = _with_policy(question, complete, policy)
-                if MODULES_ARE_RECOMPUTED.breaks(whole):
-                    raise MODULES_ARE_RECOMPUTED.refusal(whole)
                 cut = blocks.cut(question, whole, policy, chosen)
                 if cut is None:
                     continue
@@ -189,7 +187,8 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
 
 def _base(question: Question, layout: Layout) -> Decisions:
     norms, overlap = question.pins.keep_norms and layout.metp > 1, _overlap(question, layout)
-    return msgspec.structs.replace(question.decisions(layout), keep_norms=norms, overlap=overlap)
+    # A base keeps everything, and whose modules do that is the policy's to say.
+    return msgspec.structs.replace(question.decisions(layout), keep_norms=norms, overlap=overlap, modules="auto")
 
 
 def _check_not_too_many(question: Question, found: int) -> None:
@@ -204,14 +203,23 @@ def _check_not_too_many(question: Question, found: int) -> None:
 
 
 def _with_policy(question: Question, decisions: Decisions, policy: Policy) -> Decisions:
-    """Return the plan with the policy's alpha, and with the ways of full recompute that are pinned or the system's."""
-    return msgspec.structs.replace(
+    """Return the plan with the policy's alpha, and with the ways of full recompute that are pinned or the system's.
+
+    Raises:
+        Infeasible: when Hugging Face's modules do not go with the policy or the layout.
+    """
+    found = msgspec.structs.replace(
         with_alpha(decisions, policy.recompute, policy.alpha or 0.0),
         recompute_layers=policy.layers,
         modules=question.modules_of(policy.recompute),
         early_stop=question.early_stop(policy.recompute, policy.layers),
         rounding_buffers=question.rounding_buffers(policy.recompute, policy.layers),
     )
+    if found.modules == "huggingface":
+        if MODULES_ARE_RECOMPUTED.breaks(found):
+            raise MODULES_ARE_RECOMPUTED.refusal(found)
+        check_compatible(found)
+    return found
 
 
 def _offloaded(

@@ -14,7 +14,7 @@ from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.hardware import BOARD, DISTURBED, POWER, SAFETY
 from memo_sim.contract.knobs import FrameworkLibrary, MlpRebuild
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.arena import Arena
@@ -145,7 +145,9 @@ def _of_one_micro_batch(found: SearchResult) -> SearchResult:
 
 def extrapolations(simulation: Simulation) -> str:
     """Return the curves that are read beyond their sizes, with their shares of the step; empty where there are none."""
-    return ", ".join(f"{name} ({share:.0%} of the step)" for name, share in simulation.outside_shares.items())
+    return ", ".join(
+        f"{name} ({format_percent(share, 0)} of the step)" for name, share in simulation.outside_shares.items()
+    )
 
 
 def _rounded(question: Question, simulation: Simulation) -> list[str]:
@@ -166,7 +168,7 @@ def _rowwise(simulation: Simulation) -> list[str]:
     stage = simulation.pace
     rowwise = stage.per_instruction(lambda i: isinstance(i.work, Rowwise) and i.lane is Lane.COMPUTE) * stage.weights
     share = float((rowwise * stage.seconds).sum()) / stage.compute_s
-    text = f"Row-wise operators run as {LIBRARIES[library]} and take {share:.1%} of compute time"
+    text = f"Row-wise operators run as {LIBRARIES[library]} and take {format_percent(share)} of compute time"
     return [f"{text}; memo-exec cannot play such a plan (--rowwise torch or triton)."]
 
 
@@ -203,7 +205,9 @@ def _binding(simulation: Simulation) -> str:
     step_s = prediction.step_s or 0.0
     compute_s = prediction.lanes.get("compute", 0.0)
     idle_s = step_s - compute_s
-    head = f"Compute is busy {compute_s / step_s:.1%} of the step" if step_s else "No instruction was played"
+    head = (
+        f"Compute is busy {format_percent(compute_s / step_s)} of the step" if step_s else "No instruction was played"
+    )
     if idle_s < SLACK * step_s:
         return f"{head} and is the bottleneck; it hides copies and communication."
     waits = [(s.seconds, s.waits_for) for s in prediction.stalls if s.lane == "compute"]
@@ -218,11 +222,12 @@ def _recompute(found: SearchResult, simulation: Simulation) -> list[str]:
         return []
     why = _why_no_more_is_swapped(found) if share - own >= SMALLEST_SHARE else ""
     metp = (
-        f", of which METP's recompute of Q, K, V and the MLP's activations is {own:.1%}"
+        f", of which METP's recompute of Q, K, V and the MLP's activations is {format_percent(own)}"
         if own >= SMALLEST_SHARE
         else ""
     )
-    return [f"Recompute is {share:.1%} of compute time{metp}{': ' if why and not metp else '; ' if why else ''}{why}."]
+    join = "" if not why else "; " if metp else ": "
+    return [f"Recompute is {format_percent(share)} of compute time{metp}{join}{why}."]
 
 
 def _why_no_more_is_swapped(found: SearchResult) -> str:
@@ -299,7 +304,7 @@ def _pipeline(simulation: Simulation) -> list[str]:
     text = (
         f"{layout.pp} pipeline stages run {counted(count, 'micro-batch', 'es')} with the {layout.schedule} schedule; a "
         f"rank sends at most {sent} per step to other stages, and the slowest stage computes "
-        f"{max(compute_s) / min(compute_s) - 1:.1%} longer than the fastest"
+        f"{format_percent(max(compute_s) / min(compute_s) - 1)} longer than the fastest"
     )
     if not simulation.steady:
         played = simulation.program.micro_batches
@@ -383,13 +388,14 @@ def _allocator(simulation: Simulation) -> list[str]:
     who = "an eager framework" if simulation.decisions.memory_policy == "eager" else "the caching allocator"
     above = prediction.reserved_bytes / prediction.peak_device_bytes - 1
     often = prediction.allocation_retries / simulation.decisions.micro_batches
-    text = (
-        f"Memory is not planned: {who} reserves {format_bytes(prediction.reserved_bytes)}, {above:.1%} above the peak"
-    )
+    reserved = format_bytes(prediction.reserved_bytes)
+    text = f"Memory is not planned: {who} reserves {reserved}, {format_percent(above)} above the peak"
     retries = f"{often:.3g} {_retries(often)} per micro-batch" if often else "no allocation retries"
     stalled = sum(s.seconds for s in prediction.stalls if s.waits_for == ALLOCATOR)
     share = (
-        f"; compute waits for its calls for {stalled / prediction.step_s:.1%} of the step" if prediction.step_s else ""
+        f"; compute waits for its calls for {format_percent(stalled / prediction.step_s)} of the step"
+        if prediction.step_s
+        else ""
     )
     freed = FREED.get(simulation.decisions.streams)
     waits = f" Memory that other streams use comes back {freed} (--streams {simulation.decisions.streams})."

@@ -22,7 +22,7 @@ from memo_sim.program.ir.instruction import Lane
 
 
 class Disturbance:
-    """What ran at every instant of a recording. Collectives are taken to have their links alone."""
+    """What ran at every instant of a recording. Collectives are assumed to have their links alone."""
 
     def __init__(
         self, spans: Iterable[tuple[Lane, float, float]], hardware: Hardware, cluster: Cluster, local_devices: int

@@ -17,7 +17,7 @@ from typing import Any
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Layout
-from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated, SearchResult
@@ -97,7 +97,7 @@ def _least(ranked: list[Evaluated]) -> str:
         return ""
     needs, zero = format_bytes(least.prediction.peak_device_bytes), least.decisions.layout.zero
     states = f" and ZeRO {zero}" if zero != ranked[0].decisions.layout.zero else ""
-    return f" (as little as {needs} with {least.policy.label}{states}, within {TIED:.1%} of that time)"
+    return f" (as little as {needs} with {least.policy.label}{states}, within {format_percent(TIED)} of that time)"
 
 
 def _outcome(mine: Evaluated, ranked: list[Evaluated]) -> str:
@@ -108,7 +108,7 @@ def _outcome(mine: Evaluated, ranked: list[Evaluated]) -> str:
     if other.prediction.step_s is None or mine.prediction.step_s is None:
         return f"does not fit, short by {format_bytes(other.prediction.shortfall_bytes)}"
     slower = other.prediction.step_s / mine.prediction.step_s - 1
-    said = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'} with {other.policy.label}"
+    said = f"{format_percent(abs(slower))} {'slower' if slower > 0 else 'faster'} with {other.policy.label}"
     return f"needs {_cost(other)}, {said}{_least(ranked)}"
 
 

@@ -23,7 +23,7 @@ from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.hardware import SAFETY
 from memo_sim.contract.knobs import KNOBS, MOST_ZERO, CpExchange, Overlap, Recompute, Schedule, States, TpOverlap
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.contract.units import GIB, format_bytes, format_tokens
+from memo_sim.contract.units import GIB, format_tokens
 from memo_sim.planning import blocks
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.contradictions import repinned
@@ -36,8 +36,6 @@ from memo_sim.planning.search import search
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.shape import shape_of
 
-WORTH_TELLING = 0.1
-"""A knob that does not make the plan fit is named when it saves at least this fraction of the shortfall."""
 LEFT_TO_THE_SEARCH = ("alpha", "recompute", *WITHIN_A_STAGE, "zero")
 """Knobs that are better left out than pinned to something else, when nothing fits."""
 DIVIDED = ("tp", "cp", "ulysses", "metp", "pp", "dp")
@@ -171,36 +169,20 @@ def both(question: Question, one: Tried, other: Tried) -> list[Change]:
 
 
 def _memory_savers(question: Question, nearest: Evaluated) -> list[str]:
-    """Return the options that no search tries and that help; where no single one is enough, pairs of them."""
+    """Return the options that no search tries and that make a plan fit; where no single one does, pairs of them."""
     plans = [
         (c, evaluated(c, nearest.decisions, enough_s=ANY_STEP_S)) for c in _not_searched(question, nearest.decisions)
     ]
     tried = [(change, found) for change, found in plans if found is not None]
-    ways = [way for change, found in tried for way in _helps(change, found, nearest)]
-    if any(found.prediction.step_s is not None for _, found in tried) or len(tried) < PAIR:
+    ways = [change.typed(found.decisions) for change, found in tried if found.prediction.step_s is not None]
+    if ways or len(tried) < PAIR:
         return ways
-    fitting, count = list[str](), 0
+    fitting = list[str]()
     for change in pairs(question, sorted(tried, key=lambda each: each[1].rank_key)):
         found = evaluated(change, nearest.decisions, enough_s=ANY_STEP_S)
-        count += found is not None
         if found is not None and found.prediction.step_s is not None:
             fitting.append(change.typed(found.decisions))
-    if fitting or not count:
-        return [*ways, *fitting]
-    tested = ", ".join(dict.fromkeys(change.options for change, _ in tried))
-    return [*ways, f"no two of {tested} are enough together"]
-
-
-def _helps(change: Change, found: Evaluated, nearest: Evaluated) -> list[str]:
-    """Return the option if a plan fits with it or is short by much less; else an empty list."""
-    option, prediction = change.typed(found.decisions), found.prediction
-    if prediction.step_s is not None:
-        return [option]
-    left, short = prediction.shortfall_bytes, nearest.prediction.shortfall_bytes
-    if prediction.status == "gpu_oom" and left > (1 - WORTH_TELLING) * short:
-        return []
-    where = "" if prediction.status == "gpu_oom" else " of host memory"
-    return [f"{option} (still short by {format_bytes(left)}{where})"]
+    return fitting
 
 
 def _not_searched(question: Question, decisions: Decisions) -> list[Change]:

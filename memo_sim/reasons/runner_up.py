@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from memo_sim.contract.plan import Decisions, PlanRow, Prediction
-from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds
 from memo_sim.engine.simulate import ALLOCATOR
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.views.plan_table import layout_label
@@ -39,7 +39,7 @@ def runner_up(found: SearchResult) -> list[str]:
     if ranked_s(first_s) == ranked_s(second_s):
         return [f"Runner-up: {label(others[0])}, equally fast."]
     lost_s = second_s - first_s
-    text = f"Runner-up: {label(others[0])}, {format_seconds(lost_s)} ({lost_s / first_s:.1%}) slower"
+    text = f"Runner-up: {label(others[0])}, {format_seconds(lost_s)} ({format_percent(lost_s / first_s)}) slower"
     return [f"{text}{_where_lost(best[0], others[0])}."]
 
 
@@ -151,7 +151,7 @@ def ties(found: SearchResult) -> list[str]:
     first_s = ranked_s(best.prediction.step_s)
     equal = [e for e in tied if ranked_s(e.prediction.step_s or 0.0) == first_s]
     decides = "least host memory, then least device memory" if equal else "step time"
-    return [f"Equally fast (within {TIED:.1%}): {listed}{more}. They are ranked by {decides}."]
+    return [f"Equally fast (within {format_percent(TIED)}): {listed}{more}. They are ranked by {decides}."]
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,11 @@ def closer_than_the_interval(close: Closeness | None) -> list[str]:
     if close.plans:
         plans = "1 other plan is" if close.plans == 1 else f"{close.plans} other plans are"
         known = f"{counted(close.pairs, 'pair')} of plans in {counted(close.sources, 'source')}"
-        text = f"{plans} within {close.margin:.1%} of the best, too close to tell apart (the ratio of two steps is"
+        text = f"{plans} within {format_percent(close.margin)} of the best, too close to tell apart; measured, one of"
         text += (
-            f" predicted that exactly in {100 * close.level:.0f} % of {known}); measured, one of them may be faster."
+            f" them may be faster. In {format_percent(close.level, 0)} of {known} the ratio of the two measured steps"
         )
+        text += f" was within {format_percent(close.margin)} of the predicted one."
         lines.append(text)
     if close.others:
         plans = "1 plan" if close.others == 1 else f"{close.others} plans"
@@ -195,7 +196,7 @@ def _beside(best: Evaluated, other: Evaluated) -> str:
     """Return a tied plan, and how its time and memory differ from the best plan's."""
     mine, theirs = best.prediction, other.prediction
     slower = (theirs.step_s or 0.0) / (mine.step_s or 1.0) - 1
-    parts = [f"{slower:.2%} slower" if slower > 0 else "the same step time"]
+    parts = [f"{format_percent(slower, 2)} slower" if slower > 0 else "the same step time"]
     for name, difference in (
         ("device memory", theirs.peak_device_bytes - mine.peak_device_bytes),
         ("host memory per node", theirs.peak_host_bytes_per_node - mine.peak_host_bytes_per_node),

@@ -12,7 +12,7 @@ import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Layout, Prediction
-from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.engine.stalls import BUBBLE
 from memo_sim.planning.contradictions import repinned
@@ -102,7 +102,7 @@ def heuristic(question: Question, found: SearchResult) -> list[str]:
         short = f"short by {format_bytes(played.shortfall_bytes)} of {short_of(played.status)}"
         return [f"{text}, but it does not fit: {short}."]
     slower = played.step_s / (best.prediction.step_s or played.step_s) - 1
-    against = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} than the best plan of the search"
+    against = f"{format_percent(abs(slower))} {'slower' if slower >= 0 else 'faster'} than the best plan of the search"
     ask = f" (--tp {choice.sp} --pp {choice.pp} --subsequences {choice.subsequences})" if slower < 0 else ""
     return [f"{text}, {format_seconds(played.step_s)} simulated, {against}{ask}."]
 

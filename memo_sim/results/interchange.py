@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,6 +198,16 @@ class DoctorResult(TypedResult):
             UsageError: when the file cannot be written.
         """
         codec.write(Path(path), self.profile)
+
+    @with_names_checked()
+    def save_cluster(self, path: PathLike, *, profile: PathLike) -> None:
+        """Write the cluster with the corrected profile, for ``cluster=``; ``profile`` is the file that ``save`` wrote.
+
+        Raises:
+            UsageError: when the file cannot be written.
+        """
+        relative = os.path.relpath(profile, Path(path).parent)
+        codec.write(Path(path), self.made.cluster_file(relative))
 
     def text(self, output: str | None = None, *, everything: bool = False) -> str:
         """Return what ``memo-sim doctor`` prints; ``output`` is the profile's file, where it is written.

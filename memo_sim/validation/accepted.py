@@ -14,7 +14,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.accuracy import Accuracies, GroupAccuracy
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.errors import OutOfTolerance
-from memo_sim.contract.units import counted
+from memo_sim.contract.units import counted, format_percent
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.validation.intervals import (
     ERRORS,
@@ -132,7 +132,7 @@ def _worse(found: GroupAccuracy, known: GroupAccuracy) -> Iterator[str]:
     for quantity, error in errors.items():
         bound = bounds_by_quantity.get(quantity, 0.0)
         if error > bound + ROUNDING:
-            yield f"mean error of {quantity} {error:.2%}, {bound:.2%} accepted"
+            yield f"mean error of {quantity} {format_percent(error, 2)}, {format_percent(bound, 2)} accepted"
     for quantity in sorted(bounds_by_quantity.keys() - errors.keys()):
         yield f"{quantity} is no longer compared"
 

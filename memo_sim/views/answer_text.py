@@ -8,7 +8,7 @@ from memo_sim.contract.longest import Longest
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.result import Result
-from memo_sim.contract.units import counted, format_tokens
+from memo_sim.contract.units import counted, format_percent, format_tokens
 from memo_sim.views.longest_table import tried_table
 from memo_sim.views.plan_table import plans_table, ranked_table
 from memo_sim.views.stage_numbers import from_one
@@ -118,7 +118,7 @@ def _memory(plan: PlanRow) -> tuple[int, int]:
 def _front(front: Sequence[PlanRow]) -> str:
     listed, slower = thinned(front)
     left = len(front) - len(listed)
-    within = f"{slower:.1%} of time and {MEMORY_TO_TIME * slower:.0%} of memory"
+    within = f"{format_percent(slower)} of time and {format_percent(MEMORY_TO_TIME * slower, 0)} of memory"
     note = f" ({counted(left, 'plan')} left out: a listed one is as good within {within})" if left else ""
     return f"{FRONT}{note}:\n{ranked_table(listed)}"
 

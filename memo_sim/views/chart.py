@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from memo_sim.contract import codec
 from memo_sim.contract.figure import Figure, Line
-from memo_sim.contract.units import format_tokens
+from memo_sim.contract.units import format_percent, format_tokens
 from memo_sim.views.palette import QUIET_TEXT
 from memo_sim.views.pictures import DPI, check_kind, write_picture
 from memo_sim.views.text_table import number, percent, text_table
@@ -142,7 +142,7 @@ def _name_ticks(axis: Axis, kind: str) -> None:
     if kind == "tokens":
         axis.set_major_formatter(lambda value, _: format_tokens(round(value)) if value > 0 else "0")
     elif kind == "fraction":
-        axis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+        axis.set_major_formatter(lambda value, _: format_percent(value, 0))
 
 
 def chart_table(figure: Figure) -> str:

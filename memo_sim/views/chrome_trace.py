@@ -155,10 +155,14 @@ def _transfers(traces: Sequence[Trace], threads: Sequence[dict[str, int]], arrow
 
 
 def _process_names(traces: Sequence[Trace]) -> list[str]:
-    """Return the process name of each trace; equal names are numbered."""
+    """Return the process name of each trace; equal names are numbered.
+
+    Traces of several ranks are those of the pipeline's stages, in order; stages are counted from 1 (``stage_numbers``).
+    """
     names, seen = [], Counter[str]()
-    for trace in traces:
-        name = f"rank {trace.rank} {trace.origin}"
+    staged = len(traces) > 1 and len({trace.rank for trace in traces}) == len(traces)
+    for number, trace in enumerate(traces, start=1):
+        name = f"stage {number}, " * staged + f"rank {trace.rank} {trace.origin}"
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return names

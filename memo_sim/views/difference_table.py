@@ -42,11 +42,28 @@ def verdict_line(difference: Difference, at: int) -> str:
         slower = f"takes {1 + ratio:.3g} times as long as A" if ratio >= 1 else f"is {percent(ratio)} slower than A"
         speed = slower if ratio > 0 else f"takes {percent(-ratio)} less time than A"
         text = f"{letter(at)} {speed} ({steps}){where}"
-    more = side.peak_device_bytes - first.peak_device_bytes
-    if more:
-        text += f"; it needs {format_bytes(abs(more))} {'more' if more > 0 else 'less'} device memory"
+    text += _of_memory(first, side)
     other = _other_question(first, side)
     return f"{letter(at)} answers another question ({other}). {text}." if other else f"{text}."
+
+
+def _of_memory(first: Side, side: Side) -> str:
+    """Return how live memory at the peak differs, and what the sides hold where PyTorch's allocator caches more."""
+    live = side.peak_device_bytes - first.peak_device_bytes
+    held = _held(side) - _held(first)
+    if first.reserved_bytes is None and side.reserved_bytes is None:
+        return f"; it needs {_more(live)} device memory" if live else ""
+    text = f"; {_more(live)} device memory is live at its peak" if live else ""
+    cached = f"with PyTorch's cache it holds {_more(held)}" if held else "with PyTorch's cache both hold the same"
+    return f"{text}; {cached}"
+
+
+def _held(side: Side) -> int:
+    return side.peak_device_bytes if side.reserved_bytes is None else side.reserved_bytes
+
+
+def _more(difference_bytes: int) -> str:
+    return f"{format_bytes(abs(difference_bytes))} {'more' if difference_bytes > 0 else 'less'}"
 
 
 def _other_question(first: Side, side: Side) -> str:
@@ -178,6 +195,8 @@ def _memory(sides: Sequence[Side], names: Sequence[str]) -> str:
         for name in ordered_classes({name for side in sides for name in side.peak_by_class})
     }
     sizes["peak of a device"] = [side.peak_device_bytes for side in sides]
+    if any(side.reserved_bytes is not None for side in sides):
+        sizes["reserved by PyTorch's allocator"] = [side.reserved_bytes for side in sides]
     sizes["peak of a node's host"] = [side.peak_host_bytes_per_node for side in sides]
     moved = [side.moved_bytes for side in sides]
     sizes["copied to the host"] = [None if each is None else each.d2h for each in moved]

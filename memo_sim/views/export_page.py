@@ -8,7 +8,8 @@ from memo_sim.contract.interchange import Export
 from memo_sim.contract.plain_text import in_markdown, one_line
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.summary import DeviceMemory
-from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds
+from memo_sim.views.plan_table import short_of
 from memo_sim.views.summary_text import device_text
 
 
@@ -58,6 +59,8 @@ def lost_page(document: Export) -> str:
             ),
             "",
         ]
+    if document.notes:
+        lines += ["## Before you train", "", *(f"- {in_markdown(note)}" for note in document.notes), ""]
     return "\n".join(lines)
 
 
@@ -69,16 +72,18 @@ def verdict(document: Export) -> str:
     """Return in a sentence or two whether the exported plan fits, and what the losses cost."""
     plan, there, name = document.plan, document.there, document.framework
     if there.status != "ok":
-        short = f", {format_bytes(there.shortfall_bytes)} too much" if there.shortfall_bytes else ""
+        short = f"{format_bytes(there.shortfall_bytes)} of " if there.shortfall_bytes else ""
         ours = " The plan itself does." if plan.status == "ok" else " Nor does the plan itself."
-        return f"What {name} can run of this plan does not fit on {document.cluster} ({there.status}{short}).{ours}"
+        what = f"short of {short}{short_of(there.status)}"
+        return f"What {name} can run of this plan does not fit on {document.cluster} ({what}).{ours}"
     if there.step_s is None or plan.step_s is None:
-        return f"The plan itself does not fit on {document.cluster} ({plan.status}); as exported it does."
+        what = f"short of {short_of(plan.status)}"
+        return f"The plan itself does not fit on {document.cluster} ({what}); as exported it does."
     lost = counted(len(document.lost), "decision")
     if not document.lost:
         return f"{name} runs this plan as it is: {format_seconds(there.step_s)} a step."
     change = there.step_s / plan.step_s - 1
-    slower = f"{abs(change):.1%} {'more' if change >= 0 else 'less'}"
+    slower = f"{format_percent(abs(change))} {'more' if change >= 0 else 'less'}"
     return (
         f"{name} runs it with {lost} changed: {format_seconds(there.step_s)} a step in place of"
         f" {format_seconds(plan.step_s)} ({slower}), by memo's prediction."
@@ -91,10 +96,14 @@ def export_summary(document: Export, folder: str) -> str:
     lines.append(one_line(verdict(document)))
     rows = [("predicted", "the plan", "as exported"), *_figures(document)]
     name_width, width = (max(len(row[at]) for row in rows) for at in (0, 1))
-    lines += [one_line(f"  {name:{name_width}}  {one:{width}}  {other}") for name, one, other in rows]
+    lines += [
+        one_line(f"  {name:{name_width}}  {one:{width}}  {'the same' if other == one else other}")
+        for name, one, other in rows
+    ]
     for lost in document.lost:
         why = f" ({lost.why})" if lost.why else ""
         lines.append(one_line(f"lost  {lost.option or lost.path}: {lost.wanted} -> {lost.instead}{why}"))
+    lines += map(one_line, document.notes)
     lines.append(one_line(f"{folder}: {', '.join(document.files)}"))
     return "\n".join(lines)
 
@@ -132,7 +141,7 @@ def _with(row: PlanRow) -> str:
 
 
 def _fits(row: PlanRow) -> str:
-    return "yes" if row.status == "ok" else f"no ({row.status})"
+    return "yes" if row.status == "ok" else f"no, short of {short_of(row.status)}"
 
 
 def _step(row: PlanRow) -> str:

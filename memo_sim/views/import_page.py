@@ -8,8 +8,8 @@ from memo_sim.contract.interchange import ImportedJob, ReadOption
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.summary import DeviceMemory
-from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
-from memo_sim.views.plan_table import layout_label
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds, format_tokens
+from memo_sim.views.plan_table import layout_label, short_of
 from memo_sim.views.summary_text import device_text
 
 MOST_KEYS = 12
@@ -101,8 +101,8 @@ def _figures(row: PlanRow, memory: DeviceMemory | None) -> str:
     where += f", alpha {row.alpha:.3f}" if row.alpha else ""
     peak = f"on a device {device_text(memory)}" if memory else ""
     if row.status != "ok" or row.step_s is None:
-        short = f" by {format_bytes(row.shortfall_bytes)}" if row.shortfall_bytes else ""
-        return f"does not fit{short} ({row.status}): {peak}; {where}"
-    mfu = f", MFU {row.mfu:.1%}" if row.mfu else ""
+        short = f"{format_bytes(row.shortfall_bytes)} of " if row.shortfall_bytes else ""
+        return f"does not fit (short of {short}{short_of(row.status)}): {peak}; {where}"
+    mfu = f", MFU {format_percent(row.mfu)}" if row.mfu else ""
     tgs = f", {row.tgs:.0f} tokens per GPU and second" if row.tgs else ""
     return f"{format_seconds(row.step_s)} a step{mfu}{tgs}; {peak}; {where}"

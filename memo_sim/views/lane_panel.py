@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memo_sim.contract.trace import Trace
-from memo_sim.contract.units import format_seconds
+from memo_sim.contract.units import format_percent, format_seconds
 from memo_sim.views.bars import Bar, Stall, bars_of, played_s, stalls_of
 from memo_sim.views.palette import TEXT, lighter, phase_colour, wait_colour
 from memo_sim.views.pictures import drawn
@@ -213,7 +213,7 @@ class LanePanel:
 
 def percent(share: float) -> str:
     """Return a share of the time, with a decimal where whole percents would hide what is left."""
-    return f"{share:.1%}" if 0 < share < 0.0995 or 0.99 < share < 1 else f"{share:.0%}"
+    return format_percent(share) if 0 < share < 0.0995 or 0.99 < share < 1 else format_percent(share, 0)
 
 
 def draw_hatch(ax: Axes, stalls: list[Stall], row: tuple[float, float], *, unit_s: float, pixel_s: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memo_sim.contract.trace import MemoryCurve
-from memo_sim.contract.units import GIB, MIB, format_bytes
+from memo_sim.contract.units import GIB, MIB, format_bytes, format_percent
 from memo_sim.views.palette import CAPACITY, CLASSES, OTHER, QUIET_TEXT, TEXT, ordered_classes
 
 if TYPE_CHECKING:
@@ -119,7 +119,11 @@ class MemoryPanel:
         text = f"peak {format_bytes(peak.bytes)}"
         if held:
             text += f" live, {self.held_as} {format_bytes(held)}"
-        return f"{text} ({(held or peak.bytes) / self.capacity_bytes:.0%} of capacity)" if self.capacity_bytes else text
+        return (
+            f"{text} ({format_percent((held or peak.bytes) / self.capacity_bytes, 0)} of capacity)"
+            if self.capacity_bytes
+            else text
+        )
 
     def _capacity(self, ax: Axes, capacity: float, reserve: float, *, near: bool, left: bool) -> None:
         """Draw the capacity with its reserve below, on the side without the peak; far from the curve only write it."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from memo_sim.contract.knobs import PINNED, Listed, Mark
 from memo_sim.contract.plan import Layout, PlanRow, Stall, StepInterval
 from memo_sim.contract.result import Result
-from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.views.accuracy import class_label
 from memo_sim.views.palette import ordered_classes
 from memo_sim.views.text_table import number, percent, text_table
@@ -80,7 +80,7 @@ def step_line(step_s: float, interval: StepInterval) -> str:
 
 def interval_label(interval: StepInterval, digits: int = LEAST_DIGITS) -> str:
     """Return an interval with the share of steps that it holds: ``80 % interval 654 to 690 s``."""
-    return f"{100 * interval.level:.0f} % interval {interval_ends(interval, digits)}"
+    return f"{format_percent(interval.level, 0)} interval {interval_ends(interval, digits)}"
 
 
 def interval_ends(interval: StepInterval, digits: int = LEAST_DIGITS) -> str:
@@ -147,7 +147,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
 
 
 def short_of(status: str) -> str:
-    """Return what a plan is short of that does not fit, in words."""
+    """Return what a plan is short of that does not fit, in words; of any other plan its status."""
     return SHORT_OF.get(status, status)
 
 

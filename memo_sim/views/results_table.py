@@ -6,7 +6,7 @@ from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.result import Result
 from memo_sim.contract.results import Results
 from memo_sim.contract.summary import Summary
-from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.summary_text import not_read_lines
 from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
@@ -63,8 +63,8 @@ def results_verdict(document: Results) -> str:
 
 
 def _more(ratio: float) -> str:
-    """Return a ratio above 1 in words: ``20% more``, or ``11.7 times`` from twice on."""
-    return f"{ratio:.3g} times" if ratio >= TIMES else f"{ratio - 1:.0%} more"
+    """Return a ratio above 1 in words: ``20 % more``, or ``11.7 times`` from twice on."""
+    return f"{ratio:.3g} times" if ratio >= TIMES else f"{format_percent(ratio - 1, 0)} more"
 
 
 def _close(best: Summary, other: Summary, ahead: float) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import get_args
 
 import msgspec
 
@@ -27,6 +28,7 @@ from memo_sim.contract.plan import PlanRow
 from memo_sim.contract.results import Results
 from memo_sim.contract.shortage import Shortage
 from memo_sim.contract.summary import Summary
+from memo_sim.contract.validation import Measured, Validation
 from memo_sim.contract.verdict import Verdict
 from memo_sim.views.difference_table import letter
 from memo_sim.views.plan_table import layout_label
@@ -129,6 +131,23 @@ def struct_rows(structs: Iterable[msgspec.Struct]) -> list[Row]:
         values = {name: getattr(struct, name) for name in struct.__struct_fields__}
         texts = {n: ", ".join(map(str, v)) if isinstance(v, list) else v for n, v in values.items()}
         rows.append({n: v for n, v in texts.items() if v is None or isinstance(v, str | int | float)})
+    return rows
+
+
+def case_rows(document: Validation) -> list[Row]:
+    """Return one row a published case: what was predicted, what was measured, and the errors."""
+    rows: list[Row] = []
+    for case in document.cases:
+        about: Row = {"case": case.case, "source": case.source, "system": case.system, "model": case.model}
+        about |= {"seq_tokens": case.seq_tokens, "fitted": case.fitted, "status": case.predicted.status}
+        about |= {"measured_status": case.expected.status, "reason": case.predicted.reason}
+        for quantity in get_args(Measured):
+            about |= {
+                quantity: getattr(case.predicted, quantity),
+                f"measured_{quantity}": getattr(case.expected, quantity),
+                f"error_{quantity}": getattr(case.error, quantity),
+            }
+        rows.append(about)
     return rows
 
 

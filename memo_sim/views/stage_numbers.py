@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-_NAMED = re.compile(r"\bstage(\d+)(?=: )|(?<=\()stage (\d+)(?=\))")
-"""A stage as a program's name in front of an instruction, and as the cause of a wait."""
+_NAMED = re.compile(r"(?<![\w./-])stage(\d+)(?![\w.-])|(?<=\()stage (\d+)(?=\))")
+"""A stage as a program's name, and as the cause of a wait; not in names of files."""
 
 
 def from_one(text: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import StepInterval
 from memo_sim.contract.summary import NOT_READ, DeviceMemory, Summary
-from memo_sim.contract.units import format_bytes, format_seconds
+from memo_sim.contract.units import format_bytes, format_percent, format_seconds
 from memo_sim.views.plan_table import interval_label
 
 PEAKS = {
@@ -58,7 +58,9 @@ def _memory(summary: Summary) -> str:
     of_host = f"{format_bytes(host.needed_bytes)} of {format_bytes(host.capacity_bytes)}"
     on_host = f"host memory: {of_host} a node, for all its ranks"
     if summary.fits:
-        if device.peak == "reserved" and device.free_bytes < BARELY * device.capacity_bytes:
+        if device.peak == "reserved" and device.allocation_retries:
+            where += ", which PyTorch's cache fills (--safety-gib 1 keeps more free)"
+        elif device.peak == "reserved" and device.free_bytes < BARELY * device.capacity_bytes:
             where += ", less than the model of PyTorch's allocator can tell (--safety-gib 1 keeps more free)"
         return f"FITS with {format_bytes(device.free_bytes)} free on a device{where}: {has}; {on_host}."
     if summary.status == "host_oom":
@@ -75,8 +77,20 @@ def device_text(device: DeviceMemory) -> str:
     peak, reserve = format_bytes(device.peak_bytes), format_bytes(device.reserve_bytes)
     needed = f"{format_bytes(device.needed_bytes)} of {format_bytes(device.capacity_bytes)}"
     if device.peak_bytes + device.reserve_bytes == device.needed_bytes:
-        return f"{PEAKS[device.peak]} {peak} + reserve {reserve} = {needed}"
+        return f"{PEAKS[device.peak]} {peak}{_cached(device)} + reserve {reserve} = {needed}"
     return f"{needed} are needed at the worst instant, with the reserve of {reserve}; at most {peak} are live"
+
+
+def _cached(device: DeviceMemory) -> str:
+    """Return how much of what an allocator reserves is live, and what its retries cost; else an empty text."""
+    if device.peak != "reserved":
+        return ""
+    text = f"{format_bytes(device.live_bytes)} live, its cache the rest"
+    if device.allocation_retries:
+        many = device.allocation_retries > 1
+        retries = f"{device.allocation_retries} allocation {'retries' if many else 'retry'}"
+        text += f"; {retries} a step cost {format_seconds(device.allocator_wait_s)}"
+    return f" ({text})"
 
 
 def _speed(summary: Summary) -> list[str]:
@@ -88,7 +102,7 @@ def _speed(summary: Summary) -> list[str]:
     hours = summary.device_hours_per_billion_tokens or 0.0
     parts = [
         f"Step {format_seconds(summary.step_s)}{sure}",
-        f"MFU {100 * summary.mfu:.1f} %",
+        f"MFU {format_percent(summary.mfu)}",
         f"{summary.tokens_per_device_s:.0f} tokens per GPU and second",
         f"{_three_digits(hours)} GPU-hours per billion tokens",
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memo_sim.contract.plain_text import one_line
+from memo_sim.contract.units import format_percent
 
 MOST_PERCENT = 100.0
 """From this fraction on, a number is shown as a factor. A signed fraction is shown as 1 plus itself."""
@@ -57,7 +58,7 @@ def percent(fraction: float | None, *, digits: int = 1, signed: bool = False) ->
         return None
     if abs(fraction) >= MOST_PERCENT:
         return f"x{fraction + signed:,.0f}"
-    return f"{100 * fraction:{'+' if signed else ''}.{digits}f} %"
+    return format_percent(fraction, digits, signed=signed)
 
 
 def number(value: float | None, digits: int = 1) -> str | None:

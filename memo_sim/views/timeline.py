@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.trace import MemoryCurve, Trace
-from memo_sim.contract.units import format_seconds
+from memo_sim.contract.units import format_percent, format_seconds
 from memo_sim.views.bars import busy_share, first_micro_batch, lanes_of, played_s
 from memo_sim.views.lane_panel import LanePanel, panel_height, wait_labels
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
@@ -61,7 +61,7 @@ def draw_timeline(steps: Sequence[Step], path: str | Path, *, title: str = "", w
     picture.add_lanes(pace.trace, lanes, heading=of)
     picture.add_memory(fullest, heading=f"{fullest.name}, the fullest" if several else "")
     step_s = max(trace.step_s for trace in traces)
-    about = f"{traces[0].origin} step {format_seconds(step_s)}, compute busy {busy_share(pace.trace):.1%}"
+    about = f"{traces[0].origin} step {format_seconds(step_s)}, compute busy {format_percent(busy_share(pace.trace))}"
     about += "; percentages are of the step"
     picture.write(path, drawn(title) or f"{traces[0].origin} step", f"{about} · {note}" if note else about)
 

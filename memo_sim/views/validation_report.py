@@ -10,10 +10,10 @@ from fnmatch import fnmatchcase
 
 from memo_sim.contract.accuracy import GroupAccuracy
 from memo_sim.contract.plain_text import in_markdown, one_line
-from memo_sim.contract.units import format_tokens
+from memo_sim.contract.units import format_percent, format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.views.accuracy import JUDGED, Accuracy, HeldOut, judged_error, rank_correlation, summarise
-from memo_sim.views.plan_table import layout_label
+from memo_sim.views.plan_table import layout_label, short_of
 from memo_sim.views.report.page import Block, Bullets, Heading, Paragraph, Section, Table
 from memo_sim.views.text_table import number, percent
 from memo_sim.views.validation_table import INTERVAL_HEADERS, LABELS, case_warnings, interval_rows
@@ -24,7 +24,7 @@ WORST = 16
 BETWEEN = "\x1f"
 """Joins the parts of a group's name; unlike a space or a bar, no name of a source has it."""
 
-UNITS: dict[str, Callable[[float], str]] = {"mfu": lambda v: f"{100 * v:.2f} %"}
+UNITS: dict[str, Callable[[float], str]] = {"mfu": lambda v: format_percent(v, 2)}
 """Formats by quantity; other quantities have one decimal, in the unit of their column."""
 
 HOW_TO_READ = """An error is predicted / measured - 1; the bias is the mean of signed errors. Mean and largest error are
@@ -166,7 +166,8 @@ def _quantities(
         judged = speed and quantity == next(q for q in JUDGED if q in accuracy.errors)
         if judged and group and group.low is not None and group.high is not None:
             # The document bounds measured / predicted - 1; an error is predicted / measured - 1.
-            band = f"{1 / (1 + group.high) - 1:+.1%} to {1 / (1 + group.low) - 1:+.1%}"
+            ends = (format_percent(1 / (1 + end) - 1, signed=True) for end in (group.high, group.low))
+            band = " to ".join(ends)
         rank = rank_correlation(
             [(getattr(c.predicted, quantity), getattr(c.expected, quantity)) for c in cases if not c.fitted]
         )
@@ -232,9 +233,12 @@ def _worst(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> Tab
 
 def _terms(case: CaseReport) -> str:
     """Return the parts of the predicted step: busy lanes, compute's waits, allocation retries."""
-    busy = [f"{lane} {share:.0%}" for lane, share in sorted(case.predicted.lanes.items(), key=lambda i: -i[1])]
-    waits = [f"{what} {share:.0%}" for what, share in case.predicted.waits.items() if share >= 0.01]
-    parts = [f"busy: {', '.join(b for b in busy if not b.endswith(' 0%'))}"]
+    busy = [
+        f"{lane} {format_percent(share, 0)}"
+        for lane, share in sorted(case.predicted.lanes.items(), key=lambda i: -i[1])
+    ]
+    waits = [f"{what} {format_percent(share, 0)}" for what, share in case.predicted.waits.items() if share >= 0.01]
+    parts = [f"busy: {', '.join(b for b in busy if not b.endswith(' 0 %'))}"]
     if waits:
         parts.append(f"compute waits for {', '.join(waits)}")
     if case.predicted.allocation_retries:
@@ -255,7 +259,9 @@ def _wrong(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> lis
         reason = case.predicted.reason.split(";")[0]
         note = _note(case, notes)
         told = " ".join(part for part in (reason + "." if reason else "", note) if part)
-        rows.append([case.case, case.predicted.status, case.expected.status, told])
+        rows.append(
+            [case.case, short_of(case.predicted.status), case.expected.status and short_of(case.expected.status), told]
+        )
     return [Section("Wrong statuses", [Table(["case", "predicted", "measured", ""], rows, "llll")])]
 
 
@@ -277,7 +283,10 @@ def _every(cases: Sequence[CaseReport]) -> list[Block]:
 def _case(case: CaseReport, quantities: Sequence[str]) -> list[str | None]:
     predicted, expected = case.predicted, case.expected
     row = [case.case, case.system, "fitted" if case.fitted else None]
-    row += [predicted.status + (" (wrong)" if case.error.status is False else ""), expected.status]
+    row += [
+        short_of(predicted.status) + " (wrong)" * (case.error.status is False),
+        expected.status and short_of(expected.status),
+    ]
     row.append(None if predicted.layout is None else layout_label(predicted.layout))
     for quantity in quantities:
         row += [_value(quantity, getattr(side, quantity)) for side in (predicted, expected)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memo_sim.contract.plain_text import one_line
-from memo_sim.contract.units import counted, format_tokens
+from memo_sim.contract.units import counted, format_percent, format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.views.accuracy import QUANTITIES, Accuracy, HeldOut, summarise
-from memo_sim.views.plan_table import BEYOND, layout_label
+from memo_sim.views.plan_table import BEYOND, layout_label, short_of
 from memo_sim.views.text_table import number, percent, text_table, warning_lines
 
 LABELS = {
@@ -90,7 +90,7 @@ def case_table(cases: Sequence[CaseReport]) -> str:
         wrong = " !" if case.error.status is False else ""
         row: list[str | None] = [case.case, case.system, "fitted" if case.fitted else ""]
         beyond = " *" if predicted.outside_calibration else ""
-        row += [f"{predicted.status}{wrong}{beyond}", expected.status]
+        row += [f"{short_of(predicted.status)}{wrong}{beyond}", expected.status and short_of(expected.status)]
         row.append(None if predicted.layout is None else layout_label(predicted.layout))
         row.append(number(predicted.alpha, 3))
         for quantity in quantities:
@@ -98,7 +98,7 @@ def case_table(cases: Sequence[CaseReport]) -> str:
             row.append(percent(getattr(case.error, quantity), signed=True))
         rows.append(row)
     table = text_table(headers, rows, "llllllr" + "rrr" * len(quantities))
-    reasons = [one_line(f"{c.case}: {c.predicted.status}, {c.predicted.reason}") for c in cases if c.predicted.reason]
+    reasons = [one_line(f"{c.case}: {c.predicted.reason}") for c in cases if c.predicted.reason]
     outside = sorted({curve for c in cases for curve in c.predicted.outside_calibration})
     if outside:
         table += f"\n{BEYOND}: {', '.join(outside)}"
@@ -147,4 +147,4 @@ def _value(quantity: str, value: float | None) -> str | None:
     """Return a quantity in its unit: MFU in percent, the others as in the case file."""
     if value is None:
         return None
-    return f"{100 * value:.2f} %" if quantity == "mfu" else f"{value:.1f}"
+    return format_percent(value, 2) if quantity == "mfu" else f"{value:.1f}"

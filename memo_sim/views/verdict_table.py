@@ -6,6 +6,7 @@ from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_seconds
 from memo_sim.contract.verdict import Against, Compared, Verdict
 from memo_sim.views.plan_table import layout_label
+from memo_sim.views.stage_numbers import from_one
 from memo_sim.views.text_table import text_table
 
 
@@ -17,7 +18,7 @@ def verdict_table(verdict: Verdict) -> str:
         blocks.append(text_table(["reduced", "in the plan", "here"], rows, "lrr"))
     blocks.append(_differences(verdict.against))
     blocks.append("\n".join(_notes(verdict)))
-    checks = [[check.name, check.text] for check in verdict.checks]
+    checks = [[from_one(check.name), from_one(check.text)] for check in verdict.checks]
     if checks:
         blocks.append(text_table(["program", "checkers at full size"], checks))
     return "\n\n".join(blocks)
@@ -33,7 +34,7 @@ def _sentence(verdict: Verdict) -> str:
         return f"VERIFIED: the plan's gradients and losses are those of {names}.{but}"
     if not found:
         faulty = next(check for check in verdict.checks if not check.fine)
-        return f"DIFFERS: the gradients are right, but a program of the plan at full size is {faulty.text}."
+        return f"DIFFERS: the gradients are right, but a program of the plan at full size is {from_one(faulty.text)}."
     against, worst = max(found, key=lambda pair: _size(pair[1]))
     text = (
         f"DIFFERS: the {worst.what} is not that of {_name(against)}: {_number(worst)} of its largest value, "

@@ -153,7 +153,10 @@ def targets(folder: Path, *, quick: bool = False) -> list[Target]:
     _documents(add)
     _memory(add)
     _jobs(add)
-    if not quick:
+    _measured(add)
+    if quick:
+        _questions(add)
+    else:
         _executed(add, folder)
     return found
 
@@ -268,6 +271,53 @@ def _jobs(add: Callable[..., Path]) -> None:
     for file, text in (("train.sh", SCRIPT), ("arguments.yaml", ARGUMENTS_IN_YAML)):
         place = add("job", file, "words", "memo-sim", "import", file, "--json", codes=SIM, weight=4)
         (place / file).write_text(text)
+
+
+def _measured(add: Callable[..., Path]) -> None:
+    """Traces, snapshots and outputs of benchmarks, for ``doctor``."""
+    from tests.memory.test_snapshot import event, freed
+    from tests.sim.observed.recorded import one_step
+    from tests.sim.observed.test_link_benchmarks import OUTPUT, json_of, report
+
+    # 2: a changed trace may be of another device than the profile, a changed run be one over nodes
+    asked: dict[str, Any] = {"codes": frozenset({0, 2, 3}), "weight": 2}
+    on = ("--cluster", "a800-1x8")
+    place = add("profiler trace", "t.json", "json", "memo-sim", "doctor", "--trace", "t.json", *on, "--json", **asked)
+    (place / "t.json").write_bytes(one_step().raw())
+    command = ("memo-sim", "doctor", "--trace", "ranks", *on, "-o", f"{OUT}/here.json")
+    fewer = {"no file": frozenset({0})}  # the other rank's trace is there
+    place = add("folder of traces", "ranks/b.json", "json", *command, kinds=fewer, **asked)
+    (place / "ranks").mkdir()
+    for name in ("a", "b"):
+        (place / "ranks" / f"{name}.json").write_bytes(one_step().raw())
+    command = ("memo-sim", "doctor", "--trace", "t.json", "--memory", "s.pickle", *on, "--json")
+    place = add("snapshot beside a trace", "s.pickle", "pickle", *command)
+    (place / "t.json").write_bytes(one_step().raw())
+    frames = [{"filename": "/x/torch/optim/adam.py", "line": 57, "name": "step"}]
+    events = [event("alloc", 8192, 9, frames=frames), *freed(8192, 9), event("alloc", 9216, 5)]
+    (place / "s.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [events]}))
+    for file, form, option, raw in (
+        ("n.txt", "words", "--nccl-tests", OUTPUT.encode()),
+        ("n.json", "json", "--nccl-tests", json_of()),
+        ("nv.json", "json", "--nvbandwidth", report(device_to_host_memcpy_ce=[["55.2", "54.1"]])),
+    ):
+        command = ("memo-sim", "doctor", option, file, *on, "-o", f"{OUT}/here.json")
+        place = add(f"output of {option.removeprefix('--')}", file, form, *command, **asked)
+        (place / file).write_bytes(raw)
+
+
+def _questions(add: Callable[..., Path]) -> None:
+    """A file of questions, for ``sweep``; values that no question may have are wrong usage.
+
+    Only where inputs are played in the process that made the targets: the server of processes that a sweep starts there
+    is no child of a forked one.
+    """
+    command = ("memo-sim", "sweep", "--questions", "q.jsonl", "--jobs", "1", "-o", f"{OUT}/s.jsonl")
+    codes = frozenset({0, 2, 3, 4})
+    place = add("questions", "q.jsonl", "words", *command, codes=codes, weight=2, names=("question", "machine.json"))
+    question = {"model": "model.json", "cluster": "machine.json", "seq_len": "1k", "system": "full-recompute", "tp": 1}
+    (place / "q.jsonl").write_text(json.dumps(question) + "\n")
+    _write(place, model=model(), machine=machine())
 
 
 def _documents(add: Callable[..., Path]) -> None:

@@ -107,7 +107,7 @@ def test_run_prints_a_table_for_people(plan: Path) -> None:
 def test_tolerance_sets_the_exit_code_after_the_document(plan: Path) -> None:
     done = memo_exec("run", plan, "--steps", 1, "--json", "--tolerance", "0.000001")
     assert done.returncode == 5
-    check_fields(done.error, OutOfTolerance, got="%", wanted="0.0%")
+    check_fields(done.error, OutOfTolerance, got="%", wanted="0.0 %")
     codec.decode(done.stdout.encode(), Comparison, where="stdout")
 
 
@@ -122,7 +122,7 @@ def test_profile_then_compare(plan: Path, tmp_path: Path) -> None:
     assert perfetto.is_file()
     done = memo_exec("compare", plan, measured, "--tolerance", "0.000001")
     assert done.returncode == 5
-    check_fields(done.error, OutOfTolerance, got="%", wanted="0.0%")
+    check_fields(done.error, OutOfTolerance, got="%", wanted="0.0 %")
 
 
 def test_compare_draws_both_timelines(plan: Path, tmp_path: Path) -> None:

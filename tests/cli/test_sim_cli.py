@@ -104,9 +104,12 @@ def test_plans_of_the_caching_policy_are_searched_and_written_without_an_arena(t
 
 def test_a_plan_that_does_not_fit_says_why(written: Path) -> None:
     small = ("--cluster", "a800-1x8", "--device-memory-gib", "8")
-    done = memo_sim("what-if", "--plan", str(written / "plan.json"), *small)
+    picture = written / "none.png"
+    done = memo_sim("what-if", "--plan", str(written / "plan.json"), *small, "--plot", str(picture))
     assert done.returncode == 4
     assert "device memory runs out" in done.stdout
+    assert f"no plan for {picture}: not written" in done.stderr
+    assert not picture.exists()
 
 
 def test_a_plan_leaves_nothing_to_search(written: Path) -> None:

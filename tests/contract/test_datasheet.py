@@ -127,7 +127,7 @@ def test_without_nvlink_collectives_cross_pcie() -> None:
 
 def test_it_says_that_it_is_rough_and_what_it_assumes() -> None:
     told = " ".join(warnings_about(made(RTX4090), {}))
-    for part in ("rough", "165.2 TFLOP/s", "nothing was measured", "a100-sxm4-80gb", "84%", "nccl#1639", "(host=)"):
+    for part in ("rough", "165.2 TFLOP/s", "nothing was measured", "a100-sxm4-80gb", "84 %", "nccl#1639", "(host=)"):
         assert part in told
     assert "(bandwidth=)" not in told
     assert "(bandwidth=)" in " ".join(warnings_about(made(EXAMPLE), {}))

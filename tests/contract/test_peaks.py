@@ -90,7 +90,7 @@ def test_peaks_are_the_lower_of_the_profiles_and_its_generations() -> None:
 def test_warnings_name_few_parts_and_what_to_do(tmp_path: Path) -> None:
     assert warnings_about(load_hardware(H100), {"FLOPs in bf16": 0.6, "bytes of memory": 1.005}) == []
     (step,) = warnings_about(load_hardware(H100), {"FLOPs in bf16": 1.2, "bytes of memory": 0.3})
-    assert "120% of the FLOPs in bf16" in step
+    assert "120 % of the FLOPs in bf16" in step
     five = changed(
         {f"gemm.{number}.rows.0.3": 50.0 for number in range(3)} | {"d2h.duplex.value": 1e3, "h2d.duplex.value": 1e3}
     )

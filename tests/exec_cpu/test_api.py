@@ -14,7 +14,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import OutOfTolerance, UsageError
 from memo_sim.contract.verdict import Verdict
-from tests.exec_cpu.plans import predicted, write_plan
+from tests.exec_cpu.plans import byte_decisions, plan_of, predicted, write_plan
 from tests.refusals import check_fields
 
 
@@ -53,6 +53,15 @@ def test_a_run_is_compared_with_its_prediction(tmp_path: Path) -> None:
     both = memo_exec.compare(tmp_path / "measured.json", tmp_path / "measured.json")
     assert {row["ratio"] for row in both.table()} <= {1.0, None}
     assert "<svg" in both.plot().svg
+
+
+def test_a_plan_without_a_file_runs_where_it_needs_no_placement() -> None:
+    decisions = byte_decisions(memory_policy="caching")
+    done = memo_exec.run(plan_of(decisions), steps=3)
+    assert done is not None
+    assert (done.steps, done.predicted) == (3, None)
+    with pytest.raises(UsageError, match="planned memory"):
+        memo_exec.run(plan_of(byte_decisions()))
 
 
 @pytest.mark.slow

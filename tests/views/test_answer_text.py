@@ -56,7 +56,12 @@ def test_the_verdict_says_what_each_memory_figure_includes() -> None:
     assert "\n".join(summary_lines(SUMMARY)) == VERDICT
     stages = msgspec.structs.replace(SUMMARY.device_memory, stage=1, stages=4, peak="reserved")
     (first, *_) = summary_lines(msgspec.structs.replace(SUMMARY, device_memory=stages))
-    assert "on a device (stage 2 of 4, the fullest): reserved by PyTorch's allocator 71.00 GiB" in first
+    reserved = "reserved by PyTorch's allocator 71.00 GiB (70.00 GiB live, its cache the rest) + reserve 4.00 GiB"
+    assert f"on a device (stage 2 of 4, the fullest): {reserved}" in first
+    retries = msgspec.structs.replace(stages, allocation_retries=3, allocator_wait_s=1.5)
+    (first, *_) = summary_lines(msgspec.structs.replace(SUMMARY, device_memory=retries))
+    assert "free on a device (stage 2 of 4, the fullest), which PyTorch's cache fills (--safety-gib 1" in first
+    assert "(70.00 GiB live, its cache the rest; 3 allocation retries a step cost 1.5 s)" in first
 
 
 def test_the_verdict_says_why_an_interval_is_wide_or_missing() -> None:
@@ -79,9 +84,12 @@ def test_ignored_fields_of_a_model_are_listed_once_below_a_table() -> None:
 
 
 def test_stages_are_counted_from_one() -> None:
-    reason = "stage0: device memory runs out at m0/s0/l3/fwd/qkv"
+    reason = "stage0: device memory runs out, worst at m0/s0/l3/fwd/qkv"
     assert from_one(f"{reason}; pipeline bubble (stage 1); (stage 2 of 4)") == (
-        "stage 1: device memory runs out at m0/s0/l3/fwd/qkv; pipeline bubble (stage 2); (stage 2 of 4)"
+        "stage 1: device memory runs out, worst at m0/s0/l3/fwd/qkv; pipeline bubble (stage 2); (stage 2 of 4)"
+    )
+    assert from_one("program stage1  ok, beside plan.trace.stage1.json") == (
+        "program stage 2  ok, beside plan.trace.stage1.json"
     )
 
 
@@ -143,7 +151,7 @@ def test_near_duplicates_of_a_front_are_left_out() -> None:
     whole = msgspec.structs.replace(
         result(plan()), summary=SUMMARY, front=[plan(), near, less, no_host], front_is_whole=True
     )
-    assert "(1 plan left out: a listed one is as good within 1.0% of time and 5% of memory):\n" in answer_text(whole)
+    assert "(1 plan left out: a listed one is as good within 1.0 % of time and 5 % of memory):\n" in answer_text(whole)
 
 
 def test_at_most_twelve_plans_of_a_front_are_listed() -> None:

@@ -56,6 +56,12 @@ def test_events_are_sorted_and_name_their_process(document) -> None:
     assert all(e["s"] == "t" for e in timed if e["ph"] == "i")
 
 
+def test_ranks_of_a_pipeline_are_named_by_their_stages(played) -> None:
+    ranks = [msgspec.structs.replace(played(), rank=rank, world_size=2) for rank in (0, 1)]
+    names = [e["args"]["name"] for e in chrome_trace(ranks)["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["stage 1, rank 0 predicted", "stage 2, rank 1 predicted"]
+
+
 def test_predicted_and_measured_are_two_processes(document, played) -> None:
     metadata = [e for e in document["traceEvents"] if e["ph"] == "M"]
     names = {e["pid"]: e["args"]["name"] for e in metadata if e["name"] == "process_name"}

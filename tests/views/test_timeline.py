@@ -56,11 +56,11 @@ def test_texts_name_what_is_shown(tmp_path, played, alpha) -> None:
     for label in ("forward", "backward", "skeletal", "state", "compute waits for", "offload", "prefetch"):
         assert label in found, label
     assert ("recompute" in found) == (alpha < 1)
-    assert f"peak {peak / GIB:.2f} GiB (50% of capacity)" in found
+    assert f"peak {peak / GIB:.2f} GiB (50 % of capacity)" in found
     assert f"capacity {2 * peak / GIB:.2f} GiB" in found
     assert {"0", "1", "2", "3"} <= set(found)  # the layers
     for lane in ("compute", "waiting", "d2h", "h2d", "tp", "p2p"):
-        assert any(re.fullmatch(rf"{lane} [\d.]+%", text) for text in found), lane
+        assert any(re.fullmatch(rf"{lane} [\d.]+ %", text) for text in found), lane
 
 
 def test_a_long_title_is_written_smaller(tmp_path, played) -> None:
@@ -129,7 +129,7 @@ def test_all_stages_are_in_one_picture(tmp_path, played) -> None:
     draw_timeline([steps[1]], tmp_path / "one.svg")
     one = texts(tmp_path / "one.svg")
     size = f"{3 * peak / 2 / GIB:.2f} GiB"
-    assert f"peak {peak / GIB:.2f} GiB live, planned arena {size} (75% of capacity)" in one
+    assert f"peak {peak / GIB:.2f} GiB live, planned arena {size} (75 % of capacity)" in one
     assert f"capacity {2 * peak / GIB:.2f} GiB, of which reserve {peak / 4 / GIB:.2f} GiB" in one
 
 
@@ -153,7 +153,7 @@ def test_short_work_is_as_high_as_the_time_that_it_fills(played) -> None:
 
     heights = [path.get_path().get_extents().height for path in ax.patches]
     assert 0 < max(heights) < 0.1  # of 0.62
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["p2p 0.5%"]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["p2p 0.5 %"]
 
 
 def test_predicted_and_measured_share_an_axis(tmp_path, played) -> None:

@@ -82,7 +82,7 @@ def test_fitted_rows_are_separate_in_the_summary(page: str) -> None:
     assert cells["status right"] == "7/8"
     assert (cells["n"], cells["bias"], cells["mean error"]) == ("6", "+5.3 %", "6.7 %")
     assert cells["largest"] == "30.0 % (memo-320k)"
-    assert cells["80 % of errors"] == "-4.0% to +30.0%"
+    assert cells["80 % of errors"] == "-4.0 % to +30.0 %"
     assert fitted[2] == "fitted"
     assert "+50.0 %" in fitted
 
@@ -124,13 +124,13 @@ def test_the_worst_cases_come_first_with_their_step_and_their_note(page: str) ->
     rows = table(page, "## The largest errors of speed, and where their predicted steps go")[1:]
     assert [row[0] for row in rows] == ["memo-320k", "memo-128k", "memo-256k", "memo-64k", "memo-192k", "memo-32k"]
     assert rows[0][2] == (
-        "busy: compute 93%, d2h 40%; compute waits for all_gather 5%; 2 allocation retries per micro-batch"
+        "busy: compute 93 %, d2h 40 %; compute waits for all_gather 5 %; 2 allocation retries per micro-batch"
     )
     assert [row[3] for row in rows] == ["A known gap.", "", "", "", "", ""]
 
 
 def test_wrong_statuses_are_listed(page: str) -> None:
-    assert table(page, "## Wrong statuses")[1:] == [["memo-448k", "ok", "gpu_oom", ""]]
+    assert table(page, "## Wrong statuses")[1:] == [["memo-448k", "ok", "device memory", ""]]
 
 
 def test_every_case_is_listed_with_its_interval(page: str) -> None:
@@ -139,7 +139,7 @@ def test_every_case_is_listed_with_its_interval(page: str) -> None:
     assert rows[5][-1].endswith("(outside)")
     assert "to" in rows[0][-1]
     assert "outside" not in rows[0][-1]
-    assert rows[6][3:5] == ["gpu_oom", "gpu_oom"]
+    assert rows[6][3:5] == ["device memory", "device memory"]
 
 
 def test_a_markdown_table_has_an_alignment_row_and_blank_cells() -> None:

@@ -144,6 +144,8 @@ class Activations:
 
     def swapped_rows(self, tensor: Skeletal) -> int:
         """Return how many rows of ``tensor`` are swapped to the host."""
+        if tensor.for_recompute and self.recomputed is None:
+            return 0
         if tensor.fate is Fate.WHOLE and self.decisions.recompute == "tokenwise":
             return tensor.tokens
         return tensor.tokens * self.swapped // self.shape.tokens

@@ -15,8 +15,10 @@ from typing import Protocol
 from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import TemplateBuilder
+from memo_sim.program.layers import huggingface
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.metp import MetpLayer, metp_tensors
+from memo_sim.program.layout.compatibility import saves_of_modules
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal, skeletal_tensors
@@ -61,6 +63,12 @@ class LayerKind:
 
 LAYER_KINDS = [
     LayerKind("transformer", lambda _, __: True, LayerWriter),
+    LayerKind(
+        "huggingface",
+        lambda decisions, _: saves_of_modules(decisions),
+        huggingface.HuggingFaceLayer,
+        huggingface.module_tensors,
+    ),
     LayerKind("metp", lambda decisions, _: decisions.layout.metp > 1, MetpLayer, metp_tensors),
 ]
 """The kind of a plan's layers is the last one that applies."""

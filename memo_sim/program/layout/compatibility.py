@@ -130,6 +130,14 @@ def _swaps(decisions: Decisions) -> bool:
     return decisions.swapped_tokens > 0 or decisions.recompute == "tokenwise"
 
 
+def saves_of_modules(decisions: Decisions) -> bool:
+    """Return whether layers keep what Hugging Face's modules save between forward and backward.
+
+    Under full recompute they keep their inputs alone (``memory/huggingface.py``).
+    """
+    return decisions.modules == "huggingface" and decisions.recompute in ("none", "tokenwise")
+
+
 _METP = _Feature(
     name="METP",
     chosen=lambda d: d.layout.metp > 1,
@@ -164,6 +172,13 @@ _BIDIRECTIONAL = _Feature(
     beside="without a causal mask",
     setting="a bidirectional model",
     hint="a model with causal attention, or tp, cp (ring), Ulysses, METP, dp and pp of whole sequences",
+)
+_MODULES = _Feature(
+    name="saved tensors of modules",
+    chosen=saves_of_modules,
+    beside="where layers keep what Hugging Face's modules save",
+    setting=lambda d: f"modules {d.modules}, recompute {d.recompute}",
+    hint="cp, dp and ZeRO go with them; or --modules operators, or --recompute full",
 )
 _SUBSEQUENCES = _Feature(
     name="subsequences",
@@ -377,6 +392,37 @@ MULTIPLEXING = (
     ),
 )
 
+SAVED_BY_MODULES = (
+    _MODULES.allows(
+        "decisions.model.family", "llama", because="memo has no list of what the modules of other families save"
+    ),
+    _MODULES.allows("layout.tp", 1, because="memo_exec.tokenwise plays no row blocks of tensor-parallel layers"),
+    _MODULES.allows("layout.ulysses", 1, because="memo has no list of what modules save around an all-to-all"),
+    _MODULES.allows("layout.pp", 1, because="a transformers model is one stage"),
+    _MODULES.allows("layout.subsequences", 1, because="a transformers model plays whole sequences"),
+    _MODULES.allows("layout.cp_exchange", "ring", "all_gather", because="scores of whole rows are not kept"),
+    _MODULES.allows(
+        "decisions.kernels.attention",
+        wanted="a flash kernel",
+        because="memo has no list of what attention without one saves there",
+        when=lambda d: saves_of_modules(d) and d.kernels.attention == "plain",
+    ),
+    _MODULES.allows(
+        "decisions.micro_batch",
+        1,
+        because="row blocks of several sequences save a copy of attention's output, which is not in the list",
+        when=lambda d: saves_of_modules(d) and d.recompute == "tokenwise",
+    ),
+    Rule(
+        name="saved tensors of modules: swapped_tokens",
+        breaks=lambda d: saves_of_modules(d) and d.recompute == "none" and 0 < d.swapped_tokens < d.local_tokens,
+        what="nothing swaps some tokens of what Hugging Face's modules save and keeps the others",
+        where="decisions.swapped_tokens",
+        got=lambda d: f"{d.swapped_tokens} of {d.local_tokens} tokens with recompute none",
+        wanted="no token, or all; with recompute tokenwise, any",
+        hint="--recompute tokenwise, or --modules operators",
+    ),
+)
 EXPERTS_WHOLE_MLP = _EXPERTS.allows(
     "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
 )
@@ -474,6 +520,7 @@ RULES = (
         wanted="false",
         hint="leave it out, or divide by metp",
     ),
+    *SAVED_BY_MODULES,
     _UNLIKE.allows("layout.metp", 1, because="METP passes equal weights of every layer round its ring"),
     _UNLIKE.allows("layout.subsequences", 1, because="subsequences are priced with layers that are all alike"),
     _UNLIKE.allows(
@@ -820,11 +867,11 @@ MODULES_OF_A_FRAMEWORK = Rule(
 )
 MODULES_ARE_RECOMPUTED = Rule(
     name="modules: recompute",
-    breaks=lambda d: d.modules == "huggingface" and d.recompute != "full",
-    what="memo knows what Hugging Face's modules save of a layer that is checkpointed as a whole",
+    breaks=lambda d: d.modules == "huggingface" and d.recompute != "full" and not saves_of_modules(d),
+    what="memo has no list of what Hugging Face's modules save under this recompute",
     where="decisions.modules",
     got=lambda d: f"{d.modules} with recompute {d.recompute}",
-    wanted="recompute full",
+    wanted="recompute full, none or tokenwise",
     hint="--recompute full, or --modules operators",
 )
 ARENA_RULES = (

@@ -9,6 +9,7 @@ tensor belongs to token i of the rank's shard. Layouts change the list:
 - METP keeps 3 of the 16, or 5 with its norms (``layers/metp.py``).
 - With Ulysses the tensors of attention (Q K V, output, log-sum-exp) are head-sharded, in the row blocks of the token
   shard. The projection's input, the sequence-sharded output, is one tensor more.
+- Hugging Face's modules save more (``layers/huggingface.py``).
 - Experts replace the last two by those of dispatched rows, each token's rows one after the other by expert, and by what
   the router decided (``layers/experts.py``). As large a part of dispatched rows is swapped as of tokens.
 - Attention without a flash kernel keeps scores instead of the log-sum-exp (``attention/plain.py``,
@@ -44,6 +45,8 @@ class Skeletal:
     dtype: str
     fate: Fate
     statistics: bool = False
+    for_recompute: bool = False
+    """Whether backward reads it for recompute of rows alone; where none are recomputed, it is not swapped."""
 
     @property
     def bytes(self) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memo_sim.program.ir.work import Attention, Exchange
 from memo_sim.program.verify.value_call import Call
-from memo_sim.program.verify.value_operands import add_gradient, agree, weight
+from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, weight
 from memo_sim.program.verify.value_rows import Held, Value, add_range
 from memo_sim.program.verify.value_terms import (
     OTHERS,
@@ -423,7 +423,13 @@ def join(call: Call) -> None:
 # Norm of heads, rotary embedding
 
 
-def _in_place(role: str, names: Callable[[Values], dict[str, str]], kept: str = "") -> Callable[[Call], None]:
+QK_KEPT = {"raw": "qk_raw", "saved": "qk_saved", "stats": "qk_stats"}
+"""What the norm of queries and keys keeps for backward, by role: its input, or what modules save of it."""
+
+
+def _in_place(
+    role: str, names: Callable[[Values], dict[str, str]], kept: Mapping[str, str] | None = None
+) -> Callable[[Call], None]:
     def rule(call: Call) -> None:
         steps = names(call.values)
         for first, end, held, row in call.rows(role):
@@ -432,8 +438,8 @@ def _in_place(role: str, names: Callable[[Values], dict[str, str]], kept: str = 
                 call.wrong(role, value, row, " or ".join(steps))
                 value = None
             call.put(role, first, end - first, None if value is None else value._replace(name=steps[value.name]), row)
-            if kept:
-                call.put(kept, first, end - first, None if value is None else value._replace(name="qk_raw"), row)
+            for other, name in (kept or {}).items():
+                call.put(other, first, end - first, None if value is None else value._replace(name=name), row)
 
     return rule
 
@@ -453,8 +459,8 @@ def _unrotated(v: Values) -> dict[str, str]:
 
 
 def qk_norm(call: Call) -> None:
-    """Check the norm of the heads of queries and keys, which also keeps its input."""
-    _in_place("qkv", _normed, "raw")(call)
+    """Check the norm of the heads of queries and keys, which also keeps its input, or what its modules save."""
+    _in_place("qkv", _normed, QK_KEPT)(call)
     _weights(call, "qkv")
 
 
@@ -470,8 +476,9 @@ def _weights(call: Call, role: str) -> list[Held]:
 def qk_norm_backward(call: Call) -> None:
     """Check the backward of ``qk_norm``, in place."""
     names = chain(call.values)
-    for first, tokens, values in call.pieces("grad", "raw"):
-        found = agree(call, {"grad": f"d_{names[1]}", "raw": "qk_raw"}, values, tokens)
+    kept: dict[str, Wanted] = {role: name for role, name in QK_KEPT.items() if call.has(role)}
+    for first, tokens, values in call.pieces("grad", *kept):
+        found = agree(call, {"grad": f"d_{names[1]}", **kept}, values, tokens)
         if found is not None:
             for part in ("q", "k"):
                 source = found[2] if isinstance(found[2], tuple) else 0

@@ -78,7 +78,7 @@ def norm(call: Call) -> None:
     for first, tokens, [(value, row)] in call.pieces("x"):
         found = _norm_of(call, "x", value)
         if found is None or value is None:
-            for role in ("out", "stats"):
+            for role in ("out", "stats", "saved"):
                 call.put(role, first, tokens, None)
             continue
         name, kind, out = found
@@ -86,6 +86,7 @@ def norm(call: Call) -> None:
         weight(call, "bias", f"{name}.bias", value.layer, kind)
         call.put("out", first, tokens, value._replace(name=out), row)
         call.put("stats", first, tokens, value._replace(name=f"{out}_stats"), row)
+        call.put("saved", first, tokens, value._replace(name=f"{out}_saved"), row)
 
 
 def _product_of(call: Call, name: str) -> tuple[str, BlockKind, str] | None:
@@ -169,7 +170,7 @@ def residual_add(call: Call) -> None:
 
 def activation(call: Call) -> None:
     """Check the activation between the products of the MLP."""
-    rowwise(call, {"x": "up"}, {"out": "act"})
+    rowwise(call, {"x": "up"}, {"out": "act", "silu": "silu"})
 
 
 # Backward
@@ -177,7 +178,8 @@ def activation(call: Call) -> None:
 
 def activation_backward(call: Call) -> None:
     """Check the backward of ``activation``."""
-    rowwise(call, {"grad": "d_act", "x": "up"}, {"grad_x": "d_up"})
+    silu: dict[str, Wanted] = {"silu": "silu"} if call.has("silu") else {}
+    rowwise(call, {"grad": "d_act", "x": "up", **silu}, {"grad_x": "d_up"})
 
 
 def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, str] | None:
@@ -282,18 +284,29 @@ def bias_backward(call: Call) -> None:
         add_gradient(call, "out", f"{product[0]}.bias", found, tokens, _source(value.part))
 
 
+def _input_of(saved: Value | None) -> Value | None:
+    """Return the input of the norm that saved these rows."""
+    names = {f"{name}_saved": given for given, (name, _) in NORMS.items()}
+    return None if saved is None else saved._replace(name=names.get(saved.name, saved.name))
+
+
 def norm_backward(call: Call) -> None:
-    """Check the backward of a norm, which also adds the gradient of the residual branch."""
+    """Check the backward of a norm, which also adds the gradient of the residual branch.
+
+    Where modules save rows of their own (``saved``), these may stand for the norm's input.
+    """
     residual = call.has("residual_grad")
-    roles = ["grad", "x", "stats", *(["residual_grad"] if residual else [])]
+    roles = ["grad", *(role for role in ("x", "saved") if call.has(role)), "stats"]
+    roles += ["residual_grad"] if residual else []
     for first, tokens, values in call.pieces(*roles):
-        x = values[1][0]
-        which = _norm_of(call, "x", x)
+        x = values[1][0] if call.has("x") else _input_of(values[1][0])
+        which = _norm_of(call, roles[1], x)
         if which is None or x is None:
             call.put("out", first, tokens, None)
             continue
         name, kind, out = which
-        wanted: dict[str, Wanted] = {"grad": f"d_{out}", "x": x.name, "stats": f"{out}_stats"}
+        named = {"grad": f"d_{out}", "x": x.name, "saved": f"{out}_saved", "stats": f"{out}_stats"}
+        wanted: dict[str, Wanted] = {role: named[role] for role in roles if role in named}
         if residual:
             wanted["residual_grad"] = ("d_x", 1) if name == "norm2" else "d_resid"
         if residual != (kind is LAYER):

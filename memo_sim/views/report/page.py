@@ -20,7 +20,7 @@ import memo_sim
 from memo_sim.contract import codec
 from memo_sim.contract.errors import UsageError, missing_package
 from memo_sim.contract.plain_text import printable
-from memo_sim.contract.units import format_seconds
+from memo_sim.contract.units import format_percent, format_seconds
 from memo_sim.views.report.curves import Chart
 from memo_sim.views.report.packed import packed
 from memo_sim.views.stage_numbers import from_one
@@ -139,7 +139,7 @@ class Shares:
                 width = BAR_WIDTH * seconds / longest
                 parts.append({"at": f"{at:.2f}", "width": f"{width:.2f}", "colour": colour})
                 at += width
-            percent = f"{100 * share.seconds / self.total_s:.1f} %" if self.total_s else ""
+            percent = format_percent(share.seconds / self.total_s) if self.total_s else ""
             found.append({"name": share.name, "time": self.shown(share.seconds), "percent": percent, "parts": parts})
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memo_sim.contract.trace import Trace
+from memo_sim.contract.units import format_percent
 from memo_sim.views.bars import place_of, played_s, stalls_of
 from memo_sim.views.palette import BUBBLE, OTHER, PHASES, phase_colour, phase_label, wait_colour
 from memo_sim.views.report.page import Share, Shares
@@ -57,7 +58,9 @@ def shares_note(trace: Trace, shares: Shares, of: str = "") -> str:
     part = f"{trace.micro_batches_played} of {trace.micro_batches} micro-batches, which the others repeat"
     played = "The whole step" if trace.micro_batches_played == trace.micro_batches else part
     left = 1 - sum(share.seconds for share in shares.shares) / shares.total_s if shares.total_s else 0.0
-    small = f" Kinds below {100 * LEAST_SHARE:g} % are left out, {100 * left:.2f} % together." if left > 1e-4 else ""
+    small = (
+        f" Kinds below {100 * LEAST_SHARE:g} % are left out, {format_percent(left, 2)} together." if left > 1e-4 else ""
+    )
     return f"{played}{f' of {of}' if of else ''}.{small}"
 
 

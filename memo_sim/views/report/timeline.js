@@ -655,9 +655,16 @@ class Timeline {
     this.tip.hidden = false;
     const { clientWidth } = this.plot, { offsetWidth, offsetHeight } = this.tip;
     const left = x + 14 + offsetWidth <= clientWidth ? x + 14 : Math.max(0, Math.min(x - 14 - offsetWidth, clientWidth - offsetWidth));
-    const below = y + 18 + offsetHeight <= this.height || y - 14 - offsetHeight < 0;
     this.tip.style.left = `${left}px`;
-    this.tip.style.top = `${below ? y + 18 : y - 14 - offsetHeight}px`;
+    this.tip.style.top = `${this.tipTop(y, offsetHeight)}px`;
+  }
+
+  /* Where the tip stands: on a narrow screen beside the whole plot, because a finger and a wide tip would hide the lanes. */
+  tipTop(y, tall) {
+    const { top, bottom } = this.plot.getBoundingClientRect();
+    if (this.narrow && innerHeight - bottom >= tall + 8) return this.height + 4;
+    if (this.narrow && top >= tall + 8) return -tall - 4;
+    return y + 18 + tall <= this.height || y - 14 - tall < 0 ? y + 18 : y - 14 - tall;
   }
 
   cross(x, found) {

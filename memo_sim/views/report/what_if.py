@@ -12,7 +12,7 @@ from memo_sim.contract.plan import Plan, PlanRow
 from memo_sim.contract.result import Result
 from memo_sim.contract.shortage import LiveTensor
 from memo_sim.contract.summary import Summary
-from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, counted, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.views.palette import phase_colour
 from memo_sim.views.plan_table import BEYOND, interval_ends, interval_label, layout_label, short_of
 from memo_sim.views.report.curves import Chart, Line
@@ -102,7 +102,7 @@ def _tiles(summary: Summary) -> Tiles:
         expected = interval_label(sure) if sure else ""
         items.append(("step", format_seconds(summary.step_s), expected))
     if summary.mfu is not None:
-        items.append(("MFU", f"{100 * summary.mfu:.1f} %", "causal mask counted"))
+        items.append(("MFU", format_percent(summary.mfu), "causal mask counted"))
     if summary.tokens_per_device_s is not None:
         tokens = f"{format_tokens(summary.tokens_per_step)} tokens a step"
         items.append(("tokens per GPU and second", f"{summary.tokens_per_device_s:.0f}", tokens))
@@ -223,7 +223,7 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
                 f"{plan.alpha:.3f}",
                 None if plan.step_s is None else format_seconds(plan.step_s),
                 None if plan.interval is None else interval_ends(plan.interval),
-                None if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
+                None if plan.mfu is None else format_percent(plan.mfu),
                 None if plan.tgs is None else f"{plan.tgs:.1f}",
                 format_bytes(_memory_of(plan, "device")),
                 format_bytes(plan.peak_host_bytes_per_node),

@@ -69,7 +69,7 @@ def test_tolerance() -> None:
         compare.check_tolerance(document, tolerance)
 
     held(figures(1.1), 0.2)
-    with refused(OutOfTolerance, got="+30.0%", wanted="20.0%"):
+    with refused(OutOfTolerance, got="+30.0 %", wanted="20.0 %"):
         held(figures(1.3), 0.2)
     with refused(OutOfTolerance, got=None, hint="memo-sim what-if -o"):
         held(None, 0.2)

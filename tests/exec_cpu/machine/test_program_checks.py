@@ -143,6 +143,13 @@ def test_doctor_has_a_line_for_each_check_of_a_sound_plan(tmp_path: Path) -> Non
     assert "arena of" in lines["placement"]
 
 
+def test_doctor_counts_stages_from_one(tmp_path: Path) -> None:
+    decisions = byte_decisions(layout=Layout(pp=2), memory_policy="caching", global_batch=2)
+    text, code = plan_report(write_plan(tmp_path / "plan.json", decisions))
+    assert code == 0
+    assert {"program stage 1", "program stage 2"} <= {line.split("  ")[0] for line in text.splitlines()}
+
+
 def test_doctor_says_which_stage_the_placement_file_is_of(tmp_path: Path) -> None:
     whole = msgspec.structs.replace(decisions_of(Layout(pp=2)), memory_policy="planned")
     path = write_plan(tmp_path / "plan.json", whole)

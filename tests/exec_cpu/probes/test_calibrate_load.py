@@ -15,4 +15,4 @@ def test_load_and_spread_are_each_reported() -> None:
     (load,) = disturbances(busy, machine, quiet)
     assert load.startswith("the load was 1.2 on 4 cores")
     (spread,) = disturbances(idle, machine, noisy)
-    assert "median spread of repeats is 30%" in spread
+    assert "median spread of repeats is 30 %" in spread

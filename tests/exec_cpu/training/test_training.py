@@ -60,7 +60,7 @@ def test_a_file_shorter_than_a_sequence_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text("ab")
     text = load_dataset(tmp_path / "two.txt", 256).short_of(4096)
     assert "has 2 tokens, too few for a sequence of 4096" in text
-    assert "0.02% of the targets" in text
+    assert "0.02 % of the targets" in text
     assert load_dataset(tmp_path / "two.txt", 256).short_of(1) == ""
 
 

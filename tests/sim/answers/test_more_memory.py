@@ -100,7 +100,7 @@ def test_tied_plans_are_listed_with_their_differences() -> None:
     far = evaluated(FULL_SWAP, 10.06, device=20, host=100)
     (line,) = ties(SearchResult([best, near, far], 3, 0))
     assert "full swap" in line
-    assert "0.40% slower, 30.00 GiB less device memory, 100.00 GiB more host memory per node" in line
+    assert "0.40 % slower, 30.00 GiB less device memory, 100.00 GiB more host memory per node" in line
     assert "ranked by step time" in line
     assert ties(SearchResult([best, far], 2, 0)) == []
     (line,) = ties(SearchResult([best, evaluated(FULL_SWAP, 10.0, device=20, host=100)], 2, 0))

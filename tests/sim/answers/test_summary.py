@@ -75,6 +75,14 @@ def test_a_length_that_layouts_do_not_divide_says_what_the_nearest_one_gains() -
     assert "length" not in {each.name for each in others}
 
 
+def test_no_length_is_named_that_the_model_has_no_positions_for() -> None:
+    model = msgspec.structs.replace(load_model("gpt-tiny"), max_positions=1024)
+    asked = replace(question(1000, system="any", global_batch=8), model=model, pins=Pins(recompute="full"))
+    assert "length" not in {each.name for each in what_if(asked).result.summary.assumptions}
+    longer = replace(asked, model=msgspec.structs.replace(model, max_positions=4096))
+    assert "length" in {each.name for each in what_if(longer).result.summary.assumptions}
+
+
 def test_assumptions_name_their_options(asked) -> None:
     options = {each.name: each.option for each in what_if(asked).result.summary.assumptions}
     assert options["attention kernel"] == "--attention"

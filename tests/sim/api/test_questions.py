@@ -14,6 +14,7 @@ import memo_sim as memo
 from memo_sim.cli import cli
 from memo_sim.commands.interchange import TO
 from memo_sim.contract import codec
+from memo_sim.contract.catalog import DATA, load_cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.interchange import FrameworkName
 from memo_sim.contract.plan import Plan
@@ -158,6 +159,8 @@ def test_a_job_is_read_and_priced(tmp_path: Path) -> None:
     assert priced.best is not None
     assert found.job is not None
     assert priced.best.step_s == pytest.approx(found.job.step_s, rel=0.01)
+    assert priced.given is not None
+    assert priced.given.provenance.system == priced.question.system == "megatron-core"
     assert str(priced) == printed(
         "what-if", "--from", script, "--set", "BATCH=4", "--cluster", "a800-1x2", "--why"
     ).rstrip("\n")
@@ -173,6 +176,8 @@ def test_a_recorded_step_is_held_against_a_profile(tmp_path: Path) -> None:
     assert [row["kind"] for row in found.table()] == [kind.kind for kind in found.document.kinds]
     found.save(tmp_path / "here.json")
     assert codec.read(tmp_path / "here.json", Hardware) == found.profile
+    found.save_cluster(tmp_path / "mine.json", profile=tmp_path / "here.json")
+    assert load_cluster(str(tmp_path / "mine.json"))[1] == found.profile
     links = memo.doctor(nccl_tests=tmp_path / "nccl.txt", cluster="a800-1x8")
     assert links.changes == ["all_reduce of 2 ranks: 2 sizes"]
     assert links != found
@@ -225,6 +230,7 @@ REFUSED: list[tuple[Callable[..., object], dict[str, Any], dict[str, Any]]] = [
     (memo.import_job, {"files": COMMAND, "set": ["BATCH=4"]}, {"wanted": "a mapping"}),
     (memo.doctor, {}, {"what": "doctor needs something that was measured"}),
     (memo.doctor, {"trace": "trace.json", "set": {"N": 2}}, {"wanted": "config=FILE"}),
+    (memo.doctor, {"trace": "trace.json", "search": False}, {"got": "framework, set or search"}),
 ]
 
 
@@ -235,3 +241,21 @@ def test_what_is_wrong_is_refused(
     with pytest.raises(memo.UsageError) as refused:
         function(**named)
     check_fields(refused.value, memo.UsageError, **fields)
+
+
+def test_published_cases_are_predicted(tmp_path: Path) -> None:
+    header, *rows = (DATA / "cases" / "memo-table3.csv").read_text().splitlines()
+    cases = tmp_path / "some.csv"
+    cases.write_text("\n".join([header, *(row for row in rows if row.startswith("memo-t3-7b-memo-4k,"))]) + "\n")
+    found = memo.validate(cases, system="memo")
+    (row,) = found.table()
+    assert (row["case"], row["status"], row["measured_status"]) == ("memo-t3-7b-memo-4k", "ok", "ok")
+    assert isinstance(row["mfu"], float)
+    assert isinstance(row["measured_mfu"], float)
+    assert row["error_mfu"] == pytest.approx(row["mfu"] / row["measured_mfu"] - 1, abs=1e-3)
+    assert str(found) == printed("validate", cases).rstrip("\n")
+    assert "memo-t3-7b-memo-4k" in found._repr_html_()
+    found.save_report(tmp_path / "page.html")
+    assert "Validation" in (tmp_path / "page.html").read_text()
+    with pytest.raises(memo.UsageError, match="no such rows"):
+        memo.validate(cases, system="fsdp")

@@ -77,8 +77,16 @@ def hand_over(answer: memo.WhatIfResult, folder: Path) -> bool:
     return exported.fits and job.job is not None and priced.best is not None and "run.sh" in exported.files
 
 
+def validated() -> list[str]:
+    found: memo.ValidationResult = memo.validate("memo-table5", system="memo", jobs=2)
+    found.save_report("validation.html")
+    return [case.case for case in found.document.cases]
+
+
 def measured(trace: Path) -> memo.DoctorResult:
     found = memo.doctor(trace=trace, config=["train.sh"], nccl_tests="all_reduce.txt")
+    found.save("profile.json")
+    found.save_cluster("cluster.json", profile="profile.json")
     found.save("here.json")
     print(found.profile.name, found.changes, found.table("kinds"))
     return found

@@ -211,7 +211,10 @@ def test_the_worst_stage_decides_whether_memory_is_enough_and_is_named() -> None
     enough = simulate(decisions, toy_hardware(max(needs)), cluster, pricer=ToyPrices(), rates=alone)
     short = simulate(decisions, toy_hardware(max(needs) - 1), cluster, pricer=ToyPrices(), rates=alone)
     assert (enough.prediction.status, short.prediction.status) == ("ok", "gpu_oom")
-    assert short.prediction.reason.startswith("stage0: device memory runs out at m")
+    needed = format_bytes(max(needs))
+    assert short.prediction.reason.startswith("stage0: device memory runs out, worst at m")
+    assert f": {needed} (" in short.prediction.reason
+    assert short.prediction.reason.endswith(f" of {format_bytes(max(needs) - 1)}, so 1 B are missing")
     assert short.prediction.shortfall_bytes == 1
     assert short.prediction.step_s is None
 
@@ -229,7 +232,7 @@ def test_a_nodes_host_memory_serves_all_its_stages(per_node: int) -> None:
     room = toy_hardware(host_bytes=wanted - 1)
     refused = simulate(decisions, room, cluster, pricer=ToyPrices(), rates=alone).prediction
     assert refused.status == "host_oom"
-    assert refused.reason.startswith("stage0: a node's host memory runs out at m")
+    assert refused.reason.startswith("stage0: a node's host memory runs out, worst at m")
 
 
 def nodes_of(per_node: int) -> Cluster:

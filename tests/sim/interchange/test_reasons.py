@@ -59,6 +59,12 @@ def test_ranks_go_to_another_degree() -> None:
     )
 
 
+@pytest.mark.parametrize(("level", "told"), [(1, "divides more"), (3, "divides less")])
+def test_another_level_of_zero_divides_more_or_less(level: int, told: str) -> None:
+    saying = FRAMEWORKS["deepspeed"].sayings["layout.zero"]
+    assert told in reason(saying, "layout.zero", plan(Layout(dp=8, zero=level)), plan(Layout(dp=8, zero=2)))
+
+
 def test_options_stand_for_paths() -> None:
     named = {"layout.tp": "--tp", "decisions.swapped_tokens": "--alpha", "decisions.loss_chunk_tokens": "--loss-chunk"}
     assert {path: option_of(path) for path in named} == named

@@ -1,4 +1,4 @@
-"""A plan that recomputes by token is exported to TRL with a program beside, in which memo swaps its tokens."""
+"""A plan that swaps tokens is exported to TRL with a program beside, in which memo swaps them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def test_the_program_has_the_plans_alpha() -> None:
     assert "Written by a test." in files[TOKENWISE]
     words = next(words for words in read_script(files[TOKENWISE_LAUNCH], {}, where="").commands if TOKENWISE in words)
     assert words[0] == "accelerate"
+
+
+def test_a_plan_that_swaps_all_tokens_has_alpha_1() -> None:
+    plan = msgspec.structs.replace(PLAN, recompute="none", swapped_tokens=1024)
+    assert '"ALPHA", "1"' in TRL.beside(plan, JOB, LAUNCH, HEADER)[TOKENWISE]
 
 
 @pytest.mark.parametrize("recompute", ["full", "none"])

@@ -237,6 +237,7 @@ def test_inputs_that_are_no_tensors_are_not_read(wrong: object) -> None:
         (json.dumps({"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}).encode(), "neither operators"),
         (b"\x1f\x8bnothing", "cannot be unpacked"),
         (b"\xff\xfe{", "not a trace"),
+        (b'{"x":' + b"[" * 10**5, "not a trace"),
     ],
 )
 def test_what_is_no_trace_is_refused(raw: bytes, what: str) -> None:

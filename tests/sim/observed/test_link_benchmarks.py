@@ -1,5 +1,6 @@
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -202,6 +203,13 @@ def test_copies_that_did_not_pass_are_not_taken() -> None:
 def test_half_an_output_is_refused(text: str, what: str) -> None:
     with pytest.raises(BadInput, match=what):
         read_nccl_tests(text.encode(), "out.txt")
+
+
+@pytest.mark.parametrize("read", [read_nccl_tests, read_nvbandwidth])
+@pytest.mark.parametrize("raw", [b'{"args": ["\xe7"]}', b'{"nvbandwidth": {"error": "\xe7"}}', b'{"x":' + b"[" * 10**5])
+def test_json_that_cannot_be_decoded_is_refused(read: Callable[[bytes, str], object], raw: bytes) -> None:
+    with pytest.raises(BadInput, match="not the JSON of"):
+        read(raw, "out.json")
 
 
 @pytest.mark.parametrize(

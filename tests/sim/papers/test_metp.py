@@ -107,7 +107,7 @@ def test_memory_has_a_line_a_model_and_system(monkeypatch: pytest.MonkeyPatch) -
     assert list(held) == [f"llama-70b {system}" for system in ways(GPUS)]
     first, last = held["llama-70b tp+sp"]
     assert first.y is not None
-    assert (last.y, last.note[:15]) == (None, "gpu_oom, needs ")
+    assert (last.y, last.note[:30]) == (None, "device memory is short, needs ")
     ours = held["llama-70b metp"]
     assert (ours[1].y or 0) > (ours[0].y or 0) > 0
     assert f"llama-70b, metp over tp+sp: 4k {(ours[0].y or 0) / first.y:.2f}, 1m 0." in found.findings[3]
@@ -141,8 +141,8 @@ def test_times_have_a_line_a_model_and_system(monkeypatch: pytest.MonkeyPatch) -
     mfu, overlap = computed("metp-5"), computed("metp-7")
     assert [line.name for line in mfu.lines] == [f"llama-70b {system}" for system in ways(GPUS)]
     assert mfu.lines[0].points[0].y is None
-    assert mfu.findings[0] == f"llama-70b: fastest 1m metp; metp at most {mfu.lines[-2].points[0].y:.1%}."
+    assert mfu.findings[0] == f"llama-70b: fastest 1m metp; metp at most {100 * mfu.lines[-2].points[0].y:.1f} %."
     comm, beside = overlap.lines
     assert (comm.name, beside.name) == ("llama-70b comm", "llama-70b async")
     left = (beside.points[0].y or 0) - 1 + (comm.points[0].y or 0)
-    assert f"of the synchronous step: 4k {left:.1%}." in overlap.findings[0]
+    assert f"of the synchronous step: 4k {100 * left:.1f} %." in overlap.findings[0]

@@ -22,6 +22,7 @@ from memo_sim.planning.presets import (
     KEEP,
     OPERATOR_RECOMPUTE,
     SELECTIVE_RECOMPUTE,
+    TOKENWISE,
     Policy,
 )
 from memo_sim.planning.question import Pins, Question
@@ -207,6 +208,7 @@ TODAY = ("torchtitan", "trl-fsdp2", "deepspeed-alst", "megatron-core")
     [
         ("torchtitan", {"tp", "cp", "pp", "dp"}, {3}, "all_gather", {OPERATOR_RECOMPUTE, KEEP, FULL_RECOMPUTE}),
         ("trl-fsdp2", {"cp", "dp"}, {3}, "all_gather", {FULL_RECOMPUTE}),
+        ("trl-tokenwise", {"cp", "dp"}, {3}, "all_gather", {KEEP, TOKENWISE}),
         ("deepspeed-alst", {"ulysses", "dp"}, {3}, "ring", {INPUTS_SWAPPED_MLP_IN_BLOCKS}),
         ("megatron-core", {"tp", "cp", "pp", "dp"}, {1}, "ring", {KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE}),
     ],
@@ -318,20 +320,57 @@ def test_trl_has_hugging_faces_modules_under_an_eager_framework() -> None:
     assert {each.base.mlp_rebuild for each in candidates(pinned)[0]} == {"layer"}
 
 
-def test_hugging_faces_modules_are_those_of_full_recompute() -> None:
-    """A system's own are left out beside other recompute; those that are asked for are refused there."""
+def test_hugging_faces_modules_are_left_out_where_memo_has_no_list_of_what_they_save() -> None:
+    """Those that are asked for, and those of a system that keeps or swaps by itself, are refused there."""
     kept = candidates(ask("trl-fsdp2", dp=8, recompute="none"))[0]
-    assert {each.base.modules for each in kept} == {"auto"}
+    assert {each.base.modules for each in kept} == {"auto"}  # a GPT
     asked = replace(ask("any", dp=8, memory_policy="eager"), modules="huggingface")
     found, reasons = candidates(asked)
     assert {(each.base.recompute, each.base.modules) for each in found} == {("full", "huggingface")}
+    divided = candidates(replace(asked, pins=Pins(tp=2, memory_policy="eager", recompute="full")))[0]
+    assert {(each.base.layout.tp, each.base.modules) for each in divided} == {(2, "huggingface")}
     assert {each.base.zero_params for each in found} == {"auto"}  # whole parameters
-    divided = replace(asked, pins=replace(asked.pins, zero=3, recompute="full"))
-    assert {each.base.zero_params for each in candidates(divided)[0]} == {"cast"}
-    assert any("checkpointed as a whole" in reason for reason in reasons)
+    sharded = replace(asked, pins=replace(asked.pins, zero=3, recompute="full"))
+    assert {each.base.zero_params for each in candidates(sharded)[0]} == {"cast"}
+    assert any("what Hugging Face's modules save" in reason for reason in reasons)
     with pytest.raises(Infeasible) as none_left:
         candidates(replace(ask("trl-fsdp2", dp=8, recompute="none"), modules="huggingface"))
+    assert none_left.value.where == "decisions.model.family"
+    with pytest.raises(Infeasible) as none_left:
+        candidates(ask("trl-tokenwise", dp=8))
+    assert none_left.value.where == "decisions.model.family"
+    with pytest.raises(Infeasible) as none_left:
+        candidates(ask("trl-tokenwise", model="llama3-8b", dp=8, recompute="selective"))
     assert none_left.value.where == "decisions.modules"
+
+
+@pytest.mark.parametrize("system", ["trl-fsdp2", "trl-tokenwise"])
+@pytest.mark.parametrize("recompute", ["none", "tokenwise"])
+def test_layers_that_keep_or_swap_have_hugging_faces_modules(system: str, recompute: str) -> None:
+    found = candidates(ask(system, model="llama3-8b", cluster="h100-1x8", dp=8, recompute=recompute))[0]
+    assert {(each.base.recompute, each.base.modules) for each in found} == {(recompute, "huggingface")}
+
+
+def test_tokenwise_keeps_no_copy_of_rows_on_the_device_beside_swapped_ones() -> None:
+    with pytest.raises(Infeasible) as none_left:
+        candidates(ask("trl-tokenwise", model="llama3-8b", dp=8, recompute="none", alpha=0.5))
+    assert none_left.value.where == "decisions.swapped_tokens"
+
+
+def test_tokenwise_is_predicted_beside_offloaded_inputs() -> None:
+    """One saves the recompute of attention, the other moves and holds less."""
+    asked = {"model": "llama3-8b", "cluster": "h100-1x8", "seq_tokens": 2**19, "global_batch": 1, "cp": 8}
+    inputs = search(ask("trl-fsdp2", offload_inputs=True, **asked)).best
+    tokenwise = search(ask("trl-tokenwise", alpha=0.25, **asked)).best
+    assert inputs is not None
+    assert tokenwise is not None
+    one, other = inputs.prediction, tokenwise.prediction
+    assert one.step_s is not None
+    assert other.step_s is not None
+    assert other.step_s < one.step_s
+    assert other.reserved_bytes > one.reserved_bytes
+    assert other.peak_host_bytes_per_node > one.peak_host_bytes_per_node
+    assert inputs.decisions.modules == tokenwise.decisions.modules == "huggingface"
 
 
 def test_megatron_core_divides_states_over_the_ring_and_interleaves_stages() -> None:

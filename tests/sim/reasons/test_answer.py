@@ -29,7 +29,7 @@ def why(asked: Question) -> str:
 def test_the_memory_that_limits_alpha_is_named() -> None:
     text = why(question(320 * 1024, system="memo"))
     assert re.search(
-        r"Recompute is \d+\.\d% of compute time: host memory limits alpha; .* does not fit \(short by", text
+        r"Recompute is \d+\.\d % of compute time: host memory limits alpha; .* does not fit \(short by", text
     )
     assert re.search(
         r"MEMO's linear program gives .*; the next higher alpha does not fit \(short by [\d.]+ GiB of host memory\)\.",
@@ -48,7 +48,7 @@ def test_full_recompute_says_that_swapping_does_not_fit() -> None:
     cluster, hardware = with_memory(asked.cluster, asked.hardware, device_bytes=None, host_bytes=64 * GIB)
     text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
     assert re.search(
-        r"Recompute is \d+\.\d% of compute time: swapping instead does not fit on this layout \(short by", text
+        r"Recompute is \d+\.\d % of compute time: swapping instead does not fit on this layout \(short by", text
     )
 
 
@@ -92,13 +92,8 @@ def test_only_options_that_are_still_open_are_named() -> None:
     small: dict[str, int | None] = {"device_bytes": GIB, "host_bytes": None}
     cluster, hardware = with_memory(asked.cluster, asked.hardware, **small)
     text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
-    short = r"\(still short by [\d.]+ GiB\)"
-    wanted = (
-        r"What would help: leave --tp, --cp to the search; more devices \(memo-sim gpus finds how many\);"
-        rf" --states host {short}; --zero 3 {short};"
-        r" no two of --states host, --loss fused, --zero 3 are enough together\."
-    )
-    assert re.search(wanted, text)
+    wanted = "What would help: leave --tp, --cp to the search; more devices (memo-sim gpus finds how many)."
+    assert wanted in text  # --states host and --zero 3 help, but are not enough
     assert "more host memory" in why(question(1024 * 1024, system="full-swap"))
 
 
@@ -135,8 +130,8 @@ def test_exchanges_in_chunks_and_an_early_stop_without_effect_are_explained() ->
 def test_the_allocators_reserve_and_cost_are_reported() -> None:
     text = why(question(128 * 1024, system="full-recompute", memory_policy="eager", allocator_limit_gib=0))
     assert re.search(
-        r"Memory is not planned: an eager framework reserves 7\d\.\d\d GiB, \d+\.\d% above the peak; "
-        r"[\d.]+ allocation retries per micro-batch; compute waits for its calls for \d+\.\d% of the step\.",
+        r"Memory is not planned: an eager framework reserves 7\d\.\d\d GiB, \d+\.\d % above the peak; "
+        r"[\d.]+ allocation retries per micro-batch; compute waits for its calls for \d+\.\d % of the step\.",
         text,
     )
     cached = why(question(128 * 1024, system="full-recompute", memory_policy="caching"))
@@ -147,8 +142,8 @@ def test_the_allocators_reserve_and_cost_are_reported() -> None:
 
 def test_waiting_for_the_allocator_does_not_count_as_compute() -> None:
     text = why(question(128 * 1024, system="full-recompute", memory_policy="eager"))
-    busy = re.search(r"Compute is busy ([\d.]+)% of the step; it waits [\d.]+ s in total, mostly for allocator", text)
-    stopped = re.search(r"compute waits for its calls for ([\d.]+)% of the step", text)
+    busy = re.search(r"Compute is busy ([\d.]+) % of the step; it waits [\d.]+ s in total, mostly for allocator", text)
+    stopped = re.search(r"compute waits for its calls for ([\d.]+) % of the step", text)
     assert busy is not None
     assert stopped is not None
     assert float(busy[1]) + float(stopped[1]) < 100
@@ -175,12 +170,10 @@ def test_plans_closer_than_the_interval_are_counted() -> None:
             Closeness(margin=0.1, level=0.8, pairs=90, sources=6, plans=plans, others=others)
         )
 
-    known = (
-        "too close to tell apart (the ratio of two steps is predicted that exactly in 80 % of 90 pairs of plans in 6"
-    )
-    known += " sources)"
-    assert said(1) == [f"1 other plan is within 10.0% of the best, {known}; measured, one of them may be faster."]
-    assert said(2)[0].startswith("2 other plans are within 10.0% of the best, too close to tell apart ")
+    known = "In 80 % of 90 pairs of plans in 6 sources the ratio of the two measured steps was within 10.0 % of the"
+    first = "1 other plan is within 10.0 % of the best, too close to tell apart; measured, one of them may be faster."
+    assert said(1) == [f"{first} {known} predicted one."]
+    assert said(2)[0].startswith("2 other plans are within 10.0 % of the best, too close to tell apart; ")
     assert said(0, 1)[0].startswith("1 plan with another kind of memory, or with and without allocation retries, may")
     assert [line.split(" ")[0] for line in said(3, 2)] == ["3", "2"]
     assert said(0) == closer_than_the_interval(None) == []
@@ -197,8 +190,8 @@ def test_a_runner_up_loses_time_to_waiting_or_to_compute() -> None:
     best = evaluated(10.0, all_gather=3.0, allocator=1.0)
     waiting, computing = evaluated(15.0, all_gather=3.5, allocator=3.5), evaluated(15.0, all_gather=4.0)
     said = [runner_up(SearchResult(ranked=[best, e], evaluated=2, pruned=0))[0] for e in (waiting, computing)]
-    assert said[0].endswith("5 s (50.0%) slower: 3 s more waiting, mostly for allocator.")
-    assert said[1].endswith("5 s (50.0%) slower: 5 s more compute.")
+    assert said[0].endswith("5 s (50.0 %) slower: 3 s more waiting, mostly for allocator.")
+    assert said[1].endswith("5 s (50.0 %) slower: 5 s more compute.")
 
 
 @pytest.mark.parametrize("policy", ["caching", "eager"])

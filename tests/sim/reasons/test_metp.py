@@ -58,7 +58,7 @@ def test_an_equally_fast_plan_with_less_device_memory_is_named() -> None:
     assert least < keep.prediction.peak_device_bytes
     beside = _beside(ranked, {"tp": []})
     assert (
-        f"(as little as {format_bytes(least)} with full swap, within 0.5% of that time). On the same ranks, tp 4 "
+        f"(as little as {format_bytes(least)} with full swap, within 0.5 % of that time). On the same ranks, tp 4 "
         in beside
     )
 

@@ -97,7 +97,7 @@ def test_the_solvers_choice_is_compared_with_the_best_plan() -> None:
     (line,) = heuristic(question, SearchResult([Evaluated(best.policy, best.base, best_played)], 1, 0))
     assert line == (
         f"SPPO's own solver (6.1) chooses SP 2, PP 2, N {choice.subsequences}: {format_seconds(choice.step_s)} by its "
-        f"formula, {format_seconds(step_s)} simulated, {abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'} "
+        f"formula, {format_seconds(step_s)} simulated, {100 * abs(ratio):.1f} % {'slower' if ratio >= 0 else 'faster'} "
         f"than the best plan of the search{ask}."
     )
 

@@ -129,14 +129,14 @@ def test_an_accepted_accuracy_is_read_back_and_passes_its_own_check(tmp_path: Pa
 def test_some_cases_are_compared_with_the_same_cases(tmp_path: Path) -> None:
     accept(Validation(cases=GOOD), tmp_path / "a.json")
     still = report("c2", 0.02)  # within the mean of all, but this row was right
-    with refused(OutOfTolerance, got=("s/memo", "speed 1.50%", "0.50%")):
+    with refused(OutOfTolerance, got=("s/memo", "speed 1.50 %", "0.50 %")):
         check_accepted(Validation(cases=[GOOD[1], still]), load_accepted(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize(
     ("worse", "grew"),
     [
-        (report("c5", 0.5), ("mfu 9.33%", "1.20%")),
+        (report("c5", 0.5), ("mfu 9.33 %", "1.20 %")),
         (report("c5", 0.0, right=False), ("1 wrong status", "0")),
         (msgspec.structs.replace(report("c5", 0.0, status="invalid"), error=CaseError()), ("1 row not", "0")),
     ],

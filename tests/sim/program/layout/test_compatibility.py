@@ -22,6 +22,7 @@ SEVERAL_EXPERTS = LLAMA.of_layers(
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
+SAVED = {"model": LLAMA, "modules": "huggingface", "memory_policy": "eager"}
 METRICS = {"loss_metrics": 2, "loss": "blocks", "memory_policy": "eager"}
 CHUNKS = {"recompute": "full", "attention_chunk_tokens": 512}
 EVERY_SECOND = {"recompute": "full", "recompute_layers": "every-2"}
@@ -316,8 +317,41 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "modules: recompute": (
         Layout(),
-        {"modules": "huggingface", "memory_policy": "eager"},
-        "huggingface with recompute none",
+        {"modules": "huggingface", "memory_policy": "eager", "recompute": "operators"},
+        "huggingface with recompute operators",
+    ),
+    "saved tensors of modules: family": (
+        Layout(),
+        SAVED | {"model": GPT},
+        "gpt with modules huggingface, recompute none",
+    ),
+    "saved tensors of modules: tp": (Layout(tp=2), SAVED, "2 with modules huggingface, recompute none"),
+    "saved tensors of modules: ulysses": (Layout(ulysses=2), SAVED, "2 with modules huggingface, recompute none"),
+    "saved tensors of modules: pp": (Layout(pp=2), SAVED, "2 with modules huggingface, recompute none"),
+    "saved tensors of modules: subsequences": (
+        Layout(subsequences=2),
+        SAVED,
+        "2 with modules huggingface, recompute none",
+    ),
+    "saved tensors of modules: cp_exchange": (
+        Layout(cp=2, cp_exchange="rsa"),
+        SAVED,
+        "rsa with modules huggingface, recompute none",
+    ),
+    "saved tensors of modules: attention": (
+        Layout(),
+        SAVED | {"kernels": PLAIN},
+        "plain with modules huggingface, recompute none",
+    ),
+    "saved tensors of modules: micro_batch": (
+        Layout(),
+        SAVED | {"recompute": "tokenwise", "micro_batch": 2, "global_batch": 2},
+        "2 with modules huggingface, recompute tokenwise",
+    ),
+    "saved tensors of modules: swapped_tokens": (
+        Layout(),
+        SAVED | {"swapped_tokens": 1024},
+        "1024 of 2048 tokens with recompute none",
     ),
     "streams: memory_policy": (
         Layout(),
