@@ -287,6 +287,7 @@ def left_out(question: Question) -> list[LeftOut]:
         KNOBS[name].option
         for name in open_knobs
         if (name != "micro_batch" or not question.open_micro_batch)
+        and (name != "tp_overlap" or question.model.mixture is None)
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
     found += [*_micro_batches_left_out(question), *_kernels_left_out(question)]
