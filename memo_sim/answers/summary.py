@@ -334,7 +334,7 @@ def _micro_batches_left_out(question: Question) -> list[LeftOut]:
 
 
 def _host_memory(question: Question, prediction: Prediction, rivals: Collection[Prediction]) -> list[Assumption]:
-    """Return the host memory that a node is assumed to have and its source, where the plan pins some, and what it buys."""
+    """Return the host memory that a node is assumed to have, where the plan pins some, and what that buys."""
     if not prediction.peak_host_bytes_per_node:
         return []
     cluster, hardware = question.cluster, question.hardware
