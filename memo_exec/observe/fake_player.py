@@ -27,6 +27,7 @@ from memo_exec.memory.binding import Bound, Schedule, schedule
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
 from memo_exec.observe.observed import LARGE_BYTES, NOT_OBSERVED, Observed, RequestLog, Unexplained, compared
+from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.arena.requests import buffer_names
 from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane
@@ -102,8 +103,18 @@ def observe_fake(decisions: Decisions, program: Program, *, kernels: Mapping[str
     """Play ``program`` with fake tensors and return the memory requests on its device.
 
     Equal instructions make the same requests. So each distinct instruction is played once and its requests repeated.
+
+    Raises:
+        CannotRun: when the model has experts and the plan's kernels are those of a CPU, which read how many rows an
+            expert has.
     """
     cuda = not on_cpu(decisions.kernels.attention)
+    if not cuda and decisions.model.mixture is not None:
+        raise CannotRun(
+            "the requests of experts on a CPU depend on the router, so they cannot be recorded without data",
+            got=decisions.model.name,
+            wanted="a model without experts, or a plan with a GPU's kernels",
+        )
     built = cuda and torch.version.cuda is not None
     own = own_program(program, decisions, MeshCoordinates(decisions.layout))
     with FakeTensorMode(), torch.inference_mode(), _LooksLikeCuda() if cuda and not built else nullcontext():

@@ -144,7 +144,9 @@ def device_memory(simulation: Simulation, prediction: Prediction, *, planned_are
         capacity_bytes=capacity,
         free_bytes=max(0, capacity - needed),
         allocation_retries=prediction.allocation_retries,
-        allocator_wait_s=sum(s.seconds for s in prediction.stalls if (s.lane, s.waits_for) == (COMPUTE, ALLOCATOR)),
+        allocator_wait_s=sum(
+            (s.seconds for s in prediction.stalls if (s.lane, s.waits_for) == (COMPUTE, ALLOCATOR)), 0.0
+        ),
     )
 
 

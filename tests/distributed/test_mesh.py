@@ -11,7 +11,7 @@ import torch
 from memo_exec.distributed.groups import missing_groups
 from memo_exec.distributed.mesh import MeshCoordinates, Share
 from memo_exec.distributed.own_program import own_program
-from memo_exec.distributed.shards import shards_of
+from memo_exec.distributed.shards import Part, shards_of
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.communicators import group_keys
 from memo_sim.program.ir.instruction import Lane
@@ -83,12 +83,12 @@ def test_zero_divides_over_consecutive_replicas() -> None:
 def test_ranks_hold_every_entry(model: str, layout: str, state: str) -> None:
     """No rank holds an entry twice, and a rank's shards do not overlap in its buffer."""
     chosen = training(model, layout)
-    for kind in BlockKind:
+    for part in map(Part, BlockKind):
         held: dict[str, torch.Tensor] = {}
         for rank in range(chosen.layout.devices):
             own: dict[str, torch.Tensor] = {}
             buffer: set[int] = set()
-            for shard in shards_of(chosen, MeshCoordinates(chosen.layout, rank), state, kind):
+            for shard in shards_of(chosen, MeshCoordinates(chosen.layout, rank), state, part):
                 counts = own.setdefault(shard.name, torch.zeros(shard.whole))
                 counts[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.sizes, strict=True))] += 1
                 elements = set(range(shard.first, shard.first + prod(shard.sizes)))

@@ -12,13 +12,14 @@ from memo_exec.observe.fake_player import observe_fake
 from memo_exec.observe.memory_history import read_history
 from memo_exec.observe.observed import LARGE_BYTES, NOT_OBSERVED, Observed
 from memo_sim.contract.catalog import load_model
+from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.memory.place import place
 from memo_sim.program.analysis.liveness import live_bytes, peak
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
 from tests.exec_cpu.kernels.hand_call import allocations
-from tests.exec_cpu.small import MODELS, decide, gpt, llama, one_step
+from tests.exec_cpu.small import EXPERT_MODELS, MODELS, decide, gpt, llama, one_step
 
 LONG = 16_384
 NUMBER_BYTES = 16
@@ -73,7 +74,8 @@ def test_fake_tensors_ask_for_what_real_ones_do(name: str) -> None:
 
     one_step(decisions, kernels={op: counting(op) for op in KERNELS})
     found = observed(decisions)
-    assert found.workspaces.keys() == LIBRARY_SCRATCH
+    played = {instruction.op for template in lower(decisions)[0].templates for instruction in template.instructions}
+    assert found.workspaces.keys() == LIBRARY_SCRATCH & played
     for op, (_, seen) in found.workspaces.items():
         assert seen <= real.pop(op) <= seen + THREAD_BYTES
     assert not any(real.values())
@@ -83,6 +85,11 @@ def test_fake_tensors_ask_for_what_real_ones_do(name: str) -> None:
         if kind == "workspace" and ": aten." in name and "/attn" not in name
     ]
     assert all(size <= NUMBER_BYTES for size in seen_elsewhere)
+
+
+def test_experts_on_a_cpu_are_refused() -> None:
+    with pytest.raises(CannotRun, match="depend on the router"):
+        observed(decide(EXPERT_MODELS["mixtral"]))
 
 
 def test_the_programs_buffers_are_requested_as_it_says() -> None:
