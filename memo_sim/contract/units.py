@@ -163,14 +163,8 @@ def parse_expert_load(text: str, *, option: str) -> str:
     Raises:
         UsageError: when it does not.
     """
-    if _EXPERT_LOAD.fullmatch(text):
-        return text
-    raise UsageError(
-        "not a load of experts",
-        got=repr(text),
-        wanted="balanced, or zipf-S with S below 5 and at most two decimals",
-        hint=f"{option} zipf-0.5",
-    )
+    wanted = "balanced, or zipf-S with S below 5 and at most two decimals"
+    return _matching(_EXPERT_LOAD, text, "a load of experts", wanted=wanted, hint=f"{option} zipf-0.5")
 
 
 def parse_layer_choice(text: str, *, option: str) -> str:
@@ -181,14 +175,14 @@ def parse_layer_choice(text: str, *, option: str) -> str:
     Raises:
         UsageError: when it does not.
     """
-    if _LAYER_CHOICE.fullmatch(text):
-        return text
-    raise UsageError(
-        "not a choice of layers",
-        got=repr(text),
-        wanted="all, every-N (N from 2), first-K (K from 1) or groups-N (N from 2), up to 9999",
-        hint=f"{option} every-2",
-    )
+    wanted = "all, every-N (N from 2), first-K (K from 1) or groups-N (N from 2), up to 9999"
+    return _matching(_LAYER_CHOICE, text, "a choice of layers", wanted=wanted, hint=f"{option} every-2")
+
+
+def _matching(pattern: re.Pattern[str], text: str, what: str, *, wanted: str, hint: str) -> str:
+    if not pattern.fullmatch(text):
+        raise UsageError(f"not {what}", got=repr(text), wanted=wanted, hint=hint)
+    return text
 
 
 def format_tokens(tokens: int) -> str:

@@ -1,6 +1,6 @@
 """Chooses the kernels of a given plan on a machine whose profile may lack those that it was made with.
 
-Everything else of the plan stays. What changes is told in a sentence each, so that nothing is replaced in silence.
+Everything else of the plan stays. A sentence names each change, so that nothing is replaced in silence.
 
     plan of an H100, played on an H200     triton -> torch: the H200's profile has no rates of Triton's kernels
 """

@@ -253,6 +253,31 @@ class _OfOneAnswer(TypedResult):
         """
 
     @property
+    @abstractmethod
+    def best(self) -> PlanRow | None:
+        """The plan, or None when nothing fits."""
+
+    @property
+    @abstractmethod
+    def command(self) -> str:
+        """The command that asked."""
+
+    @abstractmethod
+    def _page(self, at_best: Page | None, **made: str) -> Page:
+        """Return the report; ``at_best`` is the page of the one answer, ``made`` what ``save_page`` gives."""
+
+    @with_names_checked()
+    def save_report(self, path: PathLike, *, plan: PathLike | None = None) -> None:
+        """Write the answer as one HTML page that opens offline; ``plan`` is where the plan was saved.
+
+        Raises:
+            UsageError: when the file cannot be written.
+            CannotRun: when a package that draws the page is missing.
+        """
+        at_best = None if self.best is None else self._answer.page(plan)
+        save_page(partial(self._page, at_best), path, self.command)
+
+    @property
     def plan(self) -> Plan:
         """The best plan as its file holds it.
 
@@ -321,16 +346,8 @@ class LongestResult(_OfOneAnswer):
             raise Infeasible("no length fits", hint="see .why")
         return self.at_longest
 
-    @with_names_checked()
-    def save_report(self, path: PathLike, *, plan: PathLike | None = None) -> None:
-        """Write the answer as one HTML page that opens offline; ``plan`` is where the plan was saved.
-
-        Raises:
-            UsageError: when the file cannot be written.
-            CannotRun: when a package that draws the page is missing.
-        """
-        page = None if self.at_longest is None else self.at_longest.page(plan)
-        save_page(partial(longest_page, self.document, page), path, self.command)
+    def _page(self, at_best: Page | None, **made: str) -> Page:
+        return longest_page(self.document, at_best, **made)
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim longest`` prints it."""
@@ -356,6 +373,11 @@ class ClustersResult(_OfOneAnswer):
     """In the order of the document."""
 
     @property
+    def command(self) -> str:
+        """The command that asked."""
+        return self.answers[0].command
+
+    @property
     def best(self) -> PlanRow | None:
         """The best plan of the best cluster, or None when nothing fits on any."""
         return self.answers[0].best
@@ -374,16 +396,8 @@ class ClustersResult(_OfOneAnswer):
     def _answer(self) -> WhatIfResult:
         return self.answers[0]
 
-    @with_names_checked()
-    def save_report(self, path: PathLike, *, plan: PathLike | None = None) -> None:
-        """Write the answer as one HTML page that opens offline; ``plan`` is where the plan was saved.
-
-        Raises:
-            UsageError: when the file cannot be written.
-            CannotRun: when a package that draws the page is missing.
-        """
-        page = None if self.best is None else self.answers[0].page(plan)
-        save_page(partial(results_page, self.document, page), path, self.answers[0].command)
+    def _page(self, at_best: Page | None, **made: str) -> Page:
+        return results_page(self.document, at_best, **made)
 
     def __str__(self) -> str:
         """Return the table that ``memo-sim what-if --cluster A,B`` prints."""
@@ -447,16 +461,8 @@ class GpusResult(_OfOneAnswer):
             raise Infeasible("no number of GPUs is enough", hint="see .why")
         return self.at_chosen
 
-    @with_names_checked()
-    def save_report(self, path: PathLike, *, plan: PathLike | None = None) -> None:
-        """Write the answer as one HTML page that opens offline; ``plan`` is where the plan was saved.
-
-        Raises:
-            UsageError: when the file cannot be written.
-            CannotRun: when a package that draws the page is missing.
-        """
-        page = None if self.at_chosen is None else self.at_chosen.page(plan)
-        save_page(partial(gpus_page, self.document, page), path, self.command)
+    def _page(self, at_best: Page | None, **made: str) -> Page:
+        return gpus_page(self.document, at_best, **made)
 
     def __str__(self) -> str:
         """Return the answer as ``memo-sim gpus`` prints it."""

@@ -7,8 +7,8 @@ Forward. T tokens have C = T x per_token dispatched rows, sorted by expert, so e
       -> next x = resid + combined
 
 Products are grouped: one call multiplies the rows of every expert with that expert's weights. The probability is
-multiplied in before the second product. So backward finds its gradient from the activation, and nobody keeps the second
-product's result:
+multiplied in before the second product. So backward finds its gradient from the activation, and the second product's
+result is not kept:
 
     d_down = dispatch(d_out)       t = d_down W_down       d_probability = sum over a row of t x silu(gate) x up
     d_up = probability x t x silu'                         d_dispatched = d_up W_up      d_norm2 = combine + d_logits W
@@ -106,8 +106,12 @@ class ExpertMlp:
         self.builder.phase = phase
 
     def rebuild_operators(self) -> None:
-        """Recompute by operator is refused (``layout/compatibility.py``)."""
-        raise NotImplementedError
+        """Never called: ``layout/compatibility.py`` refuses experts with recompute by operator.
+
+        Raises:
+            AssertionError: always.
+        """
+        raise AssertionError("experts with recompute by operator are refused before they are lowered")
 
     def backward(self, grad_out: str) -> None:
         """Write the backward from ``grad_out`` to ``d_resid``."""

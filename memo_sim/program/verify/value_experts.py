@@ -11,7 +11,7 @@ every token, and that a sum over experts may read every dispatched row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, rowwise, weight
@@ -134,16 +134,26 @@ def combine(call: Call) -> None:
 
 def linear(call: Call) -> None:
     """Check a product of dispatched rows."""
-    for first, tokens, [(value, row)] in call.pieces("x"):
-        made = PRODUCTS.get(value.name) if value is not None else None
+    _product(call, "x", PRODUCTS)
+
+
+def dgrad(call: Call) -> None:
+    """Check the gradient of the input of a product of dispatched rows."""
+    _product(call, "grad", GRADIENTS)
+
+
+def _product(call: Call, role: str, products: Mapping[str, tuple[str, ...]]) -> None:
+    """Check a product of the rows of ``role`` by a weight; ``products``: its name and its result's, by the rows'."""
+    for first, tokens, [(value, row)] in call.pieces(role):
+        made = products.get(value.name) if value is not None else None
         if value is None or made is None:
             if value is not None:
-                call.wrong("x", value, row, " or ".join(PRODUCTS))
+                call.wrong(role, value, row, " or ".join(products))
             call.put("out", first, tokens, None)
             continue
         weight(call, "weight", f"{made[0]}.weight", value.layer)
         _ends(call, value)
-        _same_rows(call, "x", first, row)
+        _same_rows(call, role, first, row)
         call.put("out", first, tokens, value._replace(name=made[1]), row)
 
 
@@ -152,21 +162,6 @@ def _same_rows(call: Call, role: str, first: int, row: int) -> None:
     at = call.operands[role].first + first
     if at != row:
         call.fault(f"{role} has dispatched row {row} at row {at} of its buffer")
-
-
-def dgrad(call: Call) -> None:
-    """Check the gradient of the input of a product of dispatched rows."""
-    for first, tokens, [(value, row)] in call.pieces("grad"):
-        made = GRADIENTS.get(value.name) if value is not None else None
-        if value is None or made is None:
-            if value is not None:
-                call.wrong("grad", value, row, " or ".join(GRADIENTS))
-            call.put("out", first, tokens, None)
-            continue
-        weight(call, "weight", f"{made[0]}.weight", value.layer)
-        _ends(call, value)
-        _same_rows(call, "grad", first, row)
-        call.put("out", first, tokens, value._replace(name=made[1]), row)
 
 
 def wgrad(call: Call) -> None:

@@ -11,26 +11,14 @@ import pytest
 from memo_sim.answers.doctor import diagnose
 from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.hardware import CopyRates, Curve, Hardware
-from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
 from memo_sim.observed.correction import corrected, product_rate
 from tests.sim.observed.played import recorded, seconds_by_kind
-from tests.sim.small_programs import decide
+from tests.sim.small_programs import GPT, decide
 
-MODEL = Model(
-    name="gpt",
-    family="gpt",
-    layers=9,
-    hidden=2048,
-    heads=16,
-    kv_heads=16,
-    head_dim=128,
-    ffn_hidden=8192,
-    vocab=32000,
-    tied_embeddings=True,
-    qkv_bias=True,
-    linear_bias=True,
+MODEL = msgspec.structs.replace(
+    GPT, layers=9, hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn_hidden=8192, vocab=32000
 )
 PASSES = {"fprop": 1.25, "dgrad": 0.8, "wgrad": 1.1}
 ATTENTION = {"forward": 1.3, "backward": 1.15}
