@@ -7,7 +7,8 @@ A call has one of three sets of operands:
     q, kv      queries from ``q``, keys and values from the KV cache: of this subsequence or of earlier ones
 
 A backend is a module with the functions ``forward`` and ``backward``. They take (batch, tokens, heads, head_dim) views
-and an fp32 log-sum-exp of (batch, tokens, heads). The mask is either none or the causal square.
+and an fp32 log-sum-exp of (batch, tokens, heads). The mask is either none or the causal square. Values narrower than
+queries and keys are padded with zeros for backends that need equal widths (``contract/attention_kernels.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from memo_exec.kernels.attention_backend import AttentionBackward
 from memo_exec.kernels.call import Call
@@ -39,16 +41,20 @@ def attention(call: Call) -> None:
     """``out, lse = attention(Q, K, V)``, with the operands that the module docstring lists."""
     work, backend = _work(call), _backend(call)
     q, k, v = _operands(call, work)
-    out, lse = call["out"].view(q.shape), call.matrix("lse").view(q.shape[:3])
+    out, lse = call["out"].view(*q.shape[:3], work.value_dim), call.matrix("lse").view(q.shape[:3])
     for queries, keys in _groups(call, work):
+        into = out[:, :, queries]
+        written = _padded(into, work) if work.padded else into
         backend.forward(
             q[:, :, queries],
             k[:, :, keys],
-            v[:, :, keys],
-            out[:, :, queries],
+            _padded(v[:, :, keys], work),
+            written,
             lse[:, :, queries],
             causal=work.mask == "causal",
         )
+        if work.padded:
+            into.copy_(written[..., : work.value_dim])
 
 
 def attention_backward(call: Call) -> None:
@@ -63,20 +69,30 @@ def attention_backward(call: Call) -> None:
         grad_q, grad_k, grad_v = _packed(call["grad_qkv"], work)
     else:
         grad_q, (grad_k, grad_v) = call["grad_q"].view(q.shape), _keys(call["grad_kv"], work)
-    grad, out = (_queries(torch.unflatten(call[role], 1, q.shape[2:]), work) for role in ("grad", "out"))
+    heads = (work.heads, work.value_dim)
+    grad, out = (_queries(torch.unflatten(call[role], 1, heads), work) for role in ("grad", "out"))
     lse = _queries(call.matrix("lse"), work)
     for queries, keys in _groups(call, work):
+        values = _padded(v[:, :, keys], work)
+        grad_values = torch.empty_like(values) if work.padded else grad_v[:, :, keys]
         backend.backward(
             AttentionBackward(
-                grad[:, :, queries],
-                (q[:, :, queries], k[:, :, keys], v[:, :, keys]),
-                out[:, :, queries],
+                _padded(grad[:, :, queries], work),
+                (q[:, :, queries], k[:, :, keys], values),
+                _padded(out[:, :, queries], work),
                 lse[:, :, queries],
-                (grad_q[:, :, queries], grad_k[:, :, keys], grad_v[:, :, keys]),
+                (grad_q[:, :, queries], grad_k[:, :, keys], grad_values),
                 causal=work.mask == "causal",
                 deterministic=call.context.decisions.deterministic,
             )
         )
+        if work.padded:
+            grad_v[:, :, keys].copy_(grad_values[..., : work.value_dim])
+
+
+def _padded(rows: Tensor, work: Attention) -> Tensor:
+    """Return values, or rows as wide as them, with zeros up to ``head_dim`` where the kernel takes no narrower ones."""
+    return functional.pad(rows, (0, work.head_dim - work.value_dim)) if work.padded else rows
 
 
 def _work(call: Call) -> Attention:
@@ -100,6 +116,10 @@ def _operands(call: Call, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _packed(qkv: Tensor, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    if work.narrow_values:
+        keys = (work.heads + work.kv_heads) * work.head_dim
+        q, k = torch.split(_by_head(qkv[:, :keys], work), [work.heads, work.kv_heads], dim=2)
+        return q, k, _queries(torch.unflatten(qkv[:, keys:], 1, (-1, work.value_dim)), work)
     q, k, v = torch.split(_by_head(qkv, work), [work.heads, work.kv_heads, work.kv_heads], dim=2)
     return q, k, v
 
@@ -109,6 +129,10 @@ def _by_head(rows: Tensor, work: Attention) -> Tensor:
 
 
 def _keys(kv: Tensor, work: Attention) -> tuple[Tensor, Tensor]:
+    if work.narrow_values:
+        rows, keys = torch.unflatten(kv, 0, (work.batch, work.k_tokens)), work.kv_heads * work.head_dim
+        k, v = rows[..., :keys], rows[..., keys:]
+        return torch.unflatten(k, 2, (-1, work.head_dim)), torch.unflatten(v, 2, (-1, work.value_dim))
     k, v = kv.view(work.batch, work.k_tokens, 2, work.kv_heads, work.head_dim).unbind(2)
     return k, v
 

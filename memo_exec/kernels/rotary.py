@@ -33,7 +33,7 @@ class Tables:
 
     def __init__(self, call: Call, packed: Tensor, first: int) -> None:
         self._call, self._first = call, first
-        half, self.scratch = call.context.model.head_dim // 2, call.scratch()
+        half, self.scratch = call.context.model.rotary_dim // 2, call.scratch()
         rows = min(len(packed), NORM_ROWS)
         self._positions = self.scratch.take(rows)
         self._wide = self.scratch.take(rows, half), self.scratch.take(rows, half)
@@ -41,7 +41,7 @@ class Tables:
         self._narrow = [self.scratch.take(rows, half, dtype=packed.dtype) for _ in range(2)] if narrow else None
 
     def of(self, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines from row ``first`` on, (rows, head_dim / 2), in the packed tensor's dtype."""
+        """Return cosines and sines from row ``first`` on, (rows, rotary features / 2), in the packed tensor's dtype."""
         positions, (cosines, sines) = self._positions, self._wide
         for run, place in self._call.positions(self._first + first, rows):
             torch.arange(place, place + run.stop - run.start, out=positions[run])

@@ -157,6 +157,14 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             wanted="a model without experts",
             hint="memo-exec runs the plan itself",
         )
+    if decisions.model.latent:
+        raise UsageError(
+            "memo writes no framework's options of latent attention",
+            where="model.latent",
+            got=decisions.model.name,
+            wanted="a model without latent attention",
+            hint="memo-exec runs the plan itself",
+        )
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)
         try:

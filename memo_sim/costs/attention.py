@@ -142,4 +142,4 @@ class AttentionRates:
         if high is not low:
             ends = (log(low.head_dim), log(high.head_dim))
             rate = between(ends, (rate, high.rate(loop, grid, masked=masked, wave=self._wave)), log(work.head_dim))
-        return work.flops / rate
+        return work.computed_flops / rate

@@ -40,6 +40,7 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
         backward=True,
         kernel=kernel,
         dtype=base.dtype,
+        narrow_values=base.model.narrow_values,
     )
     fewest = fewest_head_groups(work)
     planned = msgspec.structs.replace(base, kernels=Kernels(attention=kernel))

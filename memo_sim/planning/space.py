@@ -188,7 +188,13 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
 def _base(question: Question, layout: Layout) -> Decisions:
     norms, overlap = question.pins.keep_norms and layout.metp > 1, _overlap(question, layout)
     # A base keeps everything, and whose modules do that is the policy's to say.
-    return msgspec.structs.replace(question.decisions(layout), keep_norms=norms, overlap=overlap, modules="auto")
+    return msgspec.structs.replace(
+        question.decisions(layout),
+        keep_norms=norms,
+        rebuild_qkv=question.pins.rebuild_qkv,
+        overlap=overlap,
+        modules="auto",
+    )
 
 
 def _check_not_too_many(question: Question, found: int) -> None:

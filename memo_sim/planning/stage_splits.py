@@ -53,7 +53,7 @@ def _others(model: Model, runs: int, seq_tokens: int) -> tuple[Split, ...]:
 def _forward_flops(model: Model, seq_tokens: int) -> tuple[list[float], float]:
     """Return the forward FLOPs of a token in every layer, and in the head; attention is causal where the model is."""
     keys = seq_tokens if model.bidirectional else seq_tokens / 2
-    attention = 4.0 * keys * model.q_width
+    attention = 4.0 * keys * model.score_width
     work = [2.0 * model.matrix_params_of(model.layer(number)) + attention for number in range(model.layers)]
     return work, 2.0 * model.vocab * model.hidden
 

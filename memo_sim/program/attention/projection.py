@@ -13,7 +13,7 @@ def project(writer: OperatorWriter, ulysses: Ulysses, rows: RowBlock, at: RowBlo
     attended = Rows(ulysses.sequence_sharded("attn"), *rows)
 
     def product(x: Rows, out: Rows) -> None:
-        writer.linear("proj", x, out, shape.hidden, shape.q_width, bias=False)
+        writer.linear("proj", x, out, shape.hidden, shape.attention_width, bias=False)
 
     summed = writer.multiply_and_scatter("proj", attended, "proj_out", at[0], product, tokens=room)
     writer.residual("resid_add", "x", summed, out="resid", rows=rows, bias="proj.bias")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from memo_sim.contract.attention_kernels import pads_values
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
 from memo_sim.contract.knobs import DtypeName
 
@@ -121,12 +122,40 @@ class Attention:
     backward: bool
     kernel: str
     dtype: DtypeName
+    narrow_values: int = field(default=0, repr=False)
+    """Features of a head of V and of the output, where these are not ``head_dim``; else 0.
+
+    The widths of the operands' buffers tell it, so the hash leaves it out."""
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a head of V and of the output."""
+        return self.narrow_values or self.head_dim
 
     @property
     def flops(self) -> float:
-        """Floating-point operations without those that a causal mask removes."""
+        """Floating-point operations without those that a causal mask removes.
+
+        Forward has a product of queries and keys, and one with values. Backward has three and two.
+        """
+        return self._flops(self.value_dim)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the kernel computes with values that zeros pad to ``head_dim``, because it takes no narrower ones."""
+        return self.value_dim != self.head_dim and pads_values(self.kernel)
+
+    @property
+    def computed_flops(self) -> float:
+        """FLOPs that the kernel computes: those of zeros as well, where it pads the values."""
+        return self._flops(self.head_dim if self.padded else self.value_dim)
+
+    def _flops(self, value_dim: int) -> float:
         pairs = float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
-        return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+        if value_dim == self.head_dim:
+            return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+        features = 3 * self.head_dim + 2 * value_dim if self.backward else self.head_dim + value_dim
+        return 2.0 * self.batch * pairs * self.heads * features
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,19 @@ from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layers.attention_half import AttentionHalf, WholeAttention
 from memo_sim.program.layers.experts import ExpertMlp
+from memo_sim.program.layers.latent_attention import LatentAttentionHalf
 from memo_sim.program.layers.mlp import Mlp
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+
+def _attention_half(writer: OperatorWriter, ulysses: Ulysses, *, chunked: bool) -> AttentionHalf:
+    """Return what writes the attention half of a plan's layers."""
+    if chunked:
+        return ChunkedAttention(writer, ulysses)
+    return LatentAttentionHalf(writer, ulysses) if writer.shape.latent else WholeAttention(writer, ulysses)
 
 
 class LayerWriter(OperatorWriter):
@@ -37,7 +45,7 @@ class LayerWriter(OperatorWriter):
         super().__init__(builder, decisions, shape, block)
         room = attention_chunks(decisions)[0][1] if in_chunks(decisions) else 0
         ulysses = Ulysses(builder, shape, decisions.dtype, room=room)
-        self.attention: AttentionHalf = ChunkedAttention(self, ulysses) if room else WholeAttention(self, ulysses)
+        self.attention: AttentionHalf = _attention_half(self, ulysses, chunked=room > 0)
         self.mlp = Mlp(self) if shape.experts is None else ExpertMlp(self, shape.experts)
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:

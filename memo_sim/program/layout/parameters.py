@@ -5,7 +5,8 @@ optimizer therefore sees two runs (decay, no decay), while a checkpoint sees nam
 ``memo_exec`` maps them to those of Hugging Face.
 
 For some vectors each tensor-parallel rank computes only a part of the gradient. They come last, so that one all-reduce
-completes them.
+completes them. So it is with the product that makes latents (MLA), the last of the matrices: ranks multiply their token
+shards by all of it. No model with a latent has vectors between.
 """
 
 from __future__ import annotations
@@ -64,9 +65,16 @@ class Block:
         return sum(p.elements for p in self.parameters if p.decay)
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Return the number of elements, at the block's end, whose gradients tensor-parallel ranks must sum."""
+        """Return the number of elements, at the block's end, whose gradients tensor-parallel ranks must sum.
+
+        Raises:
+            ValueError: when a parameter behind them has its gradient whole.
+        """
         least = Part.TOKENS if sequence_parallel else Part.HEADS
-        return sum(p.elements for p in self.parameters if p.part >= least)
+        partial = [p for p in self.parameters if p.part >= least]
+        if partial and partial[0].first + sum(p.elements for p in partial) != self.elements:
+            raise ValueError(f"{self.name}: gradients that ranks compute in part have to come last")
+        return sum(p.elements for p in partial)
 
     def find(self, name: str) -> Parameter | None:
         """Return the parameter called ``name``, or None when the model has none (for example a bias)."""
@@ -74,6 +82,8 @@ class Block:
 
 
 Matrices = list[tuple[str, tuple[int, ...]]]
+PARTS = {"latent.weight": Part.TOKENS}
+"""Matrices whose gradient a tensor-parallel rank computes in part."""
 Vectors = list[tuple[str, int, Part]]
 
 
@@ -81,7 +91,7 @@ def _block(name: str, matrices: Matrices, vectors: Vectors) -> Block:
     first = 0
     parameters = []
     for label, shape in matrices:
-        parameters.append(Parameter(label, shape, first, decay=True))
+        parameters.append(Parameter(label, shape, first, decay=True, part=PARTS.get(label, Part.WHOLE)))
         first += prod(shape)
     for label, width, part in sorted(vectors, key=lambda vector: vector[2]):
         parameters.append(Parameter(label, (width,), first, decay=False, part=part))
@@ -109,7 +119,15 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
     h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
     up = 2 * f if model.gated else f
+    latent = model.latent
     matrices: Matrices = [("qkv.weight", (q + 2 * kv, h)), ("proj.weight", (h, q))]
+    if latent is not None:
+        heads = model.heads // tp
+        matrices = [
+            ("q_up.weight", (q, latent.q_rank or h)),
+            ("kv_up.weight", (heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)),
+            ("proj.weight", (h, heads * latent.value_dim)),
+        ]
     if (experts := layer.experts) is None:
         matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
     else:
@@ -119,6 +137,8 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
             ("experts_down.weight", (experts.count * h, inside)),
             ("router.weight", (experts.count, h)),  # every rank has all of it, so it comes last
         ]
+    if latent is not None:  # every rank has all of it
+        matrices.append(("latent.weight", (latent.width, h)))
     vectors: Vectors = [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
@@ -127,6 +147,9 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
     if model.linear_bias:
         vectors += [("proj.bias", h, Part.TOKENS), ("ffn_up.bias", up, Part.WHOLE)]
         vectors.append(("ffn_down.bias", h, Part.TOKENS))
+    if latent is not None:
+        vectors += [("q_latent_norm.weight", latent.q_rank, Part.TOKENS)] if latent.q_rank else []
+        vectors.append(("kv_latent_norm.weight", latent.kv_rank, Part.TOKENS))
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
     return _block(name, matrices, vectors)

@@ -123,11 +123,11 @@ class OperatorWriter:
             stats=writes(self.shard_rows(f"{which}_stats", at)),
         )
 
-    def linear(self, name: str, x: Rows, out: Rows, n: int, k: int, *, bias: bool = True) -> None:
+    def linear(self, name: str, x: Rows, out: Rows, n: int, k: int, *, bias: bool = True, op: str = "linear") -> None:
         """Emit ``out = x @ weight.T (+ bias)`` with ``n`` output features and ``k`` input features."""
         self.builder.emit(
             name + self.suffix,
-            "linear",
+            op,
             Lane.COMPUTE,
             Gemm(out.tokens, n, k, "fprop", self.dtype),
             x=reads(x),
@@ -164,10 +164,10 @@ class OperatorWriter:
         """
         if not self.shape.gathered:
             return source
-        full = f"{self.builder.phase}.{full}"
-        self.own(full, tokens or self.shape.tokens, self.shape.hidden, BufferClass.EXCHANGE)
+        full, features = f"{self.builder.phase}.{full}", self.builder.features(source.slot)
+        self.own(full, tokens or self.shape.tokens, features, BufferClass.EXCHANGE)
         rows = Rows(full, first, source.tokens * self.shape.tp)
-        work = Collective("all_gather", rows.tokens * self.shape.hidden * self.size, self.shape.tp, "tp")
+        work = Collective("all_gather", rows.tokens * features * self.size, self.shape.tp, "tp")
         self.builder.emit(
             f"{name}.gather{self.suffix}", "all_gather", Lane.TP, work, shard=reads(source), full=writes(rows)
         )
@@ -302,7 +302,8 @@ class OperatorWriter:
         (all-reduce). ``tokens``: the tokens whose shard the target buffer holds; 0 for all of the rank's. ``first``:
         the rank's row at which ``partial`` begins, when that differs from its row in its buffer.
         """
-        size = partial.tokens * self.shape.hidden * self.size
+        features = self.builder.features(partial.slot)
+        size = partial.tokens * features * self.size
         if self.shape.tp == 1:
             return partial
         if not self.shape.gathered:
@@ -310,7 +311,7 @@ class OperatorWriter:
             self.builder.emit(f"{name}.reduce{self.suffix}", "all_reduce", Lane.TP, work, tensor=accumulates(partial))
             return partial
         room = self.shape.shard(tokens or self.shape.tokens)
-        shard = self.own(f"{name}_shard", room, self.shape.hidden, BufferClass.EXCHANGE)
+        shard = self.own(f"{name}_shard", room, features, BufferClass.EXCHANGE)
         begun = partial.first if first is None else first
         rows = Rows(shard, self.shape.shard(begun), self.shape.shard(partial.tokens))
         work = Collective("reduce_scatter", size, self.shape.tp, "tp")
@@ -341,19 +342,29 @@ class OperatorWriter:
             out=writes(shard),
         )
 
-    def dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int) -> None:
+    def dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int, *, op: str = "linear.dgrad") -> None:
         """Emit ``out = grad @ weight``: ``n`` input features of ``k`` output features."""
         self.builder.emit(
             f"{name}.dgrad{self.suffix}",
-            "linear.dgrad",
+            op,
             Lane.COMPUTE,
             Gemm(out.tokens, n, k, "dgrad", self.dtype),
             grad=reads(grad),
             weight=self.param(f"{name}.weight"),
-            out=writes(out),
+            out=accumulates(out) if op == "linear.dgrad.add" else writes(out),
         )
 
-    def wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int, *, shard: Rows | None = None) -> None:
+    def wgrad(
+        self,
+        name: str,
+        grad: Rows,
+        x: Rows,
+        m: int,
+        n: int,
+        *,
+        shard: Rows | None = None,
+        op: str = "linear.wgrad",
+    ) -> None:
         """Emit the weight's gradient, ``m`` output features by ``n`` input features, added to the sum.
 
         ``shard``: the rows from which ``x`` was gathered; reading them keeps them alive until here (``gather_again``).
@@ -369,7 +380,7 @@ class OperatorWriter:
         product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None
         self.builder.emit(
             f"{name}.wgrad{self.suffix}",
-            "linear.wgrad",
+            op,
             Lane.COMPUTE,
             Gemm(m, n, grad.tokens, "wgrad", self.dtype),
             grad=reads(grad),

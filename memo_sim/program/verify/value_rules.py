@@ -28,6 +28,7 @@ from memo_sim.program.ir.kinds import STATE_KINDS, BlockKind, FamilyKind, Templa
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.verify import value_attention as attention
 from memo_sim.program.verify import value_experts as experts
+from memo_sim.program.verify import value_latent as latent
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import ParameterKey, Sum, Value, add_range
@@ -89,11 +90,17 @@ def norm(call: Call) -> None:
         call.put("saved", first, tokens, value._replace(name=f"{out}_saved"), row)
 
 
+LATENT_PRODUCTS = {"norm1": ("latent", LAYER, "latent"), "kv_latent": ("kv_up", LAYER, "kv_up")}
+"""Products of latent attention by what they read: the latents of a token shard, and the heads of gathered latents."""
+
+
 def _product_of(call: Call, name: str) -> tuple[str, BlockKind, str] | None:
     """Return the product that reads a value: its weight's name and block, and its result's name."""
     v = call.values
     partial = "~" if v.tp > 1 else ""
     base = name.removesuffix("*")
+    if v.model.latent and base in LATENT_PRODUCTS:
+        return LATENT_PRODUCTS[base] if name == (base if base == "norm1" else f"{base}{v.full}") else None
     if base in ("norm1", "norm2", "final") and v.full and not name.endswith("*"):
         return None
     products = {
@@ -188,6 +195,10 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
     base, partial = value.name.removesuffix("*"), "~" if v.tp > 1 else ""
     if base == "d_x":
         return "ffn_down", LAYER, "d_act", 1, "act"
+    if v.model.latent and base == "d_kv_up":
+        return "kv_up", LAYER, f"d_kv_latent{partial}", 0, "kv_latent"
+    if v.model.latent and base == "d_latent":
+        return "latent", LAYER, "d_norm1", 0, "norm1"
     if base == gradient_name(v):
         return "qkv", LAYER, f"d_norm1{partial}", 0, "norm1"
     products = {
@@ -227,7 +238,9 @@ def dgrad(call: Call) -> None:
         result = Value(out, layer, value.micro_batch, held)
         if summed and v.layout.metp > 1:
             result = result._replace(part=None, terms=frozenset({held}))
-        if call.instruction.op == "linear.dgrad.add":
+        if name == "latent":
+            latent.input_gradient(call, first, tokens, result, row)
+        elif call.instruction.op == "linear.dgrad.add":
             add_terms(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
@@ -254,7 +267,7 @@ def wgrad(call: Call) -> None:
                 call.wrong("grad", value, row, "the gradient of a product")
             continue
         name, kind, _, before, x = product
-        x = f"{x}{v.full}" if x.startswith(("norm", "final")) else x
+        x = f"{x}{v.full}" if x.startswith(("norm", "final", "kv_latent")) and name != "latent" else x
         wanted: dict[str, Wanted] = {"grad": (value.name, before), "x": x}
         other, at = values[1]
         assert other is not None
@@ -954,5 +967,6 @@ RULES: dict[str, Rule] = {
     "params.copy_out": params_move("source", "target"),
     **attention.RULES,
     **experts.RULES,
+    **latent.RULES,
 }
 """The rule of every op."""

@@ -402,7 +402,8 @@ def _nearly_equal(layers: int, runs: int) -> tuple[int, ...]:
 
 def _on_shards(name: str) -> bool:
     """Return whether a gradient sums over the rank's token shard, not over gathered rows."""
-    return name.startswith("norm") or name in ("proj.bias", "ffn_down.bias")
+    latent = name in ("latent.weight", "q_latent_norm.weight", "kv_latent_norm.weight")
+    return latent or name.startswith("norm") or name in ("proj.bias", "ffn_down.bias")
 
 
 def check_values(program: Program, columns: Columns, decisions: Decisions) -> list[str]:
