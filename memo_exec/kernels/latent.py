@@ -81,11 +81,13 @@ def norm_backward(call: Call) -> None:
             grad = call.matrix(role)[rows]
             hat.copy_(x[rows, features]).mul_(rstd)
             weight.copy_(call[f"{role}_weight"])
-            work.copy_(grad).mul_(hat).mul_(factor)
+            if factor != 1:
+                weight.mul_(factor)
+            work.copy_(grad).mul_(hat)
             torch.sum(work, 0, out=summed)
-            call[f"grad_{role}_weight"].add_(summed)
+            call[f"grad_{role}_weight"].add_(summed, alpha=factor)
             torch.mean(work.mul_(weight), 1, keepdim=True, out=mean)
-            work.copy_(grad).mul_(weight).mul_(factor).addcmul_(hat, mean, value=-1).mul_(rstd)
+            work.copy_(grad).mul_(weight).addcmul_(hat, mean, value=-1).mul_(rstd)
             out[rows, features].copy_(work)
 
 

@@ -23,6 +23,7 @@ from memo_sim.planning.question import Question
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.experts import active_weights
+from memo_sim.reasons.latent import expansion
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
 
@@ -209,6 +210,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(decisions),
+        *_latent(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -274,6 +276,13 @@ def _experts(decisions: Decisions) -> list[Assumption]:
     return [Assumption(name="experts", value=value, option="--expert-load")]
 
 
+def _latent(decisions: Decisions) -> list[Assumption]:
+    """Return how latent attention is computed."""
+    if decisions.model.latent is None:
+        return []
+    return [Assumption(name="latent attention", value=expansion(decisions), option="--rebuild-qkv, --attention")]
+
+
 def _not_read(question: Question) -> list[Assumption]:
     """Return the fields of the model's file that are ignored."""
     if not question.not_read:
@@ -289,7 +298,7 @@ def left_out(question: Question) -> list[LeftOut]:
         KNOBS[name].option
         for name in open_knobs
         if (name != "micro_batch" or not question.open_micro_batch)
-        and (name != "tp_overlap" or question.model.mixture is None)
+        and (name != "tp_overlap" or (question.model.mixture is None and question.model.latent is None))
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
     found += [*_micro_batches_left_out(question), *_kernels_left_out(question)]
@@ -394,7 +403,8 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
 
 def _alike(question: Question) -> bool:
     """Return whether every layer has the same MLP; others are refused with METP and subsequences (``RULES``)."""
-    return question.model.mixture is None and len(question.model.layer_shapes) == 1
+    model = question.model
+    return model.mixture is None and model.latent is None and len(model.layer_shapes) == 1
 
 
 def _has_open_degrees(question: Question) -> bool:

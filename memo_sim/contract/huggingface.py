@@ -206,7 +206,7 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
     biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
     own = _experts_of(model, kind) if model.mixture is not None else _latent_of(model)
     return shared | {
-        "architectures": [f"{kind.title().replace('_M', 'M')}ForCausalLM"],
+        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn_hidden,
         "num_hidden_layers": model.layers,

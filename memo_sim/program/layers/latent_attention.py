@@ -26,6 +26,8 @@ norms, take 4224 features a token in DeepSeek-V3, its packed Q, K and V 65536.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows, accumulates, reads, writes
 from memo_sim.program.ir.kinds import Phase
@@ -33,6 +35,21 @@ from memo_sim.program.layers.attention_half import WholeAttention
 from memo_sim.program.layout.token_order import row_blocks
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+
+class Passes(NamedTuple):
+    """How often a kernel of memo-exec reads and writes an element, in elements of the plan's dtype."""
+
+    read: int
+    written: int
+
+
+NORM = {"fp32": Passes(3, 2), "bf16": Passes(8, 6), "fp16": Passes(8, 6)}
+NORM_BACKWARD = {"fp32": Passes(14, 10), "bf16": Passes(25, 19), "fp16": Passes(25, 19)}
+"""Passes of the norms of latents: torch operators, which widen half floats to fp32 (``memo_exec/kernels/latent.py``).
+No profile has measured them, so these passes have the rate of memory-bound kernels."""
+ROTATION = Passes(4, 3)
+"""Passes of a rotation in place: a copy of one half, two products, two sums."""
 
 
 class LatentAttentionHalf(WholeAttention):
@@ -48,6 +65,13 @@ class LatentAttentionHalf(WholeAttention):
     def _kv_width(self) -> int:
         """Features of the product that makes keys without positions, and values."""
         return self.shape.heads * (self.latent.nope_dim + self.latent.value_dim)
+
+    @property
+    def _query_passes(self) -> Passes:
+        """Elements of a token that the assembly reads and writes of the queries: rotated parts, and all when scaled."""
+        rotated = self.shape.heads * self.latent.rope_dim
+        scaled = self.shape.q_width if self.latent.score_scale != 1 and not self.latent.q_rank else 0
+        return Passes(ROTATION.read * rotated + scaled, ROTATION.written * rotated + scaled)
 
     def recompute(self, rows: RowBlock, *, whole: bool) -> None:
         """Write norm and products of ``rows``; where backward expands the heads of all rows, only the latents."""
@@ -66,13 +90,13 @@ class LatentAttentionHalf(WholeAttention):
         writer.norm("norm1", "x", rows, rows)
         x, made = (writer.shard_rows(slot, rows) for slot in ("norm1", "latent"))
         writer.linear("latent", x, made, latent.width, self.shape.hidden, bias=False)
-        normed = latent.q_rank + latent.kv_rank
+        normed, passes = latent.q_rank + latent.kv_rank, NORM[writer.dtype]
         writer.memory_bound(
             "latent.norm",
             "latent.norm",
             made.tokens,
-            latent.width,
-            latent.width,
+            passes.read * normed + latent.rope_dim,
+            passes.written * normed + latent.rope_dim,
             scratch=table.latent_norm_workspace_bytes(made.tokens, normed, writer.dtype),
             x=reads(made),
             q_weight=writer.param("q_latent_norm.weight"),
@@ -106,14 +130,12 @@ class LatentAttentionHalf(WholeAttention):
         writer.linear("kv_up", kv, made, self._kv_width, latent.kv_rank, bias=False)
         key = self._rotary_key()
         rope = writer.gather("k_rope", writer.shard_rows(key, rows), "k_rope_full", rows[0])
-        rotated = shape.heads * latent.rope_dim * (1 if latent.q_rank or latent.score_scale == 1 else 0)
-        queries = rotated or shape.q_width  # those that are scaled are read and written whole
         writer.memory_bound(
             "latent.assemble",
             "latent.assemble",
             made.tokens,
-            self._kv_width + latent.rope_dim + queries,
-            shape.cache_width + queries,
+            self._kv_width + latent.rope_dim + self._query_passes.read,
+            shape.cache_width + self._query_passes.written,
             scratch=table.latent_rotary_workspace_bytes(made.tokens, shape.heads, latent.rope_dim, writer.dtype),
             kv=reads(made),
             rope=reads(rope),
@@ -140,14 +162,12 @@ class LatentAttentionHalf(WholeAttention):
         whole = (0, shape.tokens)
         d_kv = writer.own("d_kv_up", shape.tokens, self._kv_width)
         d_rope = writer.own("d_k_rope", shape.tokens, latent.rope_dim)
-        scaled = latent.score_scale != 1 and not latent.q_rank
-        queries = shape.q_width if scaled else shape.heads * latent.rope_dim
         writer.memory_bound(
             "latent.assemble.bwd",
             "latent.assemble.bwd",
             shape.tokens,
-            shape.cache_width + queries,
-            self._kv_width + latent.rope_dim + queries,
+            shape.cache_width + self._query_passes.read,
+            self._kv_width + latent.rope_dim + self._query_passes.written,
             scratch=table.latent_rotary_workspace_bytes(shape.tokens, shape.heads, latent.rope_dim, writer.dtype),
             grad=accumulates(d_qkv),
             kv=writes(builder.all(d_kv)),
@@ -159,13 +179,13 @@ class LatentAttentionHalf(WholeAttention):
         width = latent.q_rank or shape.hidden
         queried = self._up_backward("q_up", source, d_qkv, shape.q_width, width, op="latent.q_up")
         d_latent = builder.all(writer.own("d_latent", shape.shard_tokens, latent.width))
-        normed = latent.q_rank + latent.kv_rank
+        normed, passes = latent.q_rank + latent.kv_rank, NORM_BACKWARD[writer.dtype]
         writer.memory_bound(
             "latent.norm.bwd",
             "latent.norm.bwd",
             shape.shard_tokens,
-            2 * latent.width,
-            latent.width,
+            passes.read * normed + latent.rope_dim,
+            passes.written * normed + latent.rope_dim,
             scratch=table.latent_norm_backward_workspace_bytes(shape.shard_tokens, normed),
             q=reads(queried) if latent.q_rank else None,
             kv=reads(summed_kv),
