@@ -7,8 +7,11 @@ A call has one of three sets of operands:
     q, kv      queries from ``q``, keys and values from the KV cache: of this subsequence or of earlier ones
 
 A backend is a module with the functions ``forward`` and ``backward``. They take (batch, tokens, heads, head_dim) views
-and an fp32 log-sum-exp of (batch, tokens, heads). The mask is either none or the causal square. Values narrower than
-queries and keys are padded with zeros for backends that need equal widths (``contract/attention_kernels.py``).
+and an fp32 log-sum-exp of (batch, tokens, heads). A ``Mask`` says which keys a query sees, ``scale`` is the factor on
+the scores.
+
+Values narrower than queries and keys are padded with zeros for backends that need equal widths
+(``contract/attention_kernels.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memo_exec.kernels.attention_backend import AttentionBackward
+from memo_exec.kernels.attention_backend import AttentionBackward, Mask
 from memo_exec.kernels.call import Call
 from memo_sim.program.ir.work import Attention
 
@@ -51,7 +54,8 @@ def attention(call: Call) -> None:
             _padded(v[:, :, keys], work),
             written,
             lse[:, :, queries],
-            causal=work.mask == "causal",
+            mask=Mask(causal=work.mask == "causal"),
+            scale=_scale(call),
         )
         if work.padded:
             into.copy_(written[..., : work.value_dim])
@@ -82,12 +86,19 @@ def attention_backward(call: Call) -> None:
                 _padded(out[:, :, queries], work),
                 lse[:, :, queries],
                 (grad_q[:, :, queries], grad_k[:, :, keys], grad_values),
-                causal=work.mask == "causal",
+                mask=Mask(causal=work.mask == "causal"),
+                scale=_scale(call),
                 deterministic=call.context.decisions.deterministic,
             )
         )
         if work.padded:
             grad_v[:, :, keys].copy_(grad_values[..., : work.value_dim])
+
+
+def _scale(call: Call) -> float | None:
+    """Return the factor on scores; None: that of the width of a head, which a backend may read off any operand."""
+    model = call.context.model
+    return None if model.latent is None else float(model.head_dim**-0.5 * model.latent.score_scale)
 
 
 def _padded(rows: Tensor, work: Attention) -> Tensor:

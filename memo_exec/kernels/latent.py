@@ -32,15 +32,12 @@ def _blocks(rows: int) -> Iterator[slice]:
         yield slice(first, min(rows, first + NORM_ROWS))
 
 
-def _parts(call: Call) -> list[tuple[str, slice, int, float]]:
-    """Return each latent that the model has: its role, its features, the column of its scale, a factor behind its norm.
-
-    The factor of the scores is applied to the queries' latent, if there is one.
-    """
+def _parts(call: Call) -> list[tuple[str, slice, int]]:
+    """Return each latent that the model has: its role, its features, the column of its scale in the statistics."""
     latent = _latent(call)
     rank, whole = latent.q_rank, latent.q_rank + latent.kv_rank
-    queries = [("q", slice(0, rank), 0, latent.score_scale)] if rank else []
-    return [*queries, ("kv", slice(rank, whole), len(queries), 1.0)]
+    queries = [("q", slice(0, rank), 0)] if rank else []
+    return [*queries, ("kv", slice(rank, whole), len(queries))]
 
 
 def norm(call: Call) -> None:
@@ -51,7 +48,7 @@ def norm(call: Call) -> None:
     wide = scratch.take(min(len(x), NORM_ROWS), width) if x.dtype != torch.float32 else None
     rope.copy_(x[:, width:])
     for rows in _blocks(len(x)):
-        for role, features, column, factor in _parts(call):
+        for role, features, column in _parts(call):
             out, rstd, source = call.matrix(role)[rows], stats[rows, column : column + 1], x[rows, features]
             if wide is not None:
                 source = wide[: len(source), features].copy_(source)
@@ -61,8 +58,6 @@ def norm(call: Call) -> None:
             else:
                 out.copy_(source.mul_(rstd))
             out.mul_(call[f"{role}_weight"])
-            if factor != 1:
-                out.mul_(factor)
 
 
 def norm_backward(call: Call) -> None:
@@ -75,17 +70,15 @@ def norm_backward(call: Call) -> None:
     out[:, width:].copy_(rope)
     for rows in _blocks(len(x)):
         n = rows.stop - rows.start
-        for role, features, column, factor in _parts(call):
+        for role, features, column in _parts(call):
             rstd, hat, work = stats[rows, column : column + 1], hats[:n, features], works[:n, features]
             weight, summed, mean = wide_weight[features], total[features], means[:n]
             grad = call.matrix(role)[rows]
             hat.copy_(x[rows, features]).mul_(rstd)
             weight.copy_(call[f"{role}_weight"])
-            if factor != 1:
-                weight.mul_(factor)
             work.copy_(grad).mul_(hat)
             torch.sum(work, 0, out=summed)
-            call[f"grad_{role}_weight"].add_(summed, alpha=factor)
+            call[f"grad_{role}_weight"].add_(summed)
             torch.mean(work.mul_(weight), 1, keepdim=True, out=mean)
             work.copy_(grad).mul_(weight).addcmul_(hat, mean, value=-1).mul_(rstd)
             out[rows, features].copy_(work)
@@ -148,21 +141,14 @@ class _Assembly:
         two.mul_(cos).addcmul_(old, sin, value=sign)
 
 
-def _scale_of_queries(latent: LatentAttention) -> float:
-    """Return the factor of the scores that no norm of a latent has applied to the queries."""
-    return 1.0 if latent.q_rank else latent.score_scale
-
-
 def assemble(call: Call) -> None:
     """Rotate Q and the shared key, and write K and V beside Q: ``qkv`` has the queries already."""
     parts = _Assembly(call, "qkv")
-    nope, rope, factor = parts.latent.nope_dim, call.matrix("rope"), _scale_of_queries(parts.latent)
+    nope, rope = parts.latent.nope_dim, call.matrix("rope")
     parts.k[..., :nope].copy_(parts.kv[..., :nope])
     parts.v.copy_(parts.kv[..., nope:])
     for rows in _blocks(len(rope)):
         cos, sin = parts.tables.of(rows.start, rows.stop - rows.start)
-        if factor != 1:
-            parts.q[rows].mul_(factor)
         parts.rotate(parts.q[rows, :, nope:], cos, sin, 1.0)
         shared = parts.shared[: rows.stop - rows.start].copy_(rope[rows]).unsqueeze(1)
         parts.rotate(shared, cos, sin, 1.0)
@@ -176,13 +162,11 @@ def assemble_backward(call: Call) -> None:
     The shared key's gradient is the sum over this rank's heads.
     """
     parts = _Assembly(call, "grad")
-    nope, rope, factor = parts.latent.nope_dim, call.matrix("rope"), _scale_of_queries(parts.latent)
+    nope, rope = parts.latent.nope_dim, call.matrix("rope")
     parts.kv[..., :nope].copy_(parts.k[..., :nope])
     parts.kv[..., nope:].copy_(parts.v)
     torch.sum(parts.k[..., nope:], 1, out=rope)
     for rows in _blocks(len(rope)):
         cos, sin = parts.tables.of(rows.start, rows.stop - rows.start)
         parts.rotate(parts.q[rows, :, nope:], cos, sin, -1.0)
-        if factor != 1:
-            parts.q[rows].mul_(factor)
         parts.rotate(rope[rows].unsqueeze(1), cos, sin, -1.0)

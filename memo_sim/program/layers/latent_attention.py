@@ -68,10 +68,9 @@ class LatentAttentionHalf(WholeAttention):
 
     @property
     def _query_passes(self) -> Passes:
-        """Elements of a token that the assembly reads and writes of the queries: rotated parts, and all when scaled."""
+        """Elements of a token that the assembly reads and writes of the queries, whose rotary parts it rotates."""
         rotated = self.shape.heads * self.latent.rope_dim
-        scaled = self.shape.q_width if self.latent.score_scale != 1 and not self.latent.q_rank else 0
-        return Passes(ROTATION.read * rotated + scaled, ROTATION.written * rotated + scaled)
+        return Passes(ROTATION.read * rotated, ROTATION.written * rotated)
 
     def recompute(self, rows: RowBlock, *, whole: bool) -> None:
         """Write norm and products of ``rows``; where backward expands the heads of all rows, only the latents."""
