@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memo_sim.contract.attention_kernels import pads_values
+from memo_sim.contract.attention_kernels import computes_values_wide, pads_values
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES, format_bytes, format_seconds
 from memo_sim.engine.simulate import Simulation
@@ -17,7 +17,7 @@ def expansion(decisions: Decisions) -> str:
     latents, heads = _features(decisions)
     kept = "backward computes heads again from latents" if decisions.rebuild_qkv else "heads are like other activations"
     text = f"expanded to Q, K and V of heads, as in training: {heads:,} features a token, latents {latents:,}; {kept}"
-    return f"{text}; {_padding(decisions)}" if _padded(decisions) else text
+    return f"{text}; {_padding(decisions)}" if _widened(decisions) else text
 
 
 def _features(decisions: Decisions) -> tuple[int, int]:
@@ -27,13 +27,15 @@ def _features(decisions: Decisions) -> tuple[int, int]:
     return 2 * latent.width - latent.rope_dim, shape.attention.qkv_width
 
 
-def _padded(decisions: Decisions) -> bool:
-    return decisions.model.narrow_values > 0 and pads_values(decisions.kernels.attention)
+def _widened(decisions: Decisions) -> bool:
+    return decisions.model.narrow_values > 0 and computes_values_wide(decisions.kernels.attention, backward=True)
 
 
 def _padding(decisions: Decisions) -> str:
-    model = decisions.model
-    return f"{decisions.kernels.attention} pads values from {model.value_dim} to {model.head_dim} features with zeros"
+    model, kernel = decisions.model, decisions.kernels.attention
+    if pads_values(kernel):
+        return f"{kernel} pads values from {model.value_dim} to {model.head_dim} features with zeros"
+    return f"{kernel} computes backward with values of {model.head_dim} features in place of {model.value_dim}"
 
 
 def latent_attention(simulation: Simulation) -> list[str]:
@@ -54,10 +56,10 @@ def latent_attention(simulation: Simulation) -> list[str]:
         text += f" Backward computes the heads again, in {format_seconds(taken)} of a rank's step (--rebuild-qkv)."
     elif decisions.recompute != "full":
         text += " With --rebuild-qkv backward computes the heads again, and only latents are kept or swapped."
-    if _padded(decisions):
+    if _widened(decisions):
         model = decisions.model
         more = 5 * model.head_dim / (3 * model.head_dim + 2 * model.value_dim) - 1
-        text += f" The kernel {_padding(decisions)}: its backward computes {100 * more:.0f} % more FLOPs."
+        text += f" The kernel {_padding(decisions)}: {100 * more:.0f} % more FLOPs in backward."
     return [text]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memo_sim.contract.attention_kernels import pads_values
+from memo_sim.contract.attention_kernels import computes_values_wide, pads_values
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
 from memo_sim.contract.knobs import DtypeName
 
@@ -147,8 +147,9 @@ class Attention:
 
     @property
     def computed_flops(self) -> float:
-        """FLOPs that the kernel computes: those of zeros as well, where it pads the values."""
-        return self._flops(self.head_dim if self.padded else self.value_dim)
+        """FLOPs that the kernel computes: those of zeros as well, where it computes with wider values."""
+        wide = computes_values_wide(self.kernel, backward=self.backward) and self.value_dim < self.head_dim
+        return self._flops(self.head_dim if wide else self.value_dim)
 
     def _flops(self, value_dim: int) -> float:
         pairs = float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)

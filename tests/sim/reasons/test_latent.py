@@ -45,9 +45,8 @@ def test_heads_are_expanded_and_kept_unless_they_are_rebuilt() -> None:
     assert value.startswith("expanded to Q, K and V of heads, as in training: 16,384 features a token, latents 4,160;")
     assert "take 0.50 GiB on a rank, the latents that they come from 0.13 GiB" in line
     assert "With --rebuild-qkv" in line
-    assert "pads" not in line
     again, value = said(answered(None, rebuilt=True))
-    assert value.endswith("backward computes heads again from latents")
+    assert "; backward computes heads again from latents;" in value
     assert "Backward computes the heads again, in " in again
 
 
@@ -62,7 +61,11 @@ def test_a_kernel_that_pads_values_is_named() -> None:
     result = what_if(asked(attention="flash2")).result
     line, value = said(result)
     assert value.endswith("flash2 pads values from 128 to 192 features with zeros")
-    assert line.endswith("its backward computes 15 % more FLOPs.")
+    assert line.endswith(": 15 % more FLOPs in backward.")
+    assert (
+        "flash3 computes backward with values of 192 features in place of 128" in said(answered(None, rebuilt=False))[1]
+    )
+    assert "The kernel" not in said(what_if(asked(attention="torch-cudnn")).result)[0]
 
 
 @pytest.mark.parametrize(("value_dim", "kernel"), [(128, "flash3"), (64, "torch-cudnn")])

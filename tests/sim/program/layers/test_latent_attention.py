@@ -90,10 +90,12 @@ def test_gradients_of_what_ranks_hold_whole_are_summed() -> None:
     assert block.partial_elements(sequence_parallel=False) == 0
 
 
-@pytest.mark.parametrize("kernel", ["flash2", "torch-cudnn"])
-def test_a_kernel_that_pads_computes_zeros(kernel: str) -> None:
-    """Forward: two products over 48 and 32 features; backward: three and two."""
-    for backward, features, padded in ((False, 48 + 32, 96), (True, 3 * 48 + 2 * 32, 5 * 48)):
+@pytest.mark.parametrize(
+    ("kernel", "padded"), [("flash2", (96, 240)), ("flash3", (80, 240)), ("torch-cudnn", (80, 208))]
+)
+def test_what_a_kernel_computes_of_narrow_values(kernel: str, padded: tuple[int, int]) -> None:
+    """Heads of 48, values of 32. Forward has products over 48 and 32 features; backward three over 48, two over 32."""
+    for backward, needed, computed in zip((False, True), (48 + 32, 3 * 48 + 2 * 32), padded, strict=True):
         work = Attention(1, 64, 64, "none", 4, 4, 48, backward, kernel, "bf16", 32)
-        assert work.flops == 2 * 64 * 64 * 4 * features
-        assert work.computed_flops == 2 * 64 * 64 * 4 * (padded if kernel == "flash2" else features)
+        assert work.flops == 2 * 64 * 64 * 4 * needed
+        assert work.computed_flops == 2 * 64 * 64 * 4 * computed
