@@ -179,8 +179,8 @@ class Model(
             raise ValueError("experts belong to the llama family without biases in its products")
         if self.mixture and (self.post_norms or self.activation != "silu"):
             raise ValueError("experts are gated by silu, without norms behind attention and MLP")
-        if self.post_norms and (self.family != "llama" or self.linear_bias):
-            raise ValueError("norms behind attention and MLP belong to the llama family without biases in its MLP")
+        if self.post_norms and (self.family != "llama" or self.linear_bias or self.proj_bias):
+            raise ValueError("norms behind attention and MLP belong to the llama family without biases before them")
         if self.bidirectional and (self.sinks or self.windowed):
             raise ValueError("windows and sinks need causal attention")
 
@@ -237,8 +237,9 @@ class Model(
         return float((self.query_scalar or self.head_dim) ** -0.5)
 
     def of_layers(self, shapes: Sequence[LayerShape]) -> Model:
-        """Return the same model with other layers; equal layers need no pattern."""
-        runs = tuple(LayerRun(shape=shape, times=len(list(run))) for shape, run in groupby(shapes))
+        """Return the same model with other layers, in the shortest pattern; equal layers need none."""
+        period = next(n for n in range(1, len(shapes) + 1) if shapes[n:] == shapes[: len(shapes) - n])
+        runs = tuple(LayerRun(shape=shape, times=len(list(run))) for shape, run in groupby(shapes[:period]))
         alike = len(runs) == 1 and not shapes[0].rope_theta
         return msgspec.structs.replace(
             self,
