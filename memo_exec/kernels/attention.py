@@ -22,7 +22,7 @@ from torch import Tensor
 
 from memo_exec.kernels.attention_backend import AttentionBackward, Mask
 from memo_exec.kernels.call import Call
-from memo_sim.program.ir.work import Attention
+from memo_sim.program.ir.work import Attention, WindowedAttention
 
 BACKENDS = {
     "torch-flash-cpu": "memo_exec.kernels.attention_torch_cpu",
@@ -48,7 +48,8 @@ def attention(call: Call) -> None:
             v[:, :, keys],
             out[:, :, queries],
             lse[:, :, queries],
-            mask=Mask(causal=work.mask == "causal"),
+            mask=_mask(work),
+            scale=call.context.model.score_scale,
         )
 
 
@@ -74,7 +75,8 @@ def attention_backward(call: Call) -> None:
                 out[:, :, queries],
                 lse[:, :, queries],
                 (grad_q[:, :, queries], grad_k[:, :, keys], grad_v[:, :, keys]),
-                mask=Mask(causal=work.mask == "causal"),
+                mask=_mask(work),
+                scale=call.context.model.score_scale,
                 deterministic=call.context.decisions.deterministic,
             )
         )
@@ -84,6 +86,10 @@ def _work(call: Call) -> Attention:
     work = call.instruction.work
     assert isinstance(work, Attention)
     return work
+
+
+def _mask(work: Attention) -> Mask:
+    return Mask(work.mask == "causal", work.window if isinstance(work, WindowedAttention) else 0)
 
 
 def _backend(call: Call) -> ModuleType:
