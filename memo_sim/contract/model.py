@@ -289,13 +289,14 @@ class Model(
         """
         return self.layers_active_params + self.vocab * self.hidden
 
-    def step_flops(self, seq_tokens: int, sequences: int = 1) -> float:
+    def step_flops(self, seq_tokens: int, sequences: int = 1, *, attended: float = 1.0) -> float:
         """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 per sequence, with a causal mask.
 
-        Without a mask, attention has twice as many FLOPs.
+        Without a mask, attention has twice as many FLOPs. ``attended``: the share of these pairs of a query and a key
+        that packed documents attend.
         """
         pairs = float(seq_tokens) ** 2 * (2.0 if self.bidirectional else 1.0)
-        attention = 6.0 * self.layers * self.q_width * pairs
+        attention = 6.0 * self.layers * self.q_width * pairs * attended
         return sequences * (6.0 * seq_tokens * self.mfu_params + attention)
 
 

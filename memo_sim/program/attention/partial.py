@@ -13,12 +13,21 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Attention, Mask, Rowwise
+from memo_sim.program.layout.documents import Segments
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators.workspaces import attention_workspace_bytes, sum_workspace_bytes
 
+DOCUMENTS = "input.documents"
+"""Slot and family of the ends of packed documents."""
 
-def attention_work(decisions: Decisions, shape: Shape, q: int, k: int, mask: Mask, *, backward: bool) -> Attention:
-    """Return the work of one call; ``q`` queries and ``k`` keys are counted over all sequences of the micro-batch."""
+
+def attention_work(
+    decisions: Decisions, shape: Shape, q: int, k: int, mask: Mask, *, backward: bool, segments: Segments = ()
+) -> Attention:
+    """Return the work of one call; ``q`` queries and ``k`` keys are counted over all sequences of the micro-batch.
+
+    ``segments``: the pairs of packed documents among them.
+    """
     batch = decisions.micro_batch
     return Attention(
         batch=batch,
@@ -31,7 +40,13 @@ def attention_work(decisions: Decisions, shape: Shape, q: int, k: int, mask: Mas
         backward=backward,
         kernel=decisions.kernels.attention,
         dtype=decisions.dtype,
+        segments=segments,
     )
+
+
+def documents(builder: TemplateBuilder) -> dict[str, Access]:
+    """Return where packed documents end as an operand; none where a sequence is one document."""
+    return {"documents": reads(builder.all(DOCUMENTS))} if builder.has(DOCUMENTS) else {}
 
 
 def workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> Access | None:
@@ -126,6 +141,8 @@ class Part:
     late: bool = False
     suffix: str = ""
     """End of the instructions' names, to tell apart several calls of the same step."""
+    segments: Segments = ()
+    """The pairs of packed documents; empty for one document."""
 
     def queries(self, shape: Shape) -> int:
         """Return the number of queries."""
@@ -149,8 +166,9 @@ def part_forward(
         f"{name}{part.suffix}",
         "attention",
         Lane.COMPUTE,
-        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=False),
+        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=False, segments=part.segments),
         **queries(builder),
+        **documents(builder),
         kv=reads(part.keys),
         out=writes(out),
         lse=writes(lse),
@@ -188,9 +206,10 @@ def part_backward(
         f"{name}{part.suffix}",
         "attention.bwd",
         Lane.COMPUTE,
-        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=True),
+        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=True, segments=part.segments),
         grad=reads(builder.all("d_attn")),
         **queries(builder),
+        **documents(builder),
         kv=reads(part.keys),
         out=reads(builder.all("attn")),
         lse=reads(builder.all("lse")),

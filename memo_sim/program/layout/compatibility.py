@@ -201,6 +201,13 @@ _EXPERTS = _Feature(
     setting="a model with experts",
     hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
 )
+_DOCUMENTS = _Feature(
+    name="packed documents",
+    chosen=lambda d: d.documents is not None,
+    beside="beside packed documents",
+    setting="documents",
+    hint="tp, cp (ring or all-gather), Ulysses, pp, dp, ZeRO and every recompute mode go with --documents",
+)
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
 _UNLIKE = _Feature(
@@ -470,8 +477,57 @@ EXPERTS = (
     ),
 )
 
+VARLEN_KERNELS = ("flash1", "flash2", "flash3", "flash4", "torch-flash", "torch-flash-cpu", "te-fused")
+"""Attention kernels that take the ends of documents (flash-attn's varlen calls, Transformer Engine's THD), or that
+memo-exec calls document by document."""
+
+DOCUMENTS = (
+    _DOCUMENTS.allows(
+        "layout.metp", 1, because="METP's ring of keys and values would need the documents of every rank's rows"
+    ),
+    _DOCUMENTS.allows(
+        "layout.cp_exchange", "ring", "all_gather", because="whole rows of scores have no mask of documents"
+    ),
+    _DOCUMENTS.allows(
+        "layout.subsequences", 1, because="the pairs of a subsequence with its prefix would depend on the step"
+    ),
+    _DOCUMENTS.allows(
+        "decisions.attention_chunk_tokens", 0, because="the pairs of two chunks would depend on the step"
+    ),
+    _DOCUMENTS.allows("decisions.kernels.attention", *VARLEN_KERNELS, because="other kernels have no form of it"),
+    _DOCUMENTS.allows("decisions.cuda_graphs", False, because="the grid of a kernel depends on the documents"),
+    Rule(
+        name="packed documents: bidirectional",
+        breaks=lambda d: d.documents is not None and d.model.bidirectional,
+        what="packed documents have a causal mask",
+        where="model.bidirectional",
+        got="true with documents",
+        wanted="false",
+        hint="leave --documents out, or a model with causal attention",
+    ),
+    Rule(
+        name="cuts of documents: documents",
+        breaks=lambda d: d.documents is None and d.document_cuts != "sequence",
+        what="without documents there is nothing to cut but the sequence",
+        where="decisions.document_cuts",
+        got="documents, but none are given",
+        wanted="sequence",
+        hint="--documents mean=2k,max=64k, or leave --document-cuts out",
+    ),
+    Rule(
+        name="packed documents: most",
+        breaks=lambda d: d.documents is not None and d.documents.most > d.seq_tokens,
+        what="a sequence has more documents than tokens",
+        where="decisions.documents.most",
+        got=lambda d: f"{d.documents.most if d.documents else 0} of {d.seq_tokens} tokens",
+        wanted="at most the tokens of a sequence",
+        hint="a smaller most=, or leave it out",
+    ),
+)
+
 RULES = (
     *EXPERTS,
+    *DOCUMENTS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(
