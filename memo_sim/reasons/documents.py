@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -17,7 +17,15 @@ from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.work import Attention
-from memo_sim.program.layout.documents import Pace, Segments, gathered_segments, own_segments, pace_of, step_segments
+from memo_sim.program.layout.documents import (
+    Pace,
+    Segments,
+    gathered_segments,
+    own_segments,
+    pace_of,
+    shared,
+    step_segments,
+)
 
 UNEVEN = 0.005
 """Excess of the fullest rank or replica over the mean from which it is named."""
@@ -52,7 +60,7 @@ def documents(question: Question, simulation: Simulation) -> list[str]:
     )
     other: DocumentCuts = "documents" if decisions.document_cuts == "sequence" else "sequence"
     cut = _segments(msgspec.structs.replace(decisions, document_cuts=other))
-    others_s = _attention_s(simulation, pricer, dict(zip(_segments(decisions), cut, strict=True)))
+    others_s = _attention_s(simulation, pricer, _replaced(_segments(decisions), cut))
     return [
         text,
         *_uneven(decisions, pace, taken, f"with --document-cuts {other} it would take {format_seconds(others_s)}"),
@@ -99,6 +107,14 @@ def _segments(decisions: Decisions) -> list[Segments]:
     """Return the segments of every call of attention: own rows, gathered ones, and the steps of a ring."""
     steps = [step_segments(decisions, step) for step in range(1, decisions.layout.ring)]
     return [own_segments(decisions), gathered_segments(decisions), *steps]
+
+
+def _replaced(calls: Sequence[Segments], others: Sequence[Segments]) -> dict[Segments, Segments]:
+    """Return the segments to price in place of each call's; calls with equal ones share those of all their others."""
+    found: dict[Segments, list[Segments]] = {}
+    for call, other in zip(calls, others, strict=True):
+        found.setdefault(call, []).append(other)
+    return {call: tuple(each for other in of for each in shared(other, len(of))) for call, of in found.items()}
 
 
 def _attention_s(simulation: Simulation, pricer: Pricer, others: Mapping[Segments, Segments]) -> float:
