@@ -73,6 +73,14 @@ class Documents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         while True:
             yield self.lengths[bisect_right(ends, random.random() * ends[-1])][0]
 
+    def scaled(self, factor: float) -> Documents:
+        """Return documents whose lengths are ``factor`` times as long, each of at least one token."""
+        counts: dict[int, int] = {}
+        for tokens, count in self.lengths:
+            shorter = max(1, round(factor * tokens))
+            counts[shorter] = counts.get(shorter, 0) + count
+        return Documents(lengths=tuple(sorted(counts.items())), source=self.source)
+
     def most_pieces(self, seq_tokens: int) -> int:
         """Return the declared maximum of pieces in one sequence.
 

@@ -104,14 +104,15 @@ def _parts(decisions: Decisions, shape: Shape, everyone: str) -> list[Part]:
     reverse order, so with packed documents each has a call of its own, in which a document is one run of rows.
     """
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
-    parts = [Part(Rows(everyone, 0, rank * half))] if rank else []
+    parts = [Part(Rows(everyone, 0, rank * half), chunks=tuple(range(rank)))] if rank else []
     if later := (cp - 1 - rank) * half:
-        parts.append(Part(Rows(everyone, (rank + 1) * half, later), late=True, suffix=".early"))
-        chunks = range(cp + rank + 1, 2 * cp) if decisions.documents else (cp + rank + 1,)
-        each = later // len(chunks)
-        for i, chunk in enumerate(chunks):
-            suffix = f".late{i or ''}"
-            parts.append(Part(Rows(everyone, chunk * half, each), late=True, suffix=suffix))
+        early = tuple(range(rank + 1, cp))
+        parts.append(Part(Rows(everyone, (rank + 1) * half, later), late=True, suffix=".early", chunks=early))
+        places = range(cp + rank + 1, 2 * cp) if decisions.documents else (cp + rank + 1,)
+        each = later // len(places)
+        for i, place in enumerate(places):
+            keys, suffix = Rows(everyone, place * half, each), f".late{i or ''}"
+            parts.append(Part(keys, late=True, suffix=suffix, chunks=(3 * cp - 1 - place,)))
     segments = shared(gathered_segments(decisions), len(parts))
     return [replace(part, segments=segments) for part in parts]
 

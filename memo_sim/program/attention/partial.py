@@ -6,7 +6,7 @@ go to a buffer of their own and are then added to the sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
@@ -143,10 +143,18 @@ class Part:
     """End of the instructions' names, to tell apart several calls of the same step."""
     segments: Segments = ()
     """The pairs of packed documents; empty for one document."""
+    chunks: tuple[int, ...] = ()
+    """The chunks of a sequence, of 2 x cp, whose keys these are."""
 
     def queries(self, shape: Shape) -> int:
         """Return the number of queries."""
         return shape.tokens // 2 if self.late else shape.tokens
+
+    def work(self, decisions: Decisions, shape: Shape, *, backward: bool) -> Attention:
+        """Return the work of the call."""
+        queries, keys = self.queries(shape), self.keys.tokens
+        work = attention_work(decisions, shape, queries, keys, "none", backward=backward, segments=self.segments)
+        return replace(work, chunks=self.chunks) if self.segments else work
 
 
 def part_forward(
@@ -166,7 +174,7 @@ def part_forward(
         f"{name}{part.suffix}",
         "attention",
         Lane.COMPUTE,
-        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=False, segments=part.segments),
+        part.work(decisions, shape, backward=False),
         **queries(builder),
         **documents(builder),
         kv=reads(part.keys),
@@ -206,7 +214,7 @@ def part_backward(
         f"{name}{part.suffix}",
         "attention.bwd",
         Lane.COMPUTE,
-        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=True, segments=part.segments),
+        part.work(decisions, shape, backward=True),
         grad=reads(builder.all("d_attn")),
         **queries(builder),
         **documents(builder),

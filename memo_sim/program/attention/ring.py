@@ -137,11 +137,19 @@ def _parts(decisions: Decisions, shape: Shape, step: int, slots: int = DOUBLE_BU
     if decisions.model.bidirectional:
         return [Part(_half(slot, shape, late=late), suffix=(".early", ".late")[late]) for late in (False, True)]
     segments = step_segments(decisions, step)
+    owner = (shape.cp_rank - step) % shape.cp
+    chunks = (owner, 2 * shape.cp - 1 - owner)
     if step <= shape.cp_rank:
-        return [Part(_half(slot, shape), segments=segments)]
+        return [Part(_half(slot, shape), segments=segments, chunks=chunks[:1])]
     shares = shared(segments, 2)
     return [
-        Part(_half(slot, shape, late=late), late=True, suffix=(".early", ".late")[late], segments=shares)
+        Part(
+            _half(slot, shape, late=late),
+            late=True,
+            suffix=(".early", ".late")[late],
+            segments=shares,
+            chunks=chunks[late : late + 1],
+        )
         for late in (False, True)
     ]
 

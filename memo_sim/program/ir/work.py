@@ -126,6 +126,10 @@ class Attention:
 
     Empty: one document. The boundaries are data of a step, so prices alone depend on them, and the hash leaves them
     out."""
+    chunks: tuple[int, ...] = field(default=(), repr=False)
+    """With packed documents: the chunks of a sequence, of 2 x cp, whose keys these are; empty: the rank's own.
+
+    They follow from the layout and the instruction's name, so the hash leaves them out."""
 
     @property
     def flops(self) -> float:

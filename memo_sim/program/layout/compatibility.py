@@ -489,6 +489,12 @@ DOCUMENTS = (
         "layout.cp_exchange", "ring", "all_gather", because="whole rows of scores have no mask of documents"
     ),
     _DOCUMENTS.allows(
+        "decisions.micro_batch",
+        1,
+        because="the gathered keys of several sequences lie apart",
+        when=lambda d: d.documents is not None and d.layout.cp_exchange == "all_gather" and d.micro_batch > 1,
+    ),
+    _DOCUMENTS.allows(
         "layout.subsequences", 1, because="the pairs of a subsequence with its prefix would depend on the step"
     ),
     _DOCUMENTS.allows(

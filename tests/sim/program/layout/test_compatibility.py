@@ -43,6 +43,11 @@ PACKED = {"documents": Documents(lengths=((512, 1),))}
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "packed documents: metp": (Layout(metp=2), PACKED, "2 with documents"),
     "packed documents: cp_exchange": (Layout(cp_exchange="rsa"), PACKED, "rsa with documents"),
+    "packed documents: micro_batch": (
+        Layout(cp=2, cp_exchange="all_gather"),
+        {**PACKED, "micro_batch": 2},
+        "2 with documents",
+    ),
     "packed documents: subsequences": (Layout(subsequences=2), PACKED, "2 with documents"),
     "packed documents: attention_chunk_tokens": (Layout(), CHUNKS | PACKED, "512 with documents"),
     "packed documents: attention": (

@@ -35,7 +35,7 @@ def pairs(segments: tuple[tuple[int, int, int], ...]) -> int:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_programs_pass_the_checkers(name: str) -> None:
-    fields = {"documents": DOCUMENTS, "global_batch": 4, "micro_batch": 1 if name == "stages" else 2}
+    fields = {"documents": DOCUMENTS, "global_batch": 4, "micro_batch": 1 if name in ("stages", "all-gather") else 2}
     assert faults_of(decide(LLAMA, LAYOUTS[name], ("tokenwise", 0.5), **fields)) == []
 
 
