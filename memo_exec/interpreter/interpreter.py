@@ -32,7 +32,7 @@ from memo_exec.interpreter.streams import StreamTimekeeper, make_deterministic
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.kernels.call import Ends
-from memo_exec.kernels.documents import check_documents, most_ends
+from memo_exec.kernels.documents import check_documents, check_room
 from memo_exec.kernels.experts import check_device
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.memory.binding import Bound, LateFree, Touch, late_frees, schedule
@@ -40,7 +40,7 @@ from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.memory.replaying import BelowTorch
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
-from memo_sim.contract.errors import CannotRun, UsageError
+from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, MovedBytes
 from memo_sim.program.analysis.edges import Edges
@@ -210,26 +210,18 @@ class Interpreter:
 
     def _load_documents(self, documents: Sequence[Ends]) -> None:
         """Keep the ends of documents on the host, and write them to the device, one sequence's after the other's."""
-        given, decisions = self.decisions.documents, self.decisions
-        if given is None:
+        decisions = self.decisions
+        if decisions.documents is None:
             return
         if documents and len(documents) != self.program.micro_batches:
             raise ValueError(f"documents of {len(documents)} micro-batches, not of {self.program.micro_batches}")
         if documents:
             self.context.bring(documents)
-        room = given.most_pieces(decisions.seq_tokens)
         for i in range(self.program.micro_batches):
             ends = self.context.ends(i)
             if len(ends) != decisions.micro_batch or any(each[-1] != decisions.seq_tokens for each in ends):
                 raise ValueError(f"documents of micro-batch {i} do not fill its sequences")
-            if (most := most_ends(ends)) > room:
-                raise UsageError(
-                    "a sequence has more documents than the plan has room for",
-                    where="decisions.documents.most",
-                    got=most,
-                    wanted=f"at most {room}",
-                    hint=f"plan with --documents mean=TOKENS,max=TOKENS,most={most}, or with the lengths of the data",
-                )
+            check_room(decisions, ends)
             starts = [sequence * decisions.seq_tokens for sequence in range(len(ends))]
             every = [0, *(start + end for start, each in zip(starts, ends, strict=True) for end in each)]
             target = self.buffer("input.documents", i)

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from memo_exec.kernels.call import Call, Ends
-from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.work import Attention
 
@@ -86,6 +87,25 @@ def check_documents(decisions: Decisions) -> None:
         )
 
 
-def most_ends(ends: Ends) -> int:
-    """Return how many documents the fullest sequence has."""
-    return max(map(len, ends))
+def check_room(decisions: Decisions, ends: Ends, path: Path | None = None) -> None:
+    """Refuse sequences with more documents than the plan has room for; ``path``: the file that they come from.
+
+    Raises:
+        UsageError: naming the number to plan for.
+    """
+    if decisions.documents is None:
+        return
+    room, most = decisions.documents.most_pieces(decisions.seq_tokens), max(map(len, ends), default=0)
+    if most > room:
+        raise UsageError(
+            "a sequence has more documents than the plan has room for",
+            where=str(path) if path else "decisions.documents.most",
+            got=most,
+            wanted=f"at most {room}",
+            hint=f"plan with --documents mean=TOKENS,max=TOKENS,most={most}, or with a file of the data's lengths",
+        )
+
+
+def squares(ends: Ends) -> int:
+    """Return the sum of the squares of the documents' tokens."""
+    return sum((end - first) ** 2 for each in ends for first, end in pairwise((0, *each)))
