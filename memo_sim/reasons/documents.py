@@ -82,7 +82,7 @@ def _uneven(decisions: Decisions, pace: Pace, taken: float, other: str) -> list[
             text = f"Cuts of whole sequences give the fullest of {layout.ring} cp ranks {pace.ranks:.2f} times the mean"
             text += f" pairs, and the others wait for it: {lost} of attention's {format_seconds(taken)}; {other}."
         used = format_percent(pace.crossing)
-        text += f" All keys and values travel in every hop; in {used} of the hops a document needs them."
+        text += f" All keys and values travel; documents need those of {used} of the other ranks."
         lines.append(text)
     if pace.replicas > 1 + UNEVEN:
         lost = format_seconds(taken * (1 - 1 / pace.replicas))
