@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -477,10 +478,6 @@ EXPERTS = (
     ),
 )
 
-VARLEN_KERNELS = ("flash1", "flash2", "flash3", "flash4", "torch-flash", "torch-flash-cpu", "te-fused")
-"""Attention kernels that take the ends of documents (flash-attn's varlen calls, Transformer Engine's THD), or that
-memo-exec calls document by document."""
-
 DOCUMENTS = (
     _DOCUMENTS.allows(
         "layout.metp", 1, because="METP's ring of keys and values would need the documents of every rank's rows"
@@ -500,7 +497,15 @@ DOCUMENTS = (
     _DOCUMENTS.allows(
         "decisions.attention_chunk_tokens", 0, because="the pairs of two chunks would depend on the step"
     ),
-    _DOCUMENTS.allows("decisions.kernels.attention", *VARLEN_KERNELS, because="other kernels have no form of it"),
+    Rule(
+        name="packed documents: attention",
+        breaks=lambda d: d.documents is not None and not ATTENTION_KERNELS[d.kernels.attention].documents,
+        what="the attention kernel has no form for packed documents",
+        where="decisions.kernels.attention",
+        got=lambda d: d.kernels.attention,
+        wanted=" or ".join(name for name, kernel in ATTENTION_KERNELS.items() if kernel.documents),
+        hint="--attention flash, or leave --documents out",
+    ),
     _DOCUMENTS.allows("decisions.cuda_graphs", False, because="the grid of a kernel depends on the documents"),
     Rule(
         name="packed documents: bidirectional",

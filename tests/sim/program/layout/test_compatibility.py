@@ -53,7 +53,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "packed documents: attention": (
         Layout(),
         {**PACKED, "kernels": Kernels(attention="triton-flash")},
-        "triton-flash with documents",
+        "triton-flash",
     ),
     "packed documents: cuda_graphs": (
         Layout(),
