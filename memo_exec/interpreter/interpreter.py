@@ -32,7 +32,7 @@ from memo_exec.interpreter.streams import StreamTimekeeper, make_deterministic
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.kernels.call import Ends
-from memo_exec.kernels.documents import check_documents, check_room
+from memo_exec.kernels.documents import check_documents, check_room, own_ends
 from memo_exec.kernels.experts import check_device
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.memory.binding import Bound, LateFree, Touch, late_frees, schedule
@@ -209,7 +209,7 @@ class Interpreter:
             self.buffer(name).zero_()
 
     def _load_documents(self, documents: Sequence[Ends]) -> None:
-        """Keep the ends of documents on the host, and write them to the device, one sequence's after the other's."""
+        """Keep the ends of documents on the host, and write those of this rank's rows of attention to the device."""
         decisions = self.decisions
         if decisions.documents is None:
             return
@@ -222,8 +222,7 @@ class Interpreter:
             if len(ends) != decisions.micro_batch or any(each[-1] != decisions.seq_tokens for each in ends):
                 raise ValueError(f"documents of micro-batch {i} do not fill its sequences")
             check_room(decisions, ends)
-            starts = [sequence * decisions.seq_tokens for sequence in range(len(ends))]
-            every = [0, *(start + end for start, each in zip(starts, ends, strict=True) for end in each)]
+            every = own_ends(self.context, i)
             target = self.buffer("input.documents", i)
             target.fill_(every[-1])  # documents beyond the last one are empty
             target[: len(every)] = torch.tensor(every, dtype=target.dtype)

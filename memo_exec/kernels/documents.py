@@ -1,7 +1,8 @@
 """Packed documents in a step: where they end, which rows of a call belong to one, and where positions restart.
 
 The ends of documents are data of a step. They are known on the host before the step, from the data loader, so no kernel
-reads them from the device: attention is called once for each document, on views of its rows. The rows of a rank that
+reads them from the device. Attention is called once for each document, on views of its rows, or by a kernel that takes
+where they end in a tensor, which is written before the step (``input.documents``). The rows of a rank that
 belong to one document lie together, and so do the keys of each call (``memo_sim/program/attention/``):
 
     sequence     | a a a a a a a b | b b b b b b b b | b c c c c c c c | c c c c d d d d |     cp 2, chunks 0 .. 3
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from memo_exec.kernels.call import Call, Ends
+from memo_exec.kernels.call import Call, Context, Ends
 from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.work import Attention
@@ -33,18 +34,33 @@ class Segment:
 
 def segments(call: Call, work: Attention) -> Iterator[Segment]:
     """Yield the documents of an attention call that have both queries and keys."""
-    context = call.context
-    layout = context.decisions.layout
-    chunks = 2 * layout.ring if layout.ring > 1 else 1
-    rows = context.decisions.seq_tokens // chunks
-    rank = context.mesh.at("cp")
-    own = (rank, chunks - 1 - rank) if chunks > 1 else (0,)
+    own, rows = _own_chunks(call.context)
     queries, keys = own[len(own) - work.q_tokens // rows :], work.chunks or own
-    for sequence, ends in enumerate(context.ends(call.micro_batch)):
+    for sequence, ends in enumerate(call.context.ends(call.micro_batch)):
         for first, end in pairwise((0, *ends)):
             mine, theirs = (_rows(part, rows, first, end) for part in (queries, keys))
             if mine is not None and theirs is not None:
                 yield Segment(sequence, mine, theirs)
+
+
+def own_ends(context: Context, micro_batch: int) -> list[int]:
+    """Return where documents begin among the rows of a rank's attention, and the end of the last one.
+
+    Rows count over all sequences of the micro-batch; documents without a row here are left out.
+    """
+    own, rows = _own_chunks(context)
+    found = [0]
+    for sequence, ends in enumerate(context.ends(micro_batch)):
+        parts = [_rows(own, rows, first, end) for first, end in pairwise((0, *ends))]
+        found += [sequence * len(own) * rows + part.stop for part in parts if part is not None]
+    return found
+
+
+def _own_chunks(context: Context) -> tuple[tuple[int, ...], int]:
+    """Return the chunks of a sequence that a rank's attention has, of 2 x cp, and the rows of a chunk."""
+    ring, rank = context.decisions.layout.ring, context.mesh.at("cp")
+    chunks = 2 * ring if ring > 1 else 1
+    return (rank, chunks - 1 - rank) if chunks > 1 else (0,), context.decisions.seq_tokens // chunks
 
 
 def _rows(chunks: Sequence[int], rows: int, first: int, end: int) -> slice | None:

@@ -13,12 +13,17 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Attention, Mask, Rowwise
-from memo_sim.program.layout.documents import Segments
+from memo_sim.program.layout.documents import Segments, most_pieces
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators.workspaces import FLASH_TILE_TOKENS as TILE_TOKENS
 from memo_sim.program.operators.workspaces import attention_workspace_bytes, sum_workspace_bytes
 
 DOCUMENTS = "input.documents"
 """Slot and family of the ends of packed documents."""
+
+PADS_DOCUMENTS = ("flash1", "flash2", "flash3", "flash4", "torch-flash")
+"""Kernels whose backward over packed documents sums in fp32 rows that are rounded up to tiles for each document
+(flash-attention: csrc/flash_attn/flash_api.cpp and hopper/flash_api.cpp, ``total_q + 128 * batch``)."""
 
 
 def attention_work(
@@ -52,6 +57,9 @@ def documents(builder: TemplateBuilder) -> dict[str, Access]:
 def workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> Access | None:
     """Add a buffer for the kernel's scratch, which lives for one instruction; None when the kernel needs none."""
     groups, deterministic = decisions.kernels.head_groups, decisions.deterministic
+    if work.segments and work.backward and work.kernel in PADS_DOCUMENTS:
+        more = TILE_TOKENS * most_pieces(decisions) // work.batch
+        work = replace(work, q_tokens=work.q_tokens + more, k_tokens=work.k_tokens + more)
     return builder.scratch(name, attention_workspace_bytes(work, groups, deterministic=deterministic))
 
 

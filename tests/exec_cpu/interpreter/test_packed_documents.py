@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memo_exec.kernels.attention import BACKENDS
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
 from memo_exec.verification.verify import verify
@@ -17,7 +18,8 @@ from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.model import RopeScaling
 from memo_sim.contract.plan import Decisions
-from tests.exec_cpu.small import EXPERT_MODELS, MODELS, batch, decide, gradients, play, scalars
+from tests.exec_cpu.kernels import fake_libraries
+from tests.exec_cpu.small import CPU_KERNELS, EXPERT_MODELS, MODELS, batch, decide, gradients, play, scalars
 
 DOCUMENTS = Documents(lengths=((7, 3), (20, 2), (60, 2)))
 ENDS = ((5, 6, 70, 128), (128,))
@@ -95,6 +97,28 @@ def test_gradients_are_those_of_transformers_with_a_mask_and_restarted_positions
     }
     for key, wanted in pairs.items():
         assert (found[key] - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), key
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3"])
+def test_one_varlen_call_does_what_a_call_for_each_document_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backends' whole calls of a rank's own rows, with fakes of their libraries, in head groups."""
+    kernels = msgspec.structs.replace(CPU_KERNELS, head_groups=2)
+    decisions = packing("llama", kernels=kernels, **HALF)
+    batches = batch(decisions, ignored=0.2)
+
+    def played() -> dict[str, Tensor]:
+        with play(decisions) as interpreter:
+            interpreter.run_step(batches, scalars(batches, lr=0.0), [ENDS])
+            ends = interpreter.buffer("input.documents")
+            assert ends[:6].tolist() == [0, 5, 6, 70, 128, 256]
+            return gradients(interpreter)
+
+    wanted = played()
+    with getattr(fake_libraries, name)():
+        monkeypatch.setitem(BACKENDS, "torch-flash-cpu", BACKENDS[name])
+        found = played()
+    for key, value in wanted.items():
+        assert (found[key] - value).abs().max() <= TOLERANCE * value.abs().max(), key
 
 
 def test_planned_memory_and_debug_mode_play_documents() -> None:
