@@ -169,7 +169,7 @@ def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
             attributes |= {"is_flag": True, "show_default": False}
-    if several and not isinstance(knob.kind, Numbers | Switch | Flag):
+    if several and not isinstance(knob.kind, Numbers | DocumentLengths | Switch | Flag):
         attributes["type"] = Several(attributes.get("type", click.STRING))
         shown = "|".join(knob.kind.words) if isinstance(knob.kind, OneOf) else attributes.get("metavar", "N")
         attributes["metavar"] = f"{shown},..."

@@ -403,8 +403,9 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
 
 
 def _alike(question: Question) -> bool:
-    """Return whether every layer has the same MLP; others are refused with METP and subsequences (``RULES``)."""
-    return question.model.mixture is None and len(question.model.layer_shapes) == 1
+    """Return whether METP and subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
+    alike = question.model.mixture is None and len(question.model.layer_shapes) == 1
+    return alike and question.documents is None
 
 
 def _has_open_degrees(question: Question) -> bool:

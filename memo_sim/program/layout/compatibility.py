@@ -478,6 +478,16 @@ EXPERTS = (
     ),
 )
 
+CUTS_OF_DOCUMENTS = Rule(
+    name="cuts of documents: documents",
+    breaks=lambda d: d.documents is None and d.document_cuts != "sequence",
+    what="without documents there is nothing to cut but the sequence",
+    where="decisions.document_cuts",
+    got="documents, but none are given",
+    wanted="sequence",
+    hint="--documents mean=2k,max=64k, or leave --document-cuts out",
+)
+
 DOCUMENTS = (
     _DOCUMENTS.allows(
         "layout.metp", 1, because="METP's ring of keys and values would need the documents of every rank's rows"
@@ -516,15 +526,7 @@ DOCUMENTS = (
         wanted="false",
         hint="leave --documents out, or a model with causal attention",
     ),
-    Rule(
-        name="cuts of documents: documents",
-        breaks=lambda d: d.documents is None and d.document_cuts != "sequence",
-        what="without documents there is nothing to cut but the sequence",
-        where="decisions.document_cuts",
-        got="documents, but none are given",
-        wanted="sequence",
-        hint="--documents mean=2k,max=64k, or leave --document-cuts out",
-    ),
+    CUTS_OF_DOCUMENTS,
     Rule(
         name="packed documents: most",
         breaks=lambda d: d.documents is not None and d.documents.most > d.seq_tokens,
