@@ -330,14 +330,15 @@ class Model(
         """
         return self.layers_active_params + self.vocab * self.hidden
 
-    def step_flops(self, seq_tokens: int, sequences: int = 1) -> float:
+    def step_flops(self, seq_tokens: int, sequences: int = 1, *, attended: float = 1.0) -> float:
         """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 per sequence, with a causal mask.
 
         Without a mask, attention has twice as many FLOPs. With a window, each token counts the keys that it sees.
+        ``attended``: the share of the pairs of a query and a key that packed documents attend.
         """
         pairs = float(seq_tokens) ** 2 * (2.0 if self.bidirectional else 1.0)
         windows = [shape.window for shape in self._every_layer if 0 < shape.window < seq_tokens]
-        attention = 6.0 * (self.layers - len(windows)) * self.q_width * pairs
+        attention = 6.0 * (self.layers - len(windows)) * self.q_width * pairs * attended
         attention += sum(12.0 * self.q_width * pairs_in_window(seq_tokens, seq_tokens, window) for window in windows)
         return sequences * (6.0 * seq_tokens * self.mfu_params + attention)
 

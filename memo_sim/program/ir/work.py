@@ -122,12 +122,23 @@ class Attention:
     backward: bool
     kernel: str
     dtype: DtypeName
+    segments: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    """Pairs of packed documents (``layout/documents.py``): (queries, keys, pairs) by classes of like documents.
+
+    Empty: one document. The boundaries are data of a step, so prices alone depend on them, and the hash leaves them
+    out."""
+    chunks: tuple[int, ...] = field(default=(), repr=False)
+    """With packed documents: the chunks of a sequence, of 2 x cp, whose keys these are; empty: the rank's own.
+
+    They follow from the layout and the instruction's name, so the hash leaves them out."""
 
     @property
     def flops(self) -> float:
-        """Floating-point operations without those that a causal mask removes."""
-        pairs = float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
-        return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+        """Floating-point operations without those that a mask removes."""
+        pairs = self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
+        if self.segments:
+            pairs = float(sum(each for _, _, each in self.segments))
+        return 4.0 * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Experts, LayerShape
 from memo_sim.contract.plan import Decisions, Kernels, Layout
@@ -40,7 +41,36 @@ def chunked(**changes: Any) -> Layout:
     return Layout(**({"tp": 2, "sequence_parallel": True, "tp_overlap": "chunked"} | changes))
 
 
+PACKED = {"documents": Documents(lengths=((512, 1),))}
+
+
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
+    "packed documents: metp": (Layout(metp=2), PACKED, "2 with documents"),
+    "packed documents: cp_exchange": (Layout(cp_exchange="rsa"), PACKED, "rsa with documents"),
+    "packed documents: micro_batch": (
+        Layout(cp=2, cp_exchange="all_gather"),
+        {**PACKED, "micro_batch": 2},
+        "2 with documents",
+    ),
+    "packed documents: subsequences": (Layout(subsequences=2), PACKED, "2 with documents"),
+    "packed documents: attention_chunk_tokens": (Layout(), CHUNKS | PACKED, "512 with documents"),
+    "packed documents: attention": (
+        Layout(),
+        {**PACKED, "kernels": Kernels(attention="triton-flash")},
+        "triton-flash",
+    ),
+    "packed documents: cuda_graphs": (
+        Layout(),
+        {**PACKED, "cuda_graphs": True, "memory_policy": "eager"},
+        "true with documents",
+    ),
+    "packed documents: bidirectional": (Layout(), {**PACKED, "model": BIDIRECTIONAL}, "true with documents"),
+    "packed documents: most": (
+        Layout(),
+        {"documents": Documents(lengths=((512, 1),), most=2**20)},
+        "1048576 of 2048 tokens",
+    ),
+    "cuts of documents: documents": (Layout(cp=2), {"document_cuts": "documents"}, "documents, but none are given"),
     "experts: tp_overlap": (chunked(), {"model": EXPERTS}, "chunked with a model with experts"),
     "experts: metp": (Layout(metp=2), {"model": EXPERTS}, "2 with a model with experts"),
     "experts: subsequences": (Layout(subsequences=2), {"model": EXPERTS}, "2 with a model with experts"),
