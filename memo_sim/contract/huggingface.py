@@ -140,7 +140,9 @@ def model_type(model: Model) -> str:
         square = model.heads == model.kv_heads and model.q_width == model.hidden
         if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
             return "gpt2"
-    elif (experts := model.mixture) is not None:
+    elif (experts := model.mixture) is not None and not experts.of_softmax_alone:
+        pass
+    elif experts is not None:
         if model.qk_norm and not model.qkv_bias:
             return "qwen3_moe"
         if model.experts and not model.qk_norm and not model.qkv_bias and experts.renormalize:

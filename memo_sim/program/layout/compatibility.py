@@ -460,6 +460,15 @@ EXPERTS = (
         hint="a model whose layers have the same experts, or none",
     ),
     Rule(
+        name="selection bias: gradients",
+        breaks=lambda d: d.model.mixture is not None and d.model.mixture.selection_rate > 0 and d.states == "pure-bf16",
+        what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
+        where="decisions.states",
+        got=lambda d: d.states,
+        wanted="gradients in fp32 for a selection bias that moves",
+        hint="--states fp32, or a model with selection_rate 0",
+    ),
+    Rule(
         name="load of experts: model",
         breaks=lambda d: d.expert_load != "balanced" and d.model.mixture is None,
         what="a model without experts has no load of experts",
