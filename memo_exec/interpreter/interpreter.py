@@ -300,7 +300,7 @@ class Interpreter:
         tensors = fixed.copy()
         for touch in moving:
             tensors[touch.role] = self._view(touch)
-        return Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset)
+        return Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset, bound.layer)
 
     def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
         """Return what serves the compute lane's allocations, or None when torch's own allocator does."""

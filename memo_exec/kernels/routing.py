@@ -139,7 +139,8 @@ def sort(call: Call) -> None:
 def places(call: Call) -> None:
     """Write the dispatched row of every slot (``places``), and where each expert's rows end (``ends``).
 
-    Also add the experts' rows, the fullest first, to those of earlier calls (``Context.loads``)."""
+    Also add the experts' rows to those of earlier calls (``Context.rows``), and the fullest first (``Context.loads``).
+    """
     order, ends = call["order"], call["ends"]
     scratch = call.scratch()
     numbers = scratch.take(len(order), dtype=torch.int64)
@@ -150,8 +151,9 @@ def places(call: Call) -> None:
     torch.searchsorted(call["sorted"], every, right=True, out_int32=True, out=ends)
     loads, fullest = scratch.take(len(ends), dtype=torch.int32), scratch.take(len(ends), dtype=torch.int32)
     loads.copy_(ends)[1:].sub_(ends[:-1])
+    call.context.rows[call.layer].add_(every.copy_(loads))
     torch.topk(loads, len(loads), out=(fullest, every))
-    call.context.loads.add_(every.copy_(fullest))
+    call.context.loads[call.layer].add_(every.copy_(fullest))
 
 
 def route_backward(call: Call) -> None:

@@ -20,6 +20,7 @@ from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.layout.expert_load import shown_load
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.experts import active_weights
@@ -268,9 +269,8 @@ def _experts(decisions: Decisions) -> list[Assumption]:
     """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
     if decisions.model.mixture is None:
         return []
-    value = (
-        f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
-    )
+    load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
+    value = f"load {load}, no row dropped; MFU counts what a token uses: {used}"
     return [Assumption(name="experts", value=value, option="--expert-load")]
 
 

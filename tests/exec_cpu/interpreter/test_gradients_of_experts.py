@@ -82,8 +82,12 @@ def test_a_run_counts_the_rows_of_each_expert() -> None:
     batches = batch(decisions)
     with play(decisions) as interpreter:
         interpreter.run_step(batches, scalars(batches, lr=0.0))
-        loads = interpreter.context.loads.tolist()
+        context = interpreter.context
+        loads, rows = context.loads.sum(0).tolist(), context.rows
         text = load_of_experts(interpreter)
+    assert torch.equal(rows.sum(1), torch.full((3,), 2 * 256 * 2))
+    assert torch.equal(rows.sum(1), context.loads.sum(1))
+    assert (context.loads.amax(1) >= rows.amax(1)).all()
     assert sum(loads) == 2 * 256 * 2 * 3
     assert loads == sorted(loads, reverse=True)
     near = nearest_load(EXPERT_MODELS["mixtral"].mixture, loads)

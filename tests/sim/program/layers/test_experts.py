@@ -16,7 +16,7 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm
 from memo_sim.program.layers.kinds import skeletal_of
-from memo_sim.program.layout.expert_load import nearest_load, rows_of, sizes_of
+from memo_sim.program.layout.expert_load import nearest_load, rows_of, shown_load, sizes_of
 from memo_sim.program.layout.parameters import layer_block
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import Fate
@@ -260,6 +260,13 @@ def test_loads_by_hand() -> None:
     assert sizes_of(of, 200, "balanced", 0, 200) == ((50, 4),)
     assert sizes_of(of, 200, "balanced", 75, 75) == ((25, 1), (50, 1))
     assert sizes_of(of, 250, "zipf-1", 100, 150) == ((20, 1), (60, 1), (40, 1), (30, 1))
+
+
+def test_measured_loads_by_hand() -> None:
+    of = Experts(count=4, per_token=2, hidden=16)
+    assert rows_of(of, 400, "measured-1600-1200-840-360") == (160, 120, 84, 36)
+    assert rows_of(of, 400, "measured-4000-0-0-0") == (200, 67, 67, 66)  # one row of every token at most
+    assert shown_load("measured-1600-1200-840-360") == "as measured (the fullest of 4 experts: 1.60 times the mean)"
 
 
 def test_a_measured_load_is_named() -> None:

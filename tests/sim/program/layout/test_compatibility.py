@@ -36,6 +36,9 @@ def chunked(**changes: Any) -> Layout:
     return Layout(**({"tp": 2, "sequence_parallel": True, "tp_overlap": "chunked"} | changes))
 
 
+SELECTING = msgspec.structs.replace(
+    EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, selection_bias=True, selection_rate=0.001)
+)
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "experts: tp_overlap": (chunked(), {"model": EXPERTS}, "chunked with a model with experts"),
     "experts: metp": (Layout(metp=2), {"model": EXPERTS}, "2 with a model with experts"),
@@ -67,6 +70,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "experts: layer_pattern": (Layout(), {"model": SEVERAL_EXPERTS}, "experts of several kinds"),
     "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
+    "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
+    "selection bias: gradients": (Layout(), {"model": SELECTING, "states": "pure-bf16"}, "pure-bf16"),
     "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: subsequences": (Layout(subsequences=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: modules": (
