@@ -209,7 +209,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             value=f"PyTorch, flash-attn and Transformer Engine of {question.hardware.eager_libraries}",
             option="--libraries",
         ),
-        *_experts(decisions),
+        *_experts(question, decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -265,13 +265,17 @@ def _batch(question: Question, decisions: Decisions) -> str:
     return f"{text}; {question.batch_rule}" if question.batch_rule else text
 
 
-def _experts(decisions: Decisions) -> list[Assumption]:
-    """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
+def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
+    """Return how tokens spread over experts, which weights MFU counts, and that products were not measured."""
     if decisions.model.mixture is None:
         return []
     load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
     value = f"load {load}, no row dropped; MFU counts what a token uses: {used}"
-    return [Assumption(name="experts", value=value, option="--expert-load")]
+    found = [Assumption(name="experts", value=value, option="--expert-load")]
+    if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
+        value = f"derived from single {decisions.dtype} products; the profile has none of several experts"
+        found.append(Assumption(name="experts' products", value=value))
+    return found
 
 
 def _not_read(question: Question) -> list[Assumption]:

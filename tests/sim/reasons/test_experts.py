@@ -37,6 +37,8 @@ def test_a_balanced_load_is_assumed_and_named() -> None:
     (assumption,) = [each for each in result.summary.assumptions if each.name == "experts"]
     assert assumption.option == "--expert-load"
     assert assumption.value.startswith("load balanced, no row dropped;")
+    (products,) = [each for each in result.summary.assumptions if each.name == "experts' products"]
+    assert products.value == "derived from single bf16 products; the profile has none of several experts"
 
 
 def test_an_uneven_load_costs_time_and_no_memory() -> None:
