@@ -7,7 +7,8 @@ A call has one of three sets of operands:
     q, kv      queries from ``q``, keys and values from the KV cache: of this subsequence or of earlier ones
 
 A backend is a module with the functions ``forward`` and ``backward``. They take (batch, tokens, heads, head_dim) views
-and an fp32 log-sum-exp of (batch, tokens, heads). The mask is either none or the causal square.
+and an fp32 log-sum-exp of (batch, tokens, heads). A ``Mask`` says which keys a query sees, ``scale`` is the factor on
+the scores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from memo_exec.kernels.attention_backend import AttentionBackward
+from memo_exec.kernels.attention_backend import AttentionBackward, Mask
 from memo_exec.kernels.call import Call
 from memo_sim.program.ir.work import Attention
 
@@ -47,7 +48,7 @@ def attention(call: Call) -> None:
             v[:, :, keys],
             out[:, :, queries],
             lse[:, :, queries],
-            causal=work.mask == "causal",
+            mask=Mask(causal=work.mask == "causal"),
         )
 
 
@@ -73,7 +74,7 @@ def attention_backward(call: Call) -> None:
                 out[:, :, queries],
                 lse[:, :, queries],
                 (grad_q[:, :, queries], grad_k[:, :, keys], grad_v[:, :, keys]),
-                causal=work.mask == "causal",
+                mask=Mask(causal=work.mask == "causal"),
                 deterministic=call.context.decisions.deterministic,
             )
         )

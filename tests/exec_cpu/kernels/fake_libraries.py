@@ -58,20 +58,31 @@ FLASH3_BACKWARD = """bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, 
     (Tensor, Tensor, Tensor, Tensor, Tensor)"""
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, window: int = 0) -> tuple[Tensor, Tensor]:
     assert scale == q.shape[-1] ** -0.5
-    out, lse = reference.forward(*(x.double() for x in (q, k, v)), causal=causal)
+    out, lse = reference.forward(*(x.double() for x in (q, k, v)), causal=causal, window=window)
     return out, lse.float().transpose(1, 2).contiguous()
 
 
-def _backward(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, scale: float, *, causal: bool) -> Any:
+def _backward(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, scale: float, *, causal: bool, window: int = 0) -> Any:
     q = qkv[0]
     assert scale == q.shape[-1] ** -0.5
     assert lse.is_contiguous(), "the real kernels read contiguous (batch, heads, tokens)"
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.dtype == torch.float32
     wide = [x.double() for x in (grad, *qkv, out)]
-    return reference.backward(wide[0], tuple(wide[1:4]), wide[4], lse.double().transpose(1, 2), causal=causal)
+    return reference.backward(
+        wide[0], tuple(wide[1:4]), wide[4], lse.double().transpose(1, 2), causal=causal, window=window
+    )
+
+
+def _masked(given: dict[str, Any], causal: str) -> dict[str, Any]:
+    """Return the mask that a library's arguments stand for; a window's later side is closed."""
+    left, right = given["window_size_left"], given["window_size_right"]
+    if left is None or left < 0:
+        return {"causal": given[causal]}
+    assert right == 0
+    return {"causal": True, "window": left + 1}
 
 
 @contextmanager
@@ -95,7 +106,7 @@ def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -
     out = given["out"]
     assert all(x.stride(-1) == 1 for x in (q, k, v, out))
     assert given["num_splits"] == 1, "with 0 the library may split, which changes the order of summation"
-    result, lse = _forward(q, k, v, given["softmax_scale"], causal=given["is_causal"])
+    result, lse = _forward(q, k, v, given["softmax_scale"], **_masked(given, "is_causal"))
     out.copy_(result)
     return out, lse, q.new_empty(0), q.new_empty(0)
 
@@ -103,7 +114,9 @@ def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -
 def _flash3_backward(dout: Tensor, *rest: Any, **named: Any) -> Any:
     given = _by_name(FLASH3_BACKWARD, (dout, *rest), named)
     qkv = given["q"], given["k"], given["v"]
-    found = _backward(dout, qkv, given["out"], given["softmax_lse"], given["softmax_scale"], causal=given["is_causal"])
+    found = _backward(
+        dout, qkv, given["out"], given["softmax_lse"], given["softmax_scale"], **_masked(given, "is_causal")
+    )
     for name, result in zip(("dq", "dk", "dv"), found, strict=True):
         assert given[name].stride(-1) == 1
         given[name].copy_(result)
@@ -128,7 +141,7 @@ def _flash4_forward(new: bool) -> Any:
         assert lse.stride(-1) == 1
         assert out.stride(-1) == 1
         assert all(stride % 8 == 0 for stride in out.stride()[:-1])
-        result, logsumexp = _forward(q, k, v, given["softmax_scale"], causal=given["causal"])
+        result, logsumexp = _forward(q, k, v, given["softmax_scale"], **_masked(given, "causal"))
         out.copy_(result)
         lse.copy_(logsumexp)
         return (out, lse, None, None) if new else (out, lse)
@@ -166,7 +179,8 @@ def _flash4_backward(
     learnable_sink=None,
 ):  # fmt: skip
     assert out.shape == dout.shape == q.shape
-    found = _backward(dout, (q, k, v), out, lse, softmax_scale, causal=causal)
+    given = {"causal": causal, "window_size_left": window_size_left, "window_size_right": window_size_right}
+    found = _backward(dout, (q, k, v), out, lse, softmax_scale, **_masked(given, "causal"))
     for target, like, result in zip((dq, dk, dv), (q, k, v), found, strict=True):
         assert target.shape == like.shape
         assert target.dtype == like.dtype
@@ -188,7 +202,7 @@ def _flat(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, dense)
 
 
-def _te_checked(given: dict[str, Any], tensors: list[Tensor]) -> bool:
+def _te_checked(given: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
     q, k = given["q"], given["k"]
     assert all(x.dtype == torch.bfloat16 for x in tensors)
     assert given["fake_dtype"] == torch.bfloat16
@@ -203,27 +217,29 @@ def _te_checked(given: dict[str, Any], tensors: list[Tensor]) -> bool:
         assert starts.dtype == torch.int32
         assert starts.tolist() == [i * x.shape[1] for i in range(x.shape[0] + 1)]
         assert given[f"max_seqlen_{name}"] == x.shape[1]
-    causal = {"causal": True, "no_mask": False}[given["attn_mask_type"]]
-    assert tuple(given["window_size"]) == ((-1, 0) if causal else (-1, -1))
-    return causal
+    left, right = given["window_size"]
+    causal = {"causal": True, "causal_bottom_right": True, "no_mask": False}[given["attn_mask_type"]]
+    assert (right == 0) == causal
+    assert (left >= 0) == (given["attn_mask_type"] == "causal_bottom_right")
+    return {"causal": causal, "window": left + 1}
 
 
 def _te_forward(given: dict[str, Any]) -> Any:
     qkv = [given[name] for name in "qkv"]
-    causal = _te_checked(given, qkv)
+    masked = _te_checked(given, qkv)
     assert given["is_training"]
-    out, lse = _forward(*(_flat(x) for x in qkv), given["attn_scale"], causal=causal)
+    out, lse = _forward(*(_flat(x) for x in qkv), given["attn_scale"], **masked)
     return out.to(torch.bfloat16), [lse.unsqueeze(-1), torch.zeros(2, dtype=torch.int64)]
 
 
 def _te_backward(given: dict[str, Any]) -> Any:
     tensors = [given[name] for name in ("d_o", "q", "k", "v", "o")]
-    causal = _te_checked(given, tensors)
+    masked = _te_checked(given, tensors)
     stats, state = given["aux_ctx_tensors"]
     assert state.dtype == torch.int64
     assert state.shape == (2,)
     grad, q, k, v, out = (_flat(x) for x in tensors)
-    found = _backward(grad, (q, k, v), out, stats.squeeze(-1), given["attn_scale"], causal=causal)
+    found = _backward(grad, (q, k, v), out, stats.squeeze(-1), given["attn_scale"], **masked)
     return [*(x.to(torch.bfloat16) for x in found), None]
 
 
