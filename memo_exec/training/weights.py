@@ -22,6 +22,8 @@ from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.training import huggingface
 
 INIT_STD = 0.02
+RESIDUAL = ("proj.weight", "ffn_down.weight", "experts_down.weight", "shared_down.weight")
+"""The matrices whose product is added to the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: 
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
     residual = INIT_STD / math.sqrt(2 * layers)
-    std = residual if last in ("proj.weight", "ffn_down.weight", "experts_down.weight") else INIT_STD
+    std = residual if last in RESIDUAL else INIT_STD
     return torch.normal(0.0, std, tuple(shape), generator=generator, device=device)
 
 

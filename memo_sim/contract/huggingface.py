@@ -179,7 +179,7 @@ def _type_of(model: Model) -> str | None:
 
 
 def _type_with_experts(model: Model, experts: Experts) -> str | None:
-    if not _is_mixed(model) or model.qkv_bias:
+    if not _is_mixed(model) or model.qkv_bias or not experts.of_softmax_alone:
         return None
     if model.qk_norm:
         return "qwen3_moe"

@@ -275,7 +275,7 @@ class Load:
     """How rows spread over experts (``contract/units.py``, ``parse_expert_load``)."""
 
     def __str__(self) -> str:
-        return "balanced or zipf-S, as zipf-0.5"
+        return "balanced, zipf-S (as zipf-0.5), or a file of memo-exec run --expert-load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -745,7 +745,8 @@ class Chosen:
         "balanced",
         Load(),
         "A model with experts: how its tokens spread over them. balanced: evenly. zipf-S: the n-th fullest expert gets"
-        " rows in proportion to n**-S, at most one of every token. It changes how long products take.",
+        " rows in proportion to n**-S, at most one of every token. A file: as in the run that wrote it. It changes"
+        " how long products take.",
     )
     documents: Documents | None = _knob(
         None,

@@ -120,7 +120,7 @@ def test_experts_take_the_place_of_the_mlp_of_some_layers() -> None:
     assert mixed.of_layers(shapes[1:]).experts == experts
     with pytest.raises(ValueError, match="its shapes say which layers have experts"):
         msgspec.structs.replace(mixed, experts=experts)
-    with pytest.raises(ValueError, match="llama family without biases"):
+    with pytest.raises(ValueError, match="linear_bias only where they have biases"):
         msgspec.structs.replace(tiny, experts=experts, linear_bias=True)
     with pytest.raises(ValueError, match=r"per_token \(5\) is more than the 4 experts"):
         Experts(count=4, per_token=5, hidden=16)

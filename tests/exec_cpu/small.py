@@ -109,6 +109,23 @@ EXPERT_MODELS = {
         experts=Experts(count=6, per_token=3, hidden=24, renormalize=False),
     ),
 }
+GPT_OSS = Experts(count=4, per_token=2, hidden=48, router_bias=True, bias=True, activation="clamped")
+DEEPSEEK = Experts(
+    count=8,
+    per_token=3,
+    hidden=24,
+    scores="sigmoid",
+    scale=2.5,
+    groups=4,
+    groups_per_token=2,
+    selection_bias=True,
+    selection_rate=0.001,
+    shared=48,
+)
+EXPERT_MODELS["gpt-oss"] = llama(name="gpt-oss-small", qkv_bias=True, linear_bias=True, experts=GPT_OSS)
+EXPERT_MODELS["deepseek"] = llama(name="deepseek-small", experts=DEEPSEEK).of_layers(
+    [LayerShape(ffn_hidden=160), *[LayerShape(ffn_hidden=160, experts=DEEPSEEK)] * 2]
+)
 EXPERT_MODELS["first layer dense"] = EXPERT_MODELS["qwen3-moe"].of_layers(
     [LayerShape(ffn_hidden=160), *[EXPERT_MODELS["qwen3-moe"].layer(1)] * 2]
 )

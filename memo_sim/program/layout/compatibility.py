@@ -19,6 +19,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.expert_load import measured_shares, shown_load
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -431,6 +432,13 @@ SAVED_BY_MODULES = (
         hint="--recompute tokenwise, or --modules operators",
     ),
 )
+
+
+def _another_number_of_experts(decisions: Decisions) -> bool:
+    of, load = decisions.model.mixture, decisions.expert_load
+    return of is not None and load.startswith("measured-") and len(measured_shares(load) or ()) != of.count
+
+
 EXPERTS_WHOLE_MLP = _EXPERTS.allows(
     "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
 )
@@ -468,13 +476,31 @@ EXPERTS = (
         hint="a model whose layers have the same experts, or none",
     ),
     Rule(
+        name="selection bias: gradients",
+        breaks=lambda d: d.model.mixture is not None and d.model.mixture.selection_rate > 0 and d.states == "pure-bf16",
+        what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
+        where="decisions.states",
+        got=lambda d: d.states,
+        wanted="gradients in fp32 for a selection bias that moves",
+        hint="--states fp32, or a model with selection_rate 0",
+    ),
+    Rule(
         name="load of experts: model",
         breaks=lambda d: d.expert_load != "balanced" and d.model.mixture is None,
         what="a model without experts has no load of experts",
         where="decisions.expert_load",
-        got=lambda d: d.expert_load,
+        got=lambda d: shown_load(d.expert_load),
         wanted="balanced",
         hint="leave --expert-load out",
+    ),
+    Rule(
+        name="load of experts: number",
+        breaks=_another_number_of_experts,
+        what="the load was measured with another number of experts, or has no rows",
+        where="decisions.expert_load",
+        got=lambda d: f"{len(measured_shares(d.expert_load) or ())} experts",
+        wanted="as many as a layer of the model has",
+        hint="a file of a run of this model, or zipf-S",
     ),
 )
 

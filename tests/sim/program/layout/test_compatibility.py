@@ -42,8 +42,9 @@ def chunked(**changes: Any) -> Layout:
 
 
 PACKED = {"documents": Documents(lengths=((512, 1),))}
-
-
+SELECTING = msgspec.structs.replace(
+    EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, selection_bias=True, selection_rate=0.001)
+)
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "packed documents: metp": (Layout(metp=2), PACKED, "2 with documents"),
     "packed documents: cp_exchange": (Layout(cp_exchange="rsa"), PACKED, "rsa with documents"),
@@ -180,6 +181,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "huggingface with a model with them",
     ),
     "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
+    "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
+    "selection bias: gradients": (Layout(), {"model": SELECTING, "states": "pure-bf16"}, "pure-bf16"),
     "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: subsequences": (Layout(subsequences=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: modules": (
