@@ -8,9 +8,9 @@ A call has one of three sets of operands:
 
 A backend is a module with the functions ``forward`` and ``backward``. They take (batch, tokens, heads, head_dim) views
 and an fp32 log-sum-exp of (batch, tokens, heads). A ``Mask`` says which keys a query sees, ``scale`` is the factor on
-the scores.
-
-Values narrower than queries and keys are padded with zeros for backends that need equal widths
+the scores. Packed documents are calls of their own, on views of their rows (``documents.py``).
+A backend may have ``forward_packed`` and ``backward_packed`` besides, which take all documents of a rank's own rows in
+one call (varlen). Values narrower than queries and keys are padded with zeros for backends that need equal widths
 (``contract/attention_kernels.py``).
 """
 
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memo_exec.kernels.attention_backend import AttentionBackward, Mask
+from memo_exec.kernels.attention_backend import CAUSAL, AttentionBackward, Mask, Packing
 from memo_exec.kernels.call import Call
-from memo_sim.program.ir.work import Attention
+from memo_exec.kernels.documents import segments
+from memo_sim.program.ir.work import Attention, WindowedAttention
 
 BACKENDS = {
     "torch-flash-cpu": "memo_exec.kernels.attention_torch_cpu",
@@ -45,18 +46,20 @@ def attention(call: Call) -> None:
     work, backend = _work(call), _backend(call)
     q, k, v = _operands(call, work)
     out, lse = call["out"].view(*q.shape[:3], work.value_dim), call.matrix("lse").view(q.shape[:3])
+    packing, scale = _packing(call, work, backend), call.context.model.score_scale
+    if _leaves_rows(call, work):
+        out.zero_()  # a merge leaves the rows of queries without keys as they were
+        lse.fill_(-torch.inf)
     for queries, keys in _groups(call, work):
-        into = out[:, :, queries]
-        written = _padded(into, work) if work.padded else into
-        backend.forward(
-            q[:, :, queries],
-            k[:, :, keys],
-            _padded(v[:, :, keys], work),
-            written,
-            lse[:, :, queries],
-            mask=Mask(causal=work.mask == "causal"),
-            scale=_scale(call),
-        )
+        own_q, own_k, own_v = q[:, :, queries], k[:, :, keys], _padded(v[:, :, keys], work)
+        into, sums = out[:, :, queries], lse[:, :, queries]
+        written = _padded(into, work)
+        if packing is not None:
+            backend.forward_packed(own_q, own_k, own_v, written, sums, packing=packing, scale=scale)
+        else:
+            for at, own, of in _documents(call, work):
+                rows = own_q[at, own], own_k[at, of], own_v[at, of], written[at, own], sums[at, own]
+                backend.forward(*rows, mask=_mask(work), scale=scale)
         if work.padded:
             into.copy_(written[..., : work.value_dim])
 
@@ -76,29 +79,57 @@ def attention_backward(call: Call) -> None:
     heads = (work.heads, work.value_dim)
     grad, out = (_queries(torch.unflatten(call[role], 1, heads), work) for role in ("grad", "out"))
     lse = _queries(call.matrix("lse"), work)
+    packing, scale = _packing(call, work, backend), call.context.model.score_scale
+    if _leaves_rows(call, work):
+        for gradient in (grad_q, grad_k, grad_v):
+            gradient.zero_()
     for queries, keys in _groups(call, work):
-        values = _padded(v[:, :, keys], work)
-        grad_values = torch.empty_like(values) if work.padded else grad_v[:, :, keys]
-        backend.backward(
-            AttentionBackward(
-                _padded(grad[:, :, queries], work),
-                (q[:, :, queries], k[:, :, keys], values),
-                _padded(out[:, :, queries], work),
-                lse[:, :, queries],
-                (grad_q[:, :, queries], grad_k[:, :, keys], grad_values),
-                mask=Mask(causal=work.mask == "causal"),
-                scale=_scale(call),
-                deterministic=call.context.decisions.deterministic,
+        mine = _Padded(work, grad[:, :, queries], v[:, :, keys], out[:, :, queries], grad_v[:, :, keys])
+        own_q, own_k, sums = q[:, :, queries], k[:, :, keys], lse[:, :, queries]
+        into_q, into_k = grad_q[:, :, queries], grad_k[:, :, keys]
+        if packing is not None:
+            backend.backward_packed(
+                AttentionBackward(
+                    mine.grad,
+                    (own_q, own_k, mine.values),
+                    mine.out,
+                    sums,
+                    (into_q, into_k, mine.grad_values),
+                    mask=CAUSAL,
+                    scale=scale,
+                    deterministic=call.context.decisions.deterministic,
+                ),
+                packing,
             )
-        )
-        if work.padded:
-            grad_v[:, :, keys].copy_(grad_values[..., : work.value_dim])
+        else:
+            for at, own, of in _documents(call, work):
+                backend.backward(
+                    AttentionBackward(
+                        mine.grad[at, own],
+                        (own_q[at, own], own_k[at, of], mine.values[at, of]),
+                        mine.out[at, own],
+                        sums[at, own],
+                        (into_q[at, own], into_k[at, of], mine.grad_values[at, of]),
+                        mask=_mask(work),
+                        scale=scale,
+                        deterministic=call.context.decisions.deterministic,
+                    )
+                )
+        mine.finish()
 
 
-def _scale(call: Call) -> float | None:
-    """Return the factor on scores; None: that of the width of a head, which a backend may read off any operand."""
-    model = call.context.model
-    return None if model.latent is None else float(model.head_dim**-0.5 * model.latent.score_scale)
+class _Padded:
+    """Operands of a backward that are as wide as values; a kernel that takes no narrow ones gets padded copies."""
+
+    def __init__(self, work: Attention, grad: Tensor, values: Tensor, out: Tensor, grad_values: Tensor) -> None:
+        self._work, self._into = work, grad_values
+        self.grad, self.values, self.out = (_padded(rows, work) for rows in (grad, values, out))
+        self.grad_values = _padded(grad_values, work)
+
+    def finish(self) -> None:
+        """Copy the gradients of the values out of the padded ones."""
+        if self._work.padded:
+            self._into.copy_(self.grad_values[..., : self._work.value_dim])
 
 
 def _padded(rows: Tensor, work: Attention) -> Tensor:
@@ -106,10 +137,36 @@ def _padded(rows: Tensor, work: Attention) -> Tensor:
     return functional.pad(rows, (0, work.head_dim - work.value_dim)) if work.padded else rows
 
 
+def _documents(call: Call, work: Attention) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield (sequences, queries, keys) of each document, or of all sequences where a sequence is one document."""
+    if call.context.decisions.documents is None:
+        yield slice(None), slice(None), slice(None)
+        return
+    for part in segments(call, work):
+        yield slice(part.sequence, part.sequence + 1), part.queries, part.keys
+
+
+def _packing(call: Call, work: Attention, backend: ModuleType) -> Packing | None:
+    """Return the documents of a rank's own rows, for backends that take them in one call; None for other calls."""
+    if call.context.decisions.documents is None or work.mask == "none" or not hasattr(backend, "forward_packed"):
+        return None
+    lengths = [part.queries.stop - part.queries.start for part in segments(call, work)]
+    return Packing(call["documents"][: len(lengths) + 1], max(lengths))
+
+
+def _leaves_rows(call: Call, work: Attention) -> bool:
+    """Return whether some rows may have no keys or no queries in this call: documents that lie on one rank alone."""
+    return call.context.decisions.documents is not None and work.mask == "none"
+
+
 def _work(call: Call) -> Attention:
     work = call.instruction.work
     assert isinstance(work, Attention)
     return work
+
+
+def _mask(work: Attention) -> Mask:
+    return Mask(work.mask == "causal", work.window if isinstance(work, WindowedAttention) else 0)
 
 
 def _backend(call: Call) -> ModuleType:

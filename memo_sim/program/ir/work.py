@@ -11,6 +11,7 @@ from typing import Literal
 from memo_sim.contract.attention_kernels import computes_values_wide, pads_values
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
 from memo_sim.contract.knobs import DtypeName
+from memo_sim.contract.model import pairs_in_window
 
 Mask = Literal["none", "causal"]
 Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied"]
@@ -126,6 +127,15 @@ class Attention:
     """Features of a head of V and of the output, where these are not ``head_dim``; else 0.
 
     The widths of the operands' buffers tell it, so the hash leaves it out."""
+    segments: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    """Pairs of packed documents (``layout/documents.py``): (queries, keys, pairs) by classes of like documents.
+
+    Empty: one document. The boundaries are data of a step, so prices alone depend on them, and the hash leaves them
+    out."""
+    chunks: tuple[int, ...] = field(default=(), repr=False)
+    """With packed documents: the chunks of a sequence, of 2 x cp, whose keys these are; empty: the rank's own.
+
+    They follow from the layout and the instruction's name, so the hash leaves them out."""
 
     @property
     def value_dim(self) -> int:
@@ -133,8 +143,15 @@ class Attention:
         return self.narrow_values or self.head_dim
 
     @property
+    def pairs(self) -> float:
+        """Pairs of a query and a key in one head, without those that a mask removes."""
+        if self.segments:
+            return float(sum(each for _, _, each in self.segments))
+        return self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
+
+    @property
     def flops(self) -> float:
-        """Floating-point operations without those that a causal mask removes.
+        """Floating-point operations without those that a mask removes.
 
         Forward has a product of queries and keys, and one with values. Backward has three and two.
         """
@@ -152,11 +169,25 @@ class Attention:
         return self._flops(self.head_dim if wide else self.value_dim)
 
     def _flops(self, value_dim: int) -> float:
-        pairs = float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
         if value_dim == self.head_dim:
-            return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+            return 4.0 * self.pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
         features = 3 * self.head_dim + 2 * value_dim if self.backward else self.head_dim + value_dim
-        return 2.0 * self.batch * pairs * self.heads * features
+        return 2.0 * self.pairs * self.heads * features
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedAttention(Attention):
+    """Attention in which a query sees ``window`` keys at most: its own and those right before it.
+
+    The queries belong to the last keys, of which there may be more than queries; the mask is causal.
+    """
+
+    window: int = 0
+
+    @property
+    def pairs(self) -> float:
+        """Pairs that the window leaves."""
+        return float(self.batch * pairs_in_window(self.q_tokens, self.k_tokens, self.window))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +214,13 @@ class Rowwise:
     def moved_bytes(self) -> int:
         """Bytes read and written."""
         return self.read_bytes + self.write_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary(Rowwise):
+    """The rotary embedding of a layer whose tables have a base of their own (``LayerShape.rope_theta``)."""
+
+    theta: float = 0.0
 
 
 FRESH = "fresh"
