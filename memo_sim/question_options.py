@@ -29,6 +29,7 @@ from memo_sim.contract.knobs import (
     Knob,
     LayerChoice,
     Load,
+    LowRank,
     Numbers,
     OneOf,
     RowwiseKernel,
@@ -137,6 +138,16 @@ def swept_options(command: Command) -> Command:
     return question_options(command, several=True)
 
 
+_METAVARS = {
+    CountOrAuto: "N|auto",
+    Numbers: "N,N,...",
+    LayerChoice: "all|every-N|first-K|groups-N",
+    Load: "balanced|zipf-S",
+    LowRank: "r=N,...",
+}
+"""How help shows the value of an option that is text."""
+
+
 def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
     """Return the option of a knob; its value is stored under the knob's name.
 
@@ -154,19 +165,13 @@ def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
             attributes["type"] = Finite(0, 1)
         case OneOf(words):
             attributes["type"] = click.Choice(words)
-        case CountOrAuto():
-            attributes["metavar"] = "N|auto"
-        case Numbers():
-            attributes["metavar"] = "N,N,..."
-        case LayerChoice():
-            attributes["metavar"] = "all|every-N|first-K|groups-N"
-        case Load():
-            attributes["metavar"] = "balanced|zipf-S"
+        case CountOrAuto() | Numbers() | LayerChoice() | Load() | LowRank():
+            attributes["metavar"] = _METAVARS[type(knob.kind)]
         case Switch():
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
             attributes |= {"is_flag": True, "show_default": False}
-    if several and not isinstance(knob.kind, Numbers | Switch | Flag):
+    if several and not isinstance(knob.kind, Numbers | Switch | Flag | LowRank):
         attributes["type"] = Several(attributes.get("type", click.STRING))
         shown = "|".join(knob.kind.words) if isinstance(knob.kind, OneOf) else attributes.get("metavar", "N")
         attributes["metavar"] = f"{shown},..."

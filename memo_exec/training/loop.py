@@ -165,7 +165,7 @@ class Training:
         decisions = self.plan.decisions
         tokens = decisions.global_batch * decisions.seq_tokens
         peak = peak_flops(self.plan)
-        flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
+        flops = decisions.step_flops
         return StepFigure(
             step=self.step,
             loss=record.loss,
@@ -239,5 +239,5 @@ def peak_flops(plan: Plan) -> float | None:
     predicted, decisions = plan.prediction, plan.decisions
     if predicted is None or not predicted.mfu or not predicted.step_s:
         return None
-    flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
+    flops = decisions.step_flops
     return flops / (predicted.mfu * predicted.step_s * decisions.layout.devices)

@@ -54,15 +54,21 @@ def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: 
     """Return the initial value of a parameter in fp32, as GPT-2 draws it.
 
     Matrices are normal with standard deviation 0.02, or 0.02 / sqrt(2 layers) if their product is added to the
-    residual stream. Norms start at 1, biases at 0. Each tensor has its own generator, seeded by ``seed`` and its name.
+    residual stream. Norms start at 1, biases at 0. Of adapters, A is uniform as PEFT draws it, and B is zero, so they
+    add nothing at first. Each tensor has its own generator, seeded by ``seed`` and its name.
     """
     last = name.rpartition("/")[2]
     if last.endswith(".bias"):
         return torch.zeros(*shape, device=device)
     if len(shape) == 1:
         return torch.ones(*shape, device=device)
+    if last.endswith(".lora_b"):
+        return torch.zeros(*shape, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
+    if last.endswith(".lora_a"):
+        bound = 1 / math.sqrt(shape[1])  # of kaiming_uniform_ with a = sqrt(5)
+        return torch.empty(*shape, device=device).uniform_(-bound, bound, generator=generator)
     residual = INIT_STD / math.sqrt(2 * layers)
     std = residual if last in ("proj.weight", "ffn_down.weight", "experts_down.weight") else INIT_STD
     return torch.normal(0.0, std, tuple(shape), generator=generator, device=device)

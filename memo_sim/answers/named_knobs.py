@@ -17,6 +17,7 @@ from memo_sim.contract.knobs import (
     LayerChoice,
     Length,
     Load,
+    LowRank,
     Numbers,
     OneOf,
     Pins,
@@ -79,7 +80,7 @@ def _type(knob: Knob, annotation: str) -> str:
             own = 'int | Literal["auto"]'
         case Numbers():
             own = "Sequence[int] | str"
-        case LayerChoice() | Load():
+        case LayerChoice() | Load() | LowRank():
             own = "str"
         case OneOf():
             own = annotation.removesuffix(" | None")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+from memo_sim.contract.adapters import parse_adapters
 from memo_sim.contract.boards import with_power
 from memo_sim.contract.catalog import cluster_from_datasheet, fields_not_read, load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
@@ -32,6 +33,7 @@ from memo_sim.contract.knobs import (
     LayerChoice,
     Length,
     Load,
+    LowRank,
     Numbers,
     OneOf,
     Pins,
@@ -225,6 +227,10 @@ def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Clus
     return cluster, hardware if power_w is None else with_power(hardware, power_w)
 
 
+_PARSERS = {LayerChoice: parse_layer_choice, Load: parse_expert_load, LowRank: parse_adapters}
+"""Of the kinds of knobs whose values are text with a form of its own."""
+
+
 def checked(knob: Knob, given: Any) -> Any:
     """Return a knob's value, its default for None; lengths and numbers may be text, as on the command line.
 
@@ -251,10 +257,8 @@ def checked(knob: Knob, given: Any) -> Any:
             value = parse_tokens(str(given), option=knob.option, least=0) if _is_length(given) else None
         case Numbers():
             value = parse_numbers(_joined(given), option=knob.option)
-        case LayerChoice():
-            value = parse_layer_choice(str(given), option=knob.option)
-        case Load():
-            value = parse_expert_load(str(given), option=knob.option)
+        case LayerChoice() | Load() | LowRank():
+            value = _PARSERS[type(knob.kind)](str(given), option=knob.option)
     if value is None:
         raise _refusal(knob, given)
     return value

@@ -21,6 +21,7 @@ from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_sea
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.operators.workspaces import FUSED_KINDS
+from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.experts import active_weights
 from memo_sim.views.busy import COMPUTE
@@ -209,6 +210,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(decisions),
+        *_adapters(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -272,6 +274,19 @@ def _experts(decisions: Decisions) -> list[Assumption]:
         f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
     )
     return [Assumption(name="experts", value=value, option="--expert-load")]
+
+
+def _adapters(decisions: Decisions) -> list[Assumption]:
+    """Return which low-rank adapters are trained, and which FLOPs MFU counts with them."""
+    lora = decisions.lora
+    if lora is None:
+        return []
+    value = (
+        f"rank {lora.rank}, scale {lora.scale:.4g}, on {' '.join(lora.targets)}, without dropout:"
+        f" {trained_weights(decisions)} are trained, the others frozen in {decisions.dtype}; MFU counts 4 FLOPs for"
+        " each frozen weight and token (forward, gradient of the input), 6 for an adapter's"
+    )
+    return [Assumption(name="adapters", value=value, option="--lora")]
 
 
 def _not_read(question: Question) -> list[Assumption]:

@@ -85,5 +85,6 @@ class Knobs(TypedDict, total=False):
     streams: Streams | None
     modules: Modules | None
     expert_load: str | None
+    lora: str | None
     micro_batch: int | None
     global_batch: int | None

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from memo_sim.contract.adapters import Adapters, AdaptersText, adapters_of
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
 from memo_sim.contract.errors import did_you_mean
 from memo_sim.contract.knobs import (
@@ -269,6 +270,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     One chunk of queries is on the device at a time, with one chunk of keys and values. The other chunks wait in host
     memory (FPDT, Yao et al. 2024)."""
+    adapters: AdaptersText = "none"
+    """Low-rank adapters (LoRA), which are trained in place of the model's weights (``contract/adapters.py``)."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
     libraries: Libraries | None = None
@@ -306,6 +309,22 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(
                 f"subsequence_swapped_tokens sum to {sum(each)}, but swapped_tokens is {self.swapped_tokens}"
             )
+
+    @property
+    def lora(self) -> Adapters | None:
+        """The adapters; None where all weights are trained."""
+        return adapters_of(self.adapters)
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of one step, which MFU counts (``Model.step_flops``).
+
+        With adapters: 4 for each frozen weight and token (forward, gradient of the input), 6 for each of an adapter."""
+        whole, lora = self.model.step_flops(self.seq_tokens, self.global_batch), self.lora
+        if lora is None:
+            return whole
+        more = 6.0 * lora.params(self.model) - 2.0 * self.model.mfu_params
+        return whole + self.global_batch * self.seq_tokens * more
 
     @property
     def local_tokens(self) -> int:

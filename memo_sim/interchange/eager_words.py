@@ -48,6 +48,7 @@ _COMMON: dict[str, Saying] = {
     "decisions.mlp_rebuild": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.attention_chunk_tokens": Saying("none", lost="its attention runs on the whole sequence"),
     "decisions.expert_load": Saying("none", lost="memo writes no options of experts"),
+    "decisions.adapters": Saying("none", lost="memo writes no options of adapters"),
     "decisions.kernels.head_groups": Saying("none", lost="attention runs on all heads at once"),
     "decisions.libraries": Saying("own", lost="what is installed decides it"),
     "decisions.replay_allocator": Saying("none", lost=_NO_ARENA),

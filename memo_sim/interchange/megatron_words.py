@@ -312,6 +312,7 @@ SAYINGS: dict[str, Saying] = {
     "model.qk_norm": Saying("exact", ("qk_layernorm",)),
     "model.bidirectional": Saying("none", (), "GPT has causal attention alone"),
     "decisions.expert_load": Saying("none", (), "memo writes no options of experts"),
+    "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),
     "model.experts": Saying("none", (), "memo writes no options of experts"),
     "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),

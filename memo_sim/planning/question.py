@@ -92,6 +92,7 @@ class Question(Chosen):
             zero_params=self._zero_params(layout),
             grad_sums=self.grad_sums,
             expert_load=self.expert_load,
+            adapters=self.adapters,
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,

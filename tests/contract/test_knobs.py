@@ -31,6 +31,7 @@ from memo_sim.contract.knobs import (
     Length,
     Listed,
     Load,
+    LowRank,
     Mark,
     Numbers,
     OneOf,
@@ -69,6 +70,7 @@ VALUES = {
     Numbers: tuple,
     LayerChoice: str,
     Load: str,
+    LowRank: str,
 }
 
 

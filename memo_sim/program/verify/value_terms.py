@@ -41,6 +41,8 @@ class Packed(NamedTuple):
     keys: object
 
 
+WITHOUT_ADAPTER = frozenset({"without adapter"})
+"""The only term of a product to which its low-rank adapter has yet to add."""
 OWN = ("own",)
 OTHERS = ("others",)
 
@@ -108,6 +110,8 @@ def shown(terms: object) -> str:
 
 def _is_whole(call: Call, value: Value, first: int, end: int) -> bool:  # noqa: PLR0911 - one return a kind of sum
     v, terms, name = call.values, value.terms, value.name.rstrip("^|")
+    if terms == WITHOUT_ADAPTER:
+        return False
     if isinstance(terms, Packed):
         queries = _queries_are_whole(v, terms.queries, first, end)
         if isinstance(terms.keys, frozenset) and v.layout.ring > 1 and v.layout.cp_exchange != "rsa":
