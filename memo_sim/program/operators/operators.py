@@ -665,7 +665,7 @@ class OperatorWriter:
 
     def sink_backward(self) -> None:
         """Write the gradient of the sinks: ``-sum over rows of exp(sink - lse) (do out)``, head by head."""
-        if not self.model.sinks:
+        if (grad_sinks := self.grad("sinks")) is None:
             return
         inside, heads = self.shape.attention, self.shape.attention.heads
         self.memory_bound(
@@ -679,7 +679,7 @@ class OperatorWriter:
             out=reads(self.builder.all("attn")),
             lse=reads(self.builder.all("lse")),
             sinks=self.param("sinks"),
-            grad_sinks=self.grad("sinks"),
+            grad_sinks=grad_sinks,
         )
 
     @property
