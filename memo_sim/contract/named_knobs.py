@@ -13,6 +13,7 @@ from memo_sim.contract.knobs import (
     AdamwKernels,
     CpExchange,
     DtypeName,
+    Fp8Recipe,
     GradSums,
     Loss,
     MemoryPolicy,
@@ -80,6 +81,7 @@ class Knobs(TypedDict, total=False):
     states: States | None
     zero_params: ZeroParams | None
     grad_sums: GradSums | None
+    fp8: Fp8Recipe | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None

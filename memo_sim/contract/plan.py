@@ -19,6 +19,8 @@ from memo_sim.contract.knobs import (
     AdamwKernels,
     CpExchange,
     DtypeName,
+    Fp8Layouts,
+    Fp8Recipe,
     GradSums,
     Loss,
     MemoryPolicy,
@@ -271,6 +273,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory (FPDT, Yao et al. 2024)."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
+    fp8: Fp8Recipe = "none"
+    """Scales of the layers' linear products in FP8 (``program/layout/fp8.py``); none: products in ``dtype``."""
+    fp8_layouts: Fp8Layouts = "tn"
+    """Layouts that the device's FP8 products take: they decide which copies of tensors there are."""
     libraries: Libraries | None = None
     """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False

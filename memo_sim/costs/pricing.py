@@ -25,6 +25,7 @@ from memo_sim.program.ir.work import (
     Collective,
     Copy,
     Exchange,
+    Fp8Gemm,
     Gemm,
     GroupedGemm,
     HostUpdate,
@@ -120,6 +121,8 @@ class Pricer:
         match work:
             case WidenedGemm():
                 return self._pace * self._widened(work)
+            case Fp8Gemm():
+                return self._pace * self._in_fp8(work)
             case Gemm():
                 return self._pace * self._gemm(work)
             case BatchedGemm():
@@ -167,6 +170,21 @@ class Pricer:
         times = 2 if work.gemm_pass == "dgrad" else 1
         product = Gemm(work.m, work.n, work.k, work.gemm_pass, dtype)
         return self._gemm(product) + times * self._kernels.rowwise.stream_seconds(moved_bytes)
+
+    def _in_fp8(self, work: Fp8Gemm) -> float:
+        """Return the seconds of a product in FP8.
+
+        Every pass reads both operands along the dimension that is summed, so a profile has rates of one pass.
+        """
+        model = self._kernels.gemm.of(work.operands, "fprop")
+        shape = (work.m, work.n, work.k)
+        seconds = max(self._floor_s, work.flops / (model.rate(*shape) * self._kernels.sustained))
+        if not model.covers(*shape) and seconds > self._floor_s:
+            self.outside.add(f"gemm.{work.operands}")
+        if model.thinner(*shape):
+            moved_bytes = work.m * work.k + work.k * work.n + DTYPE_BYTES[work.dtype] * work.m * work.n
+            seconds = max(seconds, self._kernels.rowwise.stream_seconds(moved_bytes))
+        return seconds
 
     def _batched(self, work: BatchedGemm) -> float:
         """Return the seconds of a batched product.

@@ -361,6 +361,8 @@ SAYINGS: dict[str, Saying] = {
     "decisions.memory_policy": Saying("none", (), _OWN_ALLOCATOR),
     "decisions.allocator_limit_gib": LIMITED,
     "decisions.host_allocator": Saying("own", (), _OWN),
+    "decisions.fp8": Saying("exact", ("fp8", "fp8_recipe"), "tensorwise, blockwise and mxfp8 need a Megatron of 2025"),
+    "decisions.fp8_layouts": Saying("own", (), "the device decides it"),
     "decisions.states": Saying(
         "exact",
         ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload"),

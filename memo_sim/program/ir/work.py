@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
-from memo_sim.contract.knobs import DtypeName
+from memo_sim.contract.knobs import DtypeName, ProductDtype
 
 Mask = Literal["none", "causal"]
 Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied"]
@@ -47,6 +47,14 @@ class WidenedGemm(Gemm):
 
     narrow: DtypeName
     """Dtype of that operand in the plan's buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Gemm(Gemm):
+    """A product with operands in FP8; ``dtype`` is that of its result."""
+
+    operands: ProductDtype
+    """Kind of its operands in a profile, by the granularity of their scales."""
 
 
 @dataclass(frozen=True, slots=True)
