@@ -449,7 +449,9 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention: str = ""
     """Attention kernel."""
     executable: bool = True
-    """Whether memo-exec has this attention kernel; the others are priced only."""
+    """Whether memo-exec has this attention kernel and these products; the others are priced only."""
+    fp8: Fp8Recipe = "none"
+    """Scales of the layers' products in FP8, which memo-exec does not run."""
     mlp_chunk_tokens: Tokens = 0
     mlp_rebuild: MlpRebuild = "block"
     attention_chunk_tokens: Tokens = 0
