@@ -33,6 +33,7 @@ from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.reasons.attention import attention
 from memo_sim.reasons.experts import experts
+from memo_sim.reasons.fp8 import fp8
 from memo_sim.reasons.metp import metp
 from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.reasons.subsequences import balance, heuristic, subsequences
@@ -117,6 +118,7 @@ def explain(
         *_ulysses(simulation),
         *_tp_chunks(simulation),
         *experts(question, simulation),
+        *fp8(question, simulation),
         *_alpha(alike),
         *_partial_swap(alike),
         *_full_recompute(alike, simulation),
