@@ -35,7 +35,8 @@ def test_an_answer_says_what_runs_in_fp8_and_what_it_takes() -> None:
     assert tensor.plans[0].step_s < plain.plans[0].step_s
     assert (tensor.plans[0].fp8, tensor.plans[0].executable) == ("tensor", False)
     (line,) = [each for each in tensor.why if each.startswith("FP8")]
-    assert "a rank holds 2 FP8 copies of them, 0.81 GiB, made once a step" in line  # 4 layers x 218,103,808 / tp 2 x 2 bytes
+    # Two bytes for each of 4 x 218,103,808 / 2 elements of matrices.
+    assert "a rank holds 2 FP8 copies of them, 0.81 GiB, made once a step" in line
     (assumption,) = [each for each in tensor.summary.assumptions if each.name == "FP8"]
     assert assumption.option == "--fp8"
     assert "MFU counts against the bf16 peak" in assumption.value
