@@ -23,6 +23,7 @@ from memo_sim.planning.question import Question
 from memo_sim.program.layout.expert_load import shown_load
 from memo_sim.program.layout.fp8 import PRODUCTS
 from memo_sim.program.operators.workspaces import FUSED_KINDS
+from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
@@ -216,6 +217,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_experts(question, decisions),
         *_documents(decisions),
         *_fp8(decisions),
+        *_adapters(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -310,6 +312,19 @@ def _fp8(decisions: Decisions) -> list[Assumption]:
         " is not predicted; MFU counts against the bf16 peak; memo-exec does not run it"
     )
     return [Assumption(name="FP8", value=value, option="--fp8")]
+
+
+def _adapters(decisions: Decisions) -> list[Assumption]:
+    """Return which low-rank adapters are trained, and which FLOPs MFU counts with them."""
+    lora = decisions.lora
+    if lora is None:
+        return []
+    value = (
+        f"rank {lora.rank}, scale {lora.scale:.4g}, on {' '.join(lora.targets)}, without dropout:"
+        f" {trained_weights(decisions)} are trained, the others frozen in {decisions.dtype}; MFU counts 4 FLOPs for"
+        " each frozen weight and token (forward, gradient of the input), 6 for an adapter's"
+    )
+    return [Assumption(name="adapters", value=value, option="--lora")]
 
 
 def _not_read(question: Question) -> list[Assumption]:

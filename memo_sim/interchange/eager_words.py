@@ -52,6 +52,7 @@ _COMMON: dict[str, Saying] = {
     "decisions.expert_load": Saying("none", lost="memo writes no options of experts"),
     "decisions.fp8": Saying("none", lost="memo writes no options of FP8: its products would run in bf16"),
     "decisions.fp8_layouts": Saying("own", lost="the device decides it"),
+    "decisions.adapters": Saying("none", lost="memo writes no options of adapters"),
     "decisions.kernels.head_groups": Saying("none", lost="attention runs on all heads at once"),
     "decisions.libraries": Saying("own", lost="what is installed decides it"),
     "decisions.replay_allocator": Saying("none", lost=_NO_ARENA),

@@ -86,8 +86,9 @@ class WholeAttention:
         d_attn = builder.all(sequence_sharded("d_attn"))
         writer.own("d_attn", inside.tokens, inside.q_width)
         self.ulysses.to_heads("d_attn", d_attn)
-        attended = builder.all(writer.attended(sequence_sharded("attn"), kept=True))
-        writer.wgrad("proj", d_proj, attended, shape.hidden, shape.q_width)
+        if writer.trains("proj"):
+            attended = builder.all(writer.attended(sequence_sharded("attn"), kept=True))
+            writer.wgrad("proj", d_proj, attended, shape.hidden, shape.q_width)
         writer.bgrad("proj", builder.all("d_resid"), shape.hidden)
         writer.own("d_qkv", inside.tokens, inside.qkv_width)
         if self.decisions.recompute == "selective":
