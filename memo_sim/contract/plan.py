@@ -22,6 +22,8 @@ from memo_sim.contract.knobs import (
     CpExchange,
     DocumentCuts,
     DtypeName,
+    Fp8Layouts,
+    Fp8Recipe,
     GradSums,
     Loss,
     MemoryPolicy,
@@ -280,6 +282,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Low-rank adapters (LoRA), which are trained in place of the model's weights (``contract/adapters.py``)."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
+    fp8: Fp8Recipe = "none"
+    """Scales of the layers' linear products in FP8 (``program/layout/fp8.py``); none: products in ``dtype``."""
+    fp8_layouts: Fp8Layouts = "tn"
+    """Layouts that the device's FP8 products take: they decide which copies of tensors there are."""
     libraries: Libraries | None = None
     """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False
@@ -470,7 +476,9 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention: str = ""
     """Attention kernel."""
     executable: bool = True
-    """Whether memo-exec has this attention kernel; the others are priced only."""
+    """Whether memo-exec has this attention kernel and these products; the others are priced only."""
+    fp8: Fp8Recipe = "none"
+    """Scales of the layers' products in FP8, which memo-exec does not run."""
     mlp_chunk_tokens: Tokens = 0
     mlp_rebuild: MlpRebuild = "block"
     attention_chunk_tokens: Tokens = 0

@@ -39,8 +39,10 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
+from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements, weight_copies, weights
 from memo_sim.program.layout.parameters import FROZEN, Block, autocast, gradient_dtype
 from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
+from memo_sim.program.operators.fp8_operands import quantisation
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
@@ -124,6 +126,13 @@ class Optimizer:
         """Whether the master copy and the moments are in host memory."""
         return self.decisions.states == "host"
 
+    @property
+    def quantised(self) -> bool:
+        """Whether products read FP8 copies of the block's matrices.
+
+        They are made before the block's first use in a step, and again before every use of gathered parameters."""
+        return self.decisions.fp8 != "none" and self.kind is BlockKind.LAYER
+
     def shared(self, name: Literal["params", "grads"]) -> bool:
         """Whether a rank holds only its shard of the block's parameters or gradients."""
         if name == "grads" and self.frozen:
@@ -206,6 +215,9 @@ class Optimizer:
         if self.master:
             found.append(state(FamilyKind.MASTER, "fp32", whole if autocast(self.decisions) else share, space))
         found += [state(FamilyKind.MOMENT1, moment, share, space), state(FamilyKind.MOMENT2, moment, share, space)]
+        if self.quantised and not self.shared("params"):
+            copies = copied_elements(self.decisions, self.block)
+            found.append(state(FamilyKind.PARAMS_FP8, ACTIVATIONS, copies, "device"))
         if self.on_host:
             found.append(state(FamilyKind.HOST_GRADS, "fp32", share, "host"))
             found.append(state(FamilyKind.HOST_PARAMS, self.decisions.dtype, share, "host"))
@@ -227,6 +239,30 @@ class Optimizer:
         if fresh:
             work = Rowwise(FRESH, held.tokens, 0, 0)
         builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(held))
+        return builder.build()
+
+    def quantise(self, families: Families, *, again: bool = False) -> Template:
+        """Return the template that makes the FP8 copies of the block's matrices; ``again``: for one backward.
+
+        ``families``: those that a use of the parameters sees (``Sharding.whole``).
+        """
+        kind = TemplateKind.QUANTIZE_AGAIN if again else TemplateKind.QUANTIZE
+        name = f"{self.name}.{'quantize_again' if again else 'quantize'}"
+        builder = TemplateBuilder(name, Phase.REQUANTIZE if again else Phase.QUANTIZE, kind, self.kind, self.layer_kind)
+        source = builder.bind(families[f"params.{self.name}"])
+        copies = builder.bind(families[f"params_fp8.{self.name}"])
+        elements = sum(weight.elements for weight in weights(self.block))
+        written = copied_elements(self.decisions, self.block)
+        several = weight_copies(self.decisions) > 1
+        builder.emit(
+            f"params.{self.name}",
+            "params.quantize",
+            Lane.COMPUTE,
+            quantisation(self.decisions, elements, elements, written),
+            x=reads(Rows(source, 0, elements)),
+            out=writes(Rows(copies, 0, elements)),
+            columns=writes(Rows(copies, elements, written - elements)) if several else None,
+        )
         return builder.build()
 
     def prepare(self, families: Families) -> Template | None:

@@ -203,6 +203,37 @@ _EXPERTS = _Feature(
     setting="a model with experts",
     hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
 )
+_FP8 = _Feature(
+    name="FP8",
+    chosen=lambda d: d.fp8 != "none",
+    beside="beside products in FP8",
+    setting=lambda d: f"fp8 {d.fp8}",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, swapping and subsequences go with FP8; or leave --fp8 out",
+)
+IN_FP8 = (
+    _FP8.allows("decisions.dtype", "bf16", because="quantisation reads bf16"),
+    _FP8.allows("layout.metp", 1, because="METP would pass FP8 copies of its weights round the ring"),
+    _FP8.allows("layout.tp_overlap", "none", because="chunks would each be quantised by themselves"),
+    _FP8.allows("layout.multiplexed", False, because="helper stages would need the FP8 copies of the owner's weights"),
+    _FP8.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would have to keep gradients in FP8",
+        when=lambda d: d.fp8 != "none" and _staged(d),
+    ),
+    _FP8.allows("decisions.attention_chunk_tokens", 0, because="chunks of attention would each be quantised"),
+    _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
+    _FP8.allows(
+        "decisions.recompute",
+        *("none", "full", "selective", "tokenwise"),
+        because="what other modes rebuild is kept in FP8 alone",
+    ),
+    _FP8.allows(
+        "decisions.modules", "auto", "operators", because="memo has no list of what FP8 modules of transformers save"
+    ),
+    _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
+    _FP8.allows("decisions.grad_sums", "auto", "params", because="autocast casts fp32 weights to bf16, not to FP8"),
+)
 _DOCUMENTS = _Feature(
     name="packed documents",
     chosen=lambda d: d.documents is not None,
@@ -770,6 +801,7 @@ ADAPTERS = (
 
 RULES = (
     *EXPERTS,
+    *IN_FP8,
     *WINDOWED,
     *DOCUMENTS,
     *ADAPTERS,

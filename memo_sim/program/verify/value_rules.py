@@ -979,6 +979,13 @@ def params_move(source: str, target: str) -> Rule:
     return rule
 
 
+def quantise(call: Call) -> None:
+    """Carry values to their copies in FP8, by rows and by columns."""
+    for first, end, value, row in call.rows("x"):
+        for copy in ("out", "columns"):
+            call.put(copy, first, end - first, value, row)
+
+
 def recv(call: Call) -> None:
     """What a stage receives follows from the micro-batch and layer of the transfer, and from the kind of the buffer.
 
@@ -1124,6 +1131,9 @@ RULES: dict[str, Rule] = {
     "params.all_gather": params_gather,
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),
+    "params.quantize": quantise,
+    "fp8.quantize": quantise,
+    "fp8.transpose": quantise,
     **attention.RULES,
     **experts.RULES,
 }
