@@ -53,6 +53,7 @@ class Bound:
     subsequence: int = 0
     offset: int = 0
     """The subsequence's row at which its buffers begin."""
+    micro_batch: int = 0
     layer: int = -1
     """Number of the layer in the model; -1 for the embedding and what belongs to no layer."""
     waits: list[Wait] = field(default_factory=list)
@@ -220,7 +221,8 @@ def _bind(program: Program, columns: Columns) -> list[Bound]:
             touches.append(Touch(operand.role, buffers[row], first[row], rows[row], operand.mode, part))
             row += 1
         _refuse_aliases(name, touches)
-        bound.append(Bound(number, instruction, tuple(touches), instance.subsequence, instance.first, instance.layer))
+        of = (instance.subsequence, instance.first, instance.micro_batch, instance.layer)
+        bound.append(Bound(number, instruction, tuple(touches), *of))
     return bound
 
 

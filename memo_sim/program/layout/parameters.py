@@ -88,7 +88,8 @@ class Block:
 SELECTION_BIAS = "selection.bias"
 """The bias of the experts' choice. No gradient trains it: in place of one, the rows of each expert are summed over
 micro-batches and ranks, and the optimizer moves the bias by the sign of their difference to the mean."""
-
+POST_NORMS = ("post_attn", "post_mlp")
+"""The norms behind attention and MLP, before the residual sums (``Model.post_norms``)."""
 Matrices = list[tuple[str, tuple[int, ...]]]
 Vectors = list[tuple[str, int, Part]]
 
@@ -144,10 +145,14 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
     if model.qkv_bias:
         vectors.append(("qkv.bias", q + 2 * kv, Part.WHOLE))
-    if model.linear_bias:
+    if model.linear_bias or model.proj_bias:
         vectors.append(("proj.bias", h, Part.TOKENS))
-    if model.linear_bias and experts is None:
+    if model.linear_bias:
         vectors += [("ffn_up.bias", up, Part.WHOLE), ("ffn_down.bias", h, Part.TOKENS)]
+    if model.sinks:
+        vectors.append(("sinks", model.heads // tp, Part.WHOLE))
+    if model.post_norms:
+        vectors += [(f"{name}.weight", h, Part.TOKENS) for name in POST_NORMS]
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
     return _block(name, matrices, vectors)
