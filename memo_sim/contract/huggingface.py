@@ -586,12 +586,10 @@ def _experts(config: _Config, model_type: str) -> Experts:
     balance = config.number("router_aux_loss_coef", 0.001, least=0.0)
     if config.number("router_jitter_noise", 0.0, least=0.0):
         raise config.refusal("router_jitter_noise", "noise on the router's input is not modelled", wanted="0")
-    qwen, own = model_type == "qwen3_moe", {}
-    if model_type == GPT_OSS:
-        own = {"router_bias": True, "bias": True, "activation": "clamped"}
-        for key, value in CLAMPED.items():
-            if config.number(key, value) != value:
-                raise config.refusal(key, "this activation of experts is not modelled", wanted=f"{value:g}")
+    qwen, oss = model_type == "qwen3_moe", model_type == GPT_OSS
+    for key, value in CLAMPED.items() if oss else ():
+        if config.number(key, value) != value:
+            raise config.refusal(key, "this activation of experts is not modelled", wanted=f"{value:g}")
     count = "num_experts" if qwen and "num_experts" in config.fields else "num_local_experts"
     return Experts(
         count=config.whole(count, most=MOST_EXPERTS),
@@ -599,7 +597,9 @@ def _experts(config: _Config, model_type: str) -> Experts:
         hidden=config.whole("moe_intermediate_size" if qwen else "intermediate_size"),
         renormalize=config.flag("norm_topk_prob", False) if qwen else True,
         balance=balance if balanced else 0.0,
-        **own,
+        router_bias=oss,
+        bias=oss,
+        activation="clamped" if oss else "silu",
     )
 
 
