@@ -332,8 +332,8 @@ class Interpreter:
             tensors,
             bound.subsequence,
             bound.offset,
-            bound.micro_batch,
-            bound.layer,
+            micro_batch=bound.micro_batch,
+            layer=bound.layer,
         )
 
     def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:

@@ -221,8 +221,17 @@ def _bind(program: Program, columns: Columns) -> list[Bound]:
             touches.append(Touch(operand.role, buffers[row], first[row], rows[row], operand.mode, part))
             row += 1
         _refuse_aliases(name, touches)
-        of = (instance.subsequence, instance.first, instance.micro_batch, instance.layer)
-        bound.append(Bound(number, instruction, tuple(touches), *of))
+        bound.append(
+            Bound(
+                number,
+                instruction,
+                tuple(touches),
+                instance.subsequence,
+                instance.first,
+                micro_batch=instance.micro_batch,
+                layer=instance.layer,
+            )
+        )
     return bound
 
 

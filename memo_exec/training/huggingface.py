@@ -345,12 +345,12 @@ def write(
             where |= dict.fromkeys(parts, name)
         if len(shards) > 1:
             total = sum(t.nbytes for t in tensors.values())
-            _write_json(
+            write_json(
                 directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
             )
         dtype = next(iter(tensors.values())).dtype
         fields = config_of(model, positions) if source is None else published(model, positions, source, dtype)
-        _write_json(directory / "config.json", fields)
+        write_json(directory / "config.json", fields)
     except OSError as error:
         raise UsageError("cannot write the weights", where=str(directory), got=str(error)) from None
 
@@ -374,7 +374,8 @@ def _stored(entry: Entry, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         first += rows
 
 
-def _write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a document in place of a file, or where there is none."""
     fresh = path.with_name(f".{path.name}")
     fresh.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
     os.replace(fresh, path)

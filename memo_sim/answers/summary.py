@@ -22,6 +22,7 @@ from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.layout.expert_load import shown_load
 from memo_sim.program.operators.workspaces import FUSED_KINDS
+from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
@@ -212,6 +213,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         ),
         *_experts(question, decisions),
         *_documents(decisions),
+        *_adapters(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -286,6 +288,19 @@ def _documents(decisions: Decisions) -> list[Assumption]:
         return []
     value = packed_from(decisions.documents, decisions.seq_tokens)
     return [Assumption(name="documents", value=value, option="--documents")]
+
+
+def _adapters(decisions: Decisions) -> list[Assumption]:
+    """Return which low-rank adapters are trained, and which FLOPs MFU counts with them."""
+    lora = decisions.lora
+    if lora is None:
+        return []
+    value = (
+        f"rank {lora.rank}, scale {lora.scale:.4g}, on {' '.join(lora.targets)}, without dropout:"
+        f" {trained_weights(decisions)} are trained, the others frozen in {decisions.dtype}; MFU counts 4 FLOPs for"
+        " each frozen weight and token (forward, gradient of the input), 6 for an adapter's"
+    )
+    return [Assumption(name="adapters", value=value, option="--lora")]
 
 
 def _not_read(question: Question) -> list[Assumption]:

@@ -271,6 +271,14 @@ class LayerChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """Low-rank adapters (``contract/adapters.py``, ``parse_adapters``)."""
+
+    def __str__(self) -> str:
+        return "none, or as r=16,alpha=32,targets=qkv+proj+ffn"
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How rows spread over experts (``contract/units.py``, ``parse_expert_load``)."""
 
@@ -299,6 +307,7 @@ Kind = (
     | LayerChoice
     | Load
     | DocumentLengths
+    | LowRank
 )
 """What values a knob has; ``str()`` says it in a table."""
 
@@ -350,6 +359,8 @@ class Knob:
     on_command_line: bool = True
     unless_given: str = ""
     """Where the command line chooses a value that is not given: how. The default is then that of Python alone."""
+    called: str = ""
+    """Its option and argument, where these are not named for the field: ``lora`` of ``adapters``."""
     name: str = ""
     default: object = None
     """Of the pin; None: left to the search, or to the system."""
@@ -367,7 +378,7 @@ class Knob:
     @property
     def argument(self) -> str:
         """The keyword argument of the Python functions, named as the option: ``loss_chunk``."""
-        return self.name.removesuffix("_tokens")
+        return self.called or self.name.removesuffix("_tokens")
 
 
 _DECLARED = "knob"
@@ -383,9 +394,10 @@ def _knob(
     needs: str = "",
     on_command_line: bool = True,
     unless_given: str = "",
+    called: str = "",
 ) -> T:
     """Return a dataclass field that carries the declaration of the knob it is named for."""
-    declared = Knob(kind, help, at, labels, needs, on_command_line, unless_given)
+    declared = Knob(kind, help, at, labels, needs, on_command_line, unless_given, called)
     return field(default=default, metadata={_DECLARED: declared})
 
 
@@ -762,6 +774,15 @@ class Chosen:
         " documents: they cut each document, so that all have equal work (Transformer Engine's THD).",
     )
     """Not searched: it is a choice of the framework's data loader."""
+    adapters: str = _knob(
+        "none",
+        LowRank(),
+        "Low-rank adapters of rank r, which alone are trained: all weights of the model are frozen, and there is no"
+        " dropout. alpha: r unless given; the scale is alpha/r, with rslora alpha/sqrt(r). targets: qkv+proj+ffn unless"
+        " given, or some of q, k, v, proj, gate, up, down.",
+        called="lora",
+    )
+    """Not searched: it changes what is learned."""
     micro_batch: int = _knob(
         1,
         Whole(1, MOST_SEQUENCES),

@@ -88,5 +88,6 @@ class Knobs(TypedDict, total=False):
     expert_load: str | None
     documents: str | None
     document_cuts: DocumentCuts | None
+    lora: str | None
     micro_batch: int | None
     global_batch: int | None

@@ -21,6 +21,7 @@ from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
 from memo_sim.program.ir.work import (
+    AdapterGemm,
     Attention,
     BatchedGemm,
     Collective,
@@ -126,6 +127,8 @@ class Pricer:
         match work:
             case WidenedGemm():
                 return self._pace * self._widened(work)
+            case AdapterGemm():
+                return self._pace * self._adapter(work)
             case Gemm():
                 return self._pace * self._gemm(work)
             case BatchedGemm():
@@ -173,6 +176,16 @@ class Pricer:
         times = 2 if work.gemm_pass == "dgrad" else 1
         product = Gemm(work.m, work.n, work.k, work.gemm_pass, dtype)
         return self._gemm(product) + times * self._kernels.rowwise.stream_seconds(moved_bytes)
+
+    def _adapter(self, work: AdapterGemm) -> float:
+        """Return the seconds of a product with one side of an adapter: thin, so at least the time to move its operands.
+
+        Each target is a kernel; all of them together have the rate of one product with the columns of all.
+        """
+        seconds = self._gemm(Gemm(work.m, work.n, work.k, work.gemm_pass, work.dtype))
+        moved_bytes = work.elements * DTYPE_BYTES[work.dtype]
+        launches = max(1, len(work.columns)) * self._floor_s
+        return max(seconds, launches, self._kernels.rowwise.stream_seconds(moved_bytes))
 
     def _batched(self, work: BatchedGemm) -> float:
         """Return the seconds of a batched product.

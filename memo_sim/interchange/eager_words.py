@@ -50,6 +50,7 @@ _COMMON: dict[str, Saying] = {
     "decisions.documents": Saying("none", lost="memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", lost="memo writes no options of packed documents"),
     "decisions.expert_load": Saying("none", lost="memo writes no options of experts"),
+    "decisions.adapters": Saying("none", lost="memo writes no options of adapters"),
     "decisions.kernels.head_groups": Saying("none", lost="attention runs on all heads at once"),
     "decisions.libraries": Saying("own", lost="what is installed decides it"),
     "decisions.replay_allocator": Saying("none", lost=_NO_ARENA),

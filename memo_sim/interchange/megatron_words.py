@@ -314,6 +314,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.expert_load": Saying("none", (), "memo writes no options of experts"),
+    "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),
     "model.experts": Saying("none", (), "memo writes no options of experts"),
     "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),

@@ -46,7 +46,7 @@ _TWO_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "Dua
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)(?:[= ]+|$)([^\s\\]*)")
 _NAMED = re.compile(r"--(module|config)[= ]+([\w.]+)")
 _CONVERTED = {
-    True: "memo has no adapters: the job is priced as training of all parameters",
+    True: "no framework's adapters are known: priced as training of all parameters",
     False: "memo has no 8-bit products: the job is priced in bf16",
 }
 _DATA = ("checkpoint", "dataloader", "validator", "metrics", "profiler", "lr_scheduler", "comm", "tokenizer")

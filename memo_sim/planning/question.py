@@ -94,6 +94,7 @@ class Question(Chosen):
             expert_load=self.expert_load,
             documents=self.documents,
             document_cuts=self.document_cuts if layout.ring > 1 or self.documents is None else "sequence",
+            adapters=self.adapters,
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,

@@ -33,6 +33,7 @@ from memo_sim.contract.knobs import (
     Length,
     Listed,
     Load,
+    LowRank,
     Mark,
     Numbers,
     OneOf,
@@ -72,6 +73,7 @@ VALUES = {
     LayerChoice: str,
     Load: str,
     DocumentLengths: NoneType,  # no plan has documents unless asked
+    LowRank: str,
 }
 
 

@@ -146,11 +146,12 @@ class Sharding:
         for kind, optimizer in self.optimizers.items():
             elements, block, of = optimizer.block.elements, optimizer.kind, optimizer.layer_kind
             if kind in self.grads:
+                trained = optimizer.block.trained_elements
                 name = f"whole_grads.{kind}"
                 summed, flat = optimizer.grad_dtype, f"flat_grads.{kind}"
                 dtypes = {name: self.decisions.dtype, flat: optimizer.reduce_dtype}
                 for each, dtype in dtypes.items() if optimizer.flattened else [(name, summed)]:
-                    holds, size = FamilyKind.WHOLE_GRADS, (dtype, elements, 1, uses[kind])
+                    holds, size = FamilyKind.WHOLE_GRADS, (dtype, trained, 1, uses[kind])
                     found.append(Family(each, BufferClass.TRANSIENT, *size, kind=holds, block=block, layer_kind=of))
             if kind in self.params:
                 count = 2 * uses[kind] if block is BlockKind.LAYER else uses[kind]
@@ -178,7 +179,8 @@ class Sharding:
             if kind in self.grads:
                 cleared = optimizer.zero(self.whole(families), fresh=optimizer.flattened)
                 scattered = optimizer.reduce(self.whole(families))
-                assert scattered is not None  # blocks in self.grads have replicas
+                assert cleared is not None  # blocks in self.grads are trained
+                assert scattered is not None  # and have replicas
                 found.append(replace(cleared, name=f"{kind}.clear", kind=TemplateKind.CLEAR))
                 found.append(replace(scattered, name=f"{kind}.scatter", kind=TemplateKind.SCATTER))
                 found.append(self._add(kind, families))
@@ -290,7 +292,7 @@ class Sharding:
             found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, block, grads, s))
             if self.stage.ends_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/head", m, self.layers, True, head, head, s))
-            if self.stage.begins_model(v.layer) and v.backward:
+            if self.stage.begins_model(v.layer) and v.backward and not self.optimizers["embed"].frozen:
                 found.append(Use(f"{at}/embed", m, -1, True, (), ("embed",), s))
         return found
 

@@ -51,6 +51,24 @@ class WidenedGemm(Gemm):
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterGemm(Gemm):
+    """A product with one side of a low-rank adapter: one kernel for each of its targets.
+
+    FLOPs are those of all targets: the columns of all of them together are one dimension.
+    """
+
+    columns: tuple[tuple[int, int], ...] = ()
+    """(First feature, features) of each target in the result of the product that is adapted; empty: all at once."""
+    adds: bool = False
+    """Whether the result is added to what its buffer holds."""
+
+    @property
+    def elements(self) -> int:
+        """Elements read and written."""
+        return self.m * self.k + self.k * self.n + (1 + self.adds) * self.m * self.n
+
+
+@dataclass(frozen=True, slots=True)
 class BatchedGemm:
     """``batch`` products ``(m x k) @ (k x n)`` in one kernel: 2*batch*m*n*k FLOPs."""
 

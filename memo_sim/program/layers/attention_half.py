@@ -83,7 +83,8 @@ class WholeAttention:
         d_attn = builder.all(sequence_sharded("d_attn"))
         writer.own("d_attn", inside.tokens, inside.q_width)
         self.ulysses.to_heads("d_attn", d_attn)
-        writer.wgrad("proj", d_proj, builder.all(sequence_sharded("attn")), shape.hidden, shape.q_width)
+        if writer.trains("proj"):
+            writer.wgrad("proj", d_proj, builder.all(sequence_sharded("attn")), shape.hidden, shape.q_width)
         writer.bgrad("proj", builder.all("d_resid"), shape.hidden)
         writer.own("d_qkv", inside.tokens, inside.qkv_width)
         if self.decisions.recompute == "selective":

@@ -210,6 +210,13 @@ _DOCUMENTS = _Feature(
     setting="documents",
     hint="tp, cp (ring or all-gather), Ulysses, pp, dp, ZeRO and every recompute mode go with --documents",
 )
+_ADAPTERS = _Feature(
+    name="adapters",
+    chosen=lambda d: d.lora is not None,
+    beside="beside low-rank adapters",
+    setting=lambda d: f"adapters {d.adapters}",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, subsequences and every recompute but operators go with --lora",
+)
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
 _UNLIKE = _Feature(
@@ -693,10 +700,79 @@ DOCUMENTS = (
     ),
 )
 
+ADAPTERS_WITHOUT_ATTENTION_CHUNKS = _ADAPTERS.allows(
+    "decisions.attention_chunk_tokens", 0, because="chunks would need the order of their gradients changed"
+)
+ADAPTERS = (
+    Rule(
+        name="adapters: model",
+        breaks=lambda d: (
+            d.lora is not None
+            and not any(d.lora.targets_of(product, d.model) for product in ("qkv", "proj", "ffn_up", "ffn_down"))
+        ),
+        what="the model has none of the products that adapters are given for",
+        where="decisions.adapters",
+        got=lambda d: f"{d.adapters} with a model without a gate",
+        wanted="a target among q, k, v, proj, up and down",
+        hint="--lora r=16,targets=up",
+    ),
+    Rule(
+        name="adapters: experts",
+        breaks=lambda d: d.lora is not None and d.model.mixture is not None,
+        what="adapters have no lowering beside experts",
+        where="decisions.adapters",
+        got=lambda d: f"{d.adapters} with a model with experts",
+        wanted="none, or a model without experts",
+        hint="leave --lora out: an adapter of every expert would need grouped products of its own",
+    ),
+    _ADAPTERS.allows("layout.metp", 1, because="METP's rings would carry the adapters with the weights"),
+    _ADAPTERS.allows(
+        "layout.tp_overlap", "none", because="the chunks of a product would each need their part of the adapter"
+    ),
+    _ADAPTERS.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="frozen products leave hardly any weight gradients to defer",
+        when=lambda d: d.lora is not None and _staged(d),
+    ),
+    _ADAPTERS.allows("layout.multiplexed", False, because="helper stages would need the gradients of the adapters"),
+    _ADAPTERS.allows(
+        "decisions.recompute",
+        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        because="every second product would be rebuilt without its adapter",
+    ),
+    ADAPTERS_WITHOUT_ATTENTION_CHUNKS,
+    _ADAPTERS.allows(
+        "decisions.memory_policy",
+        *("planned", "caching"),
+        because="no framework's tensors and kernels of adapters are known: --system memo, any or every-layout",
+    ),
+    _ADAPTERS.allows(
+        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of adapters are known"
+    ),
+    _ADAPTERS.allows(
+        "decisions.kernels.attention",
+        wanted="a flash kernel",
+        because="memo has not derived what plain attention keeps beside frozen products",
+        when=lambda d: d.lora is not None and d.kernels.attention == "plain",
+    ),
+    _ADAPTERS.allows(
+        "layout.cp_exchange",
+        *("ring", "all_gather"),
+        because="memo has not derived what ring self-attention keeps beside frozen products",
+    ),
+    _ADAPTERS.allows(
+        "decisions.loss",
+        *("auto", "blocks", "fused", "eager-fp32", "vocab-parallel"),
+        because="checkpointed losses make the gradient of a classifier, which is frozen",
+    ),
+)
+
 RULES = (
     *EXPERTS,
     *WINDOWED,
     *DOCUMENTS,
+    *ADAPTERS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(

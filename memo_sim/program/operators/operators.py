@@ -30,13 +30,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from memo_sim.contract.model import Model
+from memo_sim.contract.hardware import GemmPass
+from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rotary, Rowwise
-from memo_sim.program.layout.parameters import Block, autocast, gradient_dtype, half_gradients
+from memo_sim.program.ir.work import AdapterGemm, Collective, Exchange, Gemm, Rotary, Rowwise
+from memo_sim.program.layout.parameters import Block, adapted_columns, autocast, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import normed_slot
 from memo_sim.program.layout.token_order import clipped_runs, row_blocks
@@ -63,6 +64,7 @@ class OperatorWriter:
         """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False
         """Whether another template computes the weight gradients (``layers/weight_gradients.py``)."""
+        self.adapter = AdapterWriter(self)
 
     @property
     def activation_op(self) -> str:
@@ -83,9 +85,14 @@ class OperatorWriter:
         return reads(Rows("params", found.first, found.elements)) if found else None
 
     def grad(self, name: str) -> Access | None:
-        """Return a parameter's gradient as an accumulated operand, or None when the model has no such parameter."""
+        """Return a parameter's gradient as an accumulated operand, or None where there is no such trained parameter."""
         found = self.block.find(name)
-        return accumulates(Rows("grads", found.first, found.elements)) if found else None
+        return accumulates(Rows("grads", found.first, found.elements)) if found and not found.frozen else None
+
+    def trains(self, product: str) -> bool:
+        """Return whether a product's input is needed for a gradient: of its weight, or of its adapter."""
+        names = (f"{product}.weight", f"{product}.lora_a")
+        return any(found and not found.frozen for found in map(self.block.find, names))
 
     def shard_rows(self, slot: str, rows: RowBlock) -> Rows:
         """Return this rank's shard of a row block, in a tensor that sequence parallelism divides."""
@@ -196,6 +203,7 @@ class OperatorWriter:
             bias=self.param(f"{name}.bias") if bias else None,
             out=writes(out),
         )
+        self.adapter.forward(name, x, out, k)
 
     def linear_beside_gate(  # noqa: PLR0917 - the operands of a product
         self, name: str, x: Rows, out: Rows, gate: Rows, ffn: int, k: int, *, again: bool
@@ -413,6 +421,7 @@ class OperatorWriter:
             weight=self.param(f"{name}.weight"),
             out=writes(out),
         )
+        self.adapter.dgrad(name, grad, out, n)
 
     def wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int, *, shard: Rows | None = None) -> None:
         """Emit the weight's gradient, ``m`` output features by ``n`` input features, added to the sum.
@@ -420,6 +429,9 @@ class OperatorWriter:
         ``shard``: the rows from which ``x`` was gathered; reading them keeps them alive until here (``gather_again``).
         """
         if self.defers_wgrad:
+            return
+        if (trained := self.block.find(f"{name}.weight")) and trained.frozen:
+            self.adapter.wgrad(name, grad, x, n, shard=shard)
             return
         kernel = self.decisions.kernels.attention
         scratch = table.wgrad_workspace_bytes(
@@ -470,8 +482,8 @@ class OperatorWriter:
         self.builder.emit("weights.cast", "params.autocast", Lane.COMPUTE, work, weights=weights)
 
     def bgrad(self, name: str, grad: Rows, width: int) -> None:
-        """Emit the bias's gradient, the sum of ``grad`` over its rows; nothing when the product has no bias."""
-        if self.block.find(f"{name}.bias") and not self.defers_wgrad:
+        """Emit the bias's gradient, the sum of ``grad`` over its rows; nothing when the product trains no bias."""
+        if self.grad(f"{name}.bias") and not self.defers_wgrad:
             self.memory_bound(
                 f"{name}.bgrad",
                 "bias.bwd",
@@ -510,7 +522,7 @@ class OperatorWriter:
         """
         width, hidden = self.builder.features(grad.slot), self.shape.hidden
         shard = None
-        if source is None:
+        if source is None and self.trains(product):
             mine = self.shard_rows(norm, at)
             source = self.gather_again(norm, mine, f"{norm}_full", at[0])
             shard = mine if source != mine else None
@@ -523,7 +535,8 @@ class OperatorWriter:
             tokens=tokens,
             whole=not self.defers_wgrad,
         )
-        self.wgrad(product, grad, source, width, hidden, shard=shard)
+        if source is not None:
+            self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
         self.norm_backward(
             norm, grad=summed, norm_input=norm_input, residual_grad=residual_grad, out=out, rows=rows, at=at
@@ -673,3 +686,113 @@ class OperatorWriter:
     def _rotated(self) -> tuple[int, int]:
         """Number of heads of Q and K together, and features of one head."""
         return self.shape.heads + self.shape.kv_heads, self.model.head_dim
+
+
+class AdapterWriter:
+    """Emits low-rank adapters beside the products of a layer (``contract/adapters.py``); nothing without them.
+
+    Forward adds to the result of the product, and backward to the gradient of its input:
+
+        low = scale x A^T           out += low B^T
+        d_low = scale d_out B       d_x += d_low A       dB += d_out^T low       dA += d_low^T x
+
+    ``low`` is not kept: backward, which reads ``x`` for dA anyway, multiplies it again. So a product without an adapter
+    keeps no input, and one with an adapter keeps no more than its input.
+
+    Tensor-parallel ranks add parts of sums: a rank's ``d_low`` of qkv and ffn_up, and its ``low`` of proj and ffn_down.
+    What they are multiplied into is summed over the ranks anyway, as are the gradients of the whole sides (``Part``).
+    """
+
+    def __init__(self, writer: OperatorWriter) -> None:
+        self.writer, self.adapters = writer, writer.decisions.lora
+        self._gradients: dict[str, Rows] = {}
+        """By product: where the gradient of its low-rank rows lies."""
+
+    def forward(self, name: str, x: Rows, out: Rows, k: int) -> None:
+        """Emit the adapter of a product of ``k`` input features, after the product itself."""
+        if columns := self._columns(name):
+            self._add(name, self._low(name, x, out, k, columns), out, columns)
+
+    def dgrad(self, name: str, grad: Rows, out: Rows, n: int) -> None:
+        """Emit the adapter's part of the gradient of the input, of ``n`` features."""
+        columns = self._columns(name)
+        if not columns:
+            return
+        low = self._own(f"d_{name}_low", out.slot, out.tokens, columns)
+        self._gradients[name] = low
+        width = sum(width for _, width in columns)
+        operands = {"grad": reads(grad), "weight": self.writer.param(f"{name}.lora_b"), "out": writes(low)}
+        self._emit(f"{name}.lora_b.dgrad", "lora.b.dgrad", (out.tokens, self._rank, width), "dgrad", columns, operands)
+        operands = {"grad": reads(low), "weight": self.writer.param(f"{name}.lora_a"), "out": accumulates(out)}
+        size = (out.tokens, n, self._rank * len(columns))
+        self._emit(f"{name}.lora_a.dgrad", "linear.dgrad.add", size, "dgrad", (), operands, adds=True)
+
+    def wgrad(self, name: str, grad: Rows, x: Rows, n: int, *, shard: Rows | None) -> None:
+        """Emit the gradients of both sides; ``n``: features of ``x``, ``shard``: as in ``OperatorWriter.wgrad``."""
+        columns, writer = self._columns(name), self.writer
+        if not columns:
+            return
+        low, gradient = self._low(name, x, grad, n, columns), self._gradients[name]
+        width, rank, into = sum(width for _, width in columns), self._rank, gradient_dtype(writer.decisions)
+        kernel, every = writer.decisions.kernels.attention, writer.builder.features(grad.slot)
+
+        def scratch(side: str, m: int, n: int) -> Access | None:
+            size = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
+            return writer.builder.scratch(f"{name}.{side}.wgrad.scratch{writer.suffix}", size)
+
+        operands = {"grad": reads(grad), "x": reads(low), "out": writer.grad(f"{name}.lora_b")}
+        operands["workspace"] = scratch("lora_b", every, rank * len(columns))
+        size = (width, rank, grad.tokens)
+        self._emit(f"{name}.lora_b.wgrad", "lora.b.wgrad", size, "wgrad", columns, operands, adds=True)
+        operands = {"grad": reads(gradient), "x": reads(x), "shard": reads(shard) if shard else None}
+        operands |= {"out": writer.grad(f"{name}.lora_a"), "workspace": scratch("lora_a", rank * len(columns), n)}
+        size = (rank * len(columns), n, grad.tokens)
+        self._emit(f"{name}.lora_a.wgrad", "linear.wgrad", size, "wgrad", (), operands, adds=True)
+
+    @property
+    def _rank(self) -> int:
+        assert self.adapters is not None  # products have columns with adapters alone
+        return self.adapters.rank
+
+    def _columns(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the features of a product's result that have adapters: (first, features) of each target."""
+        writer = self.writer
+        if self.adapters is None or writer.block.find(f"{name}.lora_a") is None:
+            return ()
+        shape = writer.shape
+        layer = LayerShape(ffn_hidden=shape.ffn * shape.divided)
+        return adapted_columns(writer.model, layer, shape.divided, self.adapters, name)
+
+    def _low(self, name: str, x: Rows, like: Rows, k: int, columns: tuple[tuple[int, int], ...]) -> Rows:
+        """Emit the low-rank rows of ``x``, which lie where the rows of ``like`` do, and return them."""
+        low = self._own(f"{self.writer.builder.phase}.{name}_low", like.slot, like.tokens, columns)
+        operands = {"x": reads(x), "weight": self.writer.param(f"{name}.lora_a"), "out": writes(low)}
+        size = (like.tokens, self._rank * len(columns), k)
+        self._emit(f"{name}.lora_a", "lora.a", size, "fprop", (), operands)
+        return low
+
+    def _add(self, name: str, low: Rows, out: Rows, columns: tuple[tuple[int, int], ...]) -> None:
+        operands = {"x": reads(low), "weight": self.writer.param(f"{name}.lora_b"), "out": accumulates(out)}
+        size = (out.tokens, sum(width for _, width in columns), self._rank)
+        self._emit(f"{name}.lora_b", "lora.b", size, "fprop", columns, operands, adds=True)
+
+    def _own(self, name: str, like: str, tokens: int, columns: tuple[tuple[int, int], ...]) -> Rows:
+        """Return the first ``tokens`` rows of a buffer for low-rank rows, as long as the buffer ``like``."""
+        writer = self.writer
+        writer.own(name, writer.builder.all(like).tokens, self._rank * len(columns))
+        return Rows(name, 0, tokens)
+
+    def _emit(  # noqa: PLR0917 - a product's parts
+        self,
+        name: str,
+        op: str,
+        size: tuple[int, int, int],
+        gemm_pass: GemmPass,
+        columns: tuple[tuple[int, int], ...],
+        operands: dict[str, Access | None],
+        *,
+        adds: bool = False,
+    ) -> None:
+        writer = self.writer
+        work = AdapterGemm(*size, gemm_pass, writer.dtype, columns, adds)
+        writer.builder.emit(f"{name}{writer.suffix}", op, Lane.COMPUTE, work, **operands)

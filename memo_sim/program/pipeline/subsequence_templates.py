@@ -233,7 +233,9 @@ class SubsequenceTemplates:
         """Yield the templates of embedding and head, if the stage has them."""
         if self.stage.first:
             entered = {**seen, "skeletal.x": seen["stage.x"]} if self.own else seen
-            for end in (embed_forward, embed_backward):
+            for end in (embed_forward, embed_backward)[
+                : 1 if self.decisions.lora else 2
+            ]:  # a frozen one has no backward
                 yield self._by_family(end(self.decisions, self.shape, self.blocks[BlockKind.EMBED], entered))
         if self.stage.last:
             embed = self.blocks.get(BlockKind.EMBED)

@@ -24,6 +24,7 @@ WINDOW = msgspec.structs.replace(LLAMA, window=256)
 SINKS = msgspec.structs.replace(LLAMA, sinks=True)
 POST_NORMS = msgspec.structs.replace(LLAMA, post_norms=True)
 GEGLU = msgspec.structs.replace(LLAMA, activation="gelu_tanh")
+LORA = "r=8,alpha=8,targets=qkv+proj+ffn"
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
@@ -41,12 +42,10 @@ def chunked(**changes: Any) -> Layout:
     return Layout(**({"tp": 2, "sequence_parallel": True, "tp_overlap": "chunked"} | changes))
 
 
+PACKED = {"documents": Documents(lengths=((512, 1),))}
 SELECTING = msgspec.structs.replace(
     EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, selection_bias=True, selection_rate=0.001)
 )
-PACKED = {"documents": Documents(lengths=((512, 1),))}
-
-
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "packed documents: metp": (Layout(metp=2), PACKED, "2 with documents"),
     "packed documents: cp_exchange": (Layout(cp_exchange="rsa"), PACKED, "rsa with documents"),
@@ -185,6 +184,35 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
     "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
     "selection bias: gradients": (Layout(), {"model": SELECTING, "states": "pure-bf16"}, "pure-bf16"),
+    "adapters: model": (
+        Layout(),
+        {"adapters": "r=8,alpha=8,targets=gate"},
+        "r=8,alpha=8,targets=gate with a model without a gate",
+    ),
+    "adapters: experts": (Layout(), {"model": EXPERTS, "adapters": LORA}, f"{LORA} with a model with experts"),
+    "adapters: metp": (Layout(metp=2), {"adapters": LORA}, f"2 with adapters {LORA}"),
+    "adapters: tp_overlap": (chunked(), {"adapters": LORA}, f"chunked with adapters {LORA}"),
+    "adapters: schedule": (
+        Layout(pp=5, schedule="zero-bubble"),
+        {"adapters": LORA},
+        f"zero-bubble with adapters {LORA}",
+    ),
+    "adapters: multiplexed": (multiplexed(), {"adapters": LORA}, f"true with adapters {LORA}"),
+    "adapters: recompute": (
+        Layout(),
+        {"recompute": "operators", "adapters": LORA},
+        f"operators with adapters {LORA}",
+    ),
+    "adapters: attention_chunk_tokens": (Layout(), {**CHUNKS, "adapters": LORA}, f"512 with adapters {LORA}"),
+    "adapters: memory_policy": (Layout(), {"memory_policy": "eager", "adapters": LORA}, f"eager with adapters {LORA}"),
+    "adapters: rowwise": (
+        Layout(),
+        {"kernels": Kernels(rowwise="compiled"), "adapters": LORA},
+        f"compiled with adapters {LORA}",
+    ),
+    "adapters: attention": (Layout(), {"kernels": PLAIN, "adapters": LORA}, f"plain with adapters {LORA}"),
+    "adapters: cp_exchange": (Layout(cp=2, cp_exchange="rsa"), {"adapters": LORA}, f"rsa with adapters {LORA}"),
+    "adapters: loss": (Layout(), {"loss": "checkpointed", "adapters": LORA}, f"checkpointed with adapters {LORA}"),
     "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: subsequences": (Layout(subsequences=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: modules": (
