@@ -216,7 +216,7 @@ def layer_block(
         vectors.append(("qkv.bias", q + 2 * kv, Part.WHOLE))
     if model.linear_bias or model.proj_bias:
         vectors.append(("proj.bias", h, Part.TOKENS))
-    if model.linear_bias and experts is None:
+    if model.linear_bias:
         vectors += [("ffn_up.bias", up, Part.WHOLE), ("ffn_down.bias", h, Part.TOKENS)]
     if model.sinks:
         vectors.append(("sinks", model.heads // tp, Part.WHOLE))
