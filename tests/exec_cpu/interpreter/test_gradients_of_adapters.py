@@ -1,5 +1,7 @@
 """Gradients of low-rank adapters against plain autograd of W x + scale B A x, under every policy."""
 
+from typing import Any
+
 import pytest
 
 from memo_exec.training import weights
@@ -9,7 +11,7 @@ from tests.exec_cpu.small import MODELS, batch, decide, gradients, llama, play, 
 TOLERANCE = 1e-5
 EVERY = "r=4,alpha=8,targets=qkv+proj+ffn"
 SINKS = {"sinks": llama(window=64, sinks=True)}
-CASES = {
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("qwen3", EVERY, {}),
     "gpt": ("gpt2", EVERY, {"recompute": "full"}),
     "some targets": ("llama-biased", "r=4,alpha=8,targets=q+v+up,rslora", {"recompute": "tokenwise"}),
