@@ -124,6 +124,12 @@ LATENT_MODELS["latent-lite-yarn"] = msgspec.structs.replace(
 )
 """Models with latent attention: with and without a latent for queries, and with scaled scores."""
 
+_ROUTED = Experts(count=4, per_token=2, hidden=48, scores="sigmoid", scale=2.5, selection_bias=True, shared=32)
+DEEPSEEK_MODEL = msgspec.structs.replace(LATENT_MODELS["latent-yarn"], name="deepseek-small").of_layers(
+    [LayerShape(ffn_hidden=160), *[LayerShape(ffn_hidden=160, experts=_ROUTED)] * 2]
+)
+"""DeepSeek-V3's layers: latent attention, a first dense layer, sigmoid scores, a selection bias, a shared expert."""
+
 EXPERT_MODELS = {
     "mixtral": llama(name="mixtral-small", experts=Experts(count=4, per_token=2, hidden=48)),
     "qwen3-moe": llama(

@@ -893,9 +893,9 @@ def _all_of(call: Call, role: str, count: int | None = None) -> None:
 
 def _parts_of(call: Call, buffer: int) -> str:
     """Return what a sum of parts of gradients is about: the vectors at the end of a block, or matrices before them."""
-    block, operand = call.values.block_of(buffer), call.operands["tensor"]
-    at_end = block is None or operand.first + operand.tokens == block.trained_elements
-    return "vectors" if at_end else "matrices"
+    operand = call.operands["tensor"]
+    block = call.values.kind_of_block(buffer)
+    return "vectors" if operand.first + operand.tokens == block.trained_elements else "matrices"
 
 
 def _reduced(call: Call, buffer: int, what: str) -> None:

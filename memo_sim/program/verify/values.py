@@ -141,6 +141,14 @@ class Values:
         kind = self.family(buffer).block
         return None if kind is None else self.block(kind, self.layer_of(buffer))
 
+    def kind_of_block(self, buffer: int) -> Block:
+        """Return the parameters of the layers of a buffer's kind, or of embedding or head; buffers may be shared."""
+        family = self.family(buffer)
+        assert family.block is not None
+        return (
+            self._layer_blocks[family.layer_kind or 0] if family.block is BlockKind.LAYER else self._ends[family.block]
+        )
+
     def parameter(self, kind: BlockKind, name: str, layer: int | None) -> Parameter | None:
         """Return a parameter of a block, or None when the model has none; without ``layer``, that of the first one."""
         known = layer if layer is not None and 0 <= layer < self.model.layers else 0
@@ -257,7 +265,7 @@ class Values:
         divided = layout.whole_ends and kind is BlockKind.LAYER
         shards = divided or layout.sequence_parallel
         if divided or layout.tp > 1:
-            block = self.block(kind, self.layer_of(buffer))
+            block = self.kind_of_block(buffer)
             for first, elements in block.partial_runs(sequence_parallel=shards):
                 what = "vectors" if first + elements == block.trained_elements else "matrices"
                 missing += [] if (buffer, what) in self.reduced else [what]

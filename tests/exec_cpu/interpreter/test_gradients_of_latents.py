@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from memo_exec.training import weights
 from tests.exec_cpu.interpreter.replayed import TOLERANCE, assert_gradients_equal_autograds
-from tests.exec_cpu.small import LATENT_MODELS, batch, decide, gradients, one_step, play, scalars
+from tests.exec_cpu.small import DEEPSEEK_MODEL, LATENT_MODELS, batch, decide, gradients, one_step, play, scalars
 from tests.pairs import covering
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -38,6 +38,12 @@ def test_gradients_are_bitwise_those_of_keep(policy: str, name: str) -> None:
 def test_gradients_equal_autograd(name: str) -> None:
     fields: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128, "micro_batch": 1, "seq_tokens": 256}
     assert_gradients_equal_autograds(decide(LATENT_MODELS[name], rebuild_qkv="yarn" in name, **fields))
+
+
+@pytest.mark.parametrize("rebuilt", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_latents_go_with_experts(rebuilt: bool) -> None:
+    fields: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128, "micro_batch": 1, "seq_tokens": 256}
+    assert_gradients_equal_autograds(decide(DEEPSEEK_MODEL, rebuild_qkv=rebuilt, **fields))
 
 
 @pytest.mark.parametrize("name", LATENT_MODELS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.kinds import TemplateKind
@@ -20,6 +21,19 @@ from tests.pairs import covering
 from tests.sim.small_programs import LATENT, NO_Q_LATENT, POLICIES, decide, faults_of
 
 SP = {"sequence_parallel": True}
+DEEPSEEK = msgspec.structs.replace(LATENT, name="deepseek").of_layers(
+    [
+        LayerShape(ffn_hidden=640),
+        *[
+            LayerShape(
+                ffn_hidden=640,
+                experts=Experts(count=8, per_token=2, hidden=192, scores="sigmoid", selection_bias=True, shared=192),
+            )
+        ]
+        * 3,
+    ]
+)
+"""A selection bias lies between the product of latents and the norms, whose gradients ranks sum."""
 LAYOUTS = {
     "one rank": Layout(),
     "tp": Layout(tp=2),
@@ -41,7 +55,7 @@ def chosen(model: Model, layout: Layout, form: str = "none 0.0", **more: Any) ->
 
 
 @pytest.mark.parametrize(("layout", "form"), covering(LAYOUTS, FORMS))
-@pytest.mark.parametrize("model", [LATENT, NO_Q_LATENT], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [LATENT, NO_Q_LATENT, DEEPSEEK], ids=lambda model: model.name)
 def test_programs_pass_the_checkers(model: Model, layout: str, form: str) -> None:
     assert faults_of(chosen(model, LAYOUTS[layout], form)) == []
 
@@ -88,6 +102,8 @@ def test_gradients_of_what_ranks_hold_whole_are_summed() -> None:
     latent, norms = 176 * 256, 2 * 256 + 96 + 64
     assert block.partial_elements(sequence_parallel=True) == latent + norms
     assert block.partial_elements(sequence_parallel=False) == 0
+    with_bias = layer_block(DEEPSEEK, 2, DEEPSEEK.layer(1))
+    assert [elements for _, elements in with_bias.partial_runs(sequence_parallel=True)] == [latent, norms]
 
 
 @pytest.mark.parametrize(
