@@ -12,7 +12,7 @@ How to add a rule: write it at its place in ``RULES`` (the message names the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from memo_sim.contract.errors import Infeasible
@@ -200,6 +200,12 @@ _EXPERTS = _Feature(
     beside="beside experts",
     setting="a model with experts",
     hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
+)
+_MODULE_EXPERTS = replace(
+    _EXPERTS,
+    name="experts of modules",
+    chosen=lambda d: d.model.mixture is not None and d.modules == "huggingface",
+    hint="cp, dp and ZeRO go with them under full recompute (--system trl-fsdp2)",
 )
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
@@ -445,11 +451,19 @@ EXPERTS = (
     _EXPERTS.allows(
         "decisions.memory_policy",
         *("planned", "caching"),
-        because="no framework's kernels of experts are known: --system memo, any or every-layout",
+        because="of frameworks' experts memo knows those of Hugging Face's modules: --system trl-fsdp2",
+        when=lambda d: d.model.mixture is not None and d.modules != "huggingface",
     ),
     _EXPERTS.allows(
-        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of experts are known"
+        "decisions.kernels.rowwise",
+        *("torch", "triton"),
+        because="of frameworks' kernels of experts memo knows Hugging Face's eager ones: --system trl-fsdp2",
+        when=lambda d: d.model.mixture is not None and (d.modules, d.kernels.rowwise) != ("huggingface", "eager"),
     ),
+    _MODULE_EXPERTS.allows(
+        "decisions.recompute", "full", because="memo has no list of what experts of Hugging Face's modules save"
+    ),
+    _MODULE_EXPERTS.allows("layout.tp", 1, because="memo knows experts of Hugging Face's modules on one rank alone"),
     Rule(
         name="experts: layer_pattern",
         breaks=lambda d: len({shape.experts for shape in d.model.layer_shapes if shape.experts}) > 1,

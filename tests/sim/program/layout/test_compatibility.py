@@ -65,6 +65,27 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": EXPERTS, "kernels": Kernels(rowwise="compiled")},
         "compiled with a model with experts",
     ),
+    "experts of modules: recompute": (
+        Layout(),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+        },
+        "none with a model with experts",
+    ),
+    "experts of modules: tp": (
+        Layout(tp=2),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+            "recompute": "full",
+        },
+        "2 with a model with experts",
+    ),
     "experts: layer_pattern": (Layout(), {"model": SEVERAL_EXPERTS}, "experts of several kinds"),
     "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
     "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
