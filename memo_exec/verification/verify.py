@@ -36,6 +36,7 @@ from memo_exec.verification.play import (
 from memo_exec.verification.reduction import keep_everything, reduced, reductions
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Verdict
+from memo_sim.program.layout.parameters import moment_dtype
 from memo_sim.program.lower import lower, program_sha256
 
 KEEP_EVERYTHING, AUTOGRAD = "keep-everything", "autograd"
@@ -199,7 +200,7 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(here.dtype, torch.float32)
     initial = {name: parameter(name, shape, here.model, seed).to(dtype) for name, shape in shapes.items()}
     model = AutogradModel(here.model, initial)
-    optimizer = _AdamW(model.p, narrow=here.states in ("bf16", "pure-bf16"))
+    optimizer = _AdamW(model.p, narrow=moment_dtype(here) == "bf16")
     losses, norms, gradients = [], [], {}
     for step in range(1, steps + 1):
         ids, labels = global_batch(here, seed, step)

@@ -20,6 +20,7 @@ from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.experts import active_weights
@@ -34,6 +35,7 @@ STATES: dict[States, str] = {
     "bf16": "gradients and master weights in fp32, AdamW's moments in bf16, on the device",
     "host": "gradients in fp32 on the device; master weights and AdamW's moments in fp32 in host memory",
     "pure-bf16": "gradients and AdamW's moments in bf16, no master weights, on the device",
+    "pure-bf16-fp32-moments": "gradients in bf16, AdamW's moments in fp32, no master weights, on the device",
 }
 """Where and in which dtype a bf16 model's states are kept."""
 
@@ -250,6 +252,8 @@ def _network(question: Question) -> list[Assumption]:
 def _states(decisions: Decisions) -> str:
     layout, pure = decisions.layout, decisions.dtype == "fp32" and decisions.states != "host"
     what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else STATES[decisions.states]
+    if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32") and not pure:
+        what += f"; but gradients are summed in {gradient_dtype(decisions)} (--grad-sums)"
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"

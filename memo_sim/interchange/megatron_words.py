@@ -110,7 +110,7 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
 
 
 def _states(states: States) -> States:
-    return "bf16" if states == "pure-bf16" else states
+    return "bf16" if states == "pure-bf16" else "fp32" if states == "pure-bf16-fp32-moments" else states
 
 
 def _generation(kernel: str) -> AttentionName:

@@ -18,6 +18,7 @@ from operator import attrgetter
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.parameters import without_masters
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -558,6 +559,11 @@ RULES = (
         because="of what selective recompute drops METP keeps only attention's output, which full recompute rebuilds",
     ),
     METP_WHOLE_MLP,
+    _METP.allows(
+        "decisions.grad_sums",
+        *("auto", "fp32"),
+        because="METP passes the sums of its gradients round the ring in fp32",
+    ),
     _METP.allows("decisions.early_stop", False, because="METP's full recompute plays whole rings"),
     _METP.allows(
         "decisions.states",
@@ -724,12 +730,48 @@ RULES = (
     ),
     Rule(
         name="pure bf16 states: dtype",
-        breaks=lambda d: d.states == "pure-bf16" and d.dtype != "bf16",
+        breaks=lambda d: without_masters(d) and d.dtype != "bf16",
         what="pure bf16 states have the dtype of the parameters",
         where="decisions.dtype",
-        got=lambda d: f"{d.dtype} with states pure-bf16",
+        got=lambda d: f"{d.dtype} with states {d.states}",
         wanted="bf16",
         hint="--states fp32, or a device that computes in bf16",
+    ),
+    Rule(
+        name="pure bf16 with fp32 moments: memory_policy",
+        breaks=lambda d: d.states == "pure-bf16-fp32-moments" and d.memory_policy == "eager",
+        what="torch's AdamW has moments in the parameters' dtype",
+        where="decisions.states",
+        got="pure-bf16-fp32-moments with memory policy eager",
+        wanted="pure-bf16",
+        hint="--states pure-bf16, or --memory-policy planned or caching",
+    ),
+    Rule(
+        name="grad_sums fp32: memory_policy",
+        breaks=lambda d: d.grad_sums == "fp32" and without_masters(d) and d.memory_policy == "eager",
+        what="torch's modules in bf16 have gradients in bf16",
+        where="decisions.grad_sums",
+        got=lambda d: f"fp32 with states {d.states} and memory policy eager",
+        wanted="auto",
+        hint="leave --grad-sums out, or --memory-policy planned or caching",
+    ),
+    Rule(
+        name="grad_sums params: dtype",
+        breaks=lambda d: d.grad_sums == "params" and d.memory_policy != "eager" and d.dtype != "bf16",
+        what="memo-exec sums gradients in fp32 or in bf16",
+        where="decisions.grad_sums",
+        got=lambda d: f"params with dtype {d.dtype}",
+        wanted="auto, or params with dtype bf16",
+        hint="leave --grad-sums out",
+    ),
+    Rule(
+        name="grad_sums params: states",
+        breaks=lambda d: d.grad_sums == "params" and d.memory_policy != "eager" and d.states == "host",
+        what="AdamW on the host reads gradients in fp32",
+        where="decisions.grad_sums",
+        got="params with states host",
+        wanted="auto",
+        hint="leave --grad-sums out, or another --states",
     ),
     _CAST.allows("decisions.memory_policy", "eager", because="memo-exec stores a shard of parameters and gathers it"),
     _CAST.allows("layout.zero", 3, because="otherwise a rank has whole parameters"),
@@ -827,8 +869,8 @@ STREAMS_OF_A_FRAMEWORK = Rule(
 )
 SUMS_OF_A_FRAMEWORK = Rule(
     name="grad_sums: memory_policy",
-    breaks=lambda d: d.grad_sums != "auto" and d.memory_policy != "eager",
-    what="memo-exec's products add to sums of their own dtype",
+    breaks=lambda d: d.grad_sums == "autocast" and d.memory_policy != "eager",
+    what="memo-exec casts no parameters: they have the plan's dtype",
     where="decisions.grad_sums",
     got=lambda d: f"{d.grad_sums} with memory policy {d.memory_policy}",
     wanted="memory policy eager",

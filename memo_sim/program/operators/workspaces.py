@@ -371,10 +371,14 @@ def grouped_workspace_bytes(elements: int, dtype: str, experts: int, attention_k
     return 0 if on_cpu(attention_kernel) else _pieces(DTYPE_BYTES[dtype] * elements, 4 * experts)
 
 
-def adamw_workspace_bytes(elements: int, states: str) -> int:
-    """Return the scratch of AdamW's update: both moments of a block in fp32 if they are stored in bf16, else 0."""
+def adamw_workspace_bytes(elements: int, updated: str, gradients: str, moments: str) -> int:
+    """Return the scratch of AdamW's update of parameters (or their master copy), from the dtypes of its operands.
+
+    Where they differ, a block of each bf16 one in fp32: of what is updated, of the gradient, of both moments. Else 0.
+    """
+    each = (updated, gradients, moments, moments)
     block = min(elements, ADAMW_ELEMENTS)
-    return _pieces(4 * block, 4 * block) if states == "bf16" else 0
+    return _pieces(*(4 * block for dtype in each if dtype == "bf16")) if len(set(each)) > 1 else 0
 
 
 def on_cpu(attention_kernel: str) -> bool:
