@@ -212,6 +212,7 @@ def run(
     *,
     steps: int | None = None,
     data: PathLike | None = None,
+    tokenizer: PathLike | None = None,
     weights: PathLike | None = None,
     seed: int | None = None,
     lr: float | None = None,
@@ -247,6 +248,7 @@ def run(
     named = {
         "steps": steps,
         "data": data,
+        "tokenizer": tokenizer,
         "weights": weights,
         "seed": seed,
         "lr": lr,

@@ -74,8 +74,13 @@ def cli() -> None:
 @click.option(
     "--data",
     type=FILE,
-    help="Training data: text (its bytes are the tokens), or token ids in .npy, .bin or .ids [default: a text of "
-    "Shakespeare].",
+    help="Training data: text (its bytes are the tokens), token ids in .npy, .bin or .ids, or conversations in .jsonl, "
+    "of which the assistant's tokens are targets [default: a text of Shakespeare].",
+)
+@click.option(
+    "--tokenizer",
+    type=DIRECTORY,
+    help="Folder with the tokenizer and chat template of the model, which make tokens of conversations.",
 )
 @click.option(
     "--weights", type=DIRECTORY, help="Start from the Hugging Face safetensors in this folder, not from random weights."

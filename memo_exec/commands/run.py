@@ -38,7 +38,8 @@ from memo_exec.machine.program_checks import check_programs
 from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observe.observed import Observed
 from memo_exec.training import checkpoint, run_folder, weights
-from memo_exec.training.dataset import load_dataset
+from memo_exec.training.conversations import Conversations, load_conversations
+from memo_exec.training.dataset import Dataset, load_dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.loop import StepFigure, Training
 from memo_sim.contract import codec
@@ -84,6 +85,8 @@ class RunOptions:
 
     steps: int = 10
     data: Path | None = None
+    tokenizer: Path | None = None
+    """The folder of the tokenizer that makes tokens of conversations."""
     weights: Path | None = None
     seed: int | None = None
     save: Path | None = None
@@ -118,7 +121,7 @@ def run_options(named: Mapping[str, Any]) -> RunOptions:
     except msgspec.ValidationError as error:
         raise UsageError("not a value of a hyperparameter", got=str(error)) from None
     chosen = {name: value for name, value in given.items() if name in RunOptions.__dataclass_fields__}
-    chosen |= {name: Path(chosen[name]) for name in ("data", "weights", "save") if name in chosen}
+    chosen |= {name: Path(chosen[name]) for name in ("data", "tokenizer", "weights", "save") if name in chosen}
     return RunOptions(hyperparameters=hyperparameters, **chosen)
 
 
@@ -175,7 +178,7 @@ def run(
     placement = checked_placement(plan, program, plan_path)
     needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
     note(needs.line())
-    dataset = load_dataset(options.data, plan.decisions.model.vocab)
+    dataset = _data(options, plan.decisions)
     if short := dataset.short_of(plan.decisions.seq_tokens):
         note(short)
     saved, state = _checkpoint(options, note)
@@ -225,6 +228,25 @@ def run(
         for text in _remarks(training, debug=options.debug):
             note(text)
         return _outcome(training, machine, plan_path, predicted)
+
+
+def _data(options: RunOptions, decisions: Decisions) -> Dataset | Conversations:
+    """Return the data of a run: conversations of a .jsonl file, or windows of a file of tokens.
+
+    Raises:
+        BadInput: when it cannot be used.
+        UsageError: when a tokenizer is given for data that is no JSONL.
+    """
+    if options.data is not None and options.data.suffix.lower() == ".jsonl":
+        return load_conversations(options.data, decisions.model.vocab, decisions.seq_tokens, options.tokenizer)
+    if options.tokenizer is not None:
+        raise UsageError(
+            "a tokenizer is for conversations",
+            got=f"--tokenizer {options.tokenizer} with {options.data or 'no --data'}",
+            wanted="--data FILE.jsonl",
+            hint="leave --tokenizer out: other data are tokens already, or bytes",
+        )
+    return load_dataset(options.data, decisions.model.vocab)
 
 
 def _check_inputs(options: RunOptions) -> None:

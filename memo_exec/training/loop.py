@@ -24,6 +24,7 @@ from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import StepScalars
 from memo_exec.training import checkpoint, run_folder
+from memo_exec.training.conversations import Conversations
 from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_sim.contract.errors import UsageError
@@ -63,7 +64,7 @@ class Training:
 
     plan: Plan
     interpreter: Interpreter
-    dataset: Dataset
+    dataset: Dataset | Conversations
     hyperparameters: Hyperparameters
     seed: int
     step: int = 0
