@@ -42,6 +42,7 @@ from memo_exec.training.conversations import Conversations, load_conversations
 from memo_exec.training.dataset import Dataset, load_dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.loop import StepFigure, Training
+from memo_exec.training.rollouts import MadeUp, Rollouts, load_rollouts
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.errors import CannotRun, UsageError
@@ -67,8 +68,14 @@ HYPERPARAMETERS = {
     "warmup_steps": "warmup_steps",
     "decay_steps": "decay_steps",
     "final_fraction": "final_fraction",
+    "clip_ratio": "clip_ratio",
+    "clip_ratio_high": "clip_ratio_high",
+    "kl_weight": "kl_weight",
 }
 """Options, and the fields of ``Hyperparameters`` that they set."""
+
+OF_A_POLICY = ("clip_ratio", "clip_ratio_high", "kl_weight")
+"""Hyperparameters of a policy's objective."""
 
 LEAST = {"steps": 1, "save_every": 1, "seed": 0}
 """Least values of options that are whole numbers."""
@@ -178,14 +185,15 @@ def run(
     placement = checked_placement(plan, program, plan_path)
     needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
     note(needs.line())
-    dataset = _data(options, plan.decisions)
+    saved, state = _checkpoint(options, note)
+    base = state.hyperparameters if state is not None else Hyperparameters()
+    hyperparameters = msgspec.structs.replace(base, **options.hyperparameters)
+    dataset = _data(options, plan.decisions, hyperparameters)
     if short := dataset.short_of(plan.decisions.seq_tokens):
         note(short)
-    saved, state = _checkpoint(options, note)
     if saved is not None and state is not None:
         checkpoint.check(state, plan.decisions, dataset.sha256, where=saved)
         _refuse_other_seed(options, state)
-    base = state.hyperparameters if state is not None else Hyperparameters()
     seed = state.data.seed if state is not None else options.seed or 0
     with (
         ExitStack() as open_until_end,
@@ -206,7 +214,7 @@ def run(
             plan=plan,
             interpreter=interpreter,
             dataset=dataset,
-            hyperparameters=msgspec.structs.replace(base, **options.hyperparameters),
+            hyperparameters=hyperparameters,
             seed=seed,
             world=world,
         )
@@ -230,13 +238,23 @@ def run(
         return _outcome(training, machine, plan_path, predicted)
 
 
-def _data(options: RunOptions, decisions: Decisions) -> Dataset | Conversations:
-    """Return the data of a run: conversations of a .jsonl file, or windows of a file of tokens.
+def _data(
+    options: RunOptions, decisions: Decisions, hyperparameters: Hyperparameters
+) -> Dataset | Conversations | Rollouts | MadeUp:
+    """Return the data of a run: rollouts of a policy, conversations of a .jsonl file, or windows of a file of tokens.
 
     Raises:
         BadInput: when it cannot be used.
-        UsageError: when a tokenizer is given for data that is no JSONL.
+        UsageError: when options are not for this data or objective.
     """
+    if decisions.objective == "grpo":
+        return _rollouts(options, decisions, kl=hyperparameters.kl_weight > 0)
+    if given := [name for name in OF_A_POLICY if name in options.hyperparameters]:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} is for plans with the objective grpo",
+            got=f"a plan with the objective {decisions.objective}",
+            hint="leave it out, or memo-sim what-if ... --objective grpo",
+        )
     if options.data is not None and options.data.suffix.lower() == ".jsonl":
         return load_conversations(options.data, decisions.model.vocab, decisions.seq_tokens, options.tokenizer)
     if options.tokenizer is not None:
@@ -247,6 +265,24 @@ def _data(options: RunOptions, decisions: Decisions) -> Dataset | Conversations:
             hint="leave --tokenizer out: other data are tokens already, or bytes",
         )
     return load_dataset(options.data, decisions.model.vocab)
+
+
+def _rollouts(options: RunOptions, decisions: Decisions, *, kl: bool) -> Rollouts | MadeUp:
+    vocab = decisions.model.vocab
+    if options.tokenizer is not None:
+        raise UsageError(
+            "rollouts are tokens already", got=f"--tokenizer {options.tokenizer}", hint="leave --tokenizer out"
+        )
+    if options.data is None:
+        return MadeUp(load_dataset(None, vocab), vocab)
+    if options.data.suffix.lower() != ".jsonl":
+        raise UsageError(
+            "the objective grpo needs rollouts",
+            got=str(options.data),
+            wanted="a .jsonl file with prompt_ids, completion_ids, advantage, old_logprobs and ref_logprobs",
+            hint="leave --data out for made-up rollouts",
+        )
+    return load_rollouts(options.data, vocab, decisions.seq_tokens, kl=kl)
 
 
 def _check_inputs(options: RunOptions) -> None:

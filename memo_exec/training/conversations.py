@@ -98,11 +98,11 @@ class Conversations:
         """Return the global batch of one step. It depends only on the arguments and the conversations."""
         ids = np.zeros((sequences, seq_tokens), dtype=np.int64)
         labels = np.full((sequences, seq_tokens), IGNORED_LABEL, dtype=np.int64)
-        for row, item in enumerate(self._drawn(seed, (step - 1) * sequences, sequences)):
+        for row, item in enumerate(self.drawn(seed, (step - 1) * sequences, sequences)):
             place(item, ids[row], labels[row])
         return Batch(ids, labels)
 
-    def _drawn(self, seed: int, first: int, count: int) -> Iterator[Conversation]:
+    def drawn(self, seed: int, first: int, count: int) -> Iterator[Conversation]:
         """Yield ``count`` conversations from the ``first`` on, epoch after epoch."""
         size = len(self.used)
         for at in range(first, first + count):

@@ -44,6 +44,8 @@ class Batch:
 
     ids: Ids
     labels: Ids
+    rollout: NDArray[np.float32] | None = None
+    """A policy's numbers, (sequences, tokens, 3): advantage, and log-probabilities when drawn and by the reference."""
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from memo_exec.verification.play import (
     Change,
     Play,
     Played,
-    counted_targets,
     global_batch,
     parameter,
+    scalars_of,
     unchanged,
     whole_gradients,
 )
@@ -203,12 +203,13 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
     optimizer = _AdamW(model.p, narrow=moment_dtype(here) == "bf16")
     losses, norms, gradients = [], [], {}
     for step in range(1, steps + 1):
-        ids, labels = global_batch(here, seed, step)
-        scale, total = 1 / counted_targets(labels), 0.0
+        inputs = global_batch(here, seed, step)
+        scalars, total = scalars_of(step, inputs[1]), 0.0
         for p in model.p.values():
             p.grad = None
-        for sequence, wanted in zip(ids, labels, strict=True):
-            loss = model.loss(sequence[None], wanted[None], scale)
+        for ids, labels, *rollout in zip(*inputs, strict=True):
+            numbers = rollout[0][None] if rollout else None
+            loss = model.loss(ids[None], labels[None], scalars.loss_scale, numbers, scalars)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.p.items()}

@@ -111,6 +111,12 @@ Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel", "check
 With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32 and the checkpointed ones,
 which have no such form.
 ``loss_chunk_tokens`` applies to each."""
+Objective = Literal["next-token", "grpo"]
+"""What the loss is of the targets' log-probabilities.
+
+- next-token: their negative sum (pre-training, and fine-tuning, whose data say which tokens are targets).
+- grpo: the clipped policy gradient of PPO and GRPO, and a KL term against a reference model. A step has three numbers
+  in fp32 for every token besides: its advantage, and its log-probabilities when it was drawn and by the reference."""
 Modules = Literal["auto", "operators", "huggingface"]
 """Whose modules an eager framework trains, which decides what autograd saves of a layer.
 
@@ -686,6 +692,14 @@ class Chosen:
         " policy eager a kernel of its own adds what a product wrote (autograd's .grad; InternEvo). fp32: also without"
         " master weights. autocast: memory policy eager, fp32, as are whole parameters, which every forward casts."
         " auto: fp32, without master weights bf16, with memory policy eager for fp16 parameters fp16.",
+    )
+    """Not searched: it changes what is learned."""
+    objective: Objective = _knob(
+        "next-token",
+        _one_of(Objective),
+        "What the loss is of the targets' log-probabilities. next-token: pre-training and supervised fine-tuning. grpo:"
+        " the clipped policy gradient of GRPO and PPO, with a KL term, from advantages and log-probabilities that a"
+        " step is given; forwards of the reference model and generation are not part of it.",
     )
     """Not searched: it changes what is learned."""
     loss: Loss = _knob(

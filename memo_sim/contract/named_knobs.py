@@ -18,6 +18,7 @@ from memo_sim.contract.knobs import (
     MemoryPolicy,
     MlpRebuild,
     Modules,
+    Objective,
     Overlap,
     Partition,
     Recompute,
@@ -80,6 +81,7 @@ class Knobs(TypedDict, total=False):
     states: States | None
     zero_params: ZeroParams | None
     grad_sums: GradSums | None
+    objective: Objective | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None

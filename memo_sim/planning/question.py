@@ -93,6 +93,7 @@ class Question(Chosen):
             grad_sums=self.grad_sums,
             expert_load=self.expert_load,
             loss_metrics=self.loss_metrics,
+            objective=self.objective,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,
             modules=self.modules,

@@ -18,7 +18,7 @@ from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulat
 from memo_sim.program.ir.instruction import BufferClass, Families, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Gemm, Rowwise
-from memo_sim.program.layers.loss import LossWriter
+from memo_sim.program.layers.loss import ROLLOUT, LossWriter
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block, gradient_dtype, without_masters
 from memo_sim.program.layout.shape import Shape
@@ -125,7 +125,8 @@ def head(
     ``embed_block`` has the classifier's weights when embeddings are tied.
     """
     builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD)
-    for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
+    rollout = (ROLLOUT,) if decisions.objective == "grpo" else ()
+    for name in ("head.x", "input.labels", *rollout, "params.head", "grads.head", "loss", "grad.x"):
         builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
     if decisions.loss_metrics:
