@@ -15,12 +15,14 @@ from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.knobs import DEGREES, KNOBS, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import NOT_READ, Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
-from memo_sim.contract.units import GIB, MOST_BYTES, counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import DTYPE_BYTES, GIB, MOST_BYTES, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
 from memo_sim.program.layout.parameters import gradient_dtype
+from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.experts import active_weights
@@ -211,6 +213,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(decisions),
+        *_objective(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -276,6 +279,30 @@ def _experts(decisions: Decisions) -> list[Assumption]:
         f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
     )
     return [Assumption(name="experts", value=value, option="--expert-load")]
+
+
+def _objective(decisions: Decisions) -> list[Assumption]:
+    """Return what a policy's objective needs of a step, and what the logits take in chunks and whole."""
+    if decisions.objective == "next-token":
+        return []
+    shape = shape_of(decisions)
+    chunk = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
+    whole, held = (
+        format_bytes(tokens * shape.vocab * DTYPE_BYTES[dtype])
+        for tokens, dtype in ((shape.tokens, "fp32"), (chunk, decisions.dtype))
+    )
+    share = ", of its part of the vocabulary" if shape.tp > 1 else ""
+    tokens = format_tokens(shape.tokens)
+    if chunk < shape.tokens:
+        logits = f"{held} for {format_tokens(chunk)} tokens at once; in fp32 for all {tokens} they would take {whole}"
+    else:
+        logits = f"{held} for all {tokens} tokens at once, {whole} in fp32; --loss-chunk cuts them"
+    given = format_bytes(ROLLOUT_NUMBERS * FP32_BYTES * shape.tokens)
+    value = (
+        f"GRPO: a step is given advantages and log-probabilities ({given} a micro-batch); generation and forwards of"
+        f" the reference model are not included; logits of a rank{share}: {logits}"
+    )
+    return [Assumption(name="objective", value=value, option="--objective, --loss-chunk")]
 
 
 def _not_read(question: Question) -> list[Assumption]:
