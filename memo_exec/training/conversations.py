@@ -62,6 +62,7 @@ class Conversations:
     path: Path
     items: tuple[Conversation, ...]
     seq_tokens: int
+    noun: str = "conversation"
 
     @cached_property
     def sha256(self) -> str:
@@ -84,7 +85,7 @@ class Conversations:
         room = seq_tokens * len(self.used)
         mean = sum(held) / len(held)
         text = (
-            f"{self.path}: {counted(len(self.used), 'conversation')} of {mean:,.0f} tokens on average, "
+            f"{self.path}: {counted(len(self.used), self.noun)} of {mean:,.0f} tokens on average, "
             f"{format_percent(targets / room)} of the tokens are targets, {format_percent(1 - sum(held) / room)} "
             "are padding"
         )

@@ -123,7 +123,7 @@ def load_rollouts(file: Path, vocab: int, seq_tokens: int, *, kl: bool) -> Rollo
         found[len(prompt) :] = np.stack(list(_columns(line, len(completion), where, kl=kl)), axis=1)
         items.append(item)
         numbers[id(item)] = found
-    drawn = Conversations(file, tuple(items), seq_tokens)
+    drawn = Conversations(file, tuple(items), seq_tokens, "rollout")
     if not drawn.used:
         raise BadInput(
             f"no completion has a token within {counted(seq_tokens, 'token')}",
