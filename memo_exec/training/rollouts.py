@@ -73,7 +73,7 @@ class Rollouts:
             place(item, ids[row], labels[row])
             following = self.numbers[id(item)][1 : seq_tokens + 1]  # a label is the next token
             rollout[row, : len(following)] = following
-        return Batch(ids, labels, rollout)
+        return Batch(ids, labels, rollout=rollout)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class MadeUp:
         random = np.random.default_rng([seed, step, 1])
         rollout = random.normal(-math.log(self.vocab), SPREAD, (sequences, seq_tokens, NUMBERS)).astype(np.float32)
         rollout[..., 0] = random.normal(size=(sequences, 1))
-        return Batch(drawn.ids, labels, rollout)
+        return Batch(drawn.ids, labels, drawn.documents, rollout)
 
 
 def load_rollouts(file: Path, vocab: int, seq_tokens: int, *, kl: bool) -> Rollouts:

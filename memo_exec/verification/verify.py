@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import torch
@@ -28,6 +29,7 @@ from memo_exec.verification.play import (
     Play,
     Played,
     global_batch,
+    global_documents,
     parameter,
     scalars_of,
     unchanged,
@@ -207,11 +209,13 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
         scalars, total = scalars_of(step, inputs[1]), 0.0
         for p in model.p.values():
             p.grad = None
-        for ids, labels, *rollout in zip(*inputs, strict=True):
-            numbers = rollout[0][None] if rollout else None
-            loss = model.loss(ids[None], labels[None], scalars.loss_scale, numbers, scalars)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+        documents = global_documents(here, seed, step) or [(here.seq_tokens,)] * len(inputs[0])
+        for ends, (ids, labels, *rollout) in zip(documents, zip(*inputs, strict=True), strict=True):
+            for first, end in pairwise((0, *ends)):
+                numbers = rollout[0][None, first:end] if rollout else None
+                loss = model.loss(ids[None, first:end], labels[None, first:end], scalars.loss_scale, numbers, scalars)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
         found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.p.items()}
         losses.append(total)
         norms.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in found.values())))

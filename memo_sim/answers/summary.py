@@ -21,10 +21,12 @@ from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_sea
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
+from memo_sim.program.layout.expert_load import shown_load
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
+from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
@@ -212,7 +214,8 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             value=f"PyTorch, flash-attn and Transformer Engine of {question.hardware.eager_libraries}",
             option="--libraries",
         ),
-        *_experts(decisions),
+        *_experts(question, decisions),
+        *_documents(decisions),
         *_objective(decisions),
         *_not_read(question),
         *_network(question),
@@ -271,14 +274,25 @@ def _batch(question: Question, decisions: Decisions) -> str:
     return f"{text}; {question.batch_rule}" if question.batch_rule else text
 
 
-def _experts(decisions: Decisions) -> list[Assumption]:
-    """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
+def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
+    """Return how tokens spread over experts, which weights MFU counts, and that products were not measured."""
     if decisions.model.mixture is None:
         return []
-    value = (
-        f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
-    )
-    return [Assumption(name="experts", value=value, option="--expert-load")]
+    load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
+    value = f"load {load}, no row dropped; MFU counts what a token uses: {used}"
+    found = [Assumption(name="experts", value=value, option="--expert-load")]
+    if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
+        value = f"derived from single {decisions.dtype} products; the profile has none of several experts"
+        found.append(Assumption(name="experts' products", value=value))
+    return found
+
+
+def _documents(decisions: Decisions) -> list[Assumption]:
+    """Return what sequences are packed from."""
+    if decisions.documents is None:
+        return []
+    value = packed_from(decisions.documents, decisions.seq_tokens)
+    return [Assumption(name="documents", value=value, option="--documents")]
 
 
 def _objective(decisions: Decisions) -> list[Assumption]:
@@ -424,8 +438,9 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
 
 
 def _alike(question: Question) -> bool:
-    """Return whether every layer has the same MLP; others are refused with METP and subsequences (``RULES``)."""
-    return question.model.mixture is None and len(question.model.layer_shapes) == 1
+    """Return whether METP and subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
+    alike = question.model.mixture is None and len(question.model.layer_shapes) == 1
+    return alike and question.documents is None
 
 
 def _has_open_degrees(question: Question) -> bool:

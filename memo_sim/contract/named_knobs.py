@@ -12,6 +12,7 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.knobs import (
     AdamwKernels,
     CpExchange,
+    DocumentCuts,
     DtypeName,
     GradSums,
     Loss,
@@ -87,5 +88,7 @@ class Knobs(TypedDict, total=False):
     streams: Streams | None
     modules: Modules | None
     expert_load: str | None
+    documents: str | None
+    document_cuts: DocumentCuts | None
     micro_batch: int | None
     global_batch: int | None

@@ -13,7 +13,7 @@ from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.work import GroupedGemm
-from memo_sim.program.layout.expert_load import BALANCED, rows_of, sizes_of
+from memo_sim.program.layout.expert_load import BALANCED, rows_of, shown_load, sizes_of
 
 UNITS = ((1e9, " billion"), (1e6, " million"), (1.0, ""))
 
@@ -46,7 +46,7 @@ def experts(question: Question, simulation: Simulation) -> list[str]:
     if decisions.expert_load == BALANCED:
         return [f"{text} Every expert is taken to get {rows / of.count:,.0f} rows; --expert-load says otherwise."]
     most = rows_of(of, rows, decisions.expert_load)[0]
-    text += f" With --expert-load {decisions.expert_load} the fullest expert gets {most:,} of {rows:,} rows"
+    text += f" With a load {shown_load(decisions.expert_load)} the fullest expert gets {most:,} of {rows:,} rows"
     text += f" ({most * of.count / rows:.1f} times the mean): the products take {format_seconds(abs(taken - even))}"
     return [f"{text} {'longer' if taken >= even else 'less'} than with balanced experts, and memory is the same."]
 
