@@ -42,7 +42,7 @@ from memo_exec.training.conversations import Conversations, load_conversations
 from memo_exec.training.dataset import Dataset, load_dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.loop import StepFigure, Training
-from memo_exec.training.rollouts import MadeUp, Rollouts, load_rollouts
+from memo_exec.training.rollouts import MadeUp, load_rollouts
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.documents import attended_share, packed
@@ -244,7 +244,7 @@ def run(
 
 def _data(
     options: RunOptions, decisions: Decisions, hyperparameters: Hyperparameters
-) -> Dataset | Conversations | Rollouts | MadeUp:
+) -> Dataset | Conversations | MadeUp:
     """Return the data of a run: rollouts of a policy, conversations of a .jsonl file, or windows of a file of tokens.
 
     Raises:
@@ -260,7 +260,8 @@ def _data(
             hint="leave it out, or memo-sim what-if ... --objective grpo",
         )
     if options.data is not None and options.data.suffix.lower() == ".jsonl":
-        return load_conversations(options.data, decisions.model.vocab, decisions.seq_tokens, options.tokenizer)
+        vocab, room = decisions.model.vocab, _room(decisions)
+        return load_conversations(options.data, vocab, decisions.seq_tokens, options.tokenizer, room)
     if options.tokenizer is not None:
         raise UsageError(
             "a tokenizer is for conversations",
@@ -271,7 +272,12 @@ def _data(
     return load_dataset(options.data, decisions.model.vocab, decisions.documents)
 
 
-def _rollouts(options: RunOptions, decisions: Decisions, *, kl: bool) -> Rollouts | MadeUp:
+def _room(decisions: Decisions) -> int:
+    """Return the most documents of a sequence; 0 where a sequence is one."""
+    return decisions.documents.most_pieces(decisions.seq_tokens) if decisions.documents else 0
+
+
+def _rollouts(options: RunOptions, decisions: Decisions, *, kl: bool) -> Conversations | MadeUp:
     vocab = decisions.model.vocab
     if options.tokenizer is not None:
         raise UsageError(
@@ -286,7 +292,7 @@ def _rollouts(options: RunOptions, decisions: Decisions, *, kl: bool) -> Rollout
             wanted="a .jsonl file with prompt_ids, completion_ids, advantage, old_logprobs and ref_logprobs",
             hint="leave --data out for made-up rollouts",
         )
-    return load_rollouts(options.data, vocab, decisions.seq_tokens, kl=kl)
+    return load_rollouts(options.data, vocab, decisions.seq_tokens, kl=kl, room=_room(decisions))
 
 
 def _check_inputs(options: RunOptions) -> None:
@@ -551,12 +557,14 @@ def documents_of(training: Training) -> str:
     """Return how many documents sequences had, and which share of a whole sequence's pairs they attended."""
     decisions = training.plan.decisions
     assert decisions.documents is not None
-    length, drawn = decisions.seq_tokens, packed(decisions.documents, decisions.seq_tokens)
-    planned = sum(map(len, drawn)) / len(drawn)
+    length, expected = decisions.seq_tokens, packed(decisions.documents, decisions.seq_tokens)
+    planned = sum(map(len, expected)) / len(expected)
     share = format_percent(training.attended / (training.sequences * length**2))
     pieces = training.pieces / training.sequences
     wanted = format_percent(attended_share(decisions.documents, length))
-    source = "the file's" if training.dataset.ends is not None else "lengths drawn from the plan's"
+    data = training.dataset
+    drawn = isinstance(data, MadeUp) or (isinstance(data, Dataset) and data.ends is None)
+    source = "lengths drawn from the plan's" if drawn else "the file's"
     return (
         f"documents: {pieces:,.1f} a sequence, {share} of its pairs attended (planned for {planned:,.1f} and {wanted});"
         f" {source}"

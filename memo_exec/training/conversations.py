@@ -12,7 +12,8 @@ template of a model's folder. Where the template marks what the assistant writes
 which tokens count. Otherwise the tokens of the messages up to each answer are compared with those that include it.
 
 A sequence that is longer than the plan's is cut, so a conversation whose prompt fills it has no target and is left out.
-Conversations are not packed: no token sees another conversation, and what a shorter one leaves is padding.
+What a shorter one leaves is padding. A plan with documents packs conversations into a sequence, in the order in which
+they are drawn, until the next one does not fit; each is a document, so no token sees another conversation.
 
 The file is played in epochs. The order of an epoch depends only on the seed and its number.
 """
@@ -37,6 +38,10 @@ from memo_sim.contract.units import counted, format_percent
 
 Ids = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+
+NUMBERS = 3
+"""Of a rollout's token: advantage, log-probability when drawn, and log-probability by the reference model."""
 
 MARKED = "{% generation"
 """What a chat template has before what the assistant writes; also with ``-`` behind the percent sign."""
@@ -49,6 +54,8 @@ class Conversation:
 
     ids: Ids
     counted: Bools
+    rollout: Floats | None = None
+    """A policy's numbers of each token, (tokens, 3) (``rollouts.py``)."""
 
     def targets(self, seq_tokens: int) -> int:
         """Return the number of targets among the first ``seq_tokens`` labels."""
@@ -62,14 +69,18 @@ class Conversations:
     path: Path
     items: tuple[Conversation, ...]
     seq_tokens: int
+    room: int = 0
+    """The most documents of a sequence of a plan that packs them; 0: a sequence is one conversation."""
     noun: str = "conversation"
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of all tokens and targets, and so of file, tokenizer and template; a checkpoint pins it."""
+        """Hash of all tokens, targets and numbers, and so of file, tokenizer and template; a checkpoint pins it."""
         found = hashlib.sha256()
         for item in self.items:
             found.update(len(item.ids).to_bytes(8, "little") + item.ids.tobytes() + item.counted.tobytes())
+            if item.rollout is not None:
+                found.update(item.rollout.tobytes())
         return found.hexdigest()
 
     @cached_property
@@ -78,16 +89,15 @@ class Conversations:
         return tuple(item for item in self.items if item.targets(self.seq_tokens))
 
     def short_of(self, seq_tokens: int) -> str:
-        """Return what the sequences hold: targets, padding, and what was cut or left out."""
+        """Return what the sequences of an epoch hold: targets, padding, and what was cut or left out."""
         held = [min(len(item.ids), seq_tokens) for item in self.used]
         cut = sum(len(item.ids) > seq_tokens + 1 for item in self.used)
-        targets = sum(item.targets(seq_tokens) for item in self.used)
-        room = seq_tokens * len(self.used)
-        mean = sum(held) / len(held)
+        targets, sequences = sum(item.targets(seq_tokens) for item in self.used), len(self._epoch(0, 0))
+        room, mean = seq_tokens * sequences, sum(held) / len(held)
         text = (
-            f"{self.path}: {counted(len(self.used), self.noun)} of {mean:,.0f} tokens on average, "
-            f"{format_percent(targets / room)} of the tokens are targets, {format_percent(1 - sum(held) / room)} "
-            "are padding"
+            f"{self.path}: {counted(len(self.used), self.noun)} of {mean:,.0f} tokens on average in "
+            f"{counted(sequences, 'sequence')}, {format_percent(targets / room)} of the tokens are targets, "
+            f"{format_percent(1 - sum(held) / room)} are padding"
         )
         if cut:
             text += f"; {cut} cut at {seq_tokens} tokens"
@@ -99,29 +109,61 @@ class Conversations:
         """Return the global batch of one step. It depends only on the arguments and the conversations."""
         ids = np.zeros((sequences, seq_tokens), dtype=np.int64)
         labels = np.full((sequences, seq_tokens), IGNORED_LABEL, dtype=np.int64)
-        for row, item in enumerate(self.drawn(seed, (step - 1) * sequences, sequences)):
-            place(item, ids[row], labels[row])
-        return Batch(ids, labels)
+        rollout = np.zeros((sequences, seq_tokens, NUMBERS), dtype=np.float32)
+        documents = list[tuple[int, ...]]()
+        for row, held in enumerate(self._drawn(seed, (step - 1) * sequences, sequences)):
+            ends = [0]
+            for item in held:
+                place = slice(ends[-1], seq_tokens)
+                _place(item, ids[row, place], labels[row, place], rollout[row, place])
+                ends.append(min(ends[-1] + len(item.ids), seq_tokens))
+            documents.append((*ends[1:], *([seq_tokens] if ends[-1] < seq_tokens else [])))
+        numbers = rollout if self.items[0].rollout is not None else None
+        return Batch(ids, labels, tuple(documents) if self.room else (), numbers)
 
-    def drawn(self, seed: int, first: int, count: int) -> Iterator[Conversation]:
-        """Yield ``count`` conversations from the ``first`` on, epoch after epoch."""
-        size = len(self.used)
+    def _drawn(self, seed: int, first: int, count: int) -> Iterator[list[Conversation]]:
+        """Yield the conversations of ``count`` sequences from the ``first`` on, epoch after epoch."""
+        epoch, begun = 0, 0
         for at in range(first, first + count):
-            epoch, place_in_epoch = divmod(at, size)
-            order = np.random.default_rng([seed, epoch]).permutation(size)
-            yield self.used[int(order[place_in_epoch])]
+            while at - begun >= len(self._epoch(seed, epoch)):
+                begun += len(self._epoch(seed, epoch))
+                epoch += 1
+            yield self._epoch(seed, epoch)[at - begun]
+
+    def _epoch(self, seed: int, epoch: int) -> list[list[Conversation]]:
+        """Return the conversations of each sequence of an epoch; padding is a document of a plan that packs them."""
+        if (seed, epoch) in self._epochs:
+            return self._epochs[seed, epoch]
+        order = np.random.default_rng([seed, epoch]).permutation(len(self.used))
+        found, free = list[list[Conversation]](), 0
+        for item in (self.used[number] for number in order.tolist()):
+            if not found or len(item.ids) > free or len(found[-1]) + 1 >= self.room:
+                found.append([])
+                free = self.seq_tokens
+            found[-1].append(item)
+            free -= min(len(item.ids), free)
+        self._epochs[seed, epoch] = found
+        return found
+
+    @cached_property
+    def _epochs(self) -> dict[tuple[int, int], list[list[Conversation]]]:
+        return {}
 
 
-def place(item: Conversation, ids: Ids, labels: Ids) -> None:
-    """Write a conversation's tokens and labels at the start of one sequence; labels are the next tokens."""
+def _place(item: Conversation, ids: Ids, labels: Ids, rollout: Floats) -> None:
+    """Write a conversation at the start of a sequence's free part; labels and numbers are those of the next tokens."""
     tokens, targets = item.ids, item.counted
     ids[: len(tokens)] = tokens[: len(ids)]
     following = np.where(targets[1:], tokens[1:], IGNORED_LABEL)[: len(labels)]
     labels[: len(following)] = following
+    if item.rollout is not None:
+        rollout[: len(following)] = item.rollout[1 : len(following) + 1]
 
 
-def load_conversations(file: Path, vocab: int, seq_tokens: int, tokenizer_folder: Path | None) -> Conversations:
-    """Return the conversations of a JSONL file.
+def load_conversations(
+    file: Path, vocab: int, seq_tokens: int, tokenizer_folder: Path | None, room: int = 0
+) -> Conversations:
+    """Return the conversations of a JSONL file; ``room``: the most documents of a sequence of a plan that packs them.
 
     Raises:
         BadInput: when the file, a line, the tokenizer or its chat template cannot be used, or there is no target.
@@ -129,7 +171,7 @@ def load_conversations(file: Path, vocab: int, seq_tokens: int, tokenizer_folder
     """
     tokenizer = _Tokenizer(tokenizer_folder, file) if tokenizer_folder is not None else None
     items = tuple(_conversation(line, tokenizer, vocab, where) for line, where in lines_of(file))
-    found = Conversations(file, items, seq_tokens)
+    found = Conversations(file, items, seq_tokens, room)
     if not found.used:
         raise BadInput(
             f"no conversation has a target within {counted(seq_tokens, 'token')}",

@@ -29,7 +29,7 @@ from memo_exec.training import checkpoint, run_folder
 from memo_exec.training.conversations import Conversations
 from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
 from memo_exec.training.hyperparameters import Hyperparameters
-from memo_exec.training.rollouts import MadeUp, Rollouts
+from memo_exec.training.rollouts import MadeUp
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import GIB, format_percent, format_seconds
@@ -67,7 +67,7 @@ class Training:
 
     plan: Plan
     interpreter: Interpreter
-    dataset: Dataset | Conversations | Rollouts | MadeUp
+    dataset: Dataset | Conversations | MadeUp
     hyperparameters: Hyperparameters
     seed: int
     step: int = 0

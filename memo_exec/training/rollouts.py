@@ -7,7 +7,7 @@ A line of a JSONL file, in tokens of the model:
 
 ``advantage`` is one number for the completion, or a list with one for each of its tokens. ``old_logprobs`` are those of
 the model that drew the completion. ``ref_logprobs`` are those of the reference model, needed where the KL term has a
-weight. Sequences are padded and cut, and drawn epoch by epoch, as conversations are (``conversations.py``).
+weight. Sequences are padded, cut or packed, and drawn epoch by epoch, as conversations are (``conversations.py``).
 
 Without a file, rollouts are made up from the shipped text: random advantages, and log-probabilities around those of an
 untrained model. Such a run measures a step; it learns nothing.
@@ -15,65 +15,21 @@ untrained model. Such a run measures a step; it learns nothing.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from memo_exec.training.conversations import Conversation, Conversations, joined, lines_of, place, tokens_of
+from memo_exec.training.conversations import NUMBERS, Conversation, Conversations, Floats, joined, lines_of, tokens_of
 from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.units import counted
 
-Floats = NDArray[np.float32]
-
-NUMBERS = 3
-"""Advantage, log-probability when drawn, and log-probability by the reference model."""
 SPREAD = 0.3
 """Standard deviation of made-up log-probabilities."""
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """Completions of a file, each with (tokens, 3) numbers; stands where a ``Dataset`` does."""
-
-    drawn: Conversations
-    numbers: dict[int, Floats]
-    """By the identity of a conversation."""
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self.drawn.path
-
-    @cached_property
-    def sha256(self) -> str:
-        """Hash of tokens, targets and numbers; a checkpoint pins it."""
-        found = hashlib.sha256(self.drawn.sha256.encode())
-        for item in self.drawn.items:
-            found.update(self.numbers[id(item)].tobytes())
-        return found.hexdigest()
-
-    def short_of(self, seq_tokens: int) -> str:
-        """Return what the sequences hold: targets, padding, and what was cut or left out."""
-        return self.drawn.short_of(seq_tokens)
-
-    def batch(self, seed: int, step: int, sequences: int, seq_tokens: int) -> Batch:
-        """Return the global batch of one step. It depends only on the arguments and the file."""
-        ids = np.zeros((sequences, seq_tokens), dtype=np.int64)
-        labels = np.full((sequences, seq_tokens), IGNORED_LABEL, dtype=np.int64)
-        rollout = np.zeros((sequences, seq_tokens, NUMBERS), dtype=np.float32)
-        for row, item in enumerate(self.drawn.drawn(seed, (step - 1) * sequences, sequences)):
-            place(item, ids[row], labels[row])
-            following = self.numbers[id(item)][1 : seq_tokens + 1]  # a label is the next token
-            rollout[row, : len(following)] = following
-        return Batch(ids, labels, rollout=rollout)
 
 
 @dataclass(frozen=True)
@@ -109,29 +65,29 @@ class MadeUp:
         return Batch(drawn.ids, labels, drawn.documents, rollout)
 
 
-def load_rollouts(file: Path, vocab: int, seq_tokens: int, *, kl: bool) -> Rollouts:
+def load_rollouts(file: Path, vocab: int, seq_tokens: int, *, kl: bool, room: int = 0) -> Conversations:
     """Return the rollouts of a JSONL file; ``kl``: whether log-probabilities of the reference model are needed.
+
+    ``room``: the most documents of a sequence of a plan that packs them.
 
     Raises:
         BadInput: when the file or a line cannot be used, or no token counts.
     """
-    items, numbers = list[Conversation](), dict[int, Floats]()
+    items = list[Conversation]()
     for line, where in lines_of(file):
         prompt, completion = (tokens_of(line, f"{name}_ids", vocab, where) for name in ("prompt", "completion"))
-        item = joined(prompt, completion)
-        found = np.zeros((len(item.ids), NUMBERS), dtype=np.float32)
-        found[len(prompt) :] = np.stack(list(_columns(line, len(completion), where, kl=kl)), axis=1)
-        items.append(item)
-        numbers[id(item)] = found
-    drawn = Conversations(file, tuple(items), seq_tokens, "rollout")
-    if not drawn.used:
+        numbers = np.zeros((len(prompt) + len(completion), NUMBERS), dtype=np.float32)
+        numbers[len(prompt) :] = np.stack(list(_columns(line, len(completion), where, kl=kl)), axis=1)
+        items.append(replace(joined(prompt, completion), rollout=numbers))
+    found = Conversations(file, tuple(items), seq_tokens, room, "rollout")
+    if not found.used:
         raise BadInput(
             f"no completion has a token within {counted(seq_tokens, 'token')}",
             where=str(file),
             got=counted(len(items), "rollout"),
             hint="longer sequences (--seq-len of the plan), or other data",
         )
-    return Rollouts(drawn, numbers)
+    return found
 
 
 def _columns(line: dict[str, Any], tokens: int, where: str, *, kl: bool) -> Iterator[Floats]:

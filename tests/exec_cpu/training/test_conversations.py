@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from memo_exec.commands.run import RunOptions, run
 from memo_exec.training import weights
 from memo_exec.training.conversations import load_conversations
 from memo_exec.verification.autograd_model import AutogradModel
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import BadInput, UsageError
 from tests.exec_cpu.plans import byte_decisions, write_plan
 from tests.exec_cpu.small import batch, decide, llama, play, scalars
@@ -83,7 +85,7 @@ def test_what_has_no_target_is_left_out_and_longer_ones_are_cut(tmp_path: Path) 
     found = load_conversations(lines_in(tmp_path, *lines), 16, 4, None)
     assert [item.targets(4) for item in found.items] == [4, 2, 0]
     assert (
-        "2 conversations of 4 tokens on average, 75.0 % of the tokens are targets, 0.0 % are padding"
+        "2 conversations of 4 tokens on average in 2 sequences, 75.0 % of the tokens are targets, 0.0 % are padding"
         in found.short_of(4)
     )
     assert "1 cut at 4 tokens" in found.short_of(4)
@@ -142,3 +144,21 @@ def test_unequal_counts_of_micro_batches_weigh_every_target_alike() -> None:
     logits = torch.cat([reference.logits(ids.view(1, -1)).flatten(0, 1) for ids, _ in batches])
     wanted = torch.nn.functional.cross_entropy(logits, torch.cat([labels for _, labels in batches]), ignore_index=-100)
     assert record.loss == pytest.approx(float(wanted.detach()), rel=1e-5)
+
+
+def test_a_plan_with_documents_packs_conversations_that_see_none_of_each_other(tmp_path: Path) -> None:
+    lines = [{"prompt_ids": [count], "completion_ids": [2] * count} for count in (1, 2, 3, 5)]
+    found = load_conversations(lines_in(tmp_path, *lines), 16, 8, None, room=3)
+    drawn = found.batch(0, 1, 4, 8)
+    for ids, labels, ends in zip(drawn.ids, drawn.labels, drawn.documents, strict=True):
+        assert ends[-1] == 8
+        assert len(ends) <= 3
+        for first, end in pairwise((0, *ends)):
+            answers = ids[first] if ids[first] else 0  # a document begins with the number of its answer's tokens
+            assert (labels[first:end] == 2).sum() == answers
+            assert answers in (0, end - first - 1)
+    assert "in 3 sequences" in found.short_of(8)  # of four conversations
+    plan = write_plan(tmp_path / "plan.json", byte_decisions(documents=Documents(lengths=((64, 1),), most=4)))
+    notes: list[str] = []
+    assert run(plan, RunOptions(steps=1, data=tmp_path / "chat.jsonl"), note=notes.append) is not None
+    assert any("the file's" in note for note in notes)
