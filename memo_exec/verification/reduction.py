@@ -29,6 +29,7 @@ from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Layout
 from memo_sim.contract.verdict import Reduction
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.heads import are_even, divided_heads, sharing_ranks
+from memo_sim.program.layout.parameters import gradient_dtype, without_masters
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.rank_order import AXES
 from memo_sim.program.layout.stage import layers_of_runs
@@ -170,6 +171,7 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("head groups", lambda d: str(d.kernels.head_groups)),
     ("dtype", lambda d: d.dtype),
     ("states", lambda d: d.states),
+    ("sums of gradients", gradient_dtype),
     ("attention kernel", lambda d: d.kernels.attention),
     ("row-wise kernels", lambda d: d.kernels.rowwise),
     ("library workspaces", lambda d: "in the arena" if d.replay_allocator else "torch's allocator"),
@@ -258,7 +260,8 @@ def _policy(decisions: Decisions, layout: Layout, dtype: DtypeName, attention: s
         attention_chunk_tokens=0,
         loss_chunk_tokens=0,
         dtype=dtype,
-        states="fp32" if decisions.states == "pure-bf16" and dtype != "bf16" else decisions.states,
+        states="fp32" if without_masters(decisions) and dtype != "bf16" else decisions.states,
+        grad_sums="auto" if dtype != "bf16" else decisions.grad_sums,
         replay_allocator=False,
         libraries=None,
         kernels=kernels,

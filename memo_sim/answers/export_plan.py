@@ -175,6 +175,14 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             wanted="a plan without documents",
             hint="memo-exec runs the plan itself",
         )
+    if decisions.objective != "next-token":
+        raise UsageError(
+            "memo writes jobs with the objective next-token alone",
+            where="decisions.objective",
+            got=decisions.objective,
+            wanted="next-token",
+            hint="memo-exec runs the plan itself, on given rollouts",
+        )
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)
         try:
