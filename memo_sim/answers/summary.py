@@ -23,6 +23,7 @@ from memo_sim.planning.question import Question
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.experts import active_weights
+from memo_sim.reasons.windows import attended
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
 
@@ -209,6 +210,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(decisions),
+        *_windows(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -218,8 +220,15 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
 def _rowwise(decisions: Decisions) -> str:
     """Return whose row-wise kernels a plan has; of fused ones, which operator of the model is not among them."""
     text = KERNELS[decisions.kernels.rowwise]
-    torchs = decisions.kernels.rowwise == "triton" and decisions.model.qk_norm and "qk_norm" not in FUSED_KINDS
-    return f"{text} (qk_norm: torch operators)" if torchs else text
+    model = decisions.model
+    own = {
+        "qk_norm": model.qk_norm,
+        "geglu": model.gated and model.activation != "silu",
+        "attention.sink": model.sinks,
+    }
+    torchs = [kind.removeprefix("attention.") for kind, has in own.items() if has and kind not in FUSED_KINDS]
+    fused = decisions.kernels.rowwise == "triton" and torchs
+    return f"{text} ({', '.join(torchs)}: torch operators)" if fused else text
 
 
 def _changes(question: Question) -> list[Assumption]:
@@ -272,6 +281,12 @@ def _experts(decisions: Decisions) -> list[Assumption]:
         f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
     )
     return [Assumption(name="experts", value=value, option="--expert-load")]
+
+
+def _windows(decisions: Decisions) -> list[Assumption]:
+    """Return the windows and sinks of the model's attention."""
+    found = attended(decisions.model, decisions.seq_tokens)
+    return [Assumption(name="attention windows", value=found)] if found else []
 
 
 def _not_read(question: Question) -> list[Assumption]:
