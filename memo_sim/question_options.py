@@ -24,6 +24,7 @@ from memo_sim.contract.knobs import (
     POWER_W,
     CountOrAuto,
     Degree,
+    Factor,
     Flag,
     Fraction,
     Knob,
@@ -150,8 +151,9 @@ def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
             attributes["type"] = click.IntRange(1)
         case Whole(least, most):
             attributes["type"] = click.IntRange(least, most)
-        case Fraction():
-            attributes["type"] = Finite(0, 1)
+        case Fraction() | Factor():
+            factor = isinstance(knob.kind, Factor)
+            attributes["type"] = Finite(0, knob.kind.most, min_open=True) if factor else Finite(0, 1)
         case OneOf(words):
             attributes["type"] = click.Choice(words)
         case CountOrAuto():

@@ -478,6 +478,8 @@ def _remarks(training: Training, *, debug: bool) -> Iterator[str]:
         yield interpreter.below.report().line()
     if interpreter.decisions.model.mixture is not None:
         yield load_of_experts(interpreter)
+    if training.overflow is not None:
+        yield training.overflow.line()
     if debug:
         steps = counted(len(training.records), "step")
         yield f"debug: {steps} without a fault; the times include the checks, so do not compare them"

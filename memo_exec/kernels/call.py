@@ -76,6 +76,9 @@ class Context:
         mixture = self.model.mixture
         self.loads = torch.zeros(mixture.count if mixture else 0, dtype=torch.int64, device=self.device)
         """Rows of a layer's fullest expert, of the next one, and so on, summed over all layers that were routed."""
+        self.overflow = torch.zeros(3, dtype=torch.int64, device=self.device)
+        """With ranks that share experts: dispatched rows that were dropped, the most rows that one layer sent to a
+        rank, and all dispatched rows, of all forwards so far."""
         self.merging = self._merging()
         """Scratch bytes for merging partial attention results; None if the plan merges nothing."""
 

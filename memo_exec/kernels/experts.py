@@ -105,9 +105,9 @@ def linear_wgrad(call: Call) -> None:
 
 def swiglu(call: Call) -> None:
     """``out = probability * silu(gate) * up``; the probability is that of the row's token for its expert."""
-    x, out, order = call.matrix("x"), call.matrix("out"), call["order"]
+    x, out = call.matrix("x"), call.matrix("out")
     scratch, count = call.scratch(), min(len(out), NORM_ROWS)
-    weights = _probabilities(call, scratch.take(len(order)))
+    weights = _probabilities(call, scratch.take(len(out)))
     wide = None if out.dtype == torch.float32 else scratch.take(count, out.shape[1])
     for block in _blocks(len(out)):
         gate, up = torch.split(x[block], out.shape[1], dim=1)
@@ -125,9 +125,9 @@ def swiglu_backward(call: Call) -> None:
     With g the gradient of the weighted activation and p the row's probability: the activation's gradient is p * g, and
     the probability's is the sum of g * silu(gate) * up over the row. So the second product's result is not needed.
     """
-    grad, order = call.matrix("grad"), call["order"]
+    grad, order = call.matrix("grad"), call.get("order")
     scratch, count = call.scratch(), min(len(grad), NORM_ROWS)
-    weights, sums = _probabilities(call, scratch.take(len(order))), scratch.take(len(order), 1)
+    weights, sums = _probabilities(call, scratch.take(len(grad))), scratch.take(len(grad), 1)
     wide, factor = scratch.take(count, grad.shape[1]), scratch.take(count, grad.shape[1])
     for block in _blocks(len(grad)):
         gate, up = torch.split(call["x"][block], grad.shape[1], dim=1)
@@ -140,11 +140,16 @@ def swiglu_backward(call: Call) -> None:
         work.copy_(grad[block]).mul_(weight)
         grad_gate.copy_(other.copy_(up).mul_(work))
         aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-    call["grad_probs"].view(-1).index_copy_(0, order, sums.view(-1))
+    if order is None:  # rows of several ranks: the gradients go back to them
+        call["grad_probs"].copy_(sums.view(-1))
+    else:
+        call["grad_probs"].view(-1).index_copy_(0, order, sums.view(-1))
 
 
 def _probabilities(call: Call, out: Tensor) -> Tensor:
-    """Write the probability of every dispatched row; return them as one column."""
+    """Write the probability of every dispatched row; return them as one column. Rows of several ranks bring theirs."""
+    if (gates := call.get("gates")) is not None:
+        return gates.view(-1, 1)
     torch.index_select(call["probs"].view(-1), 0, call["order"], out=out)
     return out.unsqueeze(1)
 

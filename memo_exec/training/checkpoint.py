@@ -352,7 +352,7 @@ def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
 
     dtype, model = TORCH_DTYPES[interpreter.decisions.dtype], interpreter.decisions.model
     found = {}
-    for kind in BlockKind:
+    for kind in (BlockKind.EMBED, BlockKind.LAYER, BlockKind.HEAD):
         count = model.layers if kind is BlockKind.LAYER else 1
         for layer, block in enumerate([f"layer.{i}" for i in range(count)] if kind is BlockKind.LAYER else [kind]):
             for each in whole_block(model, kind, layer).parameters:

@@ -11,6 +11,7 @@ from memo_sim.contract.knobs import (
     Chosen,
     CountOrAuto,
     Degree,
+    Factor,
     Flag,
     Fraction,
     Knob,
@@ -69,7 +70,7 @@ def _type(knob: Knob, annotation: str) -> str:
     match knob.kind:
         case Degree() | Whole():
             own = "int"
-        case Fraction():
+        case Fraction() | Factor():
             own = "float"
         case Switch() | Flag():
             own = "bool"

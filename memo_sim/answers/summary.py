@@ -20,6 +20,7 @@ from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.layout.expert_load import MARGIN, capacity_rows
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.experts import active_weights
@@ -253,6 +254,7 @@ def _states(decisions: Decisions) -> str:
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
+        what += f", those of experts over {layout.expert_replicas}" if layout.ep > 1 else ""
     return what
 
 
@@ -266,8 +268,24 @@ def _batch(question: Question, decisions: Decisions) -> str:
 
 def _experts(decisions: Decisions) -> list[Assumption]:
     """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
-    if decisions.model.mixture is None:
+    of, layout = decisions.model.mixture, decisions.layout
+    if of is None:
         return []
+    if layout.ep > 1:
+        rows, load = decisions.local_tokens * of.per_token, decisions.expert_load
+        sizes = (of, rows, load, layout.ep)
+        most = capacity_rows(*sizes, decisions.expert_capacity)
+        whence = "given" if decisions.expert_capacity else f"{MARGIN:g} times what the fullest rank is expected to get"
+        beyond = {
+            "drop": "rows beyond it count as zero, and memo-exec run reports them",
+            "refuse": "a step with rows beyond it is not applied, and ends the run",
+        }
+        value = (
+            f"{load} load, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; a rank "
+            f"can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean ({whence}); "
+            f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {active_weights(decisions.model)}"
+        )
+        return [Assumption(name="experts", value=value, option="--ep, --expert-load, --expert-capacity")]
     value = (
         f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
     )

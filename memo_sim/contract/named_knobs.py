@@ -13,6 +13,7 @@ from memo_sim.contract.knobs import (
     AdamwKernels,
     CpExchange,
     DtypeName,
+    ExpertOverflow,
     GradSums,
     Loss,
     MemoryPolicy,
@@ -41,6 +42,7 @@ class Knobs(TypedDict, total=False):
     cp_exchange: CpExchange | None
     ulysses: int | None
     uneven_heads: bool | None
+    ep: int | None
     metp: int | None
     overlap_exchanges: bool | None
     keep_norms: bool | None
@@ -85,5 +87,7 @@ class Knobs(TypedDict, total=False):
     streams: Streams | None
     modules: Modules | None
     expert_load: str | None
+    expert_capacity: float | None
+    expert_overflow: ExpertOverflow | None
     micro_batch: int | None
     global_batch: int | None

@@ -92,6 +92,8 @@ class Question(Chosen):
             zero_params=self._zero_params(layout),
             grad_sums=self.grad_sums,
             expert_load=self.expert_load,
+            expert_capacity=self.expert_capacity if layout.ep > 1 else 0.0,
+            expert_overflow=self.expert_overflow if layout.ep > 1 else "drop",
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,

@@ -468,6 +468,42 @@ EXPERTS = (
         wanted="balanced",
         hint="leave --expert-load out",
     ),
+    Rule(
+        name="expert parallelism: model",
+        breaks=lambda d: d.layout.ep > 1 and d.model.mixture is None,
+        what="a model without experts has none to share",
+        where="layout.ep",
+        got=lambda d: str(d.layout.ep),
+        wanted="1",
+        hint="leave --ep out, or a model with experts",
+    ),
+    Rule(
+        name="expert parallelism: replicas",
+        breaks=lambda d: d.layout.replicas % d.layout.ep > 0,
+        what="the ranks with the same parameters do not make up whole groups that share experts",
+        where="layout.ep",
+        got=lambda d: f"{d.layout.ep} of {d.layout.replicas} ranks",
+        wanted="a divisor of cp x ulysses x dp",
+        hint="another --ep, or more --dp, --cp or --ulysses; tp divides the features inside every expert",
+    ),
+    Rule(
+        name="expert parallelism: zero_ranks",
+        breaks=lambda d: d.layout.ep > 1 and d.layout.zero_ranks > 0,
+        what="ZeRO over groups of replicas has no lowering beside experts that ranks share",
+        where="layout.zero_ranks",
+        got=lambda d: f"{d.layout.zero_ranks} with ep {d.layout.ep}",
+        wanted="0",
+        hint="leave --zero-ranks out: the experts' states are divided over cp x ulysses x dp / ep ranks",
+    ),
+    Rule(
+        name="capacity of experts: ep",
+        breaks=lambda d: d.layout.ep == 1 and (d.expert_capacity > 0 or d.expert_overflow != "drop"),
+        what="a rank with all experts has a place for every row",
+        where="decisions.expert_capacity",
+        got=lambda d: f"capacity {d.expert_capacity:g}, overflow {d.expert_overflow} with ep 1",
+        wanted="0 and drop",
+        hint="--ep 2 or more, or leave --expert-capacity and --expert-overflow out",
+    ),
 )
 
 RULES = (

@@ -1,5 +1,7 @@
 """Offsets and shapes of the parameters in their block: ``embed``, one block for each layer, and ``head``.
 
+With expert parallelism a layer has a second block, ``experts``: other ranks hold the same than those of the rest.
+
 A block is a flat range of elements (features 1): first the matrices, which have weight decay, then the vectors. An
 optimizer therefore sees two runs (decay, no decay), while a checkpoint sees names. Names inside a layer are memo's own;
 ``memo_exec`` maps them to those of Hugging Face.
@@ -15,7 +17,7 @@ from enum import IntEnum
 from math import prod
 
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import Decisions
 
 
@@ -100,11 +102,12 @@ def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
     return _block("embed", matrices, [])
 
 
-def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer") -> Block:
+def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer", ep: int = 1) -> Block:
     """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
 
     The experts' matrices lie one after the other, each with its gate before its up half. ``name``: the block's name,
-    which differs by layer kind.
+    which differs by layer kind. ``ep``: where ranks share the experts, these are in a block of their own
+    (``experts_block``), and the router stays here.
     """
     h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
@@ -113,12 +116,9 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
     if (experts := layer.experts) is None:
         matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
     else:
-        inside = experts.hidden // tp
-        matrices += [
-            ("experts_up.weight", (experts.count * 2 * inside, h)),
-            ("experts_down.weight", (experts.count * h, inside)),
-            ("router.weight", (experts.count, h)),  # every rank has all of it, so it comes last
-        ]
+        if ep == 1:
+            matrices += _experts(experts, h, tp, ep)
+        matrices.append(("router.weight", (experts.count, h)))  # every rank has all of it, so it comes last
     vectors: Vectors = [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
@@ -130,6 +130,24 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
     return _block(name, matrices, vectors)
+
+
+def experts_block(model: Model, tp: int, ep: int, experts: Experts | None, *, name: str = "experts") -> Block | None:
+    """Return the block of one rank's experts; None where ranks share none (``ep`` 1, or a layer without experts).
+
+    Rank r of ``ep`` has the experts [r x count / ep, (r + 1) x count / ep), and of each the features of its rank of tp.
+    """
+    return None if ep == 1 or experts is None else shared_experts(model, tp, ep, experts, name=name)
+
+
+def shared_experts(model: Model, tp: int, ep: int, experts: Experts, *, name: str = "experts") -> Block:
+    """Return the block of one rank's experts, or (``ep`` 1) of all of them."""
+    return _block(name, _experts(experts, model.hidden, tp, ep), [])
+
+
+def _experts(experts: Experts, hidden: int, tp: int, ep: int) -> Matrices:
+    count, inside = experts.count // ep, experts.hidden // tp
+    return [("experts_up.weight", (count * 2 * inside, hidden)), ("experts_down.weight", (count * hidden, inside))]
 
 
 def head_block(model: Model, tp: int) -> Block:

@@ -11,7 +11,8 @@ tensor belongs to token i of the rank's shard. Layouts change the list:
   shard. The projection's input, the sequence-sharded output, is one tensor more.
 - Hugging Face's modules save more (``layers/huggingface.py``).
 - Experts replace the last two by those of dispatched rows, each token's rows one after the other by expert, and by what
-  the router decided (``layers/experts.py``). As large a part of dispatched rows is swapped as of tokens.
+  the router decided (``layers/experts.py``). As large a part of dispatched rows is swapped as of tokens. With expert
+  parallelism they are the rows that a rank received (``layers/expert_exchange.py``).
 - Attention without a flash kernel keeps scores instead of the log-sum-exp (``attention/plain.py``,
   ``attention/rsa.py``).
 """
@@ -102,6 +103,20 @@ def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, .
     def decided(name: str, kind: str, rows: int, features: int) -> Skeletal:
         return Skeletal(f"route_{name}", rows, features, kind, Fate.WHOLE)
 
+    if shape.ep > 1:
+        return (
+            decided("scores", "fp32", tokens, experts.count),
+            decided("probs", "fp32", tokens, experts.per_token),
+            decided("experts", "int64", tokens, experts.per_token),
+            decided("ends", "int32", experts.count, 1),
+            decided("seats", "int64", tokens, experts.per_token),
+            decided("sent", "int64", shape.expert_rows, 1),
+            decided("arrived", "int64", shape.expert_rows, 1),
+            decided("own_ends", "int32", shape.own_experts, 1),
+            decided("gates", "fp32", shape.expert_rows, 1),
+            Skeletal("up", shape.expert_rows, 2 * shape.expert_width, dtype, Fate.BY_TOKEN),
+            Skeletal("act", shape.expert_rows, shape.expert_width, dtype, Fate.BY_TOKEN),
+        )
     return (
         decided("scores", "fp32", tokens, experts.count),
         decided("probs", "fp32", tokens, experts.per_token),
