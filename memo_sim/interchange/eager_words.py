@@ -12,6 +12,7 @@ _NO_SUBSEQUENCES = "it plays whole sequences"
 _NO_ARENA = "its memory is that of PyTorch's caching allocator"
 _NO_SWAP = "it swaps no tokens of a layer's tensors"
 
+_NO_EXPERTS = "memo writes no options of experts"
 _COMMON: dict[str, Saying] = {
     "layout.cp_exchange": Saying("own", lost="its ranks gather all keys and values"),
     "layout.ulysses": Saying("none", lost="it has no all-to-all around attention; its context parallelism gathers"),
@@ -47,12 +48,15 @@ _COMMON: dict[str, Saying] = {
     "decisions.mlp_chunk_tokens": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.mlp_rebuild": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.attention_chunk_tokens": Saying("none", lost="its attention runs on the whole sequence"),
-    "decisions.expert_load": Saying("none", lost="memo writes no options of experts"),
+    "layout.ep": Saying("none", lost=_NO_EXPERTS),
+    "decisions.expert_load": Saying("none", lost=_NO_EXPERTS),
+    "decisions.expert_capacity": Saying("none", lost=_NO_EXPERTS),
+    "decisions.expert_overflow": Saying("none", lost=_NO_EXPERTS),
     "decisions.kernels.head_groups": Saying("none", lost="attention runs on all heads at once"),
     "decisions.libraries": Saying("own", lost="what is installed decides it"),
     "decisions.replay_allocator": Saying("none", lost=_NO_ARENA),
     "model.bidirectional": Saying("none", lost="it trains causal models"),
-    "model.experts": Saying("none", lost="memo writes no options of experts"),
+    "model.experts": Saying("none", lost=_NO_EXPERTS),
     "model.layer_pattern": Saying("none", lost="its models have layers of one kind"),
 }
 

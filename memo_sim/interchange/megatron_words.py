@@ -289,6 +289,7 @@ _NO_PARTS = "Megatron plays a sequence whole"
 _OWN = "Megatron's own"
 _LOSSES = "its loss divides the vocabulary over tp, unfused, or fused outside of deterministic mode"
 
+_NO_EXPERTS = "memo writes no options of experts"
 SAYINGS: dict[str, Saying] = {
     "model.family": Saying("exact", ("normalization", "gated_linear_unit")),
     "model.layers": Saying("exact", ("num_layers",)),
@@ -311,8 +312,11 @@ SAYINGS: dict[str, Saying] = {
     "model.linear_bias": Saying("exact", ("add_bias_linear",)),
     "model.qk_norm": Saying("exact", ("qk_layernorm",)),
     "model.bidirectional": Saying("none", (), "GPT has causal attention alone"),
-    "decisions.expert_load": Saying("none", (), "memo writes no options of experts"),
-    "model.experts": Saying("none", (), "memo writes no options of experts"),
+    "layout.ep": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_load": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_capacity": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_overflow": Saying("none", (), _NO_EXPERTS),
+    "model.experts": Saying("none", (), _NO_EXPERTS),
     "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),
     "layout.tp": Saying("exact", ("tensor_model_parallel_size",)),
