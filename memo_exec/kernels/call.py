@@ -55,6 +55,8 @@ class Context:
     """This process's rank in the layout; it decides which tokens the rows of a buffer are."""
     groups: Groups = field(default_factory=dict)
     """Process groups by lane and kind of group; empty if the layout has one device."""
+    debug: bool = False
+    """Whether reads of NaN are faults, so that rows which no product writes must not hold what was there before."""
 
     def __post_init__(self) -> None:
         """Allocate the constants once, so that no kernel allocates them."""

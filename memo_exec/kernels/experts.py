@@ -66,9 +66,10 @@ def linear(call: Call) -> None:
     weight = _weights(call, out.shape[1], x.shape[1])
     if in_one_call(x):
         out.copy_(torch._grouped_mm(x, weight.transpose(1, 2), offs=_offsets(call)))
-        return
-    for expert, rows in _runs(call):
-        torch.mm(x[rows], weight[expert].t(), out=out[rows])
+    else:
+        for expert, rows in _runs(call):
+            torch.mm(x[rows], weight[expert].t(), out=out[rows])
+    _clear_empty_seats(call, out)
 
 
 def linear_dgrad(call: Call) -> None:
@@ -77,9 +78,20 @@ def linear_dgrad(call: Call) -> None:
     weight = _weights(call, grad.shape[1], out.shape[1])
     if in_one_call(grad):
         out.copy_(torch._grouped_mm(grad, weight, offs=_offsets(call)))
-        return
-    for expert, rows in _runs(call):
-        torch.mm(grad[rows], weight[expert], out=out[rows])
+    else:
+        for expert, rows in _runs(call):
+            torch.mm(grad[rows], weight[expert], out=out[rows])
+    _clear_empty_seats(call, out)
+
+
+def _clear_empty_seats(call: Call, out: Tensor) -> None:
+    """Zero the rows of no expert, where ranks share experts and debug mode looks for NaN.
+
+    Otherwise they keep what was there before. Row-wise kernels work on them too, and nothing reads what they make.
+    """
+    if call.context.debug and call.context.decisions.layout.ep > 1:
+        first, count = _rows(call)
+        out[max(0, int(call["ends"][-1]) - first) : count].zero_()
 
 
 def linear_wgrad(call: Call) -> None:

@@ -6,7 +6,9 @@ in the tests of overflow.
 
 from __future__ import annotations
 
+import re
 from math import isfinite, isinf
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from memo_exec.commands.run import RunOptions, run
 from memo_exec.distributed.groups import make_groups
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
@@ -27,7 +30,8 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.layout.expert_load import capacity_rows
 from memo_sim.program.lower import lower
 from tests.distributed import parity
-from tests.distributed.team import PATIENCE_S, Member, Team
+from tests.distributed.team import PATIENCE_S, Failed, Member, Team
+from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
 from tests.exec_cpu.small import EXPERT_MODELS, decide
 
 CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
@@ -90,7 +94,7 @@ def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team) -> N
     decisions = with_capacity()
     ranks = team.play(overflowing, 2, decisions)
     model = reference(decisions)
-    (torch.stack([model.sum_of_losses(rank) for rank in (0, 1)]).sum() / 128).backward()
+    torch.autograd.backward(torch.stack([model.sum_of_losses(rank) for rank in (0, 1)]).sum() / 128)
     assert [counts[0] for _, counts, _, _ in ranks] == model.dropped
     assert all(changed and dropped > 0 for changed, (dropped, _, _), _, _ in ranks)
     assert [counts[1:] for _, counts, _, _ in ranks] == [[most, 128] for most in model.most]
@@ -113,6 +117,41 @@ def test_a_step_with_too_many_rows_is_not_applied_if_the_plan_refuses_it(team: T
         assert all(not changed and isinf(norm) for changed, _, norm, _ in ranks)
     ranks = team.play(overflowing, 2, with_capacity(expert_overflow="refuse", expert_capacity=2.0))
     assert all(changed and isfinite(norm) and counts[0] == 0 for changed, counts, norm, _ in ranks)
+
+
+def run_plan(member: Member, plan: Path, options: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """Run a plan as one of its ranks; return the losses, and what the run said."""
+    said: list[str] = []
+    outcome = run(plan, RunOptions(**options), note=said.append)
+    assert outcome is not None
+    assert outcome.rank == member.rank
+    return outcome.comparison.losses, said
+
+
+@pytest.mark.slow
+def test_a_run_reports_or_refuses_overflow_and_resumes_on_another_number_of_ranks(team: Team, tmp_path: Path) -> None:
+    model = msgspec.structs.replace(EXPERT_MODELS["mixtral"], vocab=BYTES)
+
+    def plan(name: str, layout: Layout, **fields: Any) -> Path:
+        decisions = byte_decisions(model=model, layout=layout, global_batch=4, **fields)
+        return write_plan(tmp_path / f"{name}.json", decisions)
+
+    shared = Layout(dp=2, ep=2, zero=1)
+    one, whole = plan("one", Layout()), plan("whole", shared, expert_capacity=2.0)
+    ((wanted, _),) = team.play(run_plan, 1, one, {"steps": 3}, meets=False)
+    for losses, _ in team.play(run_plan, 2, whole, {"steps": 1, "debug": True}, meets=False):
+        assert losses == pytest.approx(wanted[:1], rel=1e-4)
+    saved: dict[str, Any] = {"save": tmp_path / "saved", "steps": 2}
+    for losses, _ in team.play(run_plan, 2, whole, saved, meets=False):
+        assert losses == pytest.approx(wanted[:2], rel=1e-4)
+    ((losses, _),) = team.play(run_plan, 1, one, saved | {"steps": 3, "resume": True}, meets=False)
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    few, refusing = (plan(name, shared, expert_capacity=0.6, expert_overflow=name) for name in ("drop", "refuse"))
+    (_, said), _ = team.play(run_plan, 2, few, {"steps": 1}, meets=False)
+    dropped = r"[\d,]+ of 6,144 rows .* were dropped; .* --expert-capacity 1\.\d+ has a place"
+    assert any(re.search(dropped, text) for text in said)
+    with pytest.raises(Failed, match=r"(?s)update was not applied.*wanted: a plan with --expert-capacity 1\.\d+"):
+        team.play(run_plan, 2, refusing, {"steps": 1}, meets=False)
 
 
 class Dropping(AutogradModel):
