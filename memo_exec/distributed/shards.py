@@ -20,7 +20,15 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.kinds import BlockKind
-from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block, shared_experts
+from memo_sim.program.layout.parameters import (
+    SELECTION_BIAS,
+    Block,
+    Parameter,
+    embed_block,
+    head_block,
+    layer_block,
+    rank_experts_block,
+)
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.stage_layers import layers_by_kind
 
@@ -99,7 +107,7 @@ def block_of(model: Model, degree: int, part: Part, mesh: MeshCoordinates, *, ow
     shape, ep = model.layer_shapes[part.layers], mesh.layout.ep
     if part.kind is BlockKind.EXPERTS:
         assert shape.experts is not None  # other layers have no such part
-        return shared_experts(model, degree, ep if own else 1, shape.experts)
+        return rank_experts_block(model, degree, ep if own else 1, shape.experts)
     return layer_block(model, degree, shape, ep=ep)
 
 
@@ -130,19 +138,22 @@ def optimizer_of(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> Opt
     return Optimizer(decisions, _own_block(decisions, part, mesh), part.kind, count)
 
 
-def divided_elements(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> int:
-    """Return how many leading elements of a block belong to parameters that tensor parallelism or METP divides.
+def trained_ranges(
+    decisions: Decisions, part: Part, mesh: MeshCoordinates, *, divided: bool = False
+) -> list[tuple[int, int]]:
+    """Return (first element, end) of the ranges of a block whose parameters gradients train.
 
-    Raises:
-        ValueError: when a divided parameter comes after one that every rank holds whole.
+    ``divided``: only of the parameters that tensor parallelism or METP divides.
     """
-    count = 0
+    found: list[tuple[int, int]] = []
     for own, whole in _paired(decisions, part, mesh):
-        if own.shape != whole.shape:
-            if own.first != count:
-                raise ValueError(f"{own.name} is divided, but comes after parameters that every rank holds whole")
-            count = own.first + own.elements
-    return count
+        if own.name == SELECTION_BIAS or (divided and own.shape == whole.shape):
+            continue
+        if found and found[-1][1] == own.first:
+            found[-1] = (found[-1][0], own.first + own.elements)
+        else:
+            found.append((own.first, own.first + own.elements))
+    return found
 
 
 def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Part) -> list[Stretch]:
@@ -163,10 +174,10 @@ def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Par
 def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
     """Return this rank's share of the decayed and of the other parameters, with its offset in a buffer of shares."""
     block, found = optimizer.block, []
-    ends = {"decay": block.decayed_elements, "no_decay": block.elements}
+    lengths = {name: length for name, _, length in block.runs()}
     held = 0
     for name, first, size in optimizer.runs():
-        start, count = Share(ends[name] - first, optimizer.shards).of(
+        start, count = Share(lengths[name], optimizer.shards).of(
             mesh.at(optimizer.shard_group) if optimizer.shards > 1 else 0
         )
         found.append(Stretch(first + start, count, held))
@@ -206,7 +217,7 @@ def _strips(model: Model, own: Parameter, whole: Parameter, place: Place) -> lis
         first = part_rank * own.shape[0]
         return [Strip(0, max(0, min(own.shape[0], whole.shape[0] - first)), first)]
     halves = (whole.shape[0] // 2,) * 2 if model.gated else (whole.shape[0],)  # gate and up
-    packed = {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": halves}
+    packed = {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": halves, "shared_up": halves}
     parts = packed.get(own.name.partition(".")[0], (whole.shape[0],))
     ratio = whole.shape[0] // own.shape[0]
     found, here, there = [], 0, 0

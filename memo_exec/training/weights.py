@@ -22,6 +22,8 @@ from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.training import huggingface
 
 INIT_STD = 0.02
+RESIDUAL = ("proj.weight", "ffn_down.weight", "experts_down.weight", "shared_down.weight")
+"""The matrices whose product is added to the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,18 @@ def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: 
     """Return the initial value of a parameter in fp32, as GPT-2 draws it.
 
     Matrices are normal with standard deviation 0.02, or 0.02 / sqrt(2 layers) if their product is added to the
-    residual stream. Norms start at 1, biases at 0. Each tensor has its own generator, seeded by ``seed`` and its name.
+    residual stream. Norms start at 1, biases and sinks at 0. Each tensor has its own generator, seeded by ``seed`` and
+    its name.
     """
     last = name.rpartition("/")[2]
-    if last.endswith(".bias"):
+    if last.endswith(".bias") or last == "sinks":
         return torch.zeros(*shape, device=device)
     if len(shape) == 1:
         return torch.ones(*shape, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
     residual = INIT_STD / math.sqrt(2 * layers)
-    std = residual if last in ("proj.weight", "ffn_down.weight", "experts_down.weight") else INIT_STD
+    std = residual if last in RESIDUAL else INIT_STD
     return torch.normal(0.0, std, tuple(shape), generator=generator, device=device)
 
 

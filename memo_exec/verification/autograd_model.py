@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from memo_sim.contract.model import Experts, Model, RopeScaling
+from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
+from memo_sim.program.layout.parameters import SELECTION_BIAS
 
 HELD_SCORES = 2**23
 """Attention scores of a layer that autograd saves; with more of them one head at a time runs again in its backward."""
@@ -32,43 +33,78 @@ class AutogradModel:
     def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of every token, (sequences, tokens, vocabulary)."""
         x = self.p["embed/tokens.weight"][ids]
+        if self.model.scaled_embeddings:
+            x = x * math.sqrt(self.model.hidden)
         if "embed/positions.weight" in self.p:
             x = x + self.p["embed/positions.weight"][torch.arange(ids.shape[1])]
         for i in range(self.model.layers):
-            x = self._layer(x, f"layer.{i}/", self.model.layer(i).experts)
+            x = self._layer(x, f"layer.{i}/", self.model.layer(i))
         x = self._norm(x, "head/norm")
         return F.linear(x, self.p.get("head/classifier.weight", self.p["embed/tokens.weight"]))
 
-    def _layer(self, x: Tensor, at: str, experts: Experts | None) -> Tensor:
-        x = x + self._attention(self._norm(x, f"{at}norm1"), at)
-        if experts is not None:
-            return x + self._experts(self._norm(x, f"{at}norm2").flatten(0, 1), experts, at).view_as(x)
+    def _layer(self, x: Tensor, at: str, layer: LayerShape) -> Tensor:
+        x = x + self._behind(self._attention(self._norm(x, f"{at}norm1"), at, layer), f"{at}post_attn")
+        if layer.experts is not None:
+            return x + self._experts(self._norm(x, f"{at}norm2").flatten(0, 1), layer.experts, at).view_as(x)
         up = self._linear(self._norm(x, f"{at}norm2"), f"{at}ffn_up")
         if self.model.gated:
             gate, up = up.chunk(2, dim=-1)
-            act = F.silu(gate) * up
+            act = (F.silu(gate) if self.model.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
         else:
             act = F.gelu(up, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
-        return x + self._linear(act, f"{at}ffn_down")
+        return x + self._behind(self._linear(act, f"{at}ffn_down"), f"{at}post_mlp")
+
+    def _behind(self, x: Tensor, name: str) -> Tensor:
+        """Return the norm behind attention or the MLP, in models with one."""
+        return self._norm(x, name) if self.model.post_norms else x
 
     def _experts(self, x: Tensor, experts: Experts, at: str) -> Tensor:
-        """Return the sum of each token's experts; ``x`` is (tokens, hidden). There is no loss of the experts' balance.
+        """Return the sum of each token's experts; ``x`` is (tokens, hidden). There are no losses of the router.
 
         Scores are computed in fp32 or wider.
         """
-        scores = F.linear(x, self.p[f"{at}router.weight"]).softmax(-1)
-        probs, chosen = scores.topk(experts.per_token)
-        if experts.renormalize:
-            probs = probs / probs.sum(-1, keepdim=True)
+        probs, chosen = self._routed(x, experts, at)
         up = self.p[f"{at}experts_up.weight"].view(experts.count, -1, x.shape[1])
         down = self.p[f"{at}experts_down.weight"].view(experts.count, x.shape[1], -1)
+        biases = [self.p.get(f"{at}experts_{each}.bias") for each in ("up", "down")]
+        up_bias, down_bias = (None if each is None else each.view(experts.count, -1) for each in biases)
         out = torch.zeros_like(x)
         for expert in range(experts.count):
             tokens, place = torch.nonzero(chosen == expert, as_tuple=True)
-            gate, wide = F.linear(x[tokens], up[expert]).chunk(2, dim=-1)
-            part = F.linear(F.silu(gate) * wide, down[expert]) * probs[tokens, place, None]
-            out = out.index_add(0, tokens, part)
+            gate, wide = F.linear(x[tokens], up[expert], None if up_bias is None else up_bias[expert]).chunk(2, dim=-1)
+            if experts.activation == "clamped":
+                gate = gate.clamp(max=7.0)
+                act = gate * torch.sigmoid(1.702 * gate) * (wide.clamp(-7.0, 7.0) + 1)
+            else:
+                act = F.silu(gate) * wide
+            part = F.linear(act, down[expert], None if down_bias is None else down_bias[expert])
+            out = out.index_add(0, tokens, part * probs[tokens, place, None])
+        if experts.shared:
+            gate, wide = self._linear(x, f"{at}shared_up").chunk(2, dim=-1)
+            out = out + self._linear(F.silu(gate) * wide, f"{at}shared_down")
         return out
+
+    def _routed(self, x: Tensor, experts: Experts, at: str) -> tuple[Tensor, Tensor]:
+        """Return each token's probabilities and experts, (tokens, per_token).
+
+        The selection bias's "gradient" is the number of rows of each expert, as in the programs.
+        """
+        logits, bias = self._linear(x, f"{at}router"), self.p.get(f"{at}{SELECTION_BIAS}")
+        scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
+        rated = scores.detach() + (0 if bias is None else bias.detach())
+        if experts.groups > 1:
+            members = rated.view(len(x), experts.groups, -1)
+            best = members.topk(2, dim=2).values.sum(2).topk(experts.groups_per_token, dim=1).indices
+            outside = torch.ones(len(x), experts.groups, dtype=torch.bool).scatter(1, best, False)
+            rated = members.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+        chosen = rated.topk(experts.per_token).indices
+        probs = scores.gather(1, chosen)
+        if experts.renormalize:
+            probs = probs / probs.sum(-1, keepdim=True)
+        if bias is not None:
+            loads = torch.bincount(chosen.flatten(), minlength=experts.count).to(bias.dtype)
+            bias.grad = loads if bias.grad is None else bias.grad + loads
+        return probs * experts.scale, chosen
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, width = self.p[f"{name}.weight"], x.shape[-1:]
@@ -79,7 +115,7 @@ class AutogradModel:
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
 
-    def _attention(self, x: Tensor, at: str) -> Tensor:
+    def _attention(self, x: Tensor, at: str, layer: LayerShape) -> Tensor:
         m = self.model
         packed = self._linear(x, f"{at}qkv").view(*x.shape[:-1], -1, m.head_dim).transpose(1, 2)
         q, k, v = torch.split(packed, [m.heads, m.kv_heads, m.kv_heads], dim=1)
@@ -87,27 +123,39 @@ class AutogradModel:
             q = F.rms_norm(q, q.shape[-1:], self.p[f"{at}q_norm.weight"], m.norm_eps)
             k = F.rms_norm(k, k.shape[-1:], self.p[f"{at}k_norm.weight"], m.norm_eps)
         if not m.learned_positions:
-            q, k = self._rotated(q), self._rotated(k)
+            q, k = self._rotated(q, layer.rope_theta), self._rotated(k, layer.rope_theta)
         k, v = (t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in (k, v))
         if m.heads * x.shape[1] ** 2 <= HELD_SCORES:
-            out = self._heads(q, k, v)
+            out = self._heads(q, k, v, layer.window, self.p.get(f"{at}sinks"))
         else:
             parts = [[t[:, head : head + 1] for t in (q, k, v)] for head in range(m.heads)]
-            out = torch.cat([checkpoint(self._heads, *part, use_reentrant=False) for part in parts], dim=1)
+            sinks = torch.split(self.p[f"{at}sinks"], 1) if m.sinks else [None] * m.heads
+            out = torch.cat(
+                [
+                    checkpoint(self._heads, *part, layer.window, sink, use_reentrant=False)
+                    for part, sink in zip(parts, sinks, strict=True)
+                ],
+                dim=1,
+            )
         return self._linear(out.transpose(1, 2).flatten(2), f"{at}proj")
 
-    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
         """Return the attention of some heads, each tensor (sequences, heads, tokens, head_dim)."""
-        scores = q @ k.transpose(2, 3) / math.sqrt(self.model.head_dim)
+        scores = q @ k.transpose(2, 3) / math.sqrt(self.model.query_scalar or self.model.head_dim)
         if not self.model.bidirectional:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-            scores = scores.masked_fill(~seen, -torch.inf)
+            scores = scores.masked_fill(~(seen.triu(1 - window) if window else seen), -torch.inf)
+        if sinks is not None:
+            column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
         return scores.softmax(-1) @ v
 
-    def _rotated(self, x: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, theta: float) -> Tensor:
         first, second = x.chunk(2, dim=-1)
-        angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * self._frequencies(x.shape[2]).to(x.dtype)
-        scaling = self.model.rope_scaling
+        own = (theta or 1.0) ** (torch.arange(self.model.head_dim // 2, dtype=x.dtype) * (-2 / self.model.head_dim))
+        frequencies = own if theta else self._frequencies(x.shape[2]).to(x.dtype)
+        angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * frequencies
+        scaling = None if theta else self.model.rope_scaling
         size = torch.full_like(angles, 1.0 if scaling is None else scaling.attention_factor)
         turned = torch.complex(first, second) * torch.polar(size, angles)
         return torch.cat((turned.real, turned.imag), dim=-1)

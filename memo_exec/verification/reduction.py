@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from memo_exec.kernels.documents import check_documents
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
 from memo_sim.contract.knobs import DtypeName
@@ -46,7 +47,7 @@ LAYERS_OF_CHUNK = 2
 HEAD_DIM = 16
 HIDDEN = 64
 VOCAB = 96
-EXPERTS, EXPERT_WIDTH = 8, 16
+EXPERTS, EXPERT_WIDTH, GROUPS = 8, 16, 4
 ROWS = 64
 """Rows of a rank's micro-batch where nothing needs whole granules."""
 
@@ -150,6 +151,7 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("experts", _experts_shown),
     ("vocabulary", lambda d: str(d.model.vocab)),
     ("tokens of a sequence", lambda d: str(d.seq_tokens)),
+    ("tokens of a document", lambda d: f"{d.documents.mean:,.0f} (mean)" if d.documents else "a sequence's"),
     ("sequences of a micro-batch", lambda d: str(d.micro_batch)),
     ("micro-batches", lambda d: str(d.micro_batches)),
     *_DEGREES,
@@ -193,6 +195,7 @@ def _check_played(decisions: Decisions) -> None:
             wanted="torch or triton",
             hint="make the plan with memo-sim what-if ... --rowwise torch -o PLAN",
         )
+    check_documents(decisions)
     if not kernel.executed:
         raise CannotRun(
             f"the plan's attention ({kernel.title}) can be priced, not played",
@@ -230,12 +233,12 @@ def _layout(decisions: Decisions, most_ranks: int) -> Layout:
             hint="verify a plan of the same policy with fewer kinds of ranks",
         )
     replicas = degrees["cp"] * degrees["ulysses"] * degrees["dp"]
-    shared = _shared_experts(decisions, replicas)
+    shared = _expert_degree(decisions, replicas)
     shards = layout.zero_ranks and (layout.zero_ranks if replicas == layout.replicas else max(1, replicas // copies))
     return msgspec.structs.replace(layout, **degrees, ep=shared, zero_ranks=shards)
 
 
-def _shared_experts(decisions: Decisions, replicas: int) -> int:
+def _expert_degree(decisions: Decisions, replicas: int) -> int:
     """Return how many of ``replicas`` ranks share the few experts of the small model."""
     wanted, mixture = decisions.layout.ep, decisions.model.mixture
     if wanted == 1 or mixture is None:
@@ -380,11 +383,23 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
 def _experts(experts: Experts, divided: int) -> Experts:
     """Return a few narrow experts, of which a token goes to as many as in the plan, if there are so many.
 
-    Their loss of balance is left out: it depends on which tokens a rank has, and plain autograd has none.
+    The losses of the router are left out: plain autograd has none, and the loss of balance depends on which tokens a
+    rank has.
     """
-    count = min(experts.count, EXPERTS)
+    count, grouped = min(experts.count, EXPERTS), experts.groups > 1 and experts.count >= EXPERTS
     chosen = max(1, min(experts.per_token, count - 1)) if experts.per_token < experts.count else count
-    return msgspec.structs.replace(experts, count=count, per_token=chosen, hidden=EXPERT_WIDTH * divided, balance=0.0)
+    groups, taken = (GROUPS, GROUPS // 2) if grouped else (1, 1)
+    return msgspec.structs.replace(
+        experts,
+        count=count,
+        per_token=min(chosen, taken * count // groups),
+        hidden=EXPERT_WIDTH * divided,
+        shared=EXPERT_WIDTH * divided if experts.shared else 0,
+        groups=groups,
+        groups_per_token=taken,
+        balance=0.0,
+        z_loss=0.0,
+    )
 
 
 def _rank_heads(plan: Decisions, layout: Layout) -> tuple[int, int]:
@@ -440,6 +455,8 @@ def _with_tokens(plan: Decisions, here: Decisions) -> Decisions:
     if model.learned_positions:
         model = msgspec.structs.replace(model, max_positions=tokens if plan.model.max_positions else 0)
     here = msgspec.structs.replace(here, model=model, seq_tokens=tokens)
+    if plan.documents is not None:
+        here = msgspec.structs.replace(here, documents=plan.documents.scaled(tokens / plan.seq_tokens))
     loss = _parts(plan.loss_chunk_tokens, plan.local_tokens)[0]
     here = msgspec.structs.replace(
         here,

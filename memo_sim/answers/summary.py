@@ -20,9 +20,10 @@ from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
-from memo_sim.program.layout.expert_load import MARGIN, capacity_rows
+from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.answer import extrapolations
+from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
@@ -209,7 +210,8 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             value=f"PyTorch, flash-attn and Transformer Engine of {question.hardware.eager_libraries}",
             option="--libraries",
         ),
-        *_experts(decisions),
+        *_experts(question, decisions),
+        *_documents(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -266,30 +268,40 @@ def _batch(question: Question, decisions: Decisions) -> str:
     return f"{text}; {question.batch_rule}" if question.batch_rule else text
 
 
-def _experts(decisions: Decisions) -> list[Assumption]:
-    """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
+def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
+    """Return how tokens spread over experts, which weights MFU counts, and that products were not measured."""
     of, layout = decisions.model.mixture, decisions.layout
     if of is None:
         return []
+    load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
+    value, option = f"load {load}, no row dropped; MFU counts what a token uses: {used}", "--expert-load"
     if layout.ep > 1:
-        rows, load = decisions.local_tokens * of.per_token, decisions.expert_load
-        sizes = (of, rows, load, layout.ep)
-        most = capacity_rows(*sizes, decisions.expert_capacity)
+        rows = decisions.local_tokens * of.per_token
+        most = capacity_rows(of, rows, decisions.expert_load, layout.ep, decisions.expert_capacity)
         whence = "given" if decisions.expert_capacity else f"{MARGIN:g} times what the fullest rank is expected to get"
         beyond = {
             "drop": "rows beyond it count as zero, and memo-exec run reports them",
             "refuse": "a step with rows beyond it is not applied, and ends the run",
         }
         value = (
-            f"{load} load, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; a rank "
+            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; a rank "
             f"can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean ({whence}); "
-            f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {active_weights(decisions.model)}"
+            f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
         )
-        return [Assumption(name="experts", value=value, option="--ep, --expert-load, --expert-capacity")]
-    value = (
-        f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
-    )
-    return [Assumption(name="experts", value=value, option="--expert-load")]
+        option = "--ep, --expert-load, --expert-capacity"
+    found = [Assumption(name="experts", value=value, option=option)]
+    if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
+        value = f"derived from single {decisions.dtype} products; the profile has none of several experts"
+        found.append(Assumption(name="experts' products", value=value))
+    return found
+
+
+def _documents(decisions: Decisions) -> list[Assumption]:
+    """Return what sequences are packed from."""
+    if decisions.documents is None:
+        return []
+    value = packed_from(decisions.documents, decisions.seq_tokens)
+    return [Assumption(name="documents", value=value, option="--documents")]
 
 
 def _not_read(question: Question) -> list[Assumption]:
@@ -411,8 +423,9 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
 
 
 def _alike(question: Question) -> bool:
-    """Return whether every layer has the same MLP; others are refused with METP and subsequences (``RULES``)."""
-    return question.model.mixture is None and len(question.model.layer_shapes) == 1
+    """Return whether METP and subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
+    alike = question.model.mixture is None and len(question.model.layer_shapes) == 1
+    return alike and question.documents is None
 
 
 def _has_open_degrees(question: Question) -> bool:

@@ -361,6 +361,14 @@ class _Maker:
             reserve_bytes={name: kept(item) for name, item in like.reserve_bytes.items()},
             communicator_bytes=kept(like.communicator_bytes),
             gemm=[self._products(table) for table in like.gemm],
+            grouped_gemm=[
+                msgspec.structs.replace(
+                    table,
+                    rows=[[*shape, _rounded(rate * self.tensor)] for *shape, rate in table.rows],
+                    source=self.sources.scaled(table.source, self.tensor, "the peak of tensor cores"),
+                )
+                for table in like.grouped_gemm
+            ],
             attention=[
                 msgspec.structs.replace(
                     table,

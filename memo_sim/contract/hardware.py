@@ -119,6 +119,20 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     spread: NonNegative = 0.0
 
 
+class GroupedGemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured products of several experts' rows in one call; each row is [experts, rows, n, k, FLOP/s].
+
+    Every expert has ``rows / experts`` rows; n and k are those of ``program/ir/work.py`` (GroupedGemm). The time
+    includes the copy of the result where a kernel returns a new tensor, as memo-exec plays it.
+    """
+
+    dtype: DtypeName
+    gemm_pass: GemmPass
+    rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=5, max_length=5)]], msgspec.Meta(min_length=1)]
+    source: str
+    spread: NonNegative = 0.0
+
+
 class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured rates of causal attention by length, for one kernel, pass and head size.
 
@@ -206,6 +220,8 @@ class Hardware(
     """Device bytes of one communicator by its number of ranks; the layout decides which communicators a plan has."""
     gemm: list[GemmTable]
     attention: list[AttentionTable]
+    grouped_gemm: list[GroupedGemmTable] = []
+    """Products of several experts; empty: their price is derived from ``gemm`` (``costs/grouped.py``)."""
     sustained_gemm: Quantity | None = None
     """Rate of products inside a training step over that of ``gemm``'s rows, which were measured alone; null: 1.
 

@@ -24,9 +24,12 @@ This module imports neither msgspec nor click: ``memo-sim --help`` reads it at e
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from memo_sim.contract.attention_kernels import AttentionName, Libraries
+
+if TYPE_CHECKING:
+    from memo_sim.contract.documents import Documents
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 """Dtype of parameters, activations and products."""
@@ -168,6 +171,12 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Partition = Literal["length", "flops"]
 """How a sequence is divided into subsequences: by equal length, or by equal forward FLOPs (SPPO 4)."""
 
+DocumentCuts = Literal["sequence", "documents"]
+"""Where context-parallel ranks cut packed sequences (``program/layout/documents.py``).
+
+- sequence: into 2 x cp chunks of each sequence, wherever documents end (Megatron-LM's data loader).
+- documents: into 2 x cp chunks of each document, so that all ranks attend equally much (Transformer Engine's THD)."""
+
 MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16
 MOST_WINDOW = 64
@@ -272,7 +281,15 @@ class Load:
     """How rows spread over experts (``contract/units.py``, ``parse_expert_load``)."""
 
     def __str__(self) -> str:
-        return "balanced or zipf-S, as zipf-0.5"
+        return "balanced, zipf-S (as zipf-0.5), or a file of memo-exec run --expert-load"
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentLengths:
+    """Lengths of the documents of packed sequences (``contract/documents.py``, ``parse_documents``)."""
+
+    def __str__(self) -> str:
+        return "mean=TOKENS,max=TOKENS or a file of lengths"
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +302,21 @@ class Factor:
         return f"above 0, up to {self.most:g}"
 
 
-Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | LayerChoice | Load | Factor
+Kind = (
+    Degree
+    | Whole
+    | Fraction
+    | OneOf
+    | Switch
+    | Flag
+    | Length
+    | CountOrAuto
+    | Numbers
+    | LayerChoice
+    | Load
+    | DocumentLengths
+    | Factor
+)
 """What values a knob has; ``str()`` says it in a table."""
 
 
@@ -739,7 +770,8 @@ class Chosen:
         "balanced",
         Load(),
         "A model with experts: how its tokens spread over them. balanced: evenly. zipf-S: the n-th fullest expert gets"
-        " rows in proportion to n**-S, at most one of every token. It changes how long products take.",
+        " rows in proportion to n**-S, at most one of every token. A file: as in the run that wrote it. It changes"
+        " how long products take.",
     )
     expert_capacity: float = _knob(
         0.0,
@@ -753,6 +785,20 @@ class Chosen:
         "With --ep: rows beyond the capacity count as zero (drop), or the step is not applied and the run ends with the"
         " capacity to plan for (refuse).",
     )
+    documents: Documents | None = _knob(
+        None,
+        DocumentLengths(),
+        "Sequences are packed from several documents, and a token attends to its own document alone."
+        " mean=2k,max=64k: exponential lengths, cut at max. Or a file with one length, or length,count, a line. A"
+        " sequence is one document unless given.",
+    )
+    document_cuts: DocumentCuts = _knob(
+        "sequence",
+        _one_of(DocumentCuts),
+        "Packed documents under context parallelism. sequence: ranks cut each sequence, wherever documents end."
+        " documents: they cut each document, so that all have equal work (Transformer Engine's THD).",
+    )
+    """Not searched: it is a choice of the framework's data loader."""
     micro_batch: int = _knob(
         1,
         Whole(1, MOST_SEQUENCES),

@@ -12,6 +12,7 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.knobs import (
     AdamwKernels,
     CpExchange,
+    DocumentCuts,
     DtypeName,
     ExpertOverflow,
     GradSums,
@@ -89,5 +90,7 @@ class Knobs(TypedDict, total=False):
     expert_load: str | None
     expert_capacity: float | None
     expert_overflow: ExpertOverflow | None
+    documents: str | None
+    document_cuts: DocumentCuts | None
     micro_batch: int | None
     global_batch: int | None

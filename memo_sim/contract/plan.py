@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
+from memo_sim.contract.documents import Documents, attended_share
 from memo_sim.contract.errors import did_you_mean
 from memo_sim.contract.knobs import (
     MOST_CAPACITY,
@@ -19,6 +20,7 @@ from memo_sim.contract.knobs import (
     MOST_WINDOW,
     AdamwKernels,
     CpExchange,
+    DocumentCuts,
     DtypeName,
     ExpertOverflow,
     GradSums,
@@ -278,6 +280,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Rows that a rank of ``ep`` can send to each rank, over the mean; 0: from the load (``layout/expert_load.py``)."""
     expert_overflow: ExpertOverflow = "drop"
     """What happens to rows beyond the capacity: dropped and counted, or the step is refused."""
+    documents: Documents | None = None
+    """The lengths of the documents that sequences are packed from; None: a sequence is one document."""
+    document_cuts: DocumentCuts = "sequence"
+    """Where context-parallel ranks cut sequences of several documents (``layout/documents.py``)."""
     attention_chunk_tokens: Tokens = 0
     """Tokens of the sequence in one attention chunk; 0 means no chunks. Only with full recompute.
 
@@ -340,6 +346,12 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def offload_inputs(self) -> bool:
         """Whether full recompute keeps every layer's input in host memory between forward and backward."""
         return self.recompute == "full" and self.swapped_tokens == self.local_tokens
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of one step (``Model.step_flops``); of packed documents, only the pairs that they attend."""
+        share = attended_share(self.documents, self.seq_tokens)
+        return self.model.step_flops(self.seq_tokens, self.global_batch, attended=share)
 
     @property
     def micro_batches(self) -> int:

@@ -312,6 +312,8 @@ SAYINGS: dict[str, Saying] = {
     "model.linear_bias": Saying("exact", ("add_bias_linear",)),
     "model.qk_norm": Saying("exact", ("qk_layernorm",)),
     "model.bidirectional": Saying("none", (), "GPT has causal attention alone"),
+    "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
+    "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
     "layout.ep": Saying("none", (), _NO_EXPERTS),
     "decisions.expert_load": Saying("none", (), _NO_EXPERTS),
     "decisions.expert_capacity": Saying("none", (), _NO_EXPERTS),

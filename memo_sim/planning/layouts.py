@@ -44,7 +44,7 @@ def layouts(question: Question) -> list[Layout]:
                 for parts in dict.fromkeys((*_subsequences(question), *solved.get((tp, pp), ())))
                 for schedule, chunks in _schedules(question, pp, metp)
                 for split in _splits(question, pp * chunks, parts)
-                for ep in _shared_experts(question, cp * ulysses * dp)
+                for ep in _expert_degrees(question, cp * ulysses * dp)
                 for layout in (_layout(question, zero, parts, schedule, chunks, split=split, ep=ep, **degrees),)
                 for shared in _multiplexed(question, layout)
             ]
@@ -136,7 +136,7 @@ def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[in
     return tuple(dict.fromkeys(min(zero, most) for zero in zeros))
 
 
-def _shared_experts(question: Question, replicas: int) -> tuple[int, ...]:
+def _expert_degrees(question: Question, replicas: int) -> tuple[int, ...]:
     """Return the degrees of expert parallelism to try: the one that is pinned, or the system's.
 
     Those are none, all replicas of a node, and all replicas, as far as they divide the experts. Degrees between them
@@ -145,7 +145,7 @@ def _shared_experts(question: Question, replicas: int) -> tuple[int, ...]:
     pinned, mixture, cluster = question.pins.ep, question.model.mixture, question.cluster
     if pinned is not None:
         return (pinned,)
-    if mixture is None or not question.preset.shares_experts:
+    if mixture is None or not question.preset.searches_ep:
         return (1,)
     most = gcd(replicas, mixture.count)
     inside = max((d for d in range(1, most + 1) if most % d == 0 and d <= cluster.devices_per_node), default=1)

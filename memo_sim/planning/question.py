@@ -94,6 +94,8 @@ class Question(Chosen):
             expert_load=self.expert_load,
             expert_capacity=self.expert_capacity if layout.ep > 1 else 0.0,
             expert_overflow=self.expert_overflow if layout.ep > 1 else "drop",
+            documents=self.documents,
+            document_cuts=self.document_cuts if layout.ring > 1 or self.documents is None else "sequence",
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,

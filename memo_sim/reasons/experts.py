@@ -14,7 +14,7 @@ from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.work import Collective, GroupedGemm
 from memo_sim.program.layers.kinds import skeletal_of
-from memo_sim.program.layout.expert_load import BALANCED, received_rows, received_sizes, rows_of, sizes_of
+from memo_sim.program.layout.expert_load import BALANCED, received_rows, received_sizes, rows_of, shown_load, sizes_of
 from memo_sim.program.layout.rank_order import EP
 from memo_sim.program.layout.shape import shape_of
 
@@ -47,16 +47,16 @@ def experts(question: Question, simulation: Simulation) -> list[str]:
     text = f"Experts: a token goes to {of.per_token} of {of.count}, and uses {active_weights(decisions.model)}, which"
     text += f" MFU counts. The products of all experts take {format_seconds(taken)} of a rank's step."
     if layout.ep > 1:
-        return [f"{text} {_shared(simulation, of, rows, taken - even)}"]
+        return [f"{text} {_divided(simulation, of, rows, taken - even)}"]
     if decisions.expert_load == BALANCED:
         return [f"{text} Every expert is taken to get {rows / of.count:,.0f} rows; --expert-load says otherwise."]
     most = rows_of(of, rows, decisions.expert_load)[0]
-    text += f" With --expert-load {decisions.expert_load} the fullest expert gets {most:,} of {rows:,} rows"
+    text += f" With a load {shown_load(decisions.expert_load)} the fullest expert gets {most:,} of {rows:,} rows"
     text += f" ({most * of.count / rows:.1f} times the mean): the products take {format_seconds(abs(taken - even))}"
     return [f"{text} {'longer' if taken >= even else 'less'} than with balanced experts, and memory is the same."]
 
 
-def _shared(simulation: Simulation, of: Experts, rows: int, more_s: float) -> str:
+def _divided(simulation: Simulation, of: Experts, rows: int, more_s: float) -> str:
     """Say what expert parallelism exchanges, and what an uneven load and the capacity cost; ``rows`` of one rank."""
     decisions, ep = simulation.decisions, simulation.decisions.layout.ep
     load, shape = decisions.expert_load, shape_of(decisions)

@@ -45,9 +45,10 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "no two ranks with the same experts": ("mixtral", Layout(dp=4, ep=4, zero=3), {}),
     "ulysses": ("mixtral", Layout(ulysses=2, cp=2, ep=4), {}),
     "full recompute": ("first layer dense", Layout(dp=2, ep=2), {"recompute": "full", "swapped_tokens": 0}),
+    "shared expert and selection bias": ("deepseek", Layout(tp=2, sequence_parallel=True, dp=2, ep=2), {}),
     "mlp recompute": ("mixtral", Layout(dp=2, ep=2), {"recompute": "mlp", "swapped_tokens": 0}),
 }
-QUICK = {"dp", "tp"}
+QUICK = {"tp"}
 Gradients = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 SIZES: dict[str, Any] = {"seq_tokens": 512, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise"}
 

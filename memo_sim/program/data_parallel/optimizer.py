@@ -161,10 +161,8 @@ class Optimizer:
         return self.grad_dtype if chosen == "auto" else chosen
 
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return (name, first element in the block, elements of this rank's shard) of the runs decay and no_decay."""
-        decayed, total = self.block.decayed_elements, self.block.elements
-        parts = [("decay", 0, decayed), ("no_decay", decayed, total - decayed)]
-        return [(name, first, -(-length // self.shards)) for name, first, length in parts if length]
+        """Return (name, first element in the block, elements of this rank's shard) of the block's runs."""
+        return [(name, first, -(-length // self.shards)) for name, first, length in self.block.runs()]
 
     def state_elements(self) -> int:
         """Return the number of elements of the block that this rank updates."""
@@ -388,18 +386,15 @@ class Optimizer:
         read, written = self._update_bytes()
         size = DTYPE_BYTES[self.decisions.dtype]
         params = self._held("params", first, offset, length)
+        op = _update_of(name)
+        work = Rowwise(self._kernels, length, read * length, written * length, elements=length, element_bytes=size)
+        if name == "selection":  # reads a sum and a bias in fp32, writes the bias, its rounded copy and the sign
+            work = Rowwise(op, length, 2 * 4 * length, (4 + 4 + size * self.master) * length)
         builder.emit(
-            f"adamw.{name}",
-            f"adamw.{name}",
+            op,
+            op,
             Lane.COMPUTE,
-            Rowwise(
-                self._kernels,
-                length,
-                read * length,
-                written * length,
-                elements=length,
-                element_bytes=size,
-            ),
+            work,
             grads=accumulates(self._held("grads", first, offset, length)),
             norm=reads(builder.all("grad_norm")),
             master=accumulates(Rows("master", offset, length)) if self.master else None,
@@ -435,8 +430,8 @@ class Optimizer:
             f"grads.{name}", "d2h", Lane.D2H, Copy(4 * length, "d2h"), source=reads(grads), target=writes(share)
         )
         builder.emit(
-            f"adamw.{name}",
-            f"adamw.{name}",
+            _update_of(name),
+            _update_of(name),
             Lane.HOST,
             host_update(length, self.decisions.dtype),
             grads=accumulates(share),
@@ -449,6 +444,11 @@ class Optimizer:
         builder.emit(
             f"params.{name}", "h2d", Lane.H2D, Copy(size * length, "h2d"), source=reads(updated), target=writes(params)
         )
+
+
+def _update_of(run: str) -> str:
+    """Return the op that updates a run. The selection bias has AdamW's operands."""
+    return "router.balance" if run == "selection" else f"adamw.{run}"
 
 
 def host_update(elements: int, dtype: DtypeName) -> HostUpdate:

@@ -70,10 +70,28 @@ class Block:
         least = Part.TOKENS if sequence_parallel else Part.HEADS
         return sum(p.elements for p in self.parameters if p.part >= least)
 
+    def runs(self) -> list[tuple[str, int, int]]:
+        """Return (name, first element, elements) of the ranges that an optimizer updates alike; none is empty.
+
+        decay and no_decay: parameters with and without weight decay. selection: the bias of a router's choice.
+        """
+        decayed = self.decayed_elements
+        bias = self.find(SELECTION_BIAS)
+        selection = bias.elements if bias else 0
+        ends = {"decay": decayed, "selection": decayed + selection, "no_decay": self.elements}
+        firsts = (0, *ends.values())
+        return [(name, at, end - at) for (name, end), at in zip(ends.items(), firsts, strict=False) if end > at]
+
     def find(self, name: str) -> Parameter | None:
         """Return the parameter called ``name``, or None when the model has none (for example a bias)."""
         return next((p for p in self.parameters if p.name == name), None)
 
+
+POST_NORMS = ("post_attn", "post_mlp")
+"""The norms behind attention and MLP, before the residual sums (``Model.post_norms``)."""
+SELECTION_BIAS = "selection.bias"
+"""The bias of the experts' choice. No gradient trains it: in place of one, the rows of each expert are summed over
+micro-batches and ranks, and the optimizer moves the bias by the sign of their difference to the mean."""
 
 Matrices = list[tuple[str, tuple[int, ...]]]
 Vectors = list[tuple[str, int, Part]]
@@ -118,29 +136,38 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
     else:
         if ep == 1:
             matrices += _experts(experts, h, tp, ep)
-        matrices.append(("router.weight", (experts.count, h)))  # every rank has all of it, so it comes last
-    vectors: Vectors = [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
+        if experts.shared:
+            beside = experts.shared // tp
+            matrices += [("shared_up.weight", (2 * beside, h)), ("shared_down.weight", (h, beside))]
+        matrices.append(("router.weight", (experts.count, h)))
+    vectors: Vectors = _of_experts(experts, h, tp) if experts else []
+    vectors += [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
     if model.qkv_bias:
         vectors.append(("qkv.bias", q + 2 * kv, Part.WHOLE))
-    if model.linear_bias:
-        vectors += [("proj.bias", h, Part.TOKENS), ("ffn_up.bias", up, Part.WHOLE)]
-        vectors.append(("ffn_down.bias", h, Part.TOKENS))
+    if model.linear_bias or model.proj_bias:
+        vectors.append(("proj.bias", h, Part.TOKENS))
+    if model.linear_bias and experts is None:
+        vectors += [("ffn_up.bias", up, Part.WHOLE), ("ffn_down.bias", h, Part.TOKENS)]
+    if model.sinks:
+        vectors.append(("sinks", model.heads // tp, Part.WHOLE))
+    if model.post_norms:
+        vectors += [(f"{name}.weight", h, Part.TOKENS) for name in POST_NORMS]
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
     return _block(name, matrices, vectors)
 
 
 def experts_block(model: Model, tp: int, ep: int, experts: Experts | None, *, name: str = "experts") -> Block | None:
-    """Return the block of one rank's experts; None where ranks share none (``ep`` 1, or a layer without experts).
+    """Return the block of one rank's experts; None without expert parallelism, or in a layer without experts.
 
     Rank r of ``ep`` has the experts [r x count / ep, (r + 1) x count / ep), and of each the features of its rank of tp.
     """
-    return None if ep == 1 or experts is None else shared_experts(model, tp, ep, experts, name=name)
+    return None if ep == 1 or experts is None else rank_experts_block(model, tp, ep, experts, name=name)
 
 
-def shared_experts(model: Model, tp: int, ep: int, experts: Experts, *, name: str = "experts") -> Block:
+def rank_experts_block(model: Model, tp: int, ep: int, experts: Experts, *, name: str = "experts") -> Block:
     """Return the block of one rank's experts, or (``ep`` 1) of all of them."""
     return _block(name, _experts(experts, model.hidden, tp, ep), [])
 
@@ -148,6 +175,19 @@ def shared_experts(model: Model, tp: int, ep: int, experts: Experts, *, name: st
 def _experts(experts: Experts, hidden: int, tp: int, ep: int) -> Matrices:
     count, inside = experts.count // ep, experts.hidden // tp
     return [("experts_up.weight", (count * 2 * inside, hidden)), ("experts_down.weight", (count * hidden, inside))]
+
+
+def _of_experts(experts: Experts, hidden: int, tp: int) -> Vectors:
+    """Return the biases of a router and its experts; the selection bias comes first, as its update differs."""
+    found: Vectors = []
+    if experts.selection_bias:
+        found.append((SELECTION_BIAS, experts.count, Part.WHOLE))
+    if experts.bias:
+        found.append(("experts_up.bias", experts.count * 2 * (experts.hidden // tp), Part.WHOLE))
+        found.append(("experts_down.bias", experts.count * hidden, Part.WHOLE))
+    if experts.router_bias:
+        found.append(("router.bias", experts.count, Part.WHOLE))
+    return found
 
 
 def head_block(model: Model, tp: int) -> Block:

@@ -71,6 +71,12 @@ class Shape:
     expert_load: str = BALANCED
     expert_capacity: float = 0.0
     """How rows spread over experts, and what a pair of ranks can send (``layout/expert_load.py``); read with ``ep``."""
+    window: int = 0
+    """Keys that a token of the layer attends to at most; 0: all before it, also where no sequence is longer."""
+    rope_theta: float = 0.0
+    """Base of the layer's rotary tables; 0: the model's."""
+    sequence: int = 0
+    """Tokens of a whole sequence, on all ranks."""
     ring: Literal["cp", "metp"] = "cp"
     """The group that forms the ring of the ``cp`` ranks; "metp" inside METP's attention (``layers/metp.py``)."""
     divided: int = 1
@@ -78,12 +84,23 @@ class Shape:
 
     def of_layer(self, layer: LayerShape) -> Shape:
         """Return the sizes in a layer of this shape."""
-        return replace(self, ffn=layer.ffn_hidden // self.divided, experts=layer.experts)
+        return replace(
+            self,
+            ffn=layer.ffn_hidden // self.divided,
+            experts=layer.experts,
+            window=layer.window if layer.window < self.sequence else 0,
+            rope_theta=layer.rope_theta,
+        )
 
     @property
     def expert_width(self) -> int:
         """Features inside one expert, on one of the ranks that divide them."""
         return self.experts.hidden // self.divided if self.experts else 0
+
+    @property
+    def shared_width(self) -> int:
+        """Features inside the shared expert, on one of the ranks that divide them; 0 without one."""
+        return self.experts.shared // self.divided if self.experts else 0
 
     @property
     def dispatched(self) -> int:
@@ -174,6 +191,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         if each.experts is not None:
             _degree_divides("features of an expert", each.experts.hidden, "tp", layout.tp)
             _degree_divides("experts", each.experts.count, "ep", layout.ep)
+            _degree_divides("features of the shared expert", each.experts.shared, "tp", layout.tp)
             continue
         _degree_divides("ffn_hidden", each.ffn_hidden, "tp", layout.tp)
         _degree_divides("ffn_hidden", each.ffn_hidden, "metp", layout.metp)
@@ -228,6 +246,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         ep=layout.ep,
         expert_load=decisions.expert_load,
         expert_capacity=decisions.expert_capacity,
+        sequence=decisions.seq_tokens,
     )
 
 

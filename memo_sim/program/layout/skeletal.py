@@ -13,6 +13,8 @@ tensor belongs to token i of the rank's shard. Layouts change the list:
 - Experts replace the last two by those of dispatched rows, each token's rows one after the other by expert, and by what
   the router decided (``layers/experts.py``). As large a part of dispatched rows is swapped as of tokens. With expert
   parallelism they are the rows that a rank received (``layers/expert_exchange.py``).
+- A norm behind attention or the MLP (Gemma 3) needs its input, the result of projection or second MLP product. So
+  recompute repeats the second product as well, which it leaves out without such a norm.
 - Attention without a flash kernel keeps scores instead of the log-sum-exp (``attention/plain.py``,
   ``attention/rsa.py``).
 """
@@ -24,6 +26,7 @@ from enum import StrEnum
 
 from memo_sim.contract.model import Experts, Model
 from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.layout.parameters import POST_NORMS
 from memo_sim.program.layout.shape import Shape
 
 
@@ -76,6 +79,10 @@ def skeletal_tensors(
 
     inside = shape.attention
     sequence_sharded = (local("attn_seq", shape.q_width),) if shape.ulysses > 1 else ()
+    behind = {
+        which: (sharded(normed_slot(which, shape), shape.hidden), statistics(f"{which}_stats"))
+        for which in (POST_NORMS if model.post_norms else ())
+    }
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
     name, width = ("q", inside.q_width) if shape.kv_cache_tokens else ("qkv", inside.qkv_width)
     attended = Skeletal(name, inside.tokens, width, dtype, Fate.BY_TOKEN)
@@ -89,43 +96,55 @@ def skeletal_tensors(
         Skeletal("attn", inside.tokens, inside.q_width, dtype, Fate.WHOLE),
         *kept,
         *sequence_sharded,
+        *behind.get("post_attn", ()),
         sharded("resid", shape.hidden),
         sharded("norm2", shape.hidden),
         statistics("norm2_stats"),
         *(_of_experts(shape.experts, shape, dtype) if shape.experts else (local("up", up), local("act", shape.ffn))),
+        *behind.get("post_mlp", ()),
     )
+
+
+def normed_slot(which: str, shape: Shape) -> str:
+    """Return the name of what a norm behind attention or the MLP reads: the product's sum over the ranks."""
+    product, partial = {"post_attn": ("proj", "proj_out"), "post_mlp": ("ffn_down", "down_out")}[which]
+    return f"{product}_shard" if shape.gathered else partial
 
 
 def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, ...]:
     """Return what backward needs of experts: what the router decided, and the wide tensors of dispatched rows."""
-    tokens, rows = shape.tokens, shape.dispatched
+    tokens, rows = shape.tokens, shape.expert_rows
 
     def decided(name: str, kind: str, rows: int, features: int) -> Skeletal:
         return Skeletal(f"route_{name}", rows, features, kind, Fate.WHOLE)
 
-    if shape.ep > 1:
-        return (
-            decided("scores", "fp32", tokens, experts.count),
-            decided("probs", "fp32", tokens, experts.per_token),
-            decided("experts", "int64", tokens, experts.per_token),
-            decided("ends", "int32", experts.count, 1),
-            decided("seats", "int64", tokens, experts.per_token),
-            decided("sent", "int64", shape.expert_rows, 1),
-            decided("arrived", "int64", shape.expert_rows, 1),
-            decided("own_ends", "int32", shape.own_experts, 1),
-            decided("gates", "fp32", shape.expert_rows, 1),
-            Skeletal("up", shape.expert_rows, 2 * shape.expert_width, dtype, Fate.BY_TOKEN),
-            Skeletal("act", shape.expert_rows, shape.expert_width, dtype, Fate.BY_TOKEN),
-        )
-    return (
-        decided("scores", "fp32", tokens, experts.count),
-        decided("probs", "fp32", tokens, experts.per_token),
-        decided("experts", "int64", tokens, experts.per_token),
+    ends = decided("ends", "int32", experts.count, 1)
+    ways: tuple[Skeletal, ...] = (
         decided("order", "int64", rows, 1),
         decided("places", "int64", tokens, experts.per_token),
-        decided("ends", "int32", experts.count, 1),
+        ends,
+    )
+    if shape.ep > 1:
+        ways = (
+            ends,
+            decided("seats", "int64", tokens, experts.per_token),
+            decided("sent", "int64", rows, 1),
+            decided("arrived", "int64", rows, 1),
+            decided("own_ends", "int32", shape.own_experts, 1),
+            decided("gates", "fp32", rows, 1),
+        )
+    loss = (decided("lse", "fp32", tokens, 1),) if experts.z_loss else ()
+    shared = shape.shared_width
+    beside = (("shared_up", 2 * shared), ("shared_act", shared)) if shared else ()
+    return (
+        decided("scores", "fp32", tokens, experts.count),
+        *loss,
+        decided("probs", "fp32", tokens, experts.per_token),
+        decided("experts", "int64", tokens, experts.per_token),
+        *ways,
         Skeletal("up", rows, 2 * shape.expert_width, dtype, Fate.BY_TOKEN),
         Skeletal("act", rows, shape.expert_width, dtype, Fate.BY_TOKEN),
+        *(Skeletal(name, tokens, features, dtype, Fate.BY_TOKEN) for name, features in beside),
     )
 
 

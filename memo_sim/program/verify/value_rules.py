@@ -10,6 +10,9 @@ are packed for its exchange, or have just arrived:
 With experts (``value_experts.py``) the MLP is norm2 - dispatched - up - act - expert_out - down, where the middle ones
 have dispatched rows.
 
+Norms behind attention and MLP, where a model has them, make post_attn of proj and post_mlp of down; these are then the
+terms of the sums. Sinks make attn and lse of attn.raw and lse.raw.
+
 Backward, where ``d_`` is the gradient of a value. A sum passes its gradient on to both of its terms, so the gradient of
 ``down`` is that of the next ``x``, and that of ``proj`` is that of ``resid``:
 
@@ -58,14 +61,20 @@ def positions_add(call: Call) -> None:
     rowwise(call, {"source": "x.sum"}, {"target": "x"})
 
 
-NORMS = {"x": ("norm1", LAYER), "resid": ("norm2", LAYER)}
+NORMS = {
+    "x": ("norm1", LAYER),
+    "resid": ("norm2", LAYER),
+    "proj": ("post_attn", LAYER),
+    "down": ("post_mlp", LAYER),
+}
 
 
 def _norm_of(call: Call, role: str, value: Value | None) -> tuple[str, BlockKind, str] | None:
     """Return the name of the norm that reads ``value``: of its parameters, their block, and of its output."""
     if value is not None and value.name == "x" and value.layer == call.values.model.layers:
         return "norm", HEAD, "final"
-    if value is None or value.name not in NORMS:
+    behind = value is not None and value.name in ("proj", "down")
+    if value is None or value.name not in NORMS or (behind and not call.values.model.post_norms):
         if value is not None:
             call.wrong(role, value, 0, "x or resid")
         return None
@@ -89,18 +98,24 @@ def norm(call: Call) -> None:
         call.put("saved", first, tokens, value._replace(name=f"{out}_saved"), row)
 
 
-def _product_of(call: Call, name: str) -> tuple[str, BlockKind, str] | None:
-    """Return the product that reads a value: its weight's name and block, and its result's name."""
-    v = call.values
+def _product_of(call: Call, value: Value) -> tuple[str, BlockKind, str] | None:
+    """Return the product that reads a value: its weight's name and block, and its result's name.
+
+    In a layer with experts the plain products are those of the shared expert.
+    """
+    v, name = call.values, value.name
     partial = "~" if v.tp > 1 else ""
     base = name.removesuffix("*")
     if base in ("norm1", "norm2", "final") and v.full and not name.endswith("*"):
         return None
+    if base == "norm2" and v.has_experts(value.layer):
+        return "shared_up", LAYER, "shared_up"
     products = {
         "norm1": ("qkv", LAYER, product_name(v)),
         "attn": ("proj", LAYER, f"proj{partial}"),
         "norm2": ("ffn_up", LAYER, "up"),
         "act": ("ffn_down", LAYER, f"down{partial}"),
+        "shared_act": ("shared_down", LAYER, experts.partial_sums(v, "down")[-1]),
         "final": ("tokens", EMBED, "logits") if v.model.tied_embeddings else ("classifier", HEAD, "logits"),
     }
     return products.get(base)
@@ -111,7 +126,7 @@ def linear(call: Call) -> None:
     added = call.instruction.op == "linear.add"
     for first, tokens, [(given, row)] in call.pieces("x"):
         value = None if given is None else whole(call, "x", given, row, tokens)
-        found = None if value is None else _product_of(call, value.name)
+        found = None if value is None else _product_of(call, value)
         if value is None or found is None:
             if value is not None:
                 call.wrong("x", value, row, "the input of a product")
@@ -128,7 +143,9 @@ def linear(call: Call) -> None:
         result = value._replace(name=out, part=held)
         if summed and call.values.layout.metp > 1:
             result = result._replace(part=None, terms=frozenset({held}))
-        if added:
+        if added and name == "shared_down":
+            experts.add_shared(call, first, tokens, result, row)
+        elif added:
             add_terms(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
@@ -157,10 +174,11 @@ def residual_add(call: Call) -> None:
     """Check one of the two residual sums of a layer."""
     for first, tokens, values in call.pieces("x", "y"):
         y = values[1][0]
-        if y is not None and y.name.startswith("down"):
-            found, made, bias = agree(call, {"x": "resid", "y": "down"}, values, tokens), ("x", 1), "ffn_down.bias"
+        attended, fed = ("post_attn", "post_mlp") if call.values.model.post_norms else ("proj", "down")
+        if y is not None and y.name.startswith(fed):
+            found, made, bias = agree(call, {"x": "resid", "y": fed}, values, tokens), ("x", 1), "ffn_down.bias"
         else:
-            found, made, bias = agree(call, {"x": "x", "y": "proj"}, values, tokens), ("resid", 0), "proj.bias"
+            found, made, bias = agree(call, {"x": "x", "y": attended}, values, tokens), ("resid", 0), "proj.bias"
         value = None
         if found is not None:
             weight(call, "bias", bias, found[0])
@@ -169,8 +187,17 @@ def residual_add(call: Call) -> None:
 
 
 def activation(call: Call) -> None:
-    """Check the activation between the products of the MLP."""
+    """Check the activation between the products of the MLP, or of the shared expert."""
+    if _is_shared(call):
+        rowwise(call, {"x": "shared_up"}, {"out": "shared_act"})
+        return
     rowwise(call, {"x": "up"}, {"out": "act", "silu": "silu"})
+
+
+def _is_shared(call: Call) -> bool:
+    """Return whether an activation reads the first product of a shared expert."""
+    value = call.rows("x")[0].value if call.has("x") else None
+    return value is not None and value.name == "shared_up"
 
 
 # Backward
@@ -178,6 +205,9 @@ def activation(call: Call) -> None:
 
 def activation_backward(call: Call) -> None:
     """Check the backward of ``activation``."""
+    if _is_shared(call):
+        rowwise(call, {"grad": "d_shared_act", "x": "shared_up"}, {"grad_x": "d_shared_up"})
+        return
     silu: dict[str, Wanted] = {"silu": "silu"} if call.has("silu") else {}
     rowwise(call, {"grad": "d_act", "x": "up", **silu}, {"grad_x": "d_up"})
 
@@ -186,13 +216,17 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
     """Return the product whose result's gradient a value is: weight, block, input, layers before, name of the input."""
     v = call.values
     base, partial = value.name.removesuffix("*"), "~" if v.tp > 1 else ""
-    if base == "d_x":
-        return "ffn_down", LAYER, "d_act", 1, "act"
+    behind = v.model.post_norms
+    if base == "d_x" and v.has_experts(value.layer - 1):
+        return "shared_down", LAYER, "d_shared_act", 1, "shared_act"
+    if base == ("d_down" if behind else "d_x"):
+        return "ffn_down", LAYER, "d_act", 0 if behind else 1, "act"
     if base == gradient_name(v):
         return "qkv", LAYER, f"d_norm1{partial}", 0, "norm1"
     products = {
-        "d_resid": ("proj", LAYER, "d_attn", 0, "attn"),
+        "d_proj" if behind else "d_resid": ("proj", LAYER, "d_attn", 0, "attn"),
         "d_up": ("ffn_up", LAYER, f"d_norm2{partial}", 0, "norm2"),
+        "d_shared_up": ("shared_up", LAYER, experts.SHARED_NORM, 0, "norm2"),
         "d_logits": (
             "tokens" if v.model.tied_embeddings else "classifier",
             EMBED if v.model.tied_embeddings else HEAD,
@@ -221,13 +255,15 @@ def dgrad(call: Call) -> None:
         summed = name in ("qkv", "ffn_up")
         if summed and held != value.part:
             call.fault(f"the weight is that of {held}, but grad is that of {value.part}")
-        shard = v.full and name in ("proj", "ffn_down") and not value.name.endswith("*")
+        shard = v.full and name in ("proj", "ffn_down", "shared_down") and not value.name.endswith("*")
         if shard:
             call.wrong("grad", value, row, f"{value.name}*")
         result = Value(out, layer, value.micro_batch, held)
         if summed and v.layout.metp > 1:
             result = result._replace(part=None, terms=frozenset({held}))
-        if call.instruction.op == "linear.dgrad.add":
+        if call.instruction.op == "linear.dgrad.add" and name == "shared_up":
+            experts.add_shared(call, first, tokens, result, row)
+        elif call.instruction.op == "linear.dgrad.add":
             add_terms(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
@@ -307,9 +343,12 @@ def norm_backward(call: Call) -> None:
         name, kind, out = which
         named = {"grad": f"d_{out}", "x": x.name, "saved": f"{out}_saved", "stats": f"{out}_stats"}
         wanted: dict[str, Wanted] = {role: named[role] for role in roles if role in named}
+        behind = name in ("post_attn", "post_mlp")
+        if behind:  # a sum passes its gradient on to both of its terms
+            wanted["grad"] = "d_resid" if name == "post_attn" else ("d_x", 1)
         if residual:
             wanted["residual_grad"] = ("d_x", 1) if name == "norm2" else "d_resid"
-        if residual != (kind is LAYER):
+        if residual != (kind is LAYER and not behind):
             call.fault(f"residual_grad is {'' if residual else 'not '}given")
         found = agree(call, wanted, values, tokens)
         if found is not None:
@@ -613,7 +652,7 @@ def _shifted(work: Exchange, value: Value) -> Value:
         hop = value.part[1] if isinstance(value.part, tuple) else 0
         return value._replace(part=("hop", hop + 1))
     terms = value.terms
-    return value._replace(terms=("shift", terms[1] + 1) if isinstance(terms, tuple) else terms)
+    return value._replace(terms=("shift", terms[1] + work.distance) if isinstance(terms, tuple) else terms)
 
 
 def _send_sums(call: Call, sums: dict[ParameterKey, Sum], target: int) -> None:
@@ -664,8 +703,8 @@ def _move_sums(call: Call, source: str, target: str) -> None:
         parameter = call.values.parameter(key[0], key[2], key[1])
         assert parameter is not None  # its gradient was added
         if sharded and block is not None:
-            runs = call.instruction.run
-            if runs and (parameter.first < block.decayed_elements) != (runs == "decay"):
+            run = call.instruction.run
+            if run and run != next(n for n, first, size in block.runs() if first <= parameter.first < first + size):
                 continue
         elif not operand.first <= each.first < operand.first + operand.tokens:
             continue
@@ -768,7 +807,8 @@ def update(call: Call) -> None:
         call.fault(f"updates elements {sorted(states)} of the states of {key[0]}, not one run of them once")
     v.updated[key] = joined_ranges or []
     # Whole parameters and gradients begin with the run itself, shards with what the ranks before them have of it.
-    begun = v.block(family.block, key[1]).decayed_elements if call.instruction.op.endswith("no_decay") else 0
+    runs = {name: first for name, first, _ in v.block(family.block, key[1]).runs()}
+    begun = runs[call.instruction.run]
     for role in ("grads", "params"):
         if call.has(role):
             operand = call.operands[role]
@@ -887,8 +927,10 @@ RULES: dict[str, Rule] = {
     "residual_add": residual_add,
     "gelu": activation,
     "swiglu": activation,
+    "geglu": activation,
     "gelu.bwd": activation_backward,
     "swiglu.bwd": activation_backward,
+    "geglu.bwd": activation_backward,
     "linear.dgrad": dgrad,
     "linear.dgrad.add": dgrad,
     "linear.wgrad": wgrad,
@@ -949,6 +991,7 @@ RULES: dict[str, Rule] = {
     "grad_norm": grad_norm,
     "adamw.decay": update,
     "adamw.no_decay": update,
+    "router.balance": update,
     "params.all_gather": params_gather,
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),

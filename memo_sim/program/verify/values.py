@@ -111,6 +111,10 @@ class Values:
         given = decisions.expert_capacity
         return layout.ep * capacity_rows(of, self.dispatched, decisions.expert_load, layout.ep, given)
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer of the model has experts in place of an MLP."""
+        return 0 <= layer < self.model.layers and self.model.layer(layer).experts is not None
+
     def _measure(self) -> None:
         """Work out the sizes on one rank from the plan."""
         layout, model, decisions = self.layout, self.model, self.decisions
@@ -291,8 +295,10 @@ class Values:
         if found is not None and found.anything:
             return
         tokens = self.shard_tokens if _on_shards(name) else self.tokens
-        if name.startswith("experts_"):
+        if name.startswith("experts_") and name != "experts_down.bias":
             tokens = self.expert_rows
+        if name == "sinks":
+            tokens = self.attended
         for micro_batch in range(self.program.micro_batches):
             for source in self._sources(kind, name):
                 ranges = found.tokens.get((micro_batch, source), []) if found is not None else []
@@ -422,7 +428,7 @@ def _nearly_equal(layers: int, runs: int) -> tuple[int, ...]:
 
 def _on_shards(name: str) -> bool:
     """Return whether a gradient sums over the rank's token shard, not over gathered rows."""
-    return name.startswith("norm") or name in ("proj.bias", "ffn_down.bias")
+    return name.startswith(("norm", "post_")) or name in ("proj.bias", "ffn_down.bias")
 
 
 def check_values(program: Program, columns: Columns, decisions: Decisions) -> list[str]:

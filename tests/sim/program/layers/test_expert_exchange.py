@@ -5,10 +5,11 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
+import msgspec
 import pytest
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import Instruction
@@ -154,11 +155,13 @@ def test_groups_are_consecutive_ranks_with_the_same_tp_coordinate() -> None:
     assert layout.devices == 16
 
 
+BIASED = msgspec.structs.replace(EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, bias=True))
 REFUSED: dict[str, tuple[Model, Layout, dict[str, Any]]] = {
     "layout.ep": (LLAMA, Layout(dp=2, ep=2), {}),
     "layout.ep ": (EXPERTS, Layout(dp=2, tp=2, ep=4), {}),
     "experts": (EXPERTS, Layout(dp=3, ep=3), {}),
     "layout.zero_ranks": (EXPERTS, Layout(dp=4, ep=2, zero=1, zero_ranks=2), {}),
+    "layout.ep  ": (BIASED, Layout(dp=2, ep=2), {}),
     "decisions.expert_capacity": (EXPERTS, Layout(dp=2), {"expert_capacity": 2.0}),
     "decisions.expert_capacity ": (EXPERTS, Layout(dp=2), {"expert_overflow": "refuse"}),
 }
