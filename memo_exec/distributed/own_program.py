@@ -150,7 +150,7 @@ class _Block:
         """Yield the gradients that this rank counts in the gradient norm.
 
         Gradients that all tensor-parallel (or METP) ranks hold are counted once, by the first of these ranks. If these
-        ranks share the block's states by ZeRO, each rank counts its own share. Where ranks share experts, the norm is
+        ranks share the block's states by ZeRO, each rank counts its own share. Where ranks divide experts, the norm is
         summed over all ranks with the same parameters of the rest: the first of those with the same block counts it.
         """
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1

@@ -120,7 +120,7 @@ def _own_block(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> Block
 def whole_block(model: Model, kind: BlockKind, layer: int = 0) -> Block:
     """Return a block with whole parameters, as a single process has it; ``layer``: the layer whose block it is.
 
-    Experts that ranks share are among the parameters of their layer.
+    Experts that ranks divide are among the parameters of their layer.
     """
     if kind is BlockKind.LAYER:
         return layer_block(model, 1, model.layer(layer))

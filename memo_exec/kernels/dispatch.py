@@ -20,7 +20,7 @@ def dispatch(call: Call) -> None:
 def combine(call: Call) -> None:
     """``out[token]``: the sum of the token's dispatched rows, in fp32, in the order of its experts' probabilities.
 
-    Where ranks share experts, a row beyond the capacity counts as zero (``expert_exchange.py``).
+    Where ranks divide experts, a row beyond the capacity counts as zero (``expert_exchange.py``).
     """
     x, places, out = call.matrix("x"), call.matrix("places"), call.matrix("out")
     scratch, count = call.scratch(), min(len(out), NORM_ROWS)

@@ -86,7 +86,7 @@ def linear_dgrad(call: Call) -> None:
 
 
 def _clear_empty_seats(call: Call, out: Tensor) -> None:
-    """Zero the rows of no expert, where ranks share experts and debug mode looks for NaN.
+    """Zero the rows of no expert, where ranks divide experts and debug mode looks for NaN.
 
     Otherwise they keep what was there before. Row-wise kernels work on them too, and nothing reads what they make.
     """

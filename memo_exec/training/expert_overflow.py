@@ -1,4 +1,4 @@
-"""Counts dispatched rows beyond the capacity of experts that ranks share, over all ranks of a run."""
+"""Counts dispatched rows beyond the capacity of experts that ranks divide, over all ranks of a run."""
 
 from __future__ import annotations
 

@@ -336,6 +336,8 @@ def _open_layouts(question: Question) -> list[LeftOut]:
         more = [
             f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None
         ]
+        if pins.ep is None and question.model.mixture and every.searches_ep > system.searches_ep:
+            more.append("ep above 1")
         if pins.zero is None:
             more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []

@@ -470,7 +470,7 @@ class Pins:
     ep: int | None = _knob(
         None,
         Whole(1),
-        "Expert parallelism: this many consecutive ranks of cp x ulysses x dp share the experts, and exchange rows by"
+        "Expert parallelism: this many consecutive ranks of cp x ulysses x dp divide the experts, and exchange rows by"
         " all-to-all. It needs no devices of its own.",
         at="layout",
         labels=(Part("ep"),),

@@ -70,7 +70,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     - tp: tensor-parallel degree; with ``sequence_parallel``, its ranks share the tokens outside the products.
     - cp: context-parallel degree; its ranks share each sequence and exchange keys and values (``cp_exchange``).
     - ulysses: degree of Ulysses; its ranks change from token shards to head shards around attention, by all-to-all.
-    - ep: degree of expert parallelism; its ranks, which are consecutive ones of cp x ulysses x dp, share the experts.
+    - ep: degree of expert parallelism; its ranks, which are consecutive ones of cp x ulysses x dp, divide the experts.
     - metp: degree of METP; its ranks share the tokens and weights of each layer, and exchange weights meanwhile.
     - pp: number of pipeline stages.
     - dp: data-parallel degree: replicas that play different sequences.
@@ -106,7 +106,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pass (Megatron-LM's 1F1B)."""
     dp: Degree = 1
     ep: Degree = 1
-    """Consecutive ranks of cp x ulysses x dp that share the experts of a layer; it needs no devices of its own."""
+    """Consecutive ranks of cp x ulysses x dp that divide the experts of a layer; it needs no devices of its own."""
     zero: ZeroLevel = 0
     zero_ranks: ZeroRanks = 0
     """Consecutive replicas that one ZeRO group has; 0 means all replicas."""

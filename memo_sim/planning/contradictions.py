@@ -95,12 +95,12 @@ def check_rules(rules: Sequence[Rule], decisions: Decisions) -> None:
 
 
 def _check_capacity(question: Question) -> None:
-    """Refuse a capacity of experts, or what happens beyond it, where no plan shares experts."""
+    """Refuse a capacity of experts, or what happens beyond it, where no plan divides experts."""
     given = [n for n in ("expert_capacity", "expert_overflow") if getattr(question, n) != KNOBS[n].default]
     shared = question.pins.ep is None and question.preset.searches_ep
     if given and not shared and question.pins.ep in (None, 1):
         raise UsageError(
-            f"{KNOBS[given[0]].option} has an effect where ranks share experts alone",
+            f"{KNOBS[given[0]].option} has no effect without expert parallelism",
             got=f"{KNOBS[given[0]].option} {getattr(question, given[0])} with ep {question.pins.ep or 1}",
             wanted="--ep 2 or more",
             hint="add --ep, or leave it out: a rank with all experts has a place for every row",

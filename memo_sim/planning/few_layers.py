@@ -227,7 +227,7 @@ class _FewLayers:
 
 
 def _least_dp(layout: Layout) -> int:
-    """Return the least data parallelism with which ranks that share experts make up whole groups."""
+    """Return the least data parallelism with which ranks that divide experts make up whole groups."""
     return layout.ep // gcd(layout.ep, layout.cp * layout.ulysses)
 
 

@@ -67,7 +67,9 @@ def _divided(simulation: Simulation, of: Experts, rows: int, more_s: float) -> s
     waited = sum(
         s.seconds for s in simulation.prediction.stalls if (s.lane, s.waits_for) == ("compute", "experts.all_to_all")
     )
-    text = f"{ep} ranks share them: a rank sends {format_bytes(int(max(moved)))} a step in all-to-alls of the capacity,"
+    text = (
+        f"{ep} ranks divide them: a rank sends {format_bytes(int(max(moved)))} a step in all-to-alls of the capacity,"
+    )
     text += f" for which compute waits {format_seconds(waited)}. Under the {load} load the fullest rank gets"
     text += f" {received:,} rows of a layer, {received / rows:.2f} times the mean of {rows:,}, and the others wait for"
     text += f" it: its products take {format_seconds(abs(more_s))} {'longer' if more_s >= 0 else 'less'} than balanced"
@@ -78,7 +80,7 @@ def _divided(simulation: Simulation, of: Experts, rows: int, more_s: float) -> s
 
 
 def _exchanged_bytes(instruction: Instruction) -> float:
-    """Return the bytes that a rank sends to the ranks that share its experts."""
+    """Return the bytes that a rank sends to the ranks that divide its experts."""
     work = instruction.work
     return float(work.bytes) if isinstance(work, Collective) and work.group == EP else 0.0
 

@@ -1,4 +1,4 @@
-"""Experts that several ranks share, over gloo: gradients and losses are those of one process.
+"""Experts that several ranks divide, over gloo: gradients and losses are those of one process.
 
 Small routers send most rows to few experts, so the load is skewed. The capacity is the most that a rank can send, but
 in the tests of overflow.

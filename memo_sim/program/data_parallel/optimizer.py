@@ -8,7 +8,7 @@ same parameters (cp x ulysses x dp).
     zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
-The experts of a layer that ranks share (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep. Their states
+The experts of a layer that ranks divide (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep. Their states
 are divided over those.
 
 With ``zero_ranks``, the states are divided over groups of that many replicas. Gradients are reduce-scattered inside a
@@ -69,7 +69,7 @@ class Optimizer:
         """The group of ranks that hold the same parameters.
 
         METP divides only the parameters of layers, so its ranks share the embedding and the head (``ends``). Fewer
-        ranks hold the same experts than hold the rest of a layer, where ranks share these (``expert_grads``).
+        ranks hold the same experts than hold the rest of a layer, where ranks divide these (``expert_grads``).
         """
         if self.kind is BlockKind.EXPERTS:
             return EXPERT_GRADS
@@ -481,7 +481,7 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
         builder.bind(families[name])
     weights = layout.weights_group
     shared: tuple[Group, int] = (GRADS if layout.shards == replicas else SHARD, layout.shards)
-    # Ranks that share experts add up the norms of their own (``memo_exec/distributed/own_program.py`` says who counts
+    # Ranks that divide experts add up the norms of their own (``memo_exec/distributed/own_program.py`` says who counts
     # the rest).
     shared = (GRADS, replicas) if layout.ep > 1 else shared
     wanted: list[tuple[str, Group, int, bool]] = [

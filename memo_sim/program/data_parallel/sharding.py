@@ -367,7 +367,7 @@ class Sharding:
         return [Placed(f"{kind}.reduce", self.place_of(kind, place), 0, use.layer) for kind in complete]
 
     def place_of(self, kind: str, place: str) -> str:
-        """Return the place of a block's own templates; the experts of a layer, where ranks share them, have another."""
+        """Return the place of a block's own templates; a layer's experts, where ranks divide them, have another."""
         return f"{place}.experts" if self.optimizers[kind].kind is BlockKind.EXPERTS else place
 
 

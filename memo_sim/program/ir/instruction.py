@@ -47,7 +47,7 @@ class Lane(IntEnum):
     REPLICATE = 16
     """All-reduces between those groups."""
     EP = 17
-    """All-to-alls between ranks that share experts."""
+    """All-to-alls between ranks that divide experts."""
     EXPERT_REPLICA = 18
     """Collectives over the ranks with the same experts (group ``expert_grads``)."""
 

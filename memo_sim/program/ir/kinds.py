@@ -37,7 +37,7 @@ class BlockKind(StrEnum):
     LAYER = "layer"
     HEAD = "head"
     EXPERTS = "experts"
-    """The experts of a layer, where ranks share them (``Layout.ep``)."""
+    """The experts of a layer, where ranks divide them (``Layout.ep``)."""
 
     @property
     def of_layer(self) -> bool:

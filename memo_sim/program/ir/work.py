@@ -22,7 +22,7 @@ Group = Literal[
 - ``ends``: all ranks with the same embedding and head (metp x ulysses x cp x dp); used only with METP.
 - ``shard``: the ranks of ``grads`` that ZeRO divides over, where these are not all (``Layout.zero_ranks``).
 - ``replicate``: the ranks of ``grads`` that hold the same shard, one of every ``shard`` group.
-- ``ep``: consecutive ranks of ``grads`` that share the experts of a layer.
+- ``ep``: consecutive ranks of ``grads`` that divide the experts of a layer.
 - ``expert_grads``: the ranks of ``grads`` with the same experts, one of every ``ep`` group.
 - ``pp``: one rank of every pipeline stage.
 - ``tied``: one rank of the first stage and one of the last.

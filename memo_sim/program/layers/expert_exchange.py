@@ -1,4 +1,4 @@
-"""Experts that ranks share (expert parallelism): dispatched rows go to the rank of their expert, and come back.
+"""Experts that ranks divide (expert parallelism): dispatched rows go to the rank of their expert, and come back.
 
 A rank of ``ep`` has count / ep experts, and its own tokens. Forward, for the rows of all its tokens:
 

@@ -496,7 +496,7 @@ EXPERTS = (
     Rule(
         name="expert parallelism: model",
         breaks=lambda d: d.layout.ep > 1 and d.model.mixture is None,
-        what="a model without experts has none to share",
+        what="a model without experts has none to divide",
         where="layout.ep",
         got=lambda d: str(d.layout.ep),
         wanted="1",
@@ -505,7 +505,7 @@ EXPERTS = (
     Rule(
         name="expert parallelism: replicas",
         breaks=lambda d: d.layout.replicas % d.layout.ep > 0,
-        what="the ranks with the same parameters do not make up whole groups that share experts",
+        what="the ranks with the same parameters do not make up whole groups that divide experts",
         where="layout.ep",
         got=lambda d: f"{d.layout.ep} of {d.layout.replicas} ranks",
         wanted="a divisor of cp x ulysses x dp",
@@ -514,7 +514,7 @@ EXPERTS = (
     Rule(
         name="expert parallelism: zero_ranks",
         breaks=lambda d: d.layout.ep > 1 and d.layout.zero_ranks > 0,
-        what="ZeRO over groups of replicas has no lowering beside experts that ranks share",
+        what="ZeRO over groups of replicas has no lowering beside experts that ranks divide",
         where="layout.zero_ranks",
         got=lambda d: f"{d.layout.zero_ranks} with ep {d.layout.ep}",
         wanted="0",

@@ -124,7 +124,7 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
     """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
 
     The experts' matrices lie one after the other, each with its gate before its up half. ``name``: the block's name,
-    which differs by layer kind. ``ep``: where ranks share the experts, these are in a block of their own
+    which differs by layer kind. ``ep``: where ranks divide the experts, these are in a block of their own
     (``experts_block``), and the router stays here.
     """
     h, f = model.hidden, layer.ffn_hidden // tp

@@ -14,7 +14,7 @@ distance between its consecutive ranks:
     ends      tp         ranks that hold the same embedding and head: metp x ulysses x cp x dp
     shard     tp*metp    consecutive ranks of grads that ZeRO shards over, if not over all of them (zero_ranks)
     replicate tp*metp*zero_ranks     ranks of grads that hold the same shard
-    ep        tp*metp    consecutive ranks of grads that share a layer's experts, as in Megatron-LM
+    ep        tp*metp    consecutive ranks of grads that divide a layer's experts, as in Megatron-LM
     expert_grads  tp*metp*ep         ranks of grads that hold the same experts
 
     tp 4, cp 2, dp 2:   tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12
@@ -44,7 +44,7 @@ REPLICATE: Literal["replicate"] = "replicate"
 """The group of ranks of ``grads`` that hold the same shard, one of each group that shards (torch's dp_replicate)."""
 
 EP: Literal["ep"] = "ep"
-"""The group of ``Layout.ep`` consecutive ranks of ``grads`` that share the experts of a layer."""
+"""The group of ``Layout.ep`` consecutive ranks of ``grads`` that divide the experts of a layer."""
 EXPERT_GRADS: Literal["expert_grads"] = "expert_grads"
 """The group of ranks of ``grads`` that hold the same experts, one of each ``ep`` group."""
 

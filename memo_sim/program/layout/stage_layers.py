@@ -37,7 +37,7 @@ class LayersOfKind:
 
     @property
     def experts_block(self) -> str:
-        """The name of the blocks of their experts, where ranks share these."""
+        """The name of the blocks of their experts, where ranks divide these."""
         return f"experts{self.suffix}"
 
     @cached_property

@@ -106,7 +106,7 @@ def _all_ends(call: Call, value: Value) -> None:
 
 
 def _exchanged(call: Call) -> bool:
-    """Return whether ranks share the experts."""
+    """Return whether ranks divide the experts."""
     return call.values.layout.ep > 1
 
 
@@ -369,7 +369,7 @@ def gates(call: Call) -> None:
 
 
 def exchange(call: Call) -> None:
-    """Check an exchange of rows between ranks that share experts: all that are sent to them arrive."""
+    """Check an exchange of rows between ranks that divide experts: all that are sent to them arrive."""
     value = _all(call, "send", call.family("send").tokens)
     if value is not None and not value.name.endswith(".sent"):
         call.wrong("send", value, 0, "rows in the order in which they are sent")
