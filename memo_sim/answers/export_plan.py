@@ -157,13 +157,13 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             wanted="a model without experts",
             hint="memo-exec runs the plan itself",
         )
-    if decisions.documents:
+    if decisions.documents and framework.sayings["decisions.documents"].how == "none":
         raise UsageError(
-            "memo writes no framework's options of packed documents",
+            f"memo writes no options of packed documents for {framework.title}",
             where="decisions.documents",
             got=decisions.documents.source or "documents",
-            wanted="a plan without documents",
-            hint="memo-exec runs the plan itself",
+            wanted="a plan without documents, or a framework that packs them",
+            hint="--to trl, or memo-exec runs the plan itself",
         )
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)
