@@ -25,7 +25,7 @@ from torch import Tensor
 from memo_exec.kernels.attention_backend import CAUSAL, AttentionBackward, Mask, Packing
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.documents import segments
-from memo_sim.program.ir.work import Attention
+from memo_sim.program.ir.work import Attention, WindowedAttention
 
 BACKENDS = {
     "torch-flash-cpu": "memo_exec.kernels.attention_torch_cpu",
@@ -47,7 +47,7 @@ def attention(call: Call) -> None:
     if (packing := _packing(call, work, backend)) is not None:
         for queries, keys in _groups(call, work):
             mine = q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries], lse[:, :, queries]
-            backend.forward_packed(*mine, packing=packing)
+            backend.forward_packed(*mine, packing=packing, scale=call.context.model.score_scale)
         return
     if _leaves_rows(call, work):
         out.zero_()  # a merge leaves the rows of queries without keys as they were
@@ -60,7 +60,8 @@ def attention(call: Call) -> None:
                 v[at, of, keys],
                 out[at, own, queries],
                 lse[at, own, queries],
-                mask=Mask(causal=work.mask == "causal"),
+                mask=_mask(work),
+                scale=call.context.model.score_scale,
             )
 
 
@@ -88,6 +89,7 @@ def attention_backward(call: Call) -> None:
                     lse[:, :, queries],
                     (grad_q[:, :, queries], grad_k[:, :, keys], grad_v[:, :, keys]),
                     mask=CAUSAL,
+                    scale=call.context.model.score_scale,
                     deterministic=call.context.decisions.deterministic,
                 ),
                 packing,
@@ -105,7 +107,8 @@ def attention_backward(call: Call) -> None:
                     out[at, own, queries],
                     lse[at, own, queries],
                     (grad_q[at, own, queries], grad_k[at, of, keys], grad_v[at, of, keys]),
-                    mask=Mask(causal=work.mask == "causal"),
+                    mask=_mask(work),
+                    scale=call.context.model.score_scale,
                     deterministic=call.context.decisions.deterministic,
                 )
             )
@@ -137,6 +140,10 @@ def _work(call: Call) -> Attention:
     work = call.instruction.work
     assert isinstance(work, Attention)
     return work
+
+
+def _mask(work: Attention) -> Mask:
+    return Mask(work.mask == "causal", work.window if isinstance(work, WindowedAttention) else 0)
 
 
 def _backend(call: Call) -> ModuleType:

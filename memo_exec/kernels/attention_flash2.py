@@ -40,14 +40,16 @@ def backward(call: AttentionBackward) -> None:
     )
 
 
-def forward_packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, packing: Packing) -> None:
+def forward_packed(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, packing: Packing, scale: float | None = None
+) -> None:
     """Write the output and its log-sum-exp of packed documents, in one call. Not yet run on a GPU."""
     from flash_attn.flash_attn_interface import flash_attn_gpu
 
     rows = packed_rows(q, k, v, out)
     ends, longest = (packing.ends, packing.ends), (packing.longest, packing.longest)
     _, logsumexp, *_ = flash_attn_gpu.varlen_fwd(
-        *rows, *ends, None, None, None, None, *longest, 0.0, scale_of(q, None), False, True, -1, -1, 0.0, False, None
+        *rows, *ends, None, None, None, None, *longest, 0.0, scale_of(q, scale), False, True, -1, -1, 0.0, False, None
     )
     lse.flatten(0, 1).copy_(logsumexp.transpose(0, 1))
 

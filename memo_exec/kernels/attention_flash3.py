@@ -71,13 +71,15 @@ def backward(call: AttentionBackward) -> None:
     )
 
 
-def forward_packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, packing: Packing) -> None:
+def forward_packed(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, packing: Packing, scale: float | None = None
+) -> None:
     """Write the output and its log-sum-exp of packed documents, in one call. Not yet run on a GPU."""
     rows = packed_rows(q, k, v)
     _, logsumexp, *_ = _operators().fwd(
         *rows,
         out=out.flatten(0, 1),
-        softmax_scale=scale_of(q, None),
+        softmax_scale=scale_of(q, scale),
         is_causal=True,
         num_splits=1,
         **_varlen(packing),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memo_exec.distributed.groups import Groups
 from memo_exec.distributed.mesh import MeshCoordinates
-from memo_exec.kernels.frequencies import inverse_frequencies
+from memo_exec.kernels.frequencies import inverse_frequencies, unscaled_frequencies
 from memo_sim.contract.documents import packed
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
@@ -65,6 +65,12 @@ class Context:
         self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
         self.inverse_frequencies = inverse_frequencies(self.model, self.decisions.seq_tokens).to(self.device)
         """Rotary frequencies in fp32; the length is half of head_dim."""
+        self.own_frequencies = {
+            shape.rope_theta: unscaled_frequencies(self.model, shape.rope_theta).to(self.device)
+            for shape in self.model.layer_shapes
+            if shape.rope_theta
+        }
+        """Those of layers whose tables have a base of their own, by base."""
         self.mesh = MeshCoordinates(self.decisions.layout, self.rank)
         """This rank's mesh coordinates."""
         self.runs = token_runs(self.decisions, self.rank)

@@ -38,6 +38,15 @@ One shorter than a tile fills a part of its queries too, so its rate also falls 
 
 Up to half a wave, both calls take equally long. From one wave on, blocks run one after another, and the bound no longer
 applies. In between, the rate is at least that of one causal wave, so the rate has no jump.
+
+With a window, a kernel skips the tiles that no pair of the window lies in, and computes the others whole:
+
+    window 5, tiles of 4      queries | keys 0-3 | 4-7 | 8-11 | 12-15          1 + ceil((window - 1) / tile) tiles a row
+                              12-15                 x      x                  (fewer in the first rows)
+
+The call is priced as one without a mask in which every query has as many keys as these tiles have on average. Profiles
+have no measured rates of windows. The CPU's kernel computes blocks of as many queries as the window has keys, between
+128 and 1024 (``memo_exec/kernels/attention_torch_cpu.py``), each with all keys that its queries see.
 """
 
 from __future__ import annotations
@@ -48,8 +57,9 @@ from math import log
 from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import AttentionTable
+from memo_sim.contract.model import pairs_in_window
 from memo_sim.costs.curves import LogCurve, between
-from memo_sim.program.ir.work import Attention
+from memo_sim.program.ir.work import Attention, WindowedAttention
 
 MUCH_UNMEASURED = 0.05
 """Share of a call's time in documents beyond the measured lengths from which the call counts as extrapolated."""
@@ -60,6 +70,10 @@ WAVE_TOKENS = TILE_TOKENS * TILE_TOKENS
 
 Up to one wave, the A100's measured rates grow in proportion to the grid. An A100 has 108 multiprocessors, an H100 132,
 a B200 148; each computes half a wave at once."""
+TILE_TOKENS = 128
+"""Queries, and keys, of a tile of a GPU's kernels; flash-attn has tiles of 64 to 192 of either."""
+CPU_BLOCK_TOKENS = (128, 1024)
+"""Least and most queries of a block of a window's call on the CPU."""
 
 
 def of_year(tables: Sequence[AttentionTable], libraries: Libraries) -> list[AttentionTable]:
@@ -139,6 +153,8 @@ class AttentionRates:
         Raises:
                 Infeasible: when the profile has not measured this kernel in this dtype.
         """
+        if isinstance(work, WindowedAttention):
+            return self.seconds(_computed(work), outside)
         sizes = self._sizes.get((work.kernel, work.dtype, work.backward))
         if sizes is None:
             known = ", ".join(sorted({f"{kernel} ({dtype})" for kernel, dtype, _ in self._sizes}))
@@ -190,3 +206,23 @@ class AttentionRates:
         if apart_s > MUCH_UNMEASURED * seconds or not low.head_dim <= work.head_dim <= high.head_dim:
             outside.add(f"attention.{work.kernel}.{work.dtype}.{'backward' if work.backward else 'forward'}")
         return seconds
+
+
+def _computed(work: WindowedAttention) -> Attention:
+    """Return a call without a mask that has the pairs which a window's call computes, in whole tiles."""
+    earlier = work.k_tokens - work.q_tokens
+    if work.kernel == "torch-flash-cpu":
+        least, most = CPU_BLOCK_TOKENS
+        rows = min(max(work.window, least), most, work.q_tokens)
+        blocks = -(-work.q_tokens // rows)
+        seen = sum(min(earlier + (block + 1) * rows, rows + work.window - 1) for block in range(blocks))
+        keys = -(-seen // blocks)
+    else:
+        rows, before = -(-work.q_tokens // TILE_TOKENS), -(-earlier // TILE_TOKENS)
+        tiles = pairs_in_window(rows, rows + before, 1 + -(-(work.window - 1) // TILE_TOKENS))
+        keys = -(-tiles * TILE_TOKENS // rows)
+    keys = min(keys, work.k_tokens)
+    q, k = (keys, work.q_tokens) if work.backward else (work.q_tokens, keys)
+    return Attention(
+        work.batch, q, k, "none", work.heads, work.kv_heads, work.head_dim, work.backward, work.kernel, work.dtype
+    )

@@ -7,12 +7,13 @@ go to a buffer of their own and are then added to the sum.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.work import Attention, Mask, Rowwise
+from memo_sim.program.ir.work import Attention, Mask, Rowwise, WindowedAttention
 from memo_sim.program.layout.documents import Segments, most_pieces
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators.workspaces import FLASH_TILE_TOKENS as TILE_TOKENS
@@ -27,14 +28,24 @@ PADS_DOCUMENTS = ("flash1", "flash2", "flash3", "flash4", "torch-flash")
 
 
 def attention_work(
-    decisions: Decisions, shape: Shape, q: int, k: int, mask: Mask, *, backward: bool, segments: Segments = ()
+    decisions: Decisions,
+    shape: Shape,
+    q: int,
+    k: int,
+    mask: Mask,
+    *,
+    backward: bool,
+    window: int = 0,
+    segments: Segments = (),
 ) -> Attention:
     """Return the work of one call; ``q`` queries and ``k`` keys are counted over all sequences of the micro-batch.
 
-    ``segments``: the pairs of packed documents among them.
+    ``window``: how many keys a query sees at most; 0: all that the mask leaves. ``segments``: the pairs of packed
+    documents among them.
     """
     batch = decisions.micro_batch
-    return Attention(
+    kind = partial(WindowedAttention, window=window) if window else Attention
+    return kind(
         batch=batch,
         q_tokens=q // batch,
         k_tokens=k // batch,

@@ -10,6 +10,7 @@ from typing import Literal
 
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
 from memo_sim.contract.knobs import DtypeName
+from memo_sim.contract.model import pairs_in_window
 
 Mask = Literal["none", "causal"]
 Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied"]
@@ -141,6 +142,22 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowedAttention(Attention):
+    """Attention in which a query sees ``window`` keys at most: its own and those right before it.
+
+    The queries belong to the last keys, of which there may be more than queries; the mask is causal.
+    """
+
+    window: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the pairs that the window leaves."""
+        pairs = pairs_in_window(self.q_tokens, self.k_tokens, self.window)
+        return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Rowwise:
     """A memory-bound kernel over ``rows`` rows: norms, activations, residuals, loss, optimizer."""
 
@@ -164,6 +181,13 @@ class Rowwise:
     def moved_bytes(self) -> int:
         """Bytes read and written."""
         return self.read_bytes + self.write_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary(Rowwise):
+    """The rotary embedding of a layer whose tables have a base of their own (``LayerShape.rope_theta``)."""
+
+    theta: float = 0.0
 
 
 FRESH = "fresh"

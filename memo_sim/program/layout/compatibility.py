@@ -478,6 +478,126 @@ EXPERTS = (
     ),
 )
 
+_WINDOWS = _Feature(
+    name="windows",
+    chosen=lambda d: _longest_window(d) > 0,
+    beside="beside attention windows",
+    setting=lambda d: f"a window of {_longest_window(d)} tokens",
+    hint="tp, cp, Ulysses, subsequences, dp, pp and ZeRO go with windows, and every recompute",
+)
+_SINKS = _Feature(
+    name="sinks",
+    chosen=lambda d: d.model.sinks,
+    beside="beside attention sinks",
+    setting="a model with sinks",
+    hint="tp, cp (ring, all-gather), Ulysses, subsequences, dp, pp and ZeRO go with sinks",
+)
+_POST_NORMS = _Feature(
+    name="norms behind attention and MLP",
+    chosen=lambda d: d.model.post_norms,
+    beside="with norms behind attention and MLP",
+    setting="a model with such norms",
+    hint="tp, cp, Ulysses, subsequences, dp, pp and ZeRO go with them, under recompute none, tokenwise and full",
+)
+_GEMMAS = _Feature(
+    name="Gemma's operators",
+    chosen=lambda d: d.model.scaled_embeddings or bool(d.model.query_scalar) or d.model.activation != _usual(d),
+    beside="with FFNs gated by gelu, scaled embeddings or a query scalar",
+    setting="a model with them",
+    hint="tp, cp (ring, all-gather), Ulysses, subsequences, dp, pp and ZeRO go with them",
+)
+
+
+def windowed(decisions: Decisions) -> bool:
+    """Return whether any layer's window is shorter than the sequences."""
+    return _longest_window(decisions) > 0
+
+
+def _longest_window(decisions: Decisions) -> int:
+    shapes = decisions.model.layer_shapes if decisions.model.windowed else ()
+    return max((shape.window for shape in shapes if shape.window < decisions.seq_tokens), default=0)
+
+
+def _usual(decisions: Decisions) -> str:
+    """Return the activation of the MLP in the model's family; of GPT models, any."""
+    return "silu" if decisions.model.gated else decisions.model.activation
+
+
+def _chunk_tokens(decisions: Decisions) -> int:
+    """Return the tokens of one of a rank's two chunks in zigzag order."""
+    return decisions.seq_tokens // (2 * decisions.layout.cp)
+
+
+WINDOWED = (
+    Rule(
+        name="windows: attention",
+        breaks=lambda d: windowed(d) and not ATTENTION_KERNELS[d.kernels.attention].windows,
+        what="the attention kernel has no argument for a window",
+        where="decisions.kernels.attention",
+        got=lambda d: f"{d.kernels.attention} with a window of {_longest_window(d)} tokens",
+        wanted=", ".join(name for name, kernel in ATTENTION_KERNELS.items() if kernel.windows),
+        hint="--attention flash",
+    ),
+    _WINDOWS.allows("layout.cp_exchange", "ring", "all_gather", because="it has scores of all keys"),
+    _WINDOWS.allows("layout.metp", 1, because="METP's ring brings every rank's keys"),
+    _WINDOWS.allows("decisions.attention_chunk_tokens", 0, because="each chunk's queries fetch all keys before them"),
+    _WINDOWS.allows("layout.multiplexed", False, because="helper stages would need a window's rows of other stages"),
+    _WINDOWS.allows(
+        "decisions.micro_batch",
+        1,
+        when=lambda d: windowed(d) and d.layout.cp > 1,
+        because="with cp each chunk of keys is sent by itself, of one sequence",
+    ),
+    Rule(
+        name="windows: cp",
+        breaks=lambda d: windowed(d) and d.layout.cp > 1 and _longest_window(d) > _chunk_tokens(d) + 1,
+        what="the window is longer than a chunk of the sequence, so its keys lie on more than the neighbouring ranks",
+        where="layout.cp",
+        got=lambda d: f"cp {d.layout.cp}, chunks of {_chunk_tokens(d)} tokens, a window of {_longest_window(d)}",
+        wanted="at most one token more than a chunk, of 2 x cp",
+        hint="a smaller --cp, or --ulysses",
+    ),
+    _SINKS.allows("layout.cp_exchange", "ring", "all_gather", because="it keeps no log-sum-exp"),
+    _SINKS.allows("layout.metp", 1),
+    _SINKS.allows("decisions.attention_chunk_tokens", 0, because="chunks are merged key by key"),
+    _SINKS.allows("layout.multiplexed", False, because="helper stages merge what several stages compute"),
+    _SINKS.allows(
+        "decisions.modules", "auto", "operators", because="what Hugging Face's modules save of sinks is not known"
+    ),
+    _SINKS.allows(
+        "decisions.recompute",
+        *("none", "tokenwise", "full", "mlp", "norms", "operators"),
+        because="selective recompute repeats attention by itself",
+    ),
+    Rule(
+        name="sinks: attention",
+        breaks=lambda d: d.model.sinks and d.kernels.attention == "plain",
+        what="attention without a flash kernel has no log-sum-exp, into which sinks are written",
+        where="decisions.kernels.attention",
+        got="plain with a model with sinks",
+        wanted="a flash kernel",
+        hint="--attention flash",
+    ),
+    _POST_NORMS.allows("layout.metp", 1),
+    _POST_NORMS.allows("decisions.mlp_chunk_tokens", 0, because="the norm behind the MLP needs its whole output kept"),
+    _POST_NORMS.allows("decisions.attention_chunk_tokens", 0),
+    _POST_NORMS.allows("decisions.recompute", "none", "tokenwise", "full"),
+    _POST_NORMS.allows(
+        "decisions.modules", "auto", "operators", because="what Hugging Face's modules save of them is not known"
+    ),
+    _POST_NORMS.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would need the gradients before these norms",
+        when=lambda d: d.model.post_norms and _staged(d),
+    ),
+    _POST_NORMS.allows("layout.multiplexed", False),
+    _GEMMAS.allows("layout.cp_exchange", "ring", "all_gather"),
+    _GEMMAS.allows(
+        "decisions.modules", "auto", "operators", because="what Hugging Face's modules save of them is not known"
+    ),
+)
+
 CUTS_OF_DOCUMENTS = Rule(
     name="cuts of documents: documents",
     breaks=lambda d: d.documents is None and d.document_cuts != "sequence",
@@ -526,6 +646,15 @@ DOCUMENTS = (
         wanted="false",
         hint="leave --documents out, or a model with causal attention",
     ),
+    Rule(
+        name="packed documents: windows",
+        breaks=lambda d: d.documents is not None and windowed(d),
+        what="attention windows of packed documents are not priced",
+        where="decisions.documents",
+        got=lambda d: f"documents with a window of {_longest_window(d)} tokens",
+        wanted="one document a sequence, or a model without windows",
+        hint="leave --documents out",
+    ),
     CUTS_OF_DOCUMENTS,
     Rule(
         name="packed documents: most",
@@ -540,6 +669,7 @@ DOCUMENTS = (
 
 RULES = (
     *EXPERTS,
+    *WINDOWED,
     *DOCUMENTS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
