@@ -124,8 +124,12 @@ def _documents(call: Call, work: Attention) -> Iterator[tuple[slice, slice, slic
 
 
 def _packing(call: Call, work: Attention, backend: ModuleType) -> Packing | None:
-    """Return the documents of a rank's own rows, for backends that take them in one call; None for other calls."""
-    if call.context.decisions.documents is None or work.mask == "none" or not hasattr(backend, "forward_packed"):
+    """Return the documents of a rank's own rows, for backends that take them in one call.
+
+    None for other calls, and for windows, which play document by document.
+    """
+    own = work.mask == "causal" and not isinstance(work, WindowedAttention)
+    if call.context.decisions.documents is None or not own or not hasattr(backend, "forward_packed"):
         return None
     lengths = [part.queries.stop - part.queries.start for part in segments(call, work)]
     return Packing(call["documents"][: len(lengths) + 1], max(lengths))

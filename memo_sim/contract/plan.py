@@ -6,12 +6,13 @@ machine.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
-from memo_sim.contract.documents import Documents, attended_share
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import did_you_mean
 from memo_sim.contract.knobs import (
     MOST_LIMIT_GIB,
@@ -336,8 +337,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def step_flops(self) -> float:
         """Model FLOPs of one step (``Model.step_flops``); of packed documents, only the pairs that they attend."""
-        share = attended_share(self.documents, self.seq_tokens)
-        return self.model.step_flops(self.seq_tokens, self.global_batch, attended=share)
+        attended = None if self.documents is None else partial(self.documents.pairs, self.seq_tokens)
+        return self.model.step_flops(self.seq_tokens, self.global_batch, attended=attended)
 
     @property
     def micro_batches(self) -> int:

@@ -135,10 +135,13 @@ class Attention:
     @property
     def flops(self) -> float:
         """Floating-point operations without those that a mask removes."""
-        pairs = self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
-        if self.segments:
-            pairs = float(sum(each for _, _, each in self.segments))
+        pairs = float(sum(each for _, _, each in self.segments)) if self.segments else self._pairs
         return 4.0 * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+
+    @property
+    def _pairs(self) -> float:
+        """Pairs of a query and a key, where a sequence is one document."""
+        return self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +154,9 @@ class WindowedAttention(Attention):
     window: int = 0
 
     @property
-    def flops(self) -> float:
-        """Floating-point operations of the pairs that the window leaves."""
-        pairs = pairs_in_window(self.q_tokens, self.k_tokens, self.window)
-        return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+    def _pairs(self) -> float:
+        """Pairs of a query and a key that the window leaves."""
+        return float(self.batch * pairs_in_window(self.q_tokens, self.k_tokens, self.window))
 
 
 @dataclass(frozen=True, slots=True)
