@@ -63,6 +63,10 @@ class Documents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if lengths != sorted(set(lengths)):
             raise ValueError("lengths must be in increasing order, each once")
 
+    def __str__(self) -> str:
+        """Return what tables show: what was given, or the mean."""
+        return self.source or f"{len(self.lengths)} lengths, mean {self.mean:,.0f} tokens"
+
     @property
     def mean(self) -> float:
         """Mean tokens of a document."""

@@ -38,7 +38,8 @@ def test_a_file_has_one_length_or_a_length_and_a_count_a_line(tmp_path: Path) ->
     path.write_text("100\n\n 200, 3\n100\n", encoding="utf-8")
     given = parse_documents(str(path), option=OPTION)
     assert given.lengths == ((100, 2), (200, 3))
-    assert given.source == "lengths.txt"
+    assert str(given) == "lengths.txt"
+    assert str(Documents(lengths=given.lengths)) == "2 lengths, mean 160 tokens"
 
 
 def test_many_lengths_are_rounded_and_keep_their_mean() -> None:
