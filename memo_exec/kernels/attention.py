@@ -24,8 +24,9 @@ from torch import Tensor
 
 from memo_exec.kernels.attention_backend import CAUSAL, AttentionBackward, Mask, Packing
 from memo_exec.kernels.call import Call
-from memo_exec.kernels.documents import segments
+from memo_exec.kernels.documents import EVERYTHING, Joined, Segment, segments
 from memo_sim.program.ir.work import Attention, WindowedAttention
+from memo_sim.program.layout.token_order import cuts_documents
 
 BACKENDS = {
     "torch-flash-cpu": "memo_exec.kernels.attention_torch_cpu",
@@ -46,23 +47,24 @@ def attention(call: Call) -> None:
     out, lse = call["out"].view(q.shape), call.matrix("lse").view(q.shape[:3])
     if (packing := _packing(call, work, backend)) is not None:
         for queries, keys in _groups(call, work):
-            mine = q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries], lse[:, :, queries]
-            backend.forward_packed(*mine, packing=packing, scale=call.context.model.score_scale)
+            rows = q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries], lse[:, :, queries]
+            backend.forward_packed(*rows, packing=packing, scale=call.context.model.score_scale)
         return
     if _leaves_rows(call, work):
         out.zero_()  # a merge leaves the rows of queries without keys as they were
         lse.fill_(-torch.inf)
-    for at, own, of in _documents(call, work):
+    for document in _documents(call, work):
         for queries, keys in _groups(call, work):
-            backend.forward(
-                q[at, own, queries],
-                k[at, of, keys],
-                v[at, of, keys],
-                out[at, own, queries],
-                lse[at, own, queries],
-                mask=_mask(work),
-                scale=call.context.model.score_scale,
-            )
+            mine, theirs = Joined(document.queries, document.at), Joined(document.keys, document.at)
+            with mine.written(out[:, :, queries], lse[:, :, queries]) as results:
+                backend.forward(
+                    mine.of(q[:, :, queries]),
+                    theirs.of(k[:, :, keys]),
+                    theirs.of(v[:, :, keys]),
+                    *results,
+                    mask=_mask(work),
+                    scale=call.context.model.score_scale,
+                )
 
 
 def attention_backward(call: Call) -> None:
@@ -98,29 +100,33 @@ def attention_backward(call: Call) -> None:
     if _leaves_rows(call, work):
         for gradient in (grad_q, grad_k, grad_v):
             gradient.zero_()
-    for at, own, of in _documents(call, work):
+    for document in _documents(call, work):
         for queries, keys in _groups(call, work):
-            backend.backward(
-                AttentionBackward(
-                    grad[at, own, queries],
-                    (q[at, own, queries], k[at, of, keys], v[at, of, keys]),
-                    out[at, own, queries],
-                    lse[at, own, queries],
-                    (grad_q[at, own, queries], grad_k[at, of, keys], grad_v[at, of, keys]),
-                    mask=_mask(work),
-                    scale=call.context.model.score_scale,
-                    deterministic=call.context.decisions.deterministic,
+            mine, theirs = Joined(document.queries, document.at), Joined(document.keys, document.at)
+            with (
+                mine.written(grad_q[:, :, queries]) as (of_q,),
+                theirs.written(grad_k[:, :, keys], grad_v[:, :, keys]) as (of_k, of_v),
+            ):
+                backend.backward(
+                    AttentionBackward(
+                        mine.of(grad[:, :, queries]),
+                        (mine.of(q[:, :, queries]), theirs.of(k[:, :, keys]), theirs.of(v[:, :, keys])),
+                        mine.of(out[:, :, queries]),
+                        mine.of(lse[:, :, queries]),
+                        (of_q, of_k, of_v),
+                        mask=_mask(work),
+                        scale=call.context.model.score_scale,
+                        deterministic=call.context.decisions.deterministic,
+                    )
                 )
-            )
 
 
-def _documents(call: Call, work: Attention) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield (sequences, queries, keys) of each document, or of all sequences where a sequence is one document."""
+def _documents(call: Call, work: Attention) -> Iterator[Segment]:
+    """Yield each document of a call, or all sequences where a sequence is one document."""
     if call.context.decisions.documents is None:
-        yield slice(None), slice(None), slice(None)
+        yield EVERYTHING
         return
-    for part in segments(call, work):
-        yield slice(part.sequence, part.sequence + 1), part.queries, part.keys
+    yield from segments(call, work)
 
 
 def _packing(call: Call, work: Attention, backend: ModuleType) -> Packing | None:
@@ -128,10 +134,11 @@ def _packing(call: Call, work: Attention, backend: ModuleType) -> Packing | None
 
     None for other calls, and for windows, which play document by document.
     """
-    own = work.mask == "causal" and not isinstance(work, WindowedAttention)
-    if call.context.decisions.documents is None or not own or not hasattr(backend, "forward_packed"):
+    decisions = call.context.decisions
+    own = work.mask == "causal" and not isinstance(work, WindowedAttention) and not cuts_documents(decisions)
+    if decisions.documents is None or not own or not hasattr(backend, "forward_packed"):
         return None
-    lengths = [part.queries.stop - part.queries.start for part in segments(call, work)]
+    lengths = [rows.stop - rows.start for part in segments(call, work) for rows in part.queries]
     return Packing(call["documents"][: len(lengths) + 1], max(lengths))
 
 

@@ -8,7 +8,7 @@ negligible, and a fifth of the labels does not count.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
@@ -24,6 +24,7 @@ from memo_exec.kernels import KERNELS, Kernel, StepScalars
 from memo_exec.kernels.call import Ends
 from memo_exec.machine.rank_placement import first_fit_placement
 from memo_exec.training import weights
+from memo_exec.training.loop import tokens_of
 from memo_sim.contract.documents import fill
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
@@ -33,7 +34,7 @@ from memo_sim.program.arena.library_workspaces import without_library
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.rank_order import coordinate
-from memo_sim.program.layout.token_order import token_runs
+from memo_sim.program.layout.token_order import rows_of_a_cut, token_runs
 
 NOISE_STD = 0.08
 """Of the noise on every parameter. With GPT-2's initial values alone most gradients would be tiny."""
@@ -116,7 +117,7 @@ class Play:
             ids, labels = global_batch(self.decisions, self.seed, step)
             scalars = StepScalars(lr=LEARNING_RATE, eps=EPSILON, step=step, loss_scale=1 / counted_targets(labels))
             documents = _own_documents(self.decisions, rank, global_documents(self.decisions, self.seed, step))
-            record = interpreter.run_step(_own_batch(self.decisions, rank, ids, labels), scalars, documents)
+            record = interpreter.run_step(_own_batch(self.decisions, rank, ids, labels, documents), scalars, documents)
             losses.append(record.loss)
             norms.append(record.grad_norm)
             if step == 1:
@@ -152,14 +153,18 @@ def counted_targets(labels: Tensor) -> int:
     return int((labels != -100).sum())
 
 
-def _own_batch(decisions: Decisions, rank: int, ids: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _own_batch(
+    decisions: Decisions, rank: int, ids: Tensor, labels: Tensor, documents: Sequence[Ends]
+) -> list[tuple[Tensor, Tensor]]:
     """Return the micro-batches of a rank: its sequences, and of these its tokens in the order of its rows."""
-    chosen = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in token_runs(decisions, rank)])
+    every = documents or [()] * decisions.micro_batches
+    chosen = [tokens_of(token_runs(decisions, rank, ends)) for ends in every]
     share = coordinate("dp", decisions.layout, rank)
     split = []
     for whole in (ids, labels):
         own = torch.chunk(whole, decisions.layout.dp)[share]
-        split.append([part.reshape(-1)[chosen] for part in torch.split(own, decisions.micro_batch)])
+        parts = torch.split(own, decisions.micro_batch)
+        split.append([part.reshape(-1)[mine] for part, mine in zip(parts, chosen, strict=True)])
     return list(zip(*split, strict=True))
 
 
@@ -167,7 +172,8 @@ def global_documents(decisions: Decisions, seed: int, step: int) -> Ends:
     """Return where the documents of every sequence of a step end; empty where a sequence is one document."""
     if decisions.documents is None:
         return ()
-    sequences = fill(decisions.documents.draw(Random(f"documents {seed}:{step}")), decisions.seq_tokens)
+    lengths = decisions.documents.draw(Random(f"documents {seed}:{step}"))
+    sequences = fill(lengths, decisions.seq_tokens, rows_of_a_cut(decisions))
     return tuple(tuple(accumulate(next(sequences))) for _ in range(decisions.global_batch))
 
 

@@ -55,8 +55,8 @@ def documents(question: Question, simulation: Simulation) -> list[str]:
     share = format_percent(attended_share(given, decisions.seq_tokens))
     where = " in layers without a window" if decisions.model.windowed else ""
     text = (
-        f"Documents: a sequence has {pace.pieces:,.1f} of them; they attend {share} of the pairs of one document{where}."
-        f" Attention takes {format_seconds(taken)} of a rank's step; of sequences of one document it would take"
+        f"Documents: a sequence has {pace.pieces:,.1f} of them; they attend {share} of the pairs of one document"
+        f"{where}. Attention takes {format_seconds(taken)} of a rank's step; of sequences of one document it would take"
         f" {format_seconds(whole)}.{_other_mfu(simulation)}"
     )
     other: DocumentCuts = "documents" if decisions.document_cuts == "sequence" else "sequence"

@@ -139,7 +139,7 @@ def _balance(  # noqa: PLR0917 - the fields of a plan that it depends on
     cuts: DocumentCuts,
     window: int = 0,
 ) -> _Balance:
-    multiple = 2 * ring if ring > 1 and cuts == "documents" else 1
+    multiple = 2 * ring if ring > 1 and cuts == "documents" else 1  # as ``token_order.rows_of_a_cut``
     drawn = packed(documents, seq_tokens, multiple)
     batches = [
         [piece for lengths in taken for piece in _pieces(lengths, seq_tokens)] for taken in _grouped(drawn, micro_batch)
