@@ -51,6 +51,7 @@ from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import counted, format_percent
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.expert_load import nearest_load
+from memo_sim.program.layout.token_order import rows_of_a_cut
 from memo_sim.program.lower import lower
 from memo_sim.views.busy import busy_by
 
@@ -176,7 +177,8 @@ def run(
     placement = checked_placement(plan, program, plan_path)
     needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
     note(needs.line())
-    dataset = load_dataset(options.data, plan.decisions.model.vocab, plan.decisions.documents)
+    decisions = plan.decisions
+    dataset = load_dataset(options.data, decisions.model.vocab, decisions.documents, multiple=rows_of_a_cut(decisions))
     if short := dataset.short_of(plan.decisions.seq_tokens):
         note(short)
     saved, state = _checkpoint(options, note)

@@ -2,12 +2,14 @@
 
 The ends of documents are data of a step. They are known on the host before the step, from the data loader, so no kernel
 reads them from the device. Attention is called once for each document, on views of its rows, or by a kernel that takes
-where they end in a tensor, which is written before the step (``input.documents``). The rows of a rank that
-belong to one document lie together, and so do the keys of each call (``memo_sim/program/attention/``):
+where they end in a tensor, which is written before the step (``input.documents``). A rank's rows of one document:
 
     sequence     | a a a a a a a b | b b b b b b b b | b c c c c c c c | c c c c d d d d |     cp 2, chunks 0 .. 3
     rank 1       |   chunk 1: b b b b b b b b | chunk 2: b c c c c c c c |                     own rows: b, then c
     keys of 0    |   chunk 0: a a a a a a a b |                                                b alone has queries here
+
+Where ranks cut every document instead, each has an early and a late chunk of all of them (``layout/token_order.py``).
+These lie apart, so the rows of a document are copied together for its call, and its results back.
 """
 
 from __future__ import annotations
