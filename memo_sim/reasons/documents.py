@@ -99,8 +99,8 @@ def _other_mfu(simulation: Simulation) -> str:
     mfu, decisions = simulation.prediction.mfu, simulation.decisions
     if mfu is None:
         return ""
-    flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
-    whole = format_percent(mfu * flops / decisions.step_flops)
+    of_one = msgspec.structs.replace(decisions, documents=None, document_cuts="sequence")
+    whole = format_percent(mfu * of_one.step_flops / decisions.step_flops)
     return f" Counted as if each sequence were one document, MFU would read {whole}."
 
 

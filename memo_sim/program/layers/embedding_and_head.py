@@ -32,7 +32,7 @@ WEIGHT_GRADIENT, NARROW_WEIGHT_GRADIENT = "classifier.product", "classifier.prod
 
 def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Access | None:
     found = block.find(name)
-    if found is None:
+    if found is None or (gradient and found.frozen):
         return None
     rows = Rows(slot, found.first, found.elements)
     return accumulates(rows) if gradient else reads(rows)
@@ -126,13 +126,14 @@ def head(
     ``embed_block`` has the classifier's weights when embeddings are tied.
     """
     builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD)
-    for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
+    frozen = decisions.lora is not None
+    for name in ("head.x", "input.labels", "params.head", *["grads.head"] * (not frozen), "loss", "grad.x"):
         builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
     if decisions.loss_metrics:
         builder.bind(families["logits"], slot="logits")
     if tied:
-        for name in ("params.embed", "grads.embed"):
+        for name in ("params.embed", *["grads.embed"] * (not frozen)):
             builder.bind(families[name], slot=name)
     classifier = _Classifier(builder, decisions, shape, embed_block if tied and embed_block else head_block, tied)
     norm = _FinalNorm(builder, decisions, shape, head_block)
@@ -149,7 +150,7 @@ def head(
         for first in range(0, tokens, chunk):
             rows = Rows(full.slot, first, min(chunk, tokens - first))
             classifier.loss(rows, start + first)
-            if not decisions.loss_chunk_tokens:
+            if not decisions.loss_chunk_tokens and not frozen:
                 # Here the gather is the shard's last reader. Memory peaks with whole logits, so it is more important to
                 # free the shard than to avoid a wait for this gather (``gather_again``).
                 rows = writer.gather_again("norm", shard, "final_again", 0, tokens=room)
@@ -313,6 +314,8 @@ class _Classifier:
             weight=self.weight,
             out=writes(Rows("d_final", rows.first, tokens)),
         )
+        if self.grad is None:  # the classifier is frozen
+            return
         builder.emit(
             f"classifier.wgrad{suffix}",
             "linear.wgrad",
