@@ -57,7 +57,7 @@ def _plain_or_fused(plain: Kernel, module: str) -> Kernel:
     name = plain.__name__
 
     def play(call: Call) -> None:
-        fused = call.context.decisions.kernels.rowwise == "triton"
+        fused = call.context.decisions.kernels.rowwise == "triton" and "rollout" not in call.tensors
         (_fused(module, name) if fused else plain)(call)
 
     return play
@@ -73,8 +73,8 @@ def _divided(plain: Kernel, divided: Kernel) -> Kernel:
 
 
 def _fused_loss(call: Call) -> None:
-    """Compute the loss in one kernel; on the CPU, which has none, with torch in row blocks that are written over."""
-    fused = call.context.device.type == "cuda"
+    """Compute the loss in one kernel; with torch in row blocks that are written over on the CPU, and of a policy."""
+    fused = call.context.device.type == "cuda" and "rollout" not in call.tensors
     (_fused("triton_loss", "cross_entropy") if fused else loss.cross_entropy)(call)
 
 

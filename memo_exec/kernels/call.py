@@ -54,6 +54,12 @@ class StepScalars:
     weight_decay: float = 0.1
     clip: float | None = None
     """Largest allowed global norm of the gradients; None means no clipping."""
+    clip_ratio: float = 0.2
+    """Of a policy's objective: the ratio of probabilities is clipped below 1 - this ..."""
+    clip_ratio_high: float = 0.2
+    """... and above 1 + this."""
+    kl_weight: float = 0.0
+    """Of a policy's objective: the weight of the KL term against the reference model."""
 
 
 @dataclass

@@ -8,6 +8,9 @@ from torch import Tensor
 from memo_exec.kernels.call import Call
 from memo_sim.program.operators.workspaces import ADAMW_ELEMENTS
 
+Run = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Parameters or their master copy, gradients, first moments, second moments."""
+
 DOT_ELEMENTS = 2**24
 """Elements per dot product; the results are added one by one."""
 
@@ -39,22 +42,30 @@ def _adamw(call: Call, weight_decay: float) -> None:
     params = call["params"]
     master = call.get("master")
     updated = params if master is None else master
-    grads, moments = call["grads"], (call["moment1"], call["moment2"])
+    run = (updated, call["grads"], call["moment1"], call["moment2"])
     scale = _grad_scale(call)
-    if moments[0].dtype == updated.dtype:
-        _fused(call, (updated, grads, *moments), weight_decay, scale)
+    if len({tensor.dtype for tensor in run}) == 1:
+        _fused(call, run, weight_decay, scale)
     else:
-        scratch, count = call.scratch(), min(len(updated), ADAMW_ELEMENTS)
-        wide = scratch.take(count), scratch.take(count)
-        for first in range(0, len(updated), count):
-            part = slice(first, min(len(updated), first + count))
-            n = part.stop - first
-            block = wide[0][:n].copy_(moments[0][part]), wide[1][:n].copy_(moments[1][part])
-            _fused(call, (updated[part], grads[part], *block), weight_decay, scale)
-            moments[0][part].copy_(block[0])
-            moments[1][part].copy_(block[1])
+        _in_fp32(call, run, weight_decay, scale)
     if master is not None:
         params.copy_(master)
+
+
+def _in_fp32(call: Call, run: Run, weight_decay: float, scale: Tensor | None) -> None:
+    """Update a run of several dtypes block by block, with a copy in fp32 of each tensor that is in bf16.
+
+    Parameters and moments are rounded to the nearest bf16 number when they are copied back."""
+    scratch, count = call.scratch(), min(len(run[0]), ADAMW_ELEMENTS)
+    wide = [None if tensor.dtype == torch.float32 else scratch.take(count) for tensor in run]
+    for first in range(0, len(run[0]), count):
+        parts = [tensor[first : first + count] for tensor in run]
+        block = [p if w is None else w[: len(p)].copy_(p) for p, w in zip(parts, wide, strict=True)]
+        params, grads, moment1, moment2 = block
+        _fused(call, (params, grads, moment1, moment2), weight_decay, scale)
+        for part, computed in zip(parts, block, strict=True):
+            if part is not computed and computed is not grads:
+                part.copy_(computed)
 
 
 def _grad_scale(call: Call) -> Tensor | None:
@@ -67,8 +78,8 @@ def _grad_scale(call: Call) -> Tensor | None:
     return cell[0]
 
 
-def _fused(call: Call, run: tuple[Tensor, ...], weight_decay: float, scale: Tensor | None) -> None:
-    """Run torch's fused AdamW on ``run``: (parameters, gradients, first moments, second moments)."""
+def _fused(call: Call, run: Run, weight_decay: float, scale: Tensor | None) -> None:
+    """Run torch's fused AdamW on ``run``, whose tensors have one dtype."""
     params, grads, moment1, moment2 = run
     scalars = call.context.scalars
     step = call.context.cell(call.instruction.lane, 2).fill_(float(scalars.step))

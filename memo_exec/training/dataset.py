@@ -63,6 +63,8 @@ class Batch:
     labels: Ids
     documents: Ends = ()
     """Where the documents of each sequence end; empty where a sequence is one document."""
+    rollout: NDArray[np.float32] | None = None
+    """A policy's numbers, (sequences, tokens, 3): advantage, and log-probabilities when drawn and by the reference."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,19 @@ def load_dataset(
             hint="check that the file was made with this model's tokenizer",
         )
     return Dataset(file, tokens, documents, ends, multiple)
+
+
+def holds_documents(path: Path) -> bool:
+    """Return whether a file's first line is a document of JSON: an object with a ``text`` or with ``input_ids``."""
+    if path.suffix.lower() != ".jsonl":
+        return False
+    check_regular(path)
+    line = next((line for line in read_regular(path).splitlines() if line.strip()), b"")
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return isinstance(found, dict) and bool({"text", "input_ids"} & found.keys())
 
 
 def _read(file: Path, size: int, vocab: int) -> NDArray[Any]:

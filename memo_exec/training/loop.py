@@ -26,8 +26,10 @@ from memo_exec.kernels import StepScalars
 from memo_exec.kernels.call import Ends
 from memo_exec.kernels.documents import check_room, squares
 from memo_exec.training import checkpoint, run_folder
+from memo_exec.training.conversations import Conversations
 from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
 from memo_exec.training.hyperparameters import Hyperparameters
+from memo_exec.training.rollouts import MadeUp
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import GIB, format_percent, format_seconds
@@ -66,7 +68,7 @@ class Training:
 
     plan: Plan
     interpreter: Interpreter
-    dataset: Dataset
+    dataset: Dataset | Conversations | MadeUp
     hyperparameters: Hyperparameters
     seed: int
     step: int = 0
@@ -152,16 +154,16 @@ class Training:
         saved = f"the last good checkpoint is {self.last_saved}; " if self.last_saved is not None else ""
         return f"{saved}use a lower --lr, or more --warmup-steps"
 
-    def _micro_batches(self, batch: Batch, documents: Sequence[Ends]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _micro_batches(self, batch: Batch, documents: Sequence[Ends]) -> list[tuple[torch.Tensor, ...]]:
         """Return this rank's micro-batches: its sequences of the global batch, in order, and of these its tokens."""
         decisions, context = self.plan.decisions, self.interpreter.context
         shares, share, size = decisions.layout.dp, context.mesh.at("dp"), decisions.micro_batch
         every = documents or [()] * decisions.micro_batches
         tokens = [tokens_of(token_runs(decisions, context.rank, ends)) for ends in every]
         parts = []
-        for whole in (batch.ids, batch.labels):
+        for whole in (batch.ids, batch.labels, *(() if batch.rollout is None else (batch.rollout,))):
             own = torch.split(torch.chunk(torch.from_numpy(whole), shares)[share], size)
-            parts.append([sequences.reshape(-1)[mine] for sequences, mine in zip(own, tokens, strict=True)])
+            parts.append([sequences.flatten(0, 1)[mine] for sequences, mine in zip(own, tokens, strict=True)])
         return list(zip(*parts, strict=True))
 
     def _documents(self, batch: Batch) -> list[Ends]:
@@ -183,6 +185,9 @@ class Training:
             eps=chosen.epsilon,
             weight_decay=chosen.weight_decay,
             clip=chosen.clip or None,
+            clip_ratio=chosen.clip_ratio,
+            clip_ratio_high=chosen.clip_ratio if chosen.clip_ratio_high is None else chosen.clip_ratio_high,
+            kl_weight=chosen.kl_weight,
         )
 
     def _figure(self, record: StepRecord, step_s: float, device_bytes: int) -> StepFigure:

@@ -15,18 +15,22 @@ from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.knobs import DEGREES, KNOBS, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import NOT_READ, Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
-from memo_sim.contract.units import GIB, MOST_BYTES, counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import DTYPE_BYTES, GIB, MOST_BYTES, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
 from memo_sim.program.layout.expert_load import shown_load
 from memo_sim.program.layout.fp8 import PRODUCTS
+from memo_sim.program.layout.parameters import gradient_dtype
+from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
+from memo_sim.reasons.windows import attended
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
 
@@ -38,6 +42,7 @@ STATES: dict[States, str] = {
     "bf16": "gradients and master weights in fp32, AdamW's moments in bf16, on the device",
     "host": "gradients in fp32 on the device; master weights and AdamW's moments in fp32 in host memory",
     "pure-bf16": "gradients and AdamW's moments in bf16, no master weights, on the device",
+    "pure-bf16-fp32-moments": "gradients in bf16, AdamW's moments in fp32, no master weights, on the device",
 }
 """Where and in which dtype a bf16 model's states are kept."""
 
@@ -215,9 +220,11 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(question, decisions),
+        *_windows(decisions),
         *_documents(decisions),
         *_fp8(decisions),
         *_adapters(decisions),
+        *_objective(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -227,8 +234,15 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
 def _rowwise(decisions: Decisions) -> str:
     """Return whose row-wise kernels a plan has; of fused ones, which operator of the model is not among them."""
     text = KERNELS[decisions.kernels.rowwise]
-    torchs = decisions.kernels.rowwise == "triton" and decisions.model.qk_norm and "qk_norm" not in FUSED_KINDS
-    return f"{text} (qk_norm: torch operators)" if torchs else text
+    model = decisions.model
+    own = {
+        "qk_norm": model.qk_norm,
+        "geglu": model.gated and model.activation != "silu",
+        "attention.sink": model.sinks,
+    }
+    torchs = [kind.removeprefix("attention.") for kind, has in own.items() if has and kind not in FUSED_KINDS]
+    fused = decisions.kernels.rowwise == "triton" and torchs
+    return f"{text} ({', '.join(torchs)}: torch operators)" if fused else text
 
 
 def _changes(question: Question) -> list[Assumption]:
@@ -259,6 +273,8 @@ def _network(question: Question) -> list[Assumption]:
 def _states(decisions: Decisions) -> str:
     layout, pure = decisions.layout, decisions.dtype == "fp32" and decisions.states != "host"
     what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else STATES[decisions.states]
+    if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32") and not pure:
+        what += f"; but gradients are summed in {gradient_dtype(decisions)} (--grad-sums)"
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
@@ -325,6 +341,36 @@ def _adapters(decisions: Decisions) -> list[Assumption]:
         " each frozen weight and token (forward, gradient of the input), 6 for an adapter's"
     )
     return [Assumption(name="adapters", value=value, option="--lora")]
+
+
+def _objective(decisions: Decisions) -> list[Assumption]:
+    """Return what a policy's objective needs of a step, and what the logits take in chunks and whole."""
+    if decisions.objective == "next-token":
+        return []
+    shape = shape_of(decisions)
+    chunk = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
+    whole, held = (
+        format_bytes(tokens * shape.vocab * DTYPE_BYTES[dtype])
+        for tokens, dtype in ((shape.tokens, "fp32"), (chunk, decisions.dtype))
+    )
+    share = ", of its part of the vocabulary" if shape.tp > 1 else ""
+    tokens = format_tokens(shape.tokens)
+    if chunk < shape.tokens:
+        logits = f"{held} for {format_tokens(chunk)} tokens at once; in fp32 for all {tokens} they would take {whole}"
+    else:
+        logits = f"{held} for all {tokens} tokens at once, {whole} in fp32; --loss-chunk cuts them"
+    given = format_bytes(ROLLOUT_NUMBERS * FP32_BYTES * shape.tokens)
+    value = (
+        f"GRPO: a step is given advantages and log-probabilities ({given} a micro-batch); generation and forwards of"
+        f" the reference model are not included; logits of a rank{share}: {logits}"
+    )
+    return [Assumption(name="objective", value=value, option="--objective, --loss-chunk")]
+
+
+def _windows(decisions: Decisions) -> list[Assumption]:
+    """Return the windows and sinks of the model's attention."""
+    found = attended(decisions.model, decisions.seq_tokens)
+    return [Assumption(name="attention windows", value=found)] if found else []
 
 
 def _not_read(question: Question) -> list[Assumption]:

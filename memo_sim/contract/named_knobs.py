@@ -20,6 +20,7 @@ from memo_sim.contract.knobs import (
     MemoryPolicy,
     MlpRebuild,
     Modules,
+    Objective,
     Overlap,
     Partition,
     Recompute,
@@ -82,6 +83,7 @@ class Knobs(TypedDict, total=False):
     states: States | None
     zero_params: ZeroParams | None
     grad_sums: GradSums | None
+    objective: Objective | None
     fp8: Fp8Recipe | None
     loss: Loss | None
     loss_metrics: int | None

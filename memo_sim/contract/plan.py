@@ -30,6 +30,7 @@ from memo_sim.contract.knobs import (
     MemoryPolicy,
     MlpRebuild,
     Modules,
+    Objective,
     Overlap,
     Partition,
     Recompute,
@@ -245,6 +246,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grad_sums: GradSums = "auto"
     """Dtype in which gradients are summed, over micro-batches and over ranks (``layout/parameters.py``)."""
     overlap: Overlap = "none"
+    objective: Objective = "next-token"
+    """What the loss is of the targets' log-probabilities."""
     loss: Loss = "auto"
     """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""
     loss_metrics: Annotated[int, msgspec.Meta(ge=0, le=MOST_METRICS)] = 0

@@ -37,6 +37,7 @@ _COMMON: dict[str, Saying] = {
     "decisions.grad_sums": Saying("own", lost="gradients are summed in fp32"),
     "decisions.overlap": Saying("own", lost="FSDP gathers and reduces beside compute"),
     "decisions.loss": Saying("none", lost="it has a loss of its own"),
+    "decisions.objective": Saying("none", lost="memo writes jobs with the objective next-token"),
     "decisions.loss_metrics": Saying("none", lost="it computes no metrics from the logits"),
     "decisions.streams": Saying("own", lost="FSDP2 frees what another stream uses by events"),
     "decisions.sharding": Saying("none", lost="its ZeRO is torch's FSDP2"),

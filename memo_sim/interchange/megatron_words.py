@@ -119,7 +119,7 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
 
 
 def _states(states: States) -> States:
-    return "bf16" if states == "pure-bf16" else states
+    return "bf16" if states == "pure-bf16" else "fp32" if states == "pure-bf16-fp32-moments" else states
 
 
 def _generation(kernel: str) -> AttentionName:
@@ -390,6 +390,7 @@ SAYINGS: dict[str, Saying] = {
         "exact", ("overlap_grad_reduce", "overlap_param_gather"), "parameters are gathered with ZeRO alone"
     ),
     "decisions.loss": Saying("exact", ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), _LOSSES),
+    "decisions.objective": Saying("none", (), "memo writes jobs with the objective next-token"),
     "decisions.loss_metrics": Saying("none", (), "no metrics are computed from the logits"),
     "decisions.streams": Saying("own", (), _OWN),
     "decisions.sharding": Saying("own", (), _OWN),

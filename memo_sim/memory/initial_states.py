@@ -24,7 +24,14 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
-from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import (
+    embed_block,
+    gradient_dtype,
+    head_block,
+    layer_block,
+    moment_dtype,
+    without_masters,
+)
 from memo_sim.program.layout.stage import stages_of
 
 FP32_BYTES = 4
@@ -52,12 +59,13 @@ def beginning_of(program: Program, decisions: Decisions) -> Beginning | None:
     elements = _parameters(program, decisions)
     size = DTYPE_BYTES[decisions.dtype]
     shares = _last_share(elements, decisions.layout.shards)
-    pure = decisions.states == "pure-bf16"
-    moment = 2 if decisions.states == "bf16" or pure else FP32_BYTES
+    pure, moment = without_masters(decisions), DTYPE_BYTES[moment_dtype(decisions)]
+    in_fp32 = decisions.memory_policy == "eager" and not pure
+    summed = FP32_BYTES if in_fp32 else DTYPE_BYTES[gradient_dtype(decisions)]
     master = [FP32_BYTES * share for share in shares] if decisions.dtype != "fp32" and not pure else []
     return Beginning(
         passing=tuple(size * n for n in elements),
-        before=(size * sum(elements), (size if pure else FP32_BYTES) * sum(elements)),
+        before=(size * sum(elements), summed * sum(elements)),
         behind=tuple(master),
         later=tuple(moment * share for share in shares for _ in range(2)),
     )

@@ -97,6 +97,7 @@ class Question(Chosen):
             document_cuts=self.document_cuts if layout.ring > 1 or self.documents is None else "sequence",
             adapters=self.adapters,
             loss_metrics=self.loss_metrics,
+            objective=self.objective,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,
             modules=self.modules,

@@ -264,7 +264,7 @@ class Sharding:
         reduced = families[f"{'flat' if self.optimizers[kind].flattened else 'whole'}_grads.{kind}"]
         whole = builder.bind(reduced)
         shard = builder.bind(families[f"grads.{kind}"])
-        offset, size = 0, DTYPE_BYTES["bf16" if self.optimizers[kind].pure else "fp32"]
+        offset, size = 0, self.optimizers[kind].summed_bytes
         added = size + (DTYPE_BYTES[reduced.dtype] if self.optimizers[kind].flattened else size)
         for name, first, length in self.optimizers[kind].runs():
             builder.run = name

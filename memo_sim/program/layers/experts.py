@@ -154,9 +154,8 @@ class ExpertMlp:
         self._route_backward(d_probs, d_logits)
         d_rows = writer.own("d_dispatched", self.rows, shape.hidden)
         self._dgrad("experts_up", d_up, Rows(d_rows, *whole))
-        dispatched = Rows(writer.own(f"{self.builder.phase}.dispatched", self.rows, shape.hidden), *whole)
         source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
-        self._dispatch("dispatch.again", source, dispatched)
+        dispatched = self._dispatched_again(source)
         self._wgrad("experts_up", d_up, dispatched)
         d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
         self._combine("dispatch.bwd", d_rows, d_norm)
@@ -167,6 +166,13 @@ class ExpertMlp:
         writer.norm_backward(
             "norm2", grad=summed, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
         )
+
+    def _dispatched_again(self, source: Rows) -> Rows:
+        """Write the copy of ``source`` to dispatched rows once more, for the gradient of the first product's weight."""
+        own = self.writer.own(f"{self.builder.phase}.dispatched", self.rows, self.shape.hidden)
+        dispatched = Rows(own, *self._all)
+        self._dispatch("dispatch.again", source, dispatched)
+        return dispatched
 
     def _first_half(self, source: Rows, rows: RowBlock) -> None:
         """Write dispatch of ``source``, first product and activation of a range of dispatched rows."""
@@ -195,6 +201,7 @@ class ExpertMlp:
             2 * size + (NUMBER + INDEX) * rows[1],
             size,
             table.expert_activation_workspace_bytes(rows[1], width, writer.dtype, clamped=self.clamped),
+            features=width,
             x=reads(up),
             probs=reads(self._tokens("route_probs")),
             order=reads(Rows("route_order", *rows)),
@@ -326,6 +333,7 @@ class ExpertMlp:
             3 * size + (NUMBER + INDEX) * self.rows,
             2 * size + NUMBER * self.rows,
             table.expert_activation_backward_workspace_bytes(self.rows, self.shape.expert_width, clamped=self.clamped),
+            features=self.shape.expert_width,
             grad=reads(grad),
             x=reads(Rows("up", *self._all)),
             probs=reads(self._tokens("route_probs")),
@@ -392,11 +400,28 @@ class ExpertMlp:
             out.tokens,
             size + INDEX * out.tokens,
             size,
-            table.dispatch_workspace_bytes(out.tokens),
+            self._dispatch_scratch(name, out),
+            features=self.shape.hidden,
             x=reads(source),
             order=reads(Rows("route_order", out.first, out.tokens)),
             out=writes(out),
+            **self._read_besides(name),
         )
+
+    def _read_besides(self, name: str) -> dict[str, Access]:
+        """Return what the module reads in the copy ``name`` besides: nothing, where its own operators play it."""
+        del name
+        return {}
+
+    def _dispatch_scratch(self, name: str, out: Rows) -> int:
+        """Return the scratch of the copy ``name``, in bytes."""
+        del name
+        return table.dispatch_workspace_bytes(out.tokens)
+
+    def _combine_scratch(self, name: str, out: Rows) -> int:
+        """Return the scratch of the sum ``name``, in bytes."""
+        del name
+        return table.combine_workspace_bytes(out.tokens, self.shape.hidden, self.writer.dtype)
 
     def _combine(self, name: str, source: str, out: Rows) -> None:
         """Emit the sum of each token's dispatched rows."""
@@ -407,7 +432,8 @@ class ExpertMlp:
             out.tokens,
             self.rows * (row + INDEX),
             out.tokens * row,
-            table.combine_workspace_bytes(out.tokens, self.shape.hidden, self.writer.dtype),
+            self._combine_scratch(name, out),
+            features=self.experts.per_token * self.shape.hidden,
             x=reads(Rows(source, *self._all)),
             places=reads(self._tokens("route_places")),
             out=writes(out),
@@ -426,12 +452,22 @@ class ExpertMlp:
         self._grouped(f"{name}.dgrad", "experts.linear.dgrad", out, n, k, **operands, out=writes(out))
 
     def _grouped(self, name: str, op: str, rows: Rows, n: int, k: int, **operands: Access | None) -> None:
-        writer, kernel = self.writer, self.writer.decisions.kernels.attention
-        result = table.grouped_workspace_bytes(rows.tokens * n, writer.dtype, self.experts.count, kernel)
+        writer = self.writer
+        result = self._result_bytes(rows.tokens * n)
         scratch = self.builder.scratch(f"{self.builder.phase}.{name}{writer.suffix}.result", result)
-        copied = 0 if table.on_cpu(kernel) else 2 * writer.size * rows.tokens * n
+        copied = 2 * writer.size * rows.tokens * n if self.copies_results else 0
         work = GroupedGemm(self._sizes(rows), n, k, "dgrad" if op.endswith("dgrad") else "fprop", writer.dtype, copied)
         self.builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=scratch)
+
+    @property
+    def copies_results(self) -> bool:
+        """Whether the result of a grouped product is a new tensor that is copied to where the plan has it."""
+        return not table.on_cpu(self.writer.decisions.kernels.attention)
+
+    def _result_bytes(self, elements: int) -> int:
+        """Return the scratch of a grouped product with a result of so many elements."""
+        kernel = self.writer.decisions.kernels.attention
+        return table.grouped_workspace_bytes(elements, self.writer.dtype, self.experts.count, kernel)
 
     def _wgrad(self, name: str, grad: Rows, x: Rows) -> None:
         """Emit the gradients of all experts' weights, ``m`` output features by ``n`` input features each."""
@@ -439,13 +475,13 @@ class ExpertMlp:
         writer, into = self.writer, gradient_dtype(self.writer.decisions)
         kernel, builder = writer.decisions.kernels.attention, self.builder
         wide = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
-        result = table.grouped_workspace_bytes(self.experts.count * m * n, writer.dtype, self.experts.count, kernel)
+        result = self._result_bytes(self.experts.count * m * n)
         added = (writer.size + 2 * DTYPE_BYTES[into]) * self.experts.count * m * n
         builder.emit(
             f"{name}.wgrad{writer.suffix}",
             "experts.linear.wgrad",
             Lane.COMPUTE,
-            GroupedGemm(self._sizes(grad), m, n, "wgrad", writer.dtype, 0 if table.on_cpu(kernel) else added),
+            GroupedGemm(self._sizes(grad), m, n, "wgrad", writer.dtype, added if self.copies_results else 0),
             grad=reads(grad),
             x=reads(x),
             ends=reads(self._ends),
@@ -459,13 +495,29 @@ class ExpertMlp:
         return sizes_of(self.experts, self.rows, load, rows.first, rows.tokens)
 
     def _emit(  # noqa: PLR0917 - the sizes of a row-wise kernel
-        self, name: str, op: str, rows: int, read: int, written: int, scratch: int, **operands: Access | None
+        self,
+        name: str,
+        op: str,
+        rows: int,
+        read: int,
+        written: int,
+        scratch: int,
+        *,
+        features: int = 0,
+        **operands: Access | None,
     ) -> None:
-        """Emit a memory-bound operator that reads ``read`` and writes ``written`` bytes."""
+        """Emit a memory-bound operator that reads ``read`` and writes ``written`` bytes.
+
+        ``features``: those of a row, where a framework's kernels make passes of their own over rows."""
         writer, builder = self.writer, self.builder
         workspace = builder.scratch(f"{builder.phase}.{name}{writer.suffix}.scratch", scratch)
-        work = Rowwise(op, rows, read, written)
+        work = Rowwise(self._kind(name, op), rows, read, written, 0, rows * features, writer.size)
         builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=workspace)
+
+    def _kind(self, name: str, op: str) -> str:
+        """Return the kind of row-wise work of the operator ``op``, called ``name``."""
+        del name
+        return op
 
     def _tokens(self, slot: str) -> Rows:
         """Return the rows of all tokens."""

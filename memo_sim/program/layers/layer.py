@@ -22,6 +22,7 @@ from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layers.attention_half import AttentionHalf, WholeAttention
 from memo_sim.program.layers.experts import ExpertMlp
+from memo_sim.program.layers.huggingface_experts import ModuleExperts
 from memo_sim.program.layers.mlp import Mlp
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block
@@ -40,7 +41,8 @@ class LayerWriter(OperatorWriter):
         room = attention_chunks(decisions)[0][1] if in_chunks(decisions) else 0
         ulysses = Ulysses(builder, shape, decisions.dtype, room=room)
         self.attention: AttentionHalf = ChunkedAttention(self, ulysses) if room else WholeAttention(self, ulysses)
-        self.mlp = Mlp(self) if shape.experts is None else ExpertMlp(self, shape.experts)
+        experts = ModuleExperts if decisions.modules == "huggingface" else ExpertMlp
+        self.mlp = Mlp(self) if shape.experts is None else experts(self, shape.experts)
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
         """Write the whole forward; row-wise operators run once per row block."""

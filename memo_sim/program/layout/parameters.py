@@ -254,11 +254,24 @@ def head_block(model: Model, tp: int, *, adapters: Adapters | None = None) -> Bl
     return _block("head", matrices, vectors, adapters)
 
 
+def without_masters(decisions: Decisions) -> bool:
+    """Return whether a bf16 model has no fp32 master weights: AdamW updates and rounds its parameters."""
+    return decisions.states in ("pure-bf16", "pure-bf16-fp32-moments")
+
+
+def moment_dtype(decisions: Decisions) -> DtypeName:
+    """Return the dtype of AdamW's moments."""
+    return "bf16" if decisions.states in ("bf16", "pure-bf16") else "fp32"
+
+
 def gradient_dtype(decisions: Decisions) -> DtypeName:
     """Return the dtype in which gradients are summed, over micro-batches and over ranks."""
-    if decisions.states == "pure-bf16":
+    if decisions.grad_sums == "fp32":
+        return "fp32"
+    if without_masters(decisions):
         return "bf16"
-    return decisions.dtype if half_gradients(decisions) else "fp32"
+    narrow = half_gradients(decisions) or (decisions.grad_sums == "params" and decisions.memory_policy != "eager")
+    return decisions.dtype if narrow else "fp32"
 
 
 def autocast(decisions: Decisions) -> bool:
@@ -274,4 +287,5 @@ def half_gradients(decisions: Decisions) -> bool:
     Megatron-LM forces fp32 sums only for bf16. With fp16 its ``--accumulate-allreduce-grads-in-fp32`` is off by default
     (``megatron/training/arguments.py``).
     """
-    return decisions.memory_policy == "eager" and (decisions.dtype == "fp16" or decisions.grad_sums == "params")
+    by_default = decisions.dtype == "fp16" and decisions.grad_sums != "fp32"
+    return decisions.memory_policy == "eager" and (by_default or decisions.grad_sums == "params")

@@ -307,6 +307,11 @@ class Values:
             if rows:
                 yield f"end: {rows} rows of {self.family(buffer).name} were offloaded and never prefetched"
 
+    @property
+    def policy(self) -> bool:
+        """Whether the objective reads the numbers of a rollout."""
+        return any(f.name == "input.rollout" for f in self.families)
+
     def _missing_losses(self) -> Iterator[str]:
         if not any(f.name == "input.labels" for f in self.families):
             return
