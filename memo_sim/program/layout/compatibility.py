@@ -792,12 +792,12 @@ DOCUMENTS = (
     ),
     Rule(
         name="packed documents: windows",
-        breaks=lambda d: d.documents is not None and windowed(d),
-        what="attention windows of packed documents are not priced",
-        where="decisions.documents",
-        got=lambda d: f"documents with a window of {_longest_window(d)} tokens",
-        wanted="one document a sequence, or a model without windows",
-        hint="leave --documents out",
+        breaks=lambda d: d.documents is not None and windowed(d) and d.layout.cp > 1,
+        what="context parallelism has no lowering of attention windows beside packed documents",
+        where="layout.cp",
+        got=lambda d: f"cp {d.layout.cp} with documents and a window of {_longest_window(d)} tokens",
+        wanted="1",
+        hint="--cp 1 with tp or Ulysses, or leave --documents out",
     ),
     CUTS_OF_DOCUMENTS,
     Rule(

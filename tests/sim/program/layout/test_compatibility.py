@@ -67,7 +67,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "true with documents",
     ),
     "packed documents: bidirectional": (Layout(), {**PACKED, "model": BIDIRECTIONAL}, "true with documents"),
-    "packed documents: windows": (Layout(), {**PACKED, "model": WINDOW}, "documents with a window of 256 tokens"),
+    "packed documents: windows": (
+        Layout(cp=2),
+        {**PACKED, "model": WINDOW},
+        "cp 2 with documents and a window of 256 tokens",
+    ),
     "packed documents: most": (
         Layout(),
         {"documents": Documents(lengths=((512, 1),), most=2**20)},
