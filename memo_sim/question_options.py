@@ -24,6 +24,7 @@ from memo_sim.contract.knobs import (
     POWER_W,
     CountOrAuto,
     Degree,
+    DocumentLengths,
     Flag,
     Fraction,
     Knob,
@@ -88,6 +89,15 @@ PRICE = click.option(
     help="Price of a GPU for an hour, in any currency, or one for each kind or cluster: h100=2.5,h200=3.5. The answer"
     " then has prices of a step and of a billion tokens.",
 )
+METAVARS: dict[type, str] = {
+    CountOrAuto: "N|auto",
+    Numbers: "N,N,...",
+    LayerChoice: "all|every-N|first-K|groups-N",
+    Load: "balanced|zipf-S",
+    LowRank: "r=N,...",
+    DocumentLengths: "mean=TOKENS,max=TOKENS|FILE",
+}
+"""What help shows for values of knobs that are text."""
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
 
 
@@ -138,16 +148,6 @@ def swept_options(command: Command) -> Command:
     return question_options(command, several=True)
 
 
-_METAVARS = {
-    CountOrAuto: "N|auto",
-    Numbers: "N,N,...",
-    LayerChoice: "all|every-N|first-K|groups-N",
-    Load: "balanced|zipf-S",
-    LowRank: "r=N,...",
-}
-"""How help shows the value of an option that is text."""
-
-
 def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
     """Return the option of a knob; its value is stored under the knob's name.
 
@@ -165,13 +165,13 @@ def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
             attributes["type"] = Finite(0, 1)
         case OneOf(words):
             attributes["type"] = click.Choice(words)
-        case CountOrAuto() | Numbers() | LayerChoice() | Load() | LowRank():
-            attributes["metavar"] = _METAVARS[type(knob.kind)]
+        case CountOrAuto() | Numbers() | LayerChoice() | Load() | DocumentLengths() | LowRank():
+            attributes["metavar"] = METAVARS[type(knob.kind)]
         case Switch():
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
             attributes |= {"is_flag": True, "show_default": False}
-    if several and not isinstance(knob.kind, Numbers | Switch | Flag | LowRank):
+    if several and not isinstance(knob.kind, Numbers | DocumentLengths | LowRank | Switch | Flag):
         attributes["type"] = Several(attributes.get("type", click.STRING))
         shown = "|".join(knob.kind.words) if isinstance(knob.kind, OneOf) else attributes.get("metavar", "N")
         attributes["metavar"] = f"{shown},..."

@@ -43,11 +43,12 @@ from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.loop import StepFigure, Training
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
+from memo_sim.contract.documents import attended_share, packed
 from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.files import check_regular
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.trace import Trace
-from memo_sim.contract.units import counted
+from memo_sim.contract.units import counted, format_percent
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.expert_load import nearest_load
 from memo_sim.program.lower import lower
@@ -178,7 +179,7 @@ def run(
     placement = checked_placement(plan, program, plan_path)
     needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
     note(needs.line())
-    dataset = load_dataset(options.data, plan.decisions.model.vocab)
+    dataset = load_dataset(options.data, plan.decisions.model.vocab, plan.decisions.documents)
     if short := dataset.short_of(plan.decisions.seq_tokens):
         note(short)
     saved, state = _checkpoint(options, note)
@@ -537,9 +538,27 @@ def _remarks(training: Training, *, debug: bool) -> Iterator[str]:
         yield interpreter.below.report().line()
     if interpreter.decisions.model.mixture is not None:
         yield load_of_experts(interpreter)
+    if interpreter.decisions.documents is not None and training.records:
+        yield documents_of(training)
     if debug:
         steps = counted(len(training.records), "step")
         yield f"debug: {steps} without a fault; the times include the checks, so do not compare them"
+
+
+def documents_of(training: Training) -> str:
+    """Return how many documents sequences had, and which share of a whole sequence's pairs they attended."""
+    decisions = training.plan.decisions
+    assert decisions.documents is not None
+    length, drawn = decisions.seq_tokens, packed(decisions.documents, decisions.seq_tokens)
+    planned = sum(map(len, drawn)) / len(drawn)
+    share = format_percent(training.attended / (training.sequences * length**2))
+    pieces = training.pieces / training.sequences
+    wanted = format_percent(attended_share(decisions.documents, length))
+    source = "the file's" if training.dataset.ends is not None else "lengths drawn from the plan's"
+    return (
+        f"documents: {pieces:,.1f} a sequence, {share} of its pairs attended (planned for {planned:,.1f} and {wanted});"
+        f" {source}"
+    )
 
 
 def load_of_experts(interpreter: Interpreter) -> str:

@@ -37,6 +37,7 @@ from memo_exec.kernels import (
     routing,
     rsa,
     shared_heads,
+    sinks,
 )
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
@@ -102,6 +103,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "gelu.bwd": activation.gelu_backward,
     "swiglu": activation.swiglu,
     "swiglu.bwd": activation.swiglu_backward,
+    "geglu": activation.geglu,
+    "geglu.bwd": activation.geglu_backward,
     "rotary": rotary.rotary,
     "rotary.bwd": rotary.rotary_backward,
     "qk_norm": qk_norm.qk_norm,
@@ -109,6 +112,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "attention": attention.attention,
     "attention.bwd": attention.attention_backward,
     "attention.merge": merge.merge,
+    "attention.sink": sinks.sink,
+    "attention.sink.bwd": sinks.sink_backward,
     "rsa.pack": rsa.pack,
     "rsa.scores": rsa.scores,
     "rsa.softmax": rsa.softmax,

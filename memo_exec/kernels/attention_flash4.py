@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memo_exec.kernels.attention_backend import AttentionBackward
+from memo_exec.kernels.attention_backend import AttentionBackward, Mask, scale_of
 
 MODULE = "flash_attn.cute.interface"
-FORWARD_ARGUMENTS = frozenset({"q", "k", "v", "softmax_scale", "causal", "return_lse", "out", "lse"})
-BACKWARD_ARGUMENTS = frozenset(
-    {"q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "deterministic", "dq", "dk", "dv"}
-)
+WINDOW = frozenset({"window_size_left", "window_size_right"})
+FORWARD_ARGUMENTS = frozenset({"q", "k", "v", "softmax_scale", "causal", "return_lse", "out", "lse"}) | WINDOW
+BACKWARD_ARGUMENTS = WINDOW | {
+    *("q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "deterministic", "dq", "dk", "dv")
+}
 CAPABILITIES = (9, 10, 11, 12)
 """Major compute capabilities for which the library has a backward kernel."""
 
@@ -44,12 +45,21 @@ def missing() -> str:
     return ""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, mask: Mask, scale: float | None = None
+) -> None:
     """Write the output and its log-sum-exp; the library wants the log-sum-exp of one head's rows contiguous."""
-    batch, tokens, heads, head_dim = q.shape
+    batch, tokens, heads, _ = q.shape
     logsumexp = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     _interface()._flash_attn_fwd(
-        q=q, k=k, v=v, softmax_scale=head_dim**-0.5, causal=causal, return_lse=True, out=out, lse=logsumexp
+        q=q,
+        k=k,
+        v=v,
+        softmax_scale=scale_of(q, scale),
+        return_lse=True,
+        out=out,
+        lse=logsumexp,
+        **_masked(mask),
     )
     lse.copy_(logsumexp.transpose(1, 2))
 
@@ -65,13 +75,21 @@ def backward(call: AttentionBackward) -> None:
         out=call.out,
         dout=call.grad,
         lse=call.lse.transpose(1, 2).contiguous(),
-        softmax_scale=call.out.shape[-1] ** -0.5,
-        causal=call.causal,
+        softmax_scale=scale_of(call.out, call.scale),
         deterministic=call.deterministic,
         dq=dq,
         dk=dk,
         dv=dv,
+        **_masked(call.mask),
     )
+
+
+def _masked(mask: Mask) -> dict[str, Any]:
+    """Return the arguments for a mask; a window is given by its two sides alone."""
+    if not mask.window:
+        return {"causal": mask.causal}
+    left, right = mask.sides
+    return {"causal": False, "window_size_left": left, "window_size_right": right}
 
 
 def _interface() -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memo_exec.kernels.attention_backend import AttentionBackward
+from memo_exec.kernels.attention_backend import AttentionBackward, Mask, scale_of
 
 MODULE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 LAYOUT, FORMAT = "bshd_bshd_bshd", "bshd"
@@ -40,7 +40,9 @@ def missing() -> str:
     return ""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, mask: Mask, scale: float | None = None
+) -> None:
     """Write the output and its log-sum-exp."""
     call = import_module(MODULE).fused_attn_fwd
     result, (logsumexp, *_), *_ = call(
@@ -48,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal
         q=q.contiguous(),
         k=k.contiguous(),
         v=v.contiguous(),
-        **_shared(call, q, k, causal=causal),
+        **_shared(call, (q, k), mask, scale),
         **_known(call, o_format=FORMAT),
     )
     out.copy_(result.view(out.shape))
@@ -70,7 +72,7 @@ def backward(operands: AttentionBackward) -> None:
             torch.zeros(2, dtype=torch.int64, device=q.device),
         ],
         deterministic=operands.deterministic,
-        **_shared(call, q, k, causal=operands.causal),
+        **_shared(call, (q, k), operands.mask, operands.scale),
         **_known(call, o_format=FORMAT, do_format=FORMAT, dqkv_layout=LAYOUT),
         **_gradient_dtype(call, q.dtype),
     )
@@ -78,8 +80,10 @@ def backward(operands: AttentionBackward) -> None:
         target.copy_(result.view(target.shape))
 
 
-def _shared(call: Callable[..., Any], q: Tensor, k: Tensor, *, causal: bool) -> dict[str, Any]:
+def _shared(call: Callable[..., Any], rows: tuple[Tensor, Tensor], mask: Mask, scale: float | None) -> dict[str, Any]:
     """Return the arguments that forward and backward share: lengths, layout, scale, mask."""
+    q, k = rows
+    causal = "causal_bottom_right" if mask.window else "causal"
     return {
         "max_seqlen_q": q.shape[1],
         "max_seqlen_kv": k.shape[1],
@@ -87,12 +91,13 @@ def _shared(call: Callable[..., Any], q: Tensor, k: Tensor, *, causal: bool) -> 
         "cu_seqlens_kv": _starts(k),
         "fake_dtype": q.dtype,
         "fused_attention_backend": import_module(MODULE).FusedAttnBackend[BACKEND],
-        "attn_scale": q.shape[-1] ** -0.5,
+        "attn_scale": scale_of(q, scale),
         "dropout": 0.0,
         "qkv_layout": LAYOUT,
         "attn_bias_type": "no_bias",
-        "attn_mask_type": "causal" if causal else "no_mask",
-        "window_size": (-1, 0) if causal else (-1, -1),
+        "attn_mask_type": causal if mask.causal else "no_mask",
+        "window_size": (mask.sides[0], 0) if mask.causal else (-1, -1),
+        **(_known(call, bottom_right_diagonal=True) if mask.window else {}),
     }
 
 

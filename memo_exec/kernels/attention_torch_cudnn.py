@@ -1,19 +1,24 @@
-"""``torch-cudnn`` backend: cuDNN's fused attention through aten (CUDA). It copies the results that torch returns."""
+"""``torch-cudnn`` backend: cuDNN's fused attention through aten (CUDA). It copies the results that torch returns.
+
+aten's operator has no argument for a window, so plans with windows are refused for it (``AttentionKernel.windows``).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from memo_exec.kernels.attention_backend import AttentionBackward, heads_first, store
+from memo_exec.kernels.attention_backend import AttentionBackward, Mask, heads_first, scale_of, store
 
 aten = torch.ops.aten
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, mask: Mask, scale: float | None = None
+) -> None:
     """Write the output and its log-sum-exp."""
     result, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
-        *heads_first(q, k, v), None, True, 0.0, causal, False
+        *heads_first(q, k, v), None, True, 0.0, mask.causal, False, scale=scale_of(q, scale)
     )
     store((out, lse), (result, logsumexp.view(logsumexp.shape[:3])))
 
@@ -37,6 +42,7 @@ def backward(call: AttentionBackward) -> None:
         q.shape[2],
         k.shape[2],
         0.0,
-        call.causal,
+        call.mask.causal,
+        scale=scale_of(call.out, call.scale),
     )
     store(call.grads, found)

@@ -6,7 +6,7 @@ if the buffer has one feature. Ranges of parameter blocks are flat too; the kern
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from memo_exec.distributed.groups import Groups
 from memo_exec.distributed.mesh import MeshCoordinates
-from memo_exec.kernels.frequencies import inverse_frequencies
+from memo_exec.kernels.frequencies import inverse_frequencies, unscaled_frequencies
+from memo_sim.contract.documents import packed
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
@@ -26,6 +27,9 @@ from memo_sim.program.layout.heads import divided_heads, shares
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.token_order import clipped, clipped_runs, row_blocks, shard_runs, token_runs
 from memo_sim.program.operators.workspaces import SCRATCH_ALIGNMENT_BYTES, merge_scratch_bytes
+
+Ends = tuple[tuple[int, ...], ...]
+"""For each sequence of a micro-batch, where its documents end; the last end is that of the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,12 @@ class Context:
         self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
         self.inverse_frequencies = inverse_frequencies(self.model, self.decisions.seq_tokens).to(self.device)
         """Rotary frequencies in fp32; the length is half of head_dim."""
+        self.own_frequencies = {
+            shape.rope_theta: unscaled_frequencies(self.model, shape.rope_theta).to(self.device)
+            for shape in self.model.layer_shapes
+            if shape.rope_theta
+        }
+        """Those of layers whose tables have a base of their own, by base."""
         self.mesh = MeshCoordinates(self.decisions.layout, self.rank)
         """This rank's mesh coordinates."""
         self.runs = token_runs(self.decisions, self.rank)
@@ -76,6 +86,8 @@ class Context:
         mixture = self.model.mixture
         self.loads = torch.zeros(mixture.count if mixture else 0, dtype=torch.int64, device=self.device)
         """Rows of a layer's fullest expert, of the next one, and so on, summed over all layers that were routed."""
+        self._ends: list[Ends] = [self._drawn_ends()] if self.decisions.documents else []
+        """For each micro-batch of the step, where its documents end; the drawn ones until a step brings its own."""
         self.merging = self._merging()
         """Scratch bytes for merging partial attention results; None if the plan merges nothing."""
 
@@ -87,13 +99,38 @@ class Context:
         size = merge_scratch_bytes(heads, model.head_dim, self.decisions.dtype)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
-        """Yield (rows, sequence position of the first row) for each contiguous run in rows [first, first + rows).
+    def _drawn_ends(self) -> Ends:
+        """Return the ends of the documents that the plan's figures are drawn for."""
+        decisions = self.decisions
+        assert decisions.documents is not None
+        drawn = packed(decisions.documents, decisions.seq_tokens)
+        return tuple(tuple(accumulate(drawn[i % len(drawn)])) for i in range(decisions.micro_batch))
+
+    def bring(self, ends: Sequence[Ends]) -> None:
+        """Keep where the documents of a step's micro-batches end."""
+        self._ends = list(ends)
+
+    def ends(self, micro_batch: int) -> Ends:
+        """Return where the documents of a micro-batch end; empty where a sequence is one document."""
+        return self._ends[micro_batch % len(self._ends)] if self._ends else ()
+
+    def positions(
+        self, first: int, rows: int, *, shard: bool = False, micro_batch: int = 0
+    ) -> Iterator[tuple[slice, int]]:
+        """Yield (rows, position of the first in its document) for each contiguous run in rows [first, first + rows).
 
         The yielded rows count from ``first``. With ``shard``, rows are those of the sequence-parallel token shard.
         """
+        ends, length = self.ends(micro_batch), self.decisions.seq_tokens
         for run in clipped(self._shard_runs if shard else self.runs, first, rows):
-            yield slice(run.row - first, run.row - first + run.tokens), run.token % self.decisions.seq_tokens
+            sequence, token = divmod(run.token, length)
+            row, last = run.row - first, token + run.tokens
+            begin = 0
+            for end in ends[sequence] if ends else (length,):
+                low, high = max(token, begin), min(last, end)
+                if low < high:
+                    yield slice(row + low - token, row + high - token), low - begin
+                begin = end
 
     def start(self, subsequence: int, offset: int = 0, *, shard: bool = False) -> int:
         """Return the index of a subsequence's row ``offset`` among all the rank's rows, or in its token shard."""
@@ -122,6 +159,7 @@ class Call:
     tensors: dict[str, Tensor]
     subsequence: int = 0
     offset: int = 0
+    micro_batch: int = 0
 
     def __getitem__(self, role: str) -> Tensor:
         """Return the operand with this role."""
@@ -152,7 +190,7 @@ class Call:
     def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
         """Yield what ``Context.positions`` yields, with ``first`` counted within the call's subsequence."""
         start = self.context.start(self.subsequence, self.offset, shard=shard)
-        return self.context.positions(first + start, rows, shard=shard)
+        return self.context.positions(first + start, rows, shard=shard, micro_batch=self.micro_batch)
 
     @property
     def row_blocks(self) -> list[tuple[int, int]]:

@@ -12,9 +12,10 @@ from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
 def embed(call: Call) -> None:
-    """``out = weight[ids] (+ positions)``."""
+    """``out = weight[ids] (+ positions)``; times a factor, in models with scaled embeddings."""
     out, positions = call.matrix("out"), call.get("positions")
     torch.index_select(call["weight"].view(-1, out.shape[1]), 0, call["ids"], out=out)
+    _scale(out, call)
     if positions is not None:
         table = positions.view(-1, out.shape[1])
         for rows, place in _sequences(call, 0, len(out)):
@@ -32,6 +33,7 @@ def divided_embed(call: Call) -> None:
         own, absent = divided.of(ids[first : first + count])
         torch.index_select(table, 0, own, out=rows)
         rows.masked_fill_(absent.unsqueeze(1), 0.0)
+    _scale(out, call)
 
 
 def positions_add(call: Call) -> None:
@@ -64,7 +66,18 @@ def embed_backward(call: Call) -> None:
         if divided is not None:
             rows, absent = divided.of(rows)
             source.masked_fill_(absent.unsqueeze(1), 0.0)
-        table.index_add_(0, rows, source)
+        table.index_add_(0, rows, source, alpha=_factor(call, grad.dtype))
+
+
+def _factor(call: Call, dtype: torch.dtype) -> float:
+    """Return the factor on embeddings, rounded to their dtype as in Hugging Face's Gemma; 1 in other models."""
+    model = call.context.model
+    return float(torch.tensor(model.hidden**0.5, dtype=dtype)) if model.scaled_embeddings else 1.0
+
+
+def _scale(out: Tensor, call: Call) -> None:
+    if (factor := _factor(call, out.dtype)) != 1.0:
+        out.mul_(factor)
 
 
 class _DividedIds:

@@ -15,8 +15,8 @@ def inverse_frequencies(model: Model, seq_tokens: int) -> Tensor:
 
     ``seq_tokens``, the sequence's length, matters for dynamic and longrope.
     """
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
-    plain = 1.0 / (model.rope_theta**exponents)
+    exponents = _exponents(model)
+    plain = unscaled_frequencies(model, model.rope_theta)
     scaling = model.rope_scaling
     if scaling is None:
         return plain
@@ -36,6 +36,15 @@ def inverse_frequencies(model: Model, seq_tokens: int) -> Tensor:
             long = seq_tokens > scaling.original_max_positions
             divisors = torch.tensor(scaling.long_factors if long else scaling.short_factors, dtype=torch.float32)
             return 1.0 / (divisors * torch.pow(model.rope_theta, exponents))
+
+
+def unscaled_frequencies(model: Model, theta: float) -> Tensor:
+    """Return ``theta ** (-2 i / head_dim)`` for i < head_dim / 2 in fp32."""
+    return 1.0 / torch.pow(theta, _exponents(model))
+
+
+def _exponents(model: Model) -> Tensor:
+    return torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling, model: Model) -> Tensor:

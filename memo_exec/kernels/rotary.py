@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
+from memo_sim.program.ir.work import Rotary
 from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
@@ -33,6 +34,10 @@ class Tables:
 
     def __init__(self, call: Call, packed: Tensor, first: int) -> None:
         self._call, self._first = call, first
+        work = call.instruction.work
+        theta = work.theta if isinstance(work, Rotary) else 0.0
+        self._frequencies = call.context.own_frequencies[theta] if theta else call.context.inverse_frequencies
+        self._scaling = None if theta else call.context.model.rope_scaling
         half, self.scratch = call.context.model.head_dim // 2, call.scratch()
         rows = min(len(packed), NORM_ROWS)
         self._positions = self.scratch.take(rows)
@@ -45,10 +50,10 @@ class Tables:
         positions, (cosines, sines) = self._positions, self._wide
         for run, place in self._call.positions(self._first + first, rows):
             torch.arange(place, place + run.stop - run.start, out=positions[run])
-        torch.outer(positions[:rows], self._call.context.inverse_frequencies, out=sines[:rows])
+        torch.outer(positions[:rows], self._frequencies, out=sines[:rows])
         torch.cos(sines[:rows], out=cosines[:rows])
         sines[:rows].sin_()
-        scaling = self._call.context.model.rope_scaling
+        scaling = self._scaling
         if scaling is not None and scaling.attention_factor != 1:
             cosines[:rows].mul_(scaling.attention_factor)
             sines[:rows].mul_(scaling.attention_factor)

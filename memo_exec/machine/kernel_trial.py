@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memo_exec.kernels import KERNELS, Call, Context
 from memo_exec.kernels.attention import BACKENDS
-from memo_exec.kernels.attention_backend import AttentionBackward
+from memo_exec.kernels.attention_backend import CAUSAL, WHOLE, AttentionBackward, Mask
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.knobs import DtypeName, RowwiseKernel
@@ -36,12 +36,12 @@ EARLIER = 320
 """Number of keys before the queries' own keys, in the form "parts"."""
 
 Form = Literal["causal", "whole", "parts"]
-FORMS: Mapping[Form, tuple[tuple[bool, slice], ...]] = {
-    "causal": ((True, slice(None)),),
-    "whole": ((False, slice(None)),),
-    "parts": ((False, slice(EARLIER)), (True, slice(EARLIER, None))),
+FORMS: Mapping[Form, tuple[tuple[Mask, slice], ...]] = {
+    "causal": ((CAUSAL, slice(None)),),
+    "whole": ((WHOLE, slice(None)),),
+    "parts": ((WHOLE, slice(EARLIER)), (CAUSAL, slice(EARLIER, None))),
 }
-"""The calls of each form: whether a call is causal, and its keys. Log-sum-exp merges the outputs of several calls."""
+"""The calls of each form: the mask of a call, and its keys. Log-sum-exp merges the outputs of several calls."""
 
 TOLERANCE = 0.03
 """Largest allowed relative error of a result (Euclidean norm). bf16 gives about 0.005, a wrong mask about 0.5."""
@@ -91,16 +91,16 @@ def attention_fails(
         q, k, v, grads = _operands(heads, form, lambda *shape: _random(shape, device, dtype))
         grad, parts = _random(q.shape, device, dtype), FORMS[form]
         outs, lses = [torch.empty_like(grad) for _ in parts], [torch.empty(q.shape[:3], device=device) for _ in parts]
-        for (causal, keys), out, lse in zip(parts, outs, lses, strict=True):
-            backend.forward(q, k[:, keys], v[:, keys], out, lse, causal=causal)
+        for (mask, keys), out, lse in zip(parts, outs, lses, strict=True):
+            backend.forward(q, k[:, keys], v[:, keys], out, lse, mask=mask)
         whole = torch.stack(lses).logsumexp(0)
         shares = [(lse - whole).exp().unsqueeze(-1) for lse in lses]
         out = sum((o.float() * share for o, share in zip(outs, shares, strict=True)), torch.zeros(())).to(grad.dtype)
         grad_q = torch.zeros(q.shape, device=device)
-        for causal, keys in parts:
+        for mask, keys in parts:
             into = (grads[0], grads[1][:, keys], grads[2][:, keys])
             qkv = (q, k[:, keys], v[:, keys])
-            backend.backward(AttentionBackward(grad, qkv, out, whole, into, causal=causal, deterministic=deterministic))
+            backend.backward(AttentionBackward(grad, qkv, out, whole, into, mask, deterministic=deterministic))
             grad_q += grads[0]
         masked = form != "whole"
         wanted = _definition(grad.float(), q.float(), k.float(), v.float(), masked=masked)

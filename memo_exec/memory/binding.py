@@ -53,6 +53,7 @@ class Bound:
     subsequence: int = 0
     offset: int = 0
     """The subsequence's row at which its buffers begin."""
+    micro_batch: int = 0
     waits: list[Wait] = field(default_factory=list)
     births: list[int] = field(default_factory=list)
     deaths: list[tuple[int, tuple[Wait, ...]]] = field(default_factory=list)
@@ -218,7 +219,9 @@ def _bind(program: Program, columns: Columns) -> list[Bound]:
             touches.append(Touch(operand.role, buffers[row], first[row], rows[row], operand.mode, part))
             row += 1
         _refuse_aliases(name, touches)
-        bound.append(Bound(number, instruction, tuple(touches), instance.subsequence, instance.first))
+        bound.append(
+            Bound(number, instruction, tuple(touches), instance.subsequence, instance.first, instance.micro_batch)
+        )
     return bound
 
 

@@ -1,11 +1,12 @@
-"""Reads and writes weights as Hugging Face directories: GPT-2, Llama, Mistral, Phi-3, Qwen2, Qwen3,
-Mixtral and Qwen3-MoE.
+"""Reads and writes weights as Hugging Face directories: GPT-2, Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3's text
+models, Mixtral and Qwen3-MoE.
 
 - Our matrices are (out, in). Q, K, V are packed into one, and so are [gate; up].
 - GPT-2 stores matrices as (in, out), because it uses Conv1D.
 - Phi-3 packs Q, K, V and [gate; up] as we do; the others store them separately.
 - The experts of a layer are one tensor here, and a tensor for every expert and matrix there.
 - A tied classifier is not stored.
+- Gemma stores the weights of norms minus one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Entry:
     ours: str
     parts: tuple[tuple[str, int], ...]
     transposed: bool = False
+    less_one: bool = False
+    """Whether the stored values are ours minus one."""
 
     def stored_shape(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
         """Return the stored shape of a part with ``rows`` rows of our tensor, which has ``shape``."""
@@ -89,11 +92,21 @@ def _products(model: Model, kind: str, layer: LayerShape) -> dict[str, list[tupl
     return attention | mlp
 
 
-def _llama(model: Model, kind: str) -> list[Entry]:
+def _norms(model: Model) -> list[tuple[str, str, int]]:
+    """Return the norms of a layer: our name, the stored one, and the features."""
     h = model.hidden
     norms = [("norm1", "input_layernorm", h), ("norm2", "post_attention_layernorm", h)]
+    if model.post_norms:
+        behind = [("post_attn", "post_attention_layernorm", h), ("norm2", "pre_feedforward_layernorm", h)]
+        norms = [norms[0], *behind, ("post_mlp", "post_feedforward_layernorm", h)]
     if model.qk_norm:
         norms += [("q_norm", "self_attn.q_norm", model.head_dim), ("k_norm", "self_attn.k_norm", model.head_dim)]
+    return norms
+
+
+def _llama(model: Model, kind: str) -> list[Entry]:
+    h, norms, shifted = model.hidden, _norms(model), model.norms_from_one
+    biased = {"qkv": model.qkv_bias, "proj": model.linear_bias or model.proj_bias}
     found = [Entry("embed/tokens.weight", (("model.embed_tokens.weight", model.vocab),))]
     for i in range(model.layers):
         at = f"model.layers.{i}."
@@ -101,12 +114,15 @@ def _llama(model: Model, kind: str) -> list[Entry]:
             found.append(
                 Entry(f"layer.{i}/{ours}.weight", tuple((f"{at}{name}.weight", rows) for name, rows in theirs))
             )
-            if model.qkv_bias if ours == "qkv" else model.linear_bias:
+            if biased.get(ours, model.linear_bias):
                 found.append(
                     Entry(f"layer.{i}/{ours}.bias", tuple((f"{at}{name}.bias", rows) for name, rows in theirs))
                 )
-        found += [Entry(f"layer.{i}/{ours}.weight", ((f"{at}{name}.weight", rows),)) for ours, name, rows in norms]
-    found.append(Entry("head/norm.weight", (("model.norm.weight", h),)))
+        found += [
+            Entry(f"layer.{i}/{ours}.weight", ((f"{at}{name}.weight", rows),), less_one=shifted)
+            for ours, name, rows in norms
+        ]
+    found.append(Entry("head/norm.weight", (("model.norm.weight", h),), less_one=shifted))
     return found + _classifier(model)
 
 
@@ -142,10 +158,9 @@ def published(model: Model, positions: int, source: dict[str, Any], dtype: torch
 
 
 def _is_alike(model: Model, fields: dict[str, Any]) -> bool:
-    """Return whether a config has the model's rotary frequencies and no window.
+    """Return whether a config has the model's rotary frequencies.
 
-    Some scalings begin at ``max_position_embeddings`` (dynamic), or stretch to it (yarn and longrope without a factor);
-    and a window that is as long as them is none (Mistral).
+    Some scalings begin at ``max_position_embeddings`` (dynamic), or stretch to it (yarn and longrope without a factor).
     """
     try:
         theirs = model_from_config(fields, where="config.json", name=model.name)
@@ -168,6 +183,8 @@ def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str
         parts = [_tensor(*stored[part]) for part, _ in chosen[name].parts]
         if chosen[name].transposed:
             parts = [part.t() for part in parts]
+        if chosen[name].less_one:
+            parts = [part.float() + 1 for part in parts]
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -312,6 +329,8 @@ def _stored(entry: Entry, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     first = 0
     for name, rows in entry.parts:
         part = value[first : first + rows].detach()
+        if entry.less_one:
+            part = (part.float() - 1).to(part.dtype)
         yield name, (part.t() if entry.transposed else part).cpu().contiguous().clone()
         first += rows
 

@@ -23,6 +23,8 @@ from memo_exec.distributed.world import World
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import StepScalars
+from memo_exec.kernels.call import Ends
+from memo_exec.kernels.documents import check_room, squares
 from memo_exec.training import checkpoint, run_folder
 from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
 from memo_exec.training.hyperparameters import Hyperparameters
@@ -70,6 +72,12 @@ class Training:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
+    sequences: int = 0
+    """Packed sequences that this process has drawn."""
+    pieces: int = 0
+    """Documents in all of them."""
+    attended: int = 0
+    """Sum of the squares of their tokens."""
     asked: int = 0
     """The number of the signal that this process received; 0 for none."""
     stopped_by: int = 0
@@ -117,7 +125,12 @@ class Training:
         decisions = self.plan.decisions
         number = self.step + 1
         batch = self.dataset.batch(self.seed, number, decisions.global_batch, decisions.seq_tokens)
-        record = self.interpreter.run_step(self._micro_batches(batch), self._scalars(number, batch))
+        check_room(decisions, batch.documents, self.dataset.path)
+        self.sequences += len(batch.documents)
+        self.pieces += sum(map(len, batch.documents))
+        self.attended += squares(batch.documents)
+        scalars, documents = self._scalars(number, batch), self._documents(batch)
+        record = self.interpreter.run_step(self._micro_batches(batch), scalars, documents)
         by_rank = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes)
         if not (isfinite(record.loss) and isfinite(record.grad_norm)):
             raise UsageError(
@@ -148,6 +161,13 @@ class Training:
             own = torch.chunk(torch.from_numpy(whole), shares)[share]
             parts.append([sequences.reshape(-1)[tokens] for sequences in torch.split(own, size)])
         return list(zip(*parts, strict=True))
+
+    def _documents(self, batch: Batch) -> list[Ends]:
+        """Return where the documents of this rank's micro-batches end; all ranks of a sequence have the same."""
+        size, count = self.plan.decisions.micro_batch, self.plan.decisions.micro_batches
+        first = self.interpreter.context.mesh.at("dp") * count
+        numbers = range(first, first + count) if batch.documents else ()
+        return [batch.documents[n * size : (n + 1) * size] for n in numbers]
 
     def _scalars(self, step: int, batch: Batch) -> StepScalars:
         chosen = self.hyperparameters

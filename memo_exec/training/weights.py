@@ -64,11 +64,11 @@ def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: 
     """Return the initial value of a parameter in fp32, as GPT-2 draws it.
 
     Matrices are normal with standard deviation 0.02, or 0.02 / sqrt(2 layers) if their product is added to the
-    residual stream. Norms start at 1, biases at 0. Of adapters, A is uniform as PEFT draws it, and B is zero, so they
-    add nothing at first. Each tensor has its own generator, seeded by ``seed`` and its name.
+    residual stream. Norms start at 1, biases and sinks at 0. Of adapters, A is uniform as PEFT draws it, and B is zero,
+    so they add nothing at first. Each tensor has its own generator, seeded by ``seed`` and its name.
     """
     last = name.rpartition("/")[2]
-    if last.endswith(".bias"):
+    if last.endswith(".bias") or last == "sinks":
         return torch.zeros(*shape, device=device)
     if len(shape) == 1:
         return torch.ones(*shape, device=device)

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from memo_sim.contract.adapters import Adapters
-from memo_sim.contract.model import Experts, Model, RopeScaling
+from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
 
 HELD_SCORES = 2**23
 """Attention scores of a layer that autograd saves; with more of them one head at a time runs again in its backward."""
@@ -44,24 +44,30 @@ class AutogradModel:
     def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of every token, (sequences, tokens, vocabulary)."""
         x = self.p["embed/tokens.weight"][ids]
+        if self.model.scaled_embeddings:
+            x = x * math.sqrt(self.model.hidden)
         if "embed/positions.weight" in self.p:
             x = x + self.p["embed/positions.weight"][torch.arange(ids.shape[1])]
         for i in range(self.model.layers):
-            x = self._layer(x, f"layer.{i}/", self.model.layer(i).experts)
+            x = self._layer(x, f"layer.{i}/", self.model.layer(i))
         x = self._norm(x, "head/norm")
         return F.linear(x, self.p.get("head/classifier.weight", self.p["embed/tokens.weight"]))
 
-    def _layer(self, x: Tensor, at: str, experts: Experts | None) -> Tensor:
-        x = x + self._attention(self._norm(x, f"{at}norm1"), at)
-        if experts is not None:
-            return x + self._experts(self._norm(x, f"{at}norm2").flatten(0, 1), experts, at).view_as(x)
+    def _layer(self, x: Tensor, at: str, layer: LayerShape) -> Tensor:
+        x = x + self._behind(self._attention(self._norm(x, f"{at}norm1"), at, layer), f"{at}post_attn")
+        if layer.experts is not None:
+            return x + self._experts(self._norm(x, f"{at}norm2").flatten(0, 1), layer.experts, at).view_as(x)
         up = self._linear(self._norm(x, f"{at}norm2"), f"{at}ffn_up")
         if self.model.gated:
             gate, up = up.chunk(2, dim=-1)
-            act = F.silu(gate) * up
+            act = (F.silu(gate) if self.model.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
         else:
             act = F.gelu(up, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
-        return x + self._linear(act, f"{at}ffn_down")
+        return x + self._behind(self._linear(act, f"{at}ffn_down"), f"{at}post_mlp")
+
+    def _behind(self, x: Tensor, name: str) -> Tensor:
+        """Return the norm behind attention or the MLP, in models with one."""
+        return self._norm(x, name) if self.model.post_norms else x
 
     def _experts(self, x: Tensor, experts: Experts, at: str) -> Tensor:
         """Return the sum of each token's experts; ``x`` is (tokens, hidden). There is no loss of the experts' balance.
@@ -109,7 +115,7 @@ class AutogradModel:
         nothing = {t: x.new_zeros(*x.shape[:-1], rows) for t, rows in targets.items()}
         return torch.cat([added.get(t, nothing[t]) for t in targets], dim=-1)
 
-    def _attention(self, x: Tensor, at: str) -> Tensor:
+    def _attention(self, x: Tensor, at: str, layer: LayerShape) -> Tensor:
         m = self.model
         packed = self._linear(x, f"{at}qkv").view(*x.shape[:-1], -1, m.head_dim).transpose(1, 2)
         q, k, v = torch.split(packed, [m.heads, m.kv_heads, m.kv_heads], dim=1)
@@ -117,27 +123,39 @@ class AutogradModel:
             q = F.rms_norm(q, q.shape[-1:], self.p[f"{at}q_norm.weight"], m.norm_eps)
             k = F.rms_norm(k, k.shape[-1:], self.p[f"{at}k_norm.weight"], m.norm_eps)
         if not m.learned_positions:
-            q, k = self._rotated(q), self._rotated(k)
+            q, k = self._rotated(q, layer.rope_theta), self._rotated(k, layer.rope_theta)
         k, v = (t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in (k, v))
         if m.heads * x.shape[1] ** 2 <= HELD_SCORES:
-            out = self._heads(q, k, v)
+            out = self._heads(q, k, v, layer.window, self.p.get(f"{at}sinks"))
         else:
             parts = [[t[:, head : head + 1] for t in (q, k, v)] for head in range(m.heads)]
-            out = torch.cat([checkpoint(self._heads, *part, use_reentrant=False) for part in parts], dim=1)
+            sinks = torch.split(self.p[f"{at}sinks"], 1) if m.sinks else [None] * m.heads
+            out = torch.cat(
+                [
+                    checkpoint(self._heads, *part, layer.window, sink, use_reentrant=False)
+                    for part, sink in zip(parts, sinks, strict=True)
+                ],
+                dim=1,
+            )
         return self._linear(out.transpose(1, 2).flatten(2), f"{at}proj")
 
-    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
         """Return the attention of some heads, each tensor (sequences, heads, tokens, head_dim)."""
-        scores = q @ k.transpose(2, 3) / math.sqrt(self.model.head_dim)
+        scores = q @ k.transpose(2, 3) / math.sqrt(self.model.query_scalar or self.model.head_dim)
         if not self.model.bidirectional:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-            scores = scores.masked_fill(~seen, -torch.inf)
+            scores = scores.masked_fill(~(seen.triu(1 - window) if window else seen), -torch.inf)
+        if sinks is not None:
+            column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
         return scores.softmax(-1) @ v
 
-    def _rotated(self, x: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, theta: float) -> Tensor:
         first, second = x.chunk(2, dim=-1)
-        angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * self._frequencies(x.shape[2]).to(x.dtype)
-        scaling = self.model.rope_scaling
+        own = (theta or 1.0) ** (torch.arange(self.model.head_dim // 2, dtype=x.dtype) * (-2 / self.model.head_dim))
+        frequencies = own if theta else self._frequencies(x.shape[2]).to(x.dtype)
+        angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * frequencies
+        scaling = None if theta else self.model.rope_scaling
         size = torch.full_like(angles, 1.0 if scaling is None else scaling.attention_factor)
         turned = torch.complex(first, second) * torch.polar(size, angles)
         return torch.cat((turned.real, turned.imag), dim=-1)

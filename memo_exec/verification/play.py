@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from random import Random
 
 import torch
 from torch import Tensor
@@ -19,8 +21,10 @@ from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Kernel, StepScalars
+from memo_exec.kernels.call import Ends
 from memo_exec.machine.rank_placement import first_fit_placement
 from memo_exec.training import weights
+from memo_sim.contract.documents import fill
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.analysis.columns import expand
@@ -111,7 +115,8 @@ class Play:
         for step in range(1, self.steps + 1):
             ids, labels = global_batch(self.decisions, self.seed, step)
             scalars = StepScalars(lr=LEARNING_RATE, eps=EPSILON, step=step, loss_scale=1 / counted_targets(labels))
-            record = interpreter.run_step(_own_batch(self.decisions, rank, ids, labels), scalars)
+            documents = _own_documents(self.decisions, rank, global_documents(self.decisions, self.seed, step))
+            record = interpreter.run_step(_own_batch(self.decisions, rank, ids, labels), scalars, documents)
             losses.append(record.loss)
             norms.append(record.grad_norm)
             if step == 1:
@@ -156,6 +161,21 @@ def _own_batch(decisions: Decisions, rank: int, ids: Tensor, labels: Tensor) -> 
         own = torch.chunk(whole, decisions.layout.dp)[share]
         split.append([part.reshape(-1)[chosen] for part in torch.split(own, decisions.micro_batch)])
     return list(zip(*split, strict=True))
+
+
+def global_documents(decisions: Decisions, seed: int, step: int) -> Ends:
+    """Return where the documents of every sequence of a step end; empty where a sequence is one document."""
+    if decisions.documents is None:
+        return ()
+    sequences = fill(decisions.documents.draw(Random(f"documents {seed}:{step}")), decisions.seq_tokens)
+    return tuple(tuple(accumulate(next(sequences))) for _ in range(decisions.global_batch))
+
+
+def _own_documents(decisions: Decisions, rank: int, ends: Ends) -> list[Ends]:
+    """Return the documents of a rank's micro-batches; all ranks that share a sequence have the same."""
+    share, count, size = coordinate("dp", decisions.layout, rank), decisions.micro_batches, decisions.micro_batch
+    own = ends[share * count * size : (share + 1) * count * size]
+    return [own[first : first + size] for first in range(0, len(own), size)]
 
 
 def whole_gradients(ranks: Iterable[Played]) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from memo_exec.kernels.documents import check_documents
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
 from memo_sim.contract.knobs import DtypeName
@@ -150,6 +151,7 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("experts", _experts_shown),
     ("vocabulary", lambda d: str(d.model.vocab)),
     ("tokens of a sequence", lambda d: str(d.seq_tokens)),
+    ("tokens of a document", lambda d: f"{d.documents.mean:,.0f} (mean)" if d.documents else "a sequence's"),
     ("sequences of a micro-batch", lambda d: str(d.micro_batch)),
     ("micro-batches", lambda d: str(d.micro_batches)),
     *_DEGREES,
@@ -191,6 +193,7 @@ def _check_played(decisions: Decisions) -> None:
             wanted="torch or triton",
             hint="make the plan with memo-sim what-if ... --rowwise torch -o PLAN",
         )
+    check_documents(decisions)
     if not kernel.executed:
         raise CannotRun(
             f"the plan's attention ({kernel.title}) can be priced, not played",
@@ -416,6 +419,8 @@ def _with_tokens(plan: Decisions, here: Decisions) -> Decisions:
     if model.learned_positions:
         model = msgspec.structs.replace(model, max_positions=tokens if plan.model.max_positions else 0)
     here = msgspec.structs.replace(here, model=model, seq_tokens=tokens)
+    if plan.documents is not None:
+        here = msgspec.structs.replace(here, documents=plan.documents.scaled(tokens / plan.seq_tokens))
     loss = _parts(plan.loss_chunk_tokens, plan.local_tokens)[0]
     here = msgspec.structs.replace(
         here,

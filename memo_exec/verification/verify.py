@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import torch
@@ -30,6 +31,7 @@ from memo_exec.verification.play import (
     Played,
     counted_targets,
     global_batch,
+    global_documents,
     parameter,
     unchanged,
     whole_gradients,
@@ -209,10 +211,12 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
         scale, total = 1 / counted_targets(labels), 0.0
         for p in model.trained.values():
             p.grad = None
-        for sequence, wanted in zip(ids, labels, strict=True):
-            loss = model.loss(sequence[None], wanted[None], scale)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+        documents = global_documents(here, seed, step) or [(here.seq_tokens,)] * len(ids)
+        for sequence, wanted, ends in zip(ids, labels, documents, strict=True):
+            for first, end in pairwise((0, *ends)):
+                loss = model.loss(sequence[None, first:end], wanted[None, first:end], scale)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
         found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.trained.items()}
         losses.append(total)
         norms.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in found.values())))

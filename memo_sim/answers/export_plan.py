@@ -167,6 +167,14 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             wanted="a model without experts",
             hint="memo-exec runs the plan itself",
         )
+    if decisions.documents:
+        raise UsageError(
+            "memo writes no framework's options of packed documents",
+            where="decisions.documents",
+            got=decisions.documents.source or "documents",
+            wanted="a plan without documents",
+            hint="memo-exec runs the plan itself",
+        )
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)
         try:

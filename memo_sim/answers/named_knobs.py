@@ -11,6 +11,7 @@ from memo_sim.contract.knobs import (
     Chosen,
     CountOrAuto,
     Degree,
+    DocumentLengths,
     Flag,
     Fraction,
     Knob,
@@ -80,7 +81,7 @@ def _type(knob: Knob, annotation: str) -> str:
             own = 'int | Literal["auto"]'
         case Numbers():
             own = "Sequence[int] | str"
-        case LayerChoice() | Load() | LowRank():
+        case LayerChoice() | Load() | LowRank() | DocumentLengths():
             own = "str"
         case OneOf():
             own = annotation.removesuffix(" | None")

@@ -16,6 +16,7 @@ from memo_sim.contract.adapters import parse_adapters
 from memo_sim.contract.boards import with_power
 from memo_sim.contract.catalog import cluster_from_datasheet, fields_not_read, load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.documents import Documents, parse_documents
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import (
@@ -27,6 +28,7 @@ from memo_sim.contract.knobs import (
     POWER_W,
     CountOrAuto,
     Degree,
+    DocumentLengths,
     Flag,
     Fraction,
     Knob,
@@ -227,10 +229,6 @@ def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Clus
     return cluster, hardware if power_w is None else with_power(hardware, power_w)
 
 
-_PARSERS = {LayerChoice: parse_layer_choice, Load: parse_expert_load, LowRank: parse_adapters}
-"""Of the kinds of knobs whose values are text with a form of its own."""
-
-
 def checked(knob: Knob, given: Any) -> Any:
     """Return a knob's value, its default for None; lengths and numbers may be text, as on the command line.
 
@@ -255,13 +253,26 @@ def checked(knob: Knob, given: Any) -> Any:
             value = given if given in words else None
         case Length():
             value = parse_tokens(str(given), option=knob.option, least=0) if _is_length(given) else None
-        case Numbers():
-            value = parse_numbers(_joined(given), option=knob.option)
-        case LayerChoice() | Load() | LowRank():
-            value = _PARSERS[type(knob.kind)](str(given), option=knob.option)
+        case _:
+            value = _parsed(knob, given)
     if value is None:
         raise _refusal(knob, given)
     return value
+
+
+def _parsed(knob: Knob, given: Any) -> Any:
+    """Return the value of a knob that is given as text."""
+    match knob.kind:
+        case Numbers():
+            return parse_numbers(_joined(given), option=knob.option)
+        case LayerChoice():
+            return parse_layer_choice(str(given), option=knob.option)
+        case Load():
+            return parse_expert_load(str(given), option=knob.option)
+        case LowRank():
+            return parse_adapters(str(given), option=knob.option)
+        case DocumentLengths():
+            return given if isinstance(given, Documents) else parse_documents(str(given), option=knob.option)
 
 
 def _refusal(knob: Knob, given: Any) -> UsageError:

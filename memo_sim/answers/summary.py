@@ -23,6 +23,7 @@ from memo_sim.planning.question import Question
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
+from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
@@ -210,6 +211,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(decisions),
+        *_documents(decisions),
         *_adapters(decisions),
         *_not_read(question),
         *_network(question),
@@ -274,6 +276,14 @@ def _experts(decisions: Decisions) -> list[Assumption]:
         f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
     )
     return [Assumption(name="experts", value=value, option="--expert-load")]
+
+
+def _documents(decisions: Decisions) -> list[Assumption]:
+    """Return what sequences are packed from."""
+    if decisions.documents is None:
+        return []
+    value = packed_from(decisions.documents, decisions.seq_tokens)
+    return [Assumption(name="documents", value=value, option="--documents")]
 
 
 def _adapters(decisions: Decisions) -> list[Assumption]:
@@ -408,8 +418,9 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
 
 
 def _alike(question: Question) -> bool:
-    """Return whether every layer has the same MLP; others are refused with METP and subsequences (``RULES``)."""
-    return question.model.mixture is None and len(question.model.layer_shapes) == 1
+    """Return whether METP and subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
+    alike = question.model.mixture is None and len(question.model.layer_shapes) == 1
+    return alike and question.documents is None
 
 
 def _has_open_degrees(question: Question) -> bool:

@@ -1,10 +1,10 @@
-"""Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Mistral, Phi-3, Qwen2, Qwen3, GPT-2,
-and the mixtures of experts Mixtral and Qwen3-MoE.
+"""Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3's
+text models, GPT-2, and the mixtures of experts Mixtral and Qwen3-MoE.
 
 Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
 belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
-arithmetic and are not modelled are refused by name, of other types as well: sliding windows in use, experts of other
-model types, rotary positions on a part of a head, biases on some of the products, soft-capped or scaled logits.
+arithmetic and are not modelled are refused by name, of other types as well: experts of other model types, rotary
+positions on a part of a head, biases on some of the products, soft-capped or scaled logits.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from math import log, sqrt
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
 from memo_sim.contract.units import MOST_EXPERTS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
-SUPPORTED = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED = ("gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 WITH_EXPERTS = ("mixtral", "qwen3_moe")
+GEMMA3 = "gemma3_text"
+ALWAYS_WINDOWED = ("mistral", "mixtral", "phi3")
+"""Types whose every layer has the window of ``sliding_window``, which no other field turns off."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA3_PATTERN, GEMMA3_THETA, GEMMA3_LOCAL_THETA = 6, 1_000_000.0, 10_000.0
+"""Every how many layers one has no window, and the rotary bases of layers without and with one, where none is given."""
 
 T = TypeVar("T")
 
@@ -39,6 +46,8 @@ _WITH_KEYS = {
     "clipped or normalised queries and keys": ("clip_qkv", "use_qk_norm", "qk_layernorm"),
 }
 """What memo does not model, and the fields that ask for it where they are neither null, false, zero nor one."""
+_ALLOWED = {GEMMA3: ("query_pre_attn_scalar",)}
+"""Fields of ``_WITH_KEYS`` that are modelled in one type."""
 _BY_TYPE = {
     "bert": "an encoder",
     "bloom": "positions as slopes (ALiBi)",
@@ -120,6 +129,8 @@ def _read(config: _Config, name: str) -> Model:
         raise BadInput(str(error), where=where) from None
     if model_type == "qwen3_moe":
         model = _with_dense_layers(config, model)
+    if model_type != "gpt2":
+        model = _with_windows(config, model, model_type)
     try:  # a constructor does not check types and bounds; reading the document again does
         return msgspec.json.decode(msgspec.json.encode(model), type=Model)
     except msgspec.ValidationError as error:
@@ -132,38 +143,80 @@ def model_type(model: Model) -> str:
     Raises:
         UsageError: when no model type has this shape.
     """
-    if model.bidirectional:
-        pass  # BERT is not this model: its norms come after the residual sums, ours before the matrix products
-    elif len(model.layer_shapes) > 1 and not (model.mixture and _is_mixed(model)):
-        pass  # models with layers that differ (OpenELM, Nemotron-NAS) are outside of transformers
-    elif model.family == "gpt":
-        square = model.heads == model.kv_heads and model.q_width == model.hidden
-        if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
-            return "gpt2"
-    elif (experts := model.mixture) is not None:
-        if model.qk_norm and not model.qkv_bias:
-            return "qwen3_moe"
-        if model.experts and not model.qk_norm and not model.qkv_bias and experts.renormalize:
-            return "mixtral"
-    elif model.qk_norm and not model.qkv_bias and not model.linear_bias:
-        return "qwen3"
-    elif not model.qk_norm and model.qkv_bias == model.linear_bias:
-        return "llama"
-    elif not model.qk_norm and model.qkv_bias:
-        return "qwen2"
+    found = _type_of(model)
+    if found is not None:
+        return found
     raise UsageError(
         "no model type of Hugging Face has this shape",
         got=model.name,
-        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2, a Qwen3, a Mixtral or a Qwen3-MoE; layers "
-        "of one kind",
+        wanted="a GPT-2 with learned positions and biases, a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma 3, a Mixtral "
+        "or a Qwen3-MoE; layers that differ in windows alone",
         hint="use checkpoints, which can store any model",
     )
+
+
+def _type_of(model: Model) -> str | None:
+    """Return the model type, or None.
+
+    BERT is none: its norms come after the residual sums, ours before the matrix products. Models with MLPs that differ
+    (OpenELM, Nemotron-NAS) are outside of transformers.
+    """
+    gemma = (model.post_norms, model.scaled_embeddings, model.norms_from_one)
+    if model.bidirectional or model.sinks or not _windows_have_a_type(model):
+        return None
+    if model.family == "gpt":
+        square = model.heads == model.kv_heads and model.q_width == model.hidden
+        plain = model.learned_positions and model.qkv_bias and model.linear_bias and not model.qk_norm
+        return "gpt2" if plain and square and not _feeds_differ(model) and not any(gemma) else None
+    if any(gemma) or model.query_scalar or model.activation == "gelu_tanh":
+        whole = all(gemma) and model.activation == "gelu_tanh" and model.qk_norm and not _feeds_differ(model)
+        return GEMMA3 if whole and not model.qkv_bias and not model.proj_bias else None
+    if model.proj_bias and not model.linear_bias:
+        return None
+    if model.mixture is not None:
+        return _type_with_experts(model, model.mixture)
+    return None if _feeds_differ(model) else _dense_type(model)
+
+
+def _type_with_experts(model: Model, experts: Experts) -> str | None:
+    if not _is_mixed(model) or model.qkv_bias:
+        return None
+    if model.qk_norm:
+        return "qwen3_moe"
+    return "mixtral" if experts.renormalize and not _feeds_differ(model) else None
+
+
+def _dense_type(model: Model) -> str | None:
+    """Return the type of a model of Llama's kind, whose layers differ in windows alone."""
+    if model.qk_norm:
+        return None if model.qkv_bias or model.linear_bias else "qwen3"
+    if model.qkv_bias != model.linear_bias:
+        return "qwen2" if model.qkv_bias else None
+    if not model.windowed:
+        return "llama"
+    return "mistral" if len(model.layer_shapes) == 1 and not model.qkv_bias else None
+
+
+def _windows_have_a_type(model: Model) -> bool:
+    """Return whether layers have at most one window, and a rotary base of their own only as in Gemma 3."""
+    windows = {shape.window for shape in model.layer_shapes if shape.window}
+    own = {(bool(shape.window), shape.rope_theta) for shape in model.layer_shapes}
+    based = any(theta for _, theta in own)
+    if based:
+        return model.post_norms and len(windows) == 1 and all(bool(theta) == window for window, theta in own)
+    alike = len({shape.window for shape in model.layer_shapes}) == 1
+    return len(windows) <= 1 and not (windows and (model.family == "gpt" or (model.mixture and not alike)))
+
+
+def _feeds_differ(model: Model) -> bool:
+    """Return whether layers differ in their MLPs."""
+    return len({(shape.ffn_hidden, shape.experts) for shape in model.layer_shapes}) > 1
 
 
 def _is_mixed(model: Model) -> bool:
     """Return whether layers differ in nothing else than that some have experts, all the same."""
     return len({shape.ffn_hidden for shape in model.layer_shapes}) == 1 and len(model.layer_shapes) == len(
-        {shape.experts is None for shape in model.layer_shapes}
+        {(shape.experts is None, shape.window) for shape in model.layer_shapes}
     )
 
 
@@ -190,8 +243,11 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
         }
     biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
     own = _experts_of(model, kind) if model.mixture is not None else {}
+    own |= _windows_of(model, kind)
+    if kind == GEMMA3:
+        own |= _gemma3_of(model)
     return shared | {
-        "architectures": [f"{kind.title().replace('_M', 'M')}ForCausalLM"],
+        "architectures": ["Gemma3ForCausalLM" if kind == GEMMA3 else f"{kind.title().replace('_M', 'M')}ForCausalLM"],
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn_hidden,
         "num_hidden_layers": model.layers,
@@ -208,6 +264,34 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
     }
 
 
+def _windows_of(model: Model, kind: str) -> dict[str, Any]:
+    """Return the fields about windows in the ``config.json`` of a model type."""
+    window = max(shape.window for shape in model.layer_shapes)
+    if kind in ALWAYS_WINDOWED:
+        return {"sliding_window": window or None}
+    if not window:
+        return {}
+    kinds = [SLIDING if model.layer(number).window else FULL for number in range(model.layers)]
+    listed = {"sliding_window": window, "layer_types": kinds}
+    if kind == "qwen3_moe":
+        return {"sliding_window": window, "use_sliding_window": True}
+    return listed if kind == GEMMA3 else listed | {"use_sliding_window": True, "max_window_layers": 0}
+
+
+def _gemma3_of(model: Model) -> dict[str, Any]:
+    """Return the other fields of a Gemma 3's ``config.json``."""
+    scalar = model.query_scalar or float(model.head_dim)
+    local = next((shape.rope_theta for shape in model.layer_shapes if shape.rope_theta), model.rope_theta)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
+        "rope_local_base_freq": local,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "pad_token_id": None,  # the class default, 0, would leave that token's embedding untrained
+    }
+
+
 def _experts_of(model: Model, kind: str) -> dict[str, Any]:
     """Return the fields about experts in the ``config.json`` of a model type."""
     experts = model.mixture
@@ -218,7 +302,7 @@ def _experts_of(model: Model, kind: str) -> dict[str, Any]:
         "router_aux_loss_coef": experts.balance,
     }
     if kind == "mixtral":
-        own = {"num_local_experts": experts.count, "intermediate_size": experts.hidden, "sliding_window": None}
+        own = {"num_local_experts": experts.count, "intermediate_size": experts.hidden}
         return shared | own
     return shared | {
         "num_experts": experts.count,
@@ -353,15 +437,21 @@ def _gpt2(config: _Config) -> dict[str, Any]:
 
 
 def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
-    """Return the shape of a Llama, Mistral, Phi-3 or Qwen: rotary positions, a gated FFN, grouped-query heads."""
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.refusal("hidden_act", "only FFNs gated by silu are modelled", wanted="silu")
+    """Return the shape of a Llama, Mistral, Phi-3, Qwen or Gemma 3: rotary positions, a gated FFN, grouped-query heads.
+
+    ``_with_windows`` adds windows, and the rotary bases of layers that have one.
+    """
+    gemma = model_type == GEMMA3
+    key, wanted = ("hidden_activation", "gelu_pytorch_tanh") if gemma else ("hidden_act", "silu")
+    if config.text(key, wanted) != wanted:
+        raise config.refusal(key, f"only FFNs gated by {wanted} are modelled in a model of this type", wanted=wanted)
+    if gemma and config.flag("use_bidirectional_attention", False):
+        raise config.refusal("use_bidirectional_attention", "only causal attention is modelled here", wanted="false")
     layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
-    _refuse_windows(config, layers, always=model_type in ("mistral", "mixtral", "phi3"))
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     if model_type != "llama" and "num_key_value_heads" not in config.fields:  # the first Llama configs lack this key
         raise config.refusal("num_key_value_heads", "a field that the model's shape needs is missing")
-    if model_type in ("qwen3", "qwen3_moe") or config.given("head_dim") is not None:
+    if model_type in ("qwen3", "qwen3_moe", GEMMA3) or config.given("head_dim") is not None:
         head_dim = config.whole("head_dim")
     else:
         head_dim = _even_split(config, "hidden_size", hidden, heads)
@@ -375,16 +465,77 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
         "kv_heads": config.whole("num_key_value_heads", heads),
         "head_dim": head_dim,
         "ffn_hidden": config.whole("intermediate_size"),
-        "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "tied_embeddings": config.flag("tie_word_embeddings", gemma),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "qkv_bias": biased or model_type == "qwen2",
         "linear_bias": biased,
-        "qk_norm": model_type in ("qwen3", "qwen3_moe"),
-        "activation": "silu",
+        "qk_norm": model_type in ("qwen3", "qwen3_moe", GEMMA3),
+        "activation": "gelu_tanh" if gemma else "silu",
+        "query_scalar": _query_scalar(config, head_dim) if gemma else 0.0,
+        **dict.fromkeys(("post_norms", "scaled_embeddings", "norms_from_one"), gemma),
         "experts": _experts(config, model_type) if model_type in WITH_EXPERTS else None,
     }
+
+
+def _query_scalar(config: _Config, head_dim: int) -> float:
+    """Return the number by whose root a Gemma 3 divides its scores; 0 where it is the head size."""
+    scalar = config.number("query_pre_attn_scalar")
+    return 0.0 if scalar == head_dim else scalar
+
+
+def _with_windows(config: _Config, model: Model, model_type: str) -> Model:
+    """Return the model with the windows of its layers, and in Gemma 3 with their rotary base."""
+    windowed = _windowed_layers(config, model, model_type)
+    if not any(windowed):
+        return model
+    window = config.whole("sliding_window", most=MOST_TOKENS)
+    theta = _local_theta(config) if model_type == GEMMA3 else 0.0
+    theta = 0.0 if theta == model.rope_theta and model.rope_scaling is None else theta
+    return model.of_layers(
+        [
+            replace(model.layer(number), window=window, rope_theta=theta) if has else model.layer(number)
+            for number, has in enumerate(windowed)
+        ]
+    )
+
+
+def _local_theta(config: _Config) -> float:
+    """Return the rotary base of a Gemma 3's layers with a window, whose tables have no scaling."""
+    table = config.part("rope_parameters").part(SLIDING)
+    if table.text("rope_type", "default") != "default":
+        raise table.refusal("rope_type", "scaled rotary tables of layers with a window are not modelled")
+    return table.number("rope_theta", config.number("rope_local_base_freq", GEMMA3_LOCAL_THETA))
+
+
+def _windowed_layers(config: _Config, model: Model, model_type: str) -> list[bool]:
+    """Return for each layer whether it has a window.
+
+    Raises:
+        BadInput: for kinds of attention other than full and sliding, or another number of layers.
+    """
+    kinds, window = config.given("layer_types"), config.given("sliding_window")
+    first, used = config.given("max_window_layers"), config.flag("use_sliding_window", False)
+    if model_type in ALWAYS_WINDOWED:
+        if kinds is not None:
+            raise config.refusal("layer_types", "layers of such a model are alike", wanted="no such key")
+        return [window is not None] * model.layers
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != model.layers or any(k not in (SLIDING, FULL) for k in kinds):
+            raise config.refusal(
+                "layer_types", "these layers are not modelled", wanted=f"{model.layers} times {FULL} or {SLIDING}"
+            )
+        return [kind == SLIDING for kind in kinds]
+    if model_type == GEMMA3:
+        pattern = config.whole("sliding_window_pattern", GEMMA3_PATTERN, most=MOST_LAYERS)
+        return [(number + 1) % pattern > 0 for number in range(model.layers)]
+    if model_type == "llama" or not used or window is None:
+        return [False] * model.layers
+    if model_type == "qwen3_moe":
+        return [True] * model.layers
+    first = 0 if first == 0 else config.whole("max_window_layers", most=MOST_WIDTH)
+    return [number >= first for number in range(model.layers)]
 
 
 def _with_dense_layers(config: _Config, model: Model) -> Model:
@@ -442,6 +593,11 @@ def _all_biased(config: _Config, model_type: str) -> bool:
 def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
     """Return base and scaling of the rotary tables; keys of transformers 4 take precedence over those of version 5."""
     table = config.part("rope_scaling" if config.given("rope_scaling") else "rope_parameters")
+    base = 10000.0
+    if config.fields.get("model_type") == GEMMA3:
+        base = GEMMA3_THETA
+        if config.given("rope_parameters") and not config.given("rope_scaling"):
+            table = table.part(FULL)
     for part in (config, table):
         if part.number("partial_rotary_factor", 1.0) != 1.0:
             raise part.refusal(
@@ -450,7 +606,7 @@ def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
     for key, value in table.fields.items():
         if isinstance(value, dict):
             raise table.refusal(key, "rotary tables that differ by layer are not modelled")
-    theta = table.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = table.number("rope_theta", config.number("rope_theta", base))
     kind_key = "rope_type" if "rope_type" in table.fields else "type"
     kind = table.text(kind_key, "default")
     if kind == "default":
@@ -532,7 +688,7 @@ def _refuse_unmodelled(config: _Config, model_type: str) -> None:
         raise config.refusal("is_encoder_decoder", "only decoders are modelled", wanted="false")
     for what, keys in _WITH_KEYS.items():
         for key in keys if what != EXPERTS or model_type not in WITH_EXPERTS else ():
-            if _asks_for(config.given(key)):
+            if key not in _ALLOWED.get(model_type, ()) and _asks_for(config.given(key)):
                 text = f"not modelled: {what}" + (" in a model of this type" if what == EXPERTS else "")
                 raise config.refusal(key, text, wanted="no such key, or its neutral value")
 
@@ -563,31 +719,3 @@ def _unmodelled(config: _Config) -> list[str]:
         found.append("rotary positions on a part of a head (partial_rotary_factor)")
     named = _BY_TYPE.get(str(fields.get("model_type")))
     return [*found, *([named] if named else [])]
-
-
-def _refuse_windows(config: _Config, layers: int, *, always: bool) -> None:
-    """Refuse sliding-window attention in any layer; a window that is configured but not used is allowed.
-
-    ``always``: models that have no switch for it. A window as long as the longest sequence changes nothing.
-    """
-    kinds = config.given("layer_types")
-    window = config.given("sliding_window")
-    config.given("max_window_layers")
-    if kinds is not None:
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            raise config.refusal(
-                "layer_types", "only full attention is modelled", wanted="full_attention in each layer"
-            )
-        return
-    if always:
-        if window is not None and config.whole("sliding_window", most=MOST_TOKENS) < config.whole(
-            "max_position_embeddings", 1, most=MOST_TOKENS
-        ):
-            raise config.refusal("sliding_window", "sliding windows are not modelled", wanted="null")
-        if window is not None:  # a plan for longer sequences than the model was made for would need the window
-            config.read.discard("sliding_window")
-        return
-    if not config.flag("use_sliding_window", False) or window is None:
-        return
-    if config.whole("max_window_layers", 1) < layers:
-        raise config.refusal("use_sliding_window", "sliding windows are not modelled", wanted="false")

@@ -24,9 +24,12 @@ This module imports neither msgspec nor click: ``memo-sim --help`` reads it at e
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from memo_sim.contract.attention_kernels import AttentionName, Libraries
+
+if TYPE_CHECKING:
+    from memo_sim.contract.documents import Documents
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 """Dtype of parameters, activations and products."""
@@ -163,6 +166,12 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Partition = Literal["length", "flops"]
 """How a sequence is divided into subsequences: by equal length, or by equal forward FLOPs (SPPO 4)."""
 
+DocumentCuts = Literal["sequence", "documents"]
+"""Where context-parallel ranks cut packed sequences (``program/layout/documents.py``).
+
+- sequence: into 2 x cp chunks of each sequence, wherever documents end (Megatron-LM's data loader).
+- documents: into 2 x cp chunks of each document, so that all ranks attend equally much (Transformer Engine's THD)."""
+
 MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16
 MOST_WINDOW = 64
@@ -277,7 +286,29 @@ class Load:
         return "balanced or zipf-S, as zipf-0.5"
 
 
-Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | LayerChoice | Load | LowRank
+@dataclass(frozen=True, slots=True)
+class DocumentLengths:
+    """Lengths of the documents of packed sequences (``contract/documents.py``, ``parse_documents``)."""
+
+    def __str__(self) -> str:
+        return "mean=TOKENS,max=TOKENS or a file of lengths"
+
+
+Kind = (
+    Degree
+    | Whole
+    | Fraction
+    | OneOf
+    | Switch
+    | Flag
+    | Length
+    | CountOrAuto
+    | Numbers
+    | LayerChoice
+    | Load
+    | LowRank
+    | DocumentLengths
+)
 """What values a knob has; ``str()`` says it in a table."""
 
 
@@ -728,6 +759,20 @@ class Chosen:
         "A model with experts: how its tokens spread over them. balanced: evenly. zipf-S: the n-th fullest expert gets"
         " rows in proportion to n**-S, at most one of every token. It changes how long products take.",
     )
+    documents: Documents | None = _knob(
+        None,
+        DocumentLengths(),
+        "Sequences are packed from several documents, and a token attends to its own document alone."
+        " mean=2k,max=64k: exponential lengths, cut at max. Or a file with one length, or length,count, a line. A"
+        " sequence is one document unless given.",
+    )
+    document_cuts: DocumentCuts = _knob(
+        "sequence",
+        _one_of(DocumentCuts),
+        "Packed documents under context parallelism. sequence: ranks cut each sequence, wherever documents end."
+        " documents: they cut each document, so that all have equal work (Transformer Engine's THD).",
+    )
+    """Not searched: it is a choice of the framework's data loader."""
     adapters: str = _knob(
         "none",
         LowRank(),

@@ -89,6 +89,10 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Features of the MLP's hidden row."""
     experts: Experts | None = None
     """The experts in place of the MLP; None: an MLP."""
+    window: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+    """Keys that a token attends to at most: its own and those right before it; 0: all before it."""
+    rope_theta: NonNegative = 0.0
+    """Base of this layer's rotary tables, which then have no scaling; 0: the model's base and scaling."""
 
 
 class LayerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,7 +108,7 @@ class Model(
     """The shape of a model.
 
     The ``gpt`` family has LayerNorm, GELU, biases and learned positions (or rotary positions, see ``max_positions``).
-    The ``llama`` family has RMSNorm, rotary positions, SwiGLU and grouped-query heads.
+    The ``llama`` family has RMSNorm, rotary positions, a gated FFN (silu, or gelu_tanh) and grouped-query heads.
     """
 
     name: str
@@ -143,6 +147,20 @@ class Model(
         3 wide, then 58 narrow       3 x wide, 58 x narrow
         alternating, 24 layers       1 x wide, 1 x narrow
     """
+    window: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+    """Keys that a token attends to at most in every layer, if there is no ``layer_pattern``; 0: all before it."""
+    sinks: bool = False
+    """Whether each head has one more logit in its softmax, learned and without a value (GPT-OSS)."""
+    query_scalar: NonNegative = 0.0
+    """Scores are divided by its square root; 0: ``head_dim`` (Gemma's query_pre_attn_scalar)."""
+    proj_bias: bool = False
+    """Whether the attention projection has a bias; with ``linear_bias`` it has one anyway."""
+    post_norms: bool = False
+    """Whether there is a norm behind attention and behind the MLP too, before the residual sums (Gemma 3)."""
+    scaled_embeddings: bool = False
+    """Whether embeddings are multiplied by ``sqrt(hidden)`` (Gemma)."""
+    norms_from_one: bool = False
+    """Whether Hugging Face stores each norm's weight minus one (Gemma). Ours is the whole factor."""
 
     def __post_init__(self) -> None:
         """Refuse shapes that no transformer can have."""
@@ -153,12 +171,18 @@ class Model(
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "longrope" and len(scaling.long_factors) != self.head_dim // 2:
             raise ValueError(f"longrope needs {self.head_dim // 2} long_factors, one for each frequency")
-        if (self.activation == "silu") != self.gated:
-            wanted = "silu" if self.gated else "gelu or gelu_tanh"
+        if self.activation not in (("silu", "gelu_tanh") if self.gated else ("gelu", "gelu_tanh")):
+            wanted = "silu or gelu_tanh" if self.gated else "gelu or gelu_tanh"
             raise ValueError(f"activation of the {self.family} family must be {wanted}, not {self.activation}")
         self._check_pattern()
         if self.mixture and (not self.gated or self.linear_bias):
             raise ValueError("experts belong to the llama family without biases in its products")
+        if self.mixture and (self.post_norms or self.activation != "silu"):
+            raise ValueError("experts are gated by silu, without norms behind attention and MLP")
+        if self.post_norms and (self.family != "llama" or self.linear_bias or self.proj_bias):
+            raise ValueError("norms behind attention and MLP belong to the llama family without biases before them")
+        if self.bidirectional and (self.sinks or self.windowed):
+            raise ValueError("windows and sinks need causal attention")
 
     def _check_pattern(self) -> None:
         """Refuse a pattern longer than the model or of too many kinds, and a width that is not the widest layer's."""
@@ -166,6 +190,8 @@ class Model(
             return
         if self.experts is not None:
             raise ValueError("with a layer_pattern, its shapes say which layers have experts")
+        if self.window:
+            raise ValueError("with a layer_pattern, its shapes say which layers have windows")
         described = sum(run.times for run in self.layer_pattern)
         if described > self.layers:
             raise ValueError(f"layer_pattern has {described} layers, but the model has only {self.layers}")
@@ -193,22 +219,35 @@ class Model(
 
     @property
     def _every_layer(self) -> tuple[LayerShape, ...]:
-        return _every_layer(self.layer_pattern, self.layers, self.ffn_hidden, self.experts)
+        return _every_layer(self.layer_pattern, self.layers, self.ffn_hidden, self.experts, self.window)
 
     @property
     def mixture(self) -> Experts | None:
         """The experts of the layers that have them; None where no layer has any."""
         return next((shape.experts for shape in self.layer_shapes if shape.experts), None)
 
+    @property
+    def windowed(self) -> bool:
+        """Whether any layer has a window."""
+        return bool(self.window) or any(run.shape.window for run in self.layer_pattern)
+
+    @property
+    def score_scale(self) -> float:
+        """The factor on attention's scores."""
+        return float((self.query_scalar or self.head_dim) ** -0.5)
+
     def of_layers(self, shapes: Sequence[LayerShape]) -> Model:
-        """Return the same model with other layers; equal layers need no pattern."""
-        runs = tuple(LayerRun(shape=shape, times=len(list(run))) for shape, run in groupby(shapes))
+        """Return the same model with other layers, in the shortest pattern; equal layers need none."""
+        period = next(n for n in range(1, len(shapes) + 1) if shapes[n:] == shapes[: len(shapes) - n])
+        runs = tuple(LayerRun(shape=shape, times=len(list(run))) for shape, run in groupby(shapes[:period]))
+        alike = len(runs) == 1 and not shapes[0].rope_theta
         return msgspec.structs.replace(
             self,
             layers=len(shapes),
             ffn_hidden=max(shape.ffn_hidden for shape in shapes),
-            experts=shapes[0].experts if len(runs) == 1 else None,
-            layer_pattern=runs if len(runs) > 1 else (),
+            experts=shapes[0].experts if alike else None,
+            window=shapes[0].window if alike else 0,
+            layer_pattern=() if alike else runs,
         )
 
     @property
@@ -243,7 +282,9 @@ class Model(
 
     def vector_params_of(self, shape: LayerShape) -> int:
         """Return the weights of the norms and biases of a layer of this shape."""
-        norms = 2 * self.hidden * self._norm_vectors + (2 * self.head_dim if self.qk_norm else 0)
+        norms = (4 if self.post_norms else 2) * self.hidden * self._norm_vectors
+        norms += (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
+        norms += self.hidden if self.proj_bias and not self.linear_bias else 0
         qkv_bias = self.q_width + 2 * self.kv_width if self.qkv_bias else 0
         linear_bias = 2 * self.hidden + (2 if self.gated else 1) * shape.ffn_hidden if self.linear_bias else 0
         return norms + qkv_bias + linear_bias
@@ -289,21 +330,34 @@ class Model(
         """
         return self.layers_active_params + self.vocab * self.hidden
 
-    def step_flops(self, seq_tokens: int, sequences: int = 1) -> float:
+    def step_flops(self, seq_tokens: int, sequences: int = 1, *, attended: float = 1.0) -> float:
         """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 per sequence, with a causal mask.
 
-        Without a mask, attention has twice as many FLOPs.
+        Without a mask, attention has twice as many FLOPs. With a window, each token counts the keys that it sees.
+        ``attended``: the share of the pairs of a query and a key that packed documents attend.
         """
         pairs = float(seq_tokens) ** 2 * (2.0 if self.bidirectional else 1.0)
-        attention = 6.0 * self.layers * self.q_width * pairs
+        windows = [shape.window for shape in self._every_layer if 0 < shape.window < seq_tokens]
+        attention = 6.0 * (self.layers - len(windows)) * self.q_width * pairs * attended
+        attention += sum(12.0 * self.q_width * pairs_in_window(seq_tokens, seq_tokens, window) for window in windows)
         return sequences * (6.0 * seq_tokens * self.mfu_params + attention)
+
+
+def pairs_in_window(queries: int, keys: int, window: int) -> int:
+    """Return the pairs of a query and a key that it sees: its own key and those before it, ``window`` at most.
+
+    The queries belong to the last of ``keys`` keys. ``window`` times the queries, less what the first ones lack.
+    """
+    lacking = window - 1 - (keys - queries)
+    rows = max(0, min(queries, lacking))
+    return queries * window - rows * lacking + rows * (rows - 1) // 2
 
 
 @lru_cache(maxsize=1024)
 def _every_layer(
-    pattern: tuple[LayerRun, ...], layers: int, ffn_hidden: int, experts: Experts | None
+    pattern: tuple[LayerRun, ...], layers: int, ffn_hidden: int, experts: Experts | None, window: int
 ) -> tuple[LayerShape, ...]:
     """Return the shape of every layer."""
     if not pattern:
-        return (LayerShape(ffn_hidden=ffn_hidden, experts=experts),) * layers
+        return (LayerShape(ffn_hidden=ffn_hidden, experts=experts, window=window),) * layers
     return tuple(islice(cycle(chain.from_iterable([run.shape] * run.times for run in pattern)), layers))

@@ -12,6 +12,7 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.knobs import (
     AdamwKernels,
     CpExchange,
+    DocumentCuts,
     DtypeName,
     GradSums,
     Loss,
@@ -85,6 +86,8 @@ class Knobs(TypedDict, total=False):
     streams: Streams | None
     modules: Modules | None
     expert_load: str | None
+    documents: str | None
+    document_cuts: DocumentCuts | None
     lora: str | None
     micro_batch: int | None
     global_batch: int | None

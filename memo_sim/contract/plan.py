@@ -12,6 +12,7 @@ import msgspec
 
 from memo_sim.contract.adapters import Adapters, AdaptersText, adapters_of
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
+from memo_sim.contract.documents import Documents, attended_share
 from memo_sim.contract.errors import did_you_mean
 from memo_sim.contract.knobs import (
     MOST_LIMIT_GIB,
@@ -19,6 +20,7 @@ from memo_sim.contract.knobs import (
     MOST_WINDOW,
     AdamwKernels,
     CpExchange,
+    DocumentCuts,
     DtypeName,
     GradSums,
     Loss,
@@ -265,6 +267,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How the tokens of a model with experts are expected to spread over them (``layout/expert_load.py``).
 
     It changes prices only: every size of a program is the same for all loads."""
+    documents: Documents | None = None
+    """The lengths of the documents that sequences are packed from; None: a sequence is one document."""
+    document_cuts: DocumentCuts = "sequence"
+    """Where context-parallel ranks cut sequences of several documents (``layout/documents.py``)."""
     attention_chunk_tokens: Tokens = 0
     """Tokens of the sequence in one attention chunk; 0 means no chunks. Only with full recompute.
 
@@ -316,17 +322,6 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return adapters_of(self.adapters)
 
     @property
-    def step_flops(self) -> float:
-        """Model FLOPs of one step, which MFU counts (``Model.step_flops``).
-
-        With adapters: 4 for each frozen weight and token (forward, gradient of the input), 6 for each of an adapter."""
-        whole, lora = self.model.step_flops(self.seq_tokens, self.global_batch), self.lora
-        if lora is None:
-            return whole
-        more = 6.0 * lora.params(self.model) - 2.0 * self.model.mfu_params
-        return whole + self.global_batch * self.seq_tokens * more
-
-    @property
     def local_tokens(self) -> int:
         """Tokens of one micro-batch on one rank, outside the sequence-parallel regions."""
         return self.micro_batch * self.seq_tokens // (self.layout.ring * self.layout.ulysses)
@@ -345,6 +340,20 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def offload_inputs(self) -> bool:
         """Whether full recompute keeps every layer's input in host memory between forward and backward."""
         return self.recompute == "full" and self.swapped_tokens == self.local_tokens
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of one step (``Model.step_flops``), which MFU counts.
+
+        Of packed documents, only the pairs that they attend. With adapters: 4 for each frozen weight and token
+        (forward, gradient of the input), 6 for each of an adapter.
+        """
+        share = attended_share(self.documents, self.seq_tokens)
+        whole = self.model.step_flops(self.seq_tokens, self.global_batch, attended=share)
+        if self.lora is None:
+            return whole
+        more = 6.0 * self.lora.params(self.model) - 2.0 * self.model.mfu_params
+        return whole + self.global_batch * self.seq_tokens * more
 
     @property
     def micro_batches(self) -> int:

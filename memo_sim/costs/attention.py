@@ -28,8 +28,25 @@ the blocks and the same loop takes equally long and has the same FLOPs. The larg
 
     rate(tokens, grid) >= causal rate(tokens, min(2 x grid, one wave))
 
+Packed documents are one grid in which every block loops over its own document. Each class of documents takes the time
+of its pairs at the rate of its own length, in the grid of the whole call. A document shorter than the shortest
+measured length fills fewer tiles, of which the diagonal wastes as many tokens as above:
+
+    rate(tokens) = rate(shortest) x (1 + c / shortest) / (1 + c / tokens), with c of at least a tile of 128 tokens
+
+One shorter than a tile fills a part of its queries too, so its rate also falls with tokens / 128.
+
 Up to half a wave, both calls take equally long. From one wave on, blocks run one after another, and the bound no longer
 applies. In between, the rate is at least that of one causal wave, so the rate has no jump.
+
+With a window, a kernel skips the tiles that no pair of the window lies in, and computes the others whole:
+
+    window 5, tiles of 4      queries | keys 0-3 | 4-7 | 8-11 | 12-15          1 + ceil((window - 1) / tile) tiles a row
+                              12-15                 x      x                  (fewer in the first rows)
+
+The call is priced as one without a mask in which every query has as many keys as these tiles have on average. Profiles
+have no measured rates of windows. The CPU's kernel computes blocks of as many queries as the window has keys, between
+128 and 1024 (``memo_exec/kernels/attention_torch_cpu.py``), each with all keys that its queries see.
 """
 
 from __future__ import annotations
@@ -40,14 +57,23 @@ from math import log
 from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import AttentionTable
+from memo_sim.contract.model import pairs_in_window
 from memo_sim.costs.curves import LogCurve, between
-from memo_sim.program.ir.work import Attention
+from memo_sim.program.ir.work import Attention, WindowedAttention
 
-WAVE_TOKENS = 128 * 128
+MUCH_UNMEASURED = 0.05
+"""Share of a call's time in documents beyond the measured lengths from which the call counts as extrapolated."""
+TILE_TOKENS = 128
+"""Tokens of a tile of flash-attn's kernels, the least that a document takes."""
+WAVE_TOKENS = TILE_TOKENS * TILE_TOKENS
 """Heads x tokens of one wave: 128 blocks of 128 tokens.
 
 Up to one wave, the A100's measured rates grow in proportion to the grid. An A100 has 108 multiprocessors, an H100 132,
 a B200 148; each computes half a wave at once."""
+TILE_TOKENS = 128
+"""Queries, and keys, of a tile of a GPU's kernels; flash-attn has tiles of 64 to 192 of either."""
+CPU_BLOCK_TOKENS = (128, 1024)
+"""Least and most queries of a block of a window's call on the CPU."""
 
 
 def of_year(tables: Sequence[AttentionTable], libraries: Libraries) -> list[AttentionTable]:
@@ -86,6 +112,15 @@ class _HeadSize:
             return rate
         return max(rate, self._causal(loop, min(2 * grid, wave)))
 
+    def rate_of_segment(self, loop: float, grid: float, *, masked: bool, wave: float | None) -> float:
+        """Return FLOP/s of documents of ``loop`` tokens in a grid of many; as ``rate`` where they are measured."""
+        shortest = self.tokens[0]
+        if loop >= shortest:
+            return self.rate(loop, grid, masked=masked, wave=wave)
+        wasted = max(TILE_TOKENS, shortest * (self._gained(shortest) - 1))
+        fuller = (1 + wasted / shortest) / (1 + wasted / loop) * min(1.0, loop / TILE_TOKENS)
+        return self.rate(shortest, grid, masked=masked, wave=wave) * fuller
+
     def _causal(self, loop: float, grid: float) -> float:
         """Return FLOP/s with a causal mask."""
         asked = log(loop)
@@ -118,6 +153,8 @@ class AttentionRates:
         Raises:
                 Infeasible: when the profile has not measured this kernel in this dtype.
         """
+        if isinstance(work, WindowedAttention):
+            return self.seconds(_computed(work), outside)
         sizes = self._sizes.get((work.kernel, work.dtype, work.backward))
         if sizes is None:
             known = ", ".join(sorted({f"{kernel} ({dtype})" for kernel, dtype, _ in self._sizes}))
@@ -126,6 +163,8 @@ class AttentionRates:
                 got=f"{work.kernel} ({work.dtype})",
                 wanted=known or "any",
             )
+        if work.segments:
+            return self._of_documents(work, sizes, outside)
         loop, grid_tokens = work.k_tokens, work.q_tokens
         if work.backward:
             loop, grid_tokens = grid_tokens, loop
@@ -143,3 +182,47 @@ class AttentionRates:
             ends = (log(low.head_dim), log(high.head_dim))
             rate = between(ends, (rate, high.rate(loop, grid, masked=masked, wave=self._wave)), log(work.head_dim))
         return work.flops / rate
+
+    def _of_documents(self, work: Attention, sizes: list[_HeadSize], outside: set[str]) -> float:
+        """Return the seconds of a call over packed documents: every class at the rate of its own length."""
+        low = max((s for s in sizes if s.head_dim <= work.head_dim), key=lambda s: s.head_dim, default=sizes[0])
+        high = min((s for s in sizes if s.head_dim >= work.head_dim), key=lambda s: s.head_dim, default=sizes[-1])
+        grid = float(work.batch * work.heads) * (work.k_tokens if work.backward else work.q_tokens)
+        masked, flops = work.mask == "causal", work.flops
+        every = sum(pairs for _, _, pairs in work.segments)
+        seconds, apart_s = 0.0, 0.0
+        for queries, keys, pairs in work.segments:
+            if not pairs:
+                continue
+            loop = queries if work.backward else keys
+            rate = low.rate_of_segment(loop, grid, masked=masked, wave=self._wave)
+            if high is not low:
+                ends = (log(low.head_dim), log(high.head_dim))
+                other = high.rate_of_segment(loop, grid, masked=masked, wave=self._wave)
+                rate = between(ends, (rate, other), log(work.head_dim))
+            taken_s = flops * pairs / every / rate
+            seconds += taken_s
+            apart_s += 0.0 if low.tokens[0] <= loop <= low.tokens[-1] else taken_s
+        if apart_s > MUCH_UNMEASURED * seconds or not low.head_dim <= work.head_dim <= high.head_dim:
+            outside.add(f"attention.{work.kernel}.{work.dtype}.{'backward' if work.backward else 'forward'}")
+        return seconds
+
+
+def _computed(work: WindowedAttention) -> Attention:
+    """Return a call without a mask that has the pairs which a window's call computes, in whole tiles."""
+    earlier = work.k_tokens - work.q_tokens
+    if work.kernel == "torch-flash-cpu":
+        least, most = CPU_BLOCK_TOKENS
+        rows = min(max(work.window, least), most, work.q_tokens)
+        blocks = -(-work.q_tokens // rows)
+        seen = sum(min(earlier + (block + 1) * rows, rows + work.window - 1) for block in range(blocks))
+        keys = -(-seen // blocks)
+    else:
+        rows, before = -(-work.q_tokens // TILE_TOKENS), -(-earlier // TILE_TOKENS)
+        tiles = pairs_in_window(rows, rows + before, 1 + -(-(work.window - 1) // TILE_TOKENS))
+        keys = -(-tiles * TILE_TOKENS // rows)
+    keys = min(keys, work.k_tokens)
+    q, k = (keys, work.q_tokens) if work.backward else (work.q_tokens, keys)
+    return Attention(
+        work.batch, q, k, "none", work.heads, work.kv_heads, work.head_dim, work.backward, work.kernel, work.dtype
+    )

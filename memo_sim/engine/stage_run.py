@@ -40,7 +40,7 @@ from memo_sim.program.ir.work import (
     Work,
 )
 
-OF_A_FORWARD = frozenset({"linear", "qk_norm", "rotary", "gelu", "swiglu"})
+OF_A_FORWARD = frozenset({"linear", "qk_norm", "rotary", "gelu", "swiglu", "geglu"})
 """Forward operators that a backward pass contains only when METP recomputes what it never keeps."""
 
 ALLOCATOR = "allocator"

@@ -757,7 +757,7 @@ def _explain(arguments: Settings, accelerate: Settings, deepspeed: Settings) -> 
     if not arguments.flag("packing"):
         arguments.says("packing", "no packing")
     else:
-        arguments.ignore("packing", "memo's sequences are one document: masks between packed ones would save time")
+        arguments.ignore("packing", "priced as sequences of one document: --documents says what packed ones attend")
     arguments.ignore(("use_liger_kernel", "use_liger"), "memo has no Liger kernels: priced with eager modules")
     arguments.ignore(("padding_free", "pad_to_multiple_of"), "memo's sequences all have the full length")
     loss = arguments.text("loss_type")

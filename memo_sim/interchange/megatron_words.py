@@ -311,6 +311,8 @@ SAYINGS: dict[str, Saying] = {
     "model.linear_bias": Saying("exact", ("add_bias_linear",)),
     "model.qk_norm": Saying("exact", ("qk_layernorm",)),
     "model.bidirectional": Saying("none", (), "GPT has causal attention alone"),
+    "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
+    "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.expert_load": Saying("none", (), "memo writes no options of experts"),
     "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),
     "model.experts": Saying("none", (), "memo writes no options of experts"),

@@ -20,6 +20,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.question import CHOOSES_ADAMW, Question
 from memo_sim.program.layout.compatibility import (
     AUTOCAST_OF_FP32_STATES,
+    CUTS_OF_DOCUMENTS,
     FSDP_OF_A_FRAMEWORK,
     GRAPHS_OF_EAGER,
     LIMITED_ALLOCATOR,
@@ -48,6 +49,7 @@ OF_OPTIONS = (
     MODULES_OF_A_FRAMEWORK,
     SUMS_OF_A_FRAMEWORK,
     AUTOCAST_OF_FP32_STATES,
+    CUTS_OF_DOCUMENTS,
 )
 """Rules that options break whatever the layout is."""
 _UNLESS_PINNED = {f.name: f.default for f in (*msgspec.structs.fields(Layout), *msgspec.structs.fields(Decisions))}

@@ -92,6 +92,8 @@ class Question(Chosen):
             zero_params=self._zero_params(layout),
             grad_sums=self.grad_sums,
             expert_load=self.expert_load,
+            documents=self.documents,
+            document_cuts=self.document_cuts if layout.ring > 1 or self.documents is None else "sequence",
             adapters=self.adapters,
             loss_metrics=self.loss_metrics,
             sharding=self.sharding,

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from memo_sim.contract.model import Model
+from memo_sim.contract.model import Model, pairs_in_window
 from memo_sim.program.layout.stage import nearly_equal
 
 GAIN = 1.01
@@ -53,8 +53,12 @@ def _others(model: Model, runs: int, seq_tokens: int) -> tuple[Split, ...]:
 def _forward_flops(model: Model, seq_tokens: int) -> tuple[list[float], float]:
     """Return the forward FLOPs of a token in every layer, and in the head; attention is causal where the model is."""
     keys = seq_tokens if model.bidirectional else seq_tokens / 2
-    attention = 4.0 * keys * model.q_width
-    work = [2.0 * model.matrix_params_of(model.layer(number)) + attention for number in range(model.layers)]
+
+    def seen(window: int) -> float:
+        return pairs_in_window(seq_tokens, seq_tokens, window) / seq_tokens if 0 < window < seq_tokens else keys
+
+    shapes = [model.layer(number) for number in range(model.layers)]
+    work = [2.0 * model.matrix_params_of(shape) + 4.0 * seen(shape.window) * model.q_width for shape in shapes]
     return work, 2.0 * model.vocab * model.hidden
 
 

@@ -27,7 +27,7 @@ from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction, Lane, Mode, Template
-from memo_sim.program.ir.work import Attention, Collective, Work
+from memo_sim.program.ir.work import Attention, Collective, WindowedAttention, Work
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.shape import shape_of
@@ -169,7 +169,10 @@ def _seconds(works: Sequence[Work], pricer: Pricer, earlier_tokens: int) -> floa
     total = 0.0
     for work in works:
         total += pricer.seconds(work)
-        if earlier_tokens and isinstance(work, Attention):
+        if earlier_tokens and isinstance(work, WindowedAttention):
+            keys = work.q_tokens + min(earlier_tokens, work.window - 1)
+            total += pricer.seconds(replace(work, k_tokens=keys)) - pricer.seconds(work)
+        elif earlier_tokens and isinstance(work, Attention):
             total += pricer.seconds(replace(work, k_tokens=earlier_tokens, mask="none"))
     return total
 

@@ -33,6 +33,7 @@ from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.reasons.adapters import adapters
 from memo_sim.reasons.attention import attention
+from memo_sim.reasons.documents import documents
 from memo_sim.reasons.experts import experts
 from memo_sim.reasons.metp import metp
 from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
@@ -118,6 +119,7 @@ def explain(
         *_ulysses(simulation),
         *_tp_chunks(simulation),
         *experts(question, simulation),
+        *documents(question, simulation),
         *_alpha(alike),
         *_partial_swap(alike),
         *_full_recompute(alike, simulation),

@@ -35,6 +35,14 @@ PHI3 = {**LLAMA, "model_type": "phi3", "max_position_embeddings": 128, "sliding_
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", **_QWEN_EXPERTS}
+GEMMA3 = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 16,
+    "rms_norm_eps": 1e-6,
+}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -230,7 +238,12 @@ def test_rotary_keys_of_both_generations(keys: dict[str, Any], theta: float, sca
         ({**LLAMA, "rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type"),
         ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "max_position_embeddings"),
         ({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
-        ({**MISTRAL, "sliding_window": 32, "max_position_embeddings": 64}, "sliding_window"),
+        ({**MISTRAL, "sliding_window": -1}, "sliding_window"),
+        ({**MISTRAL, "sliding_window": 32, "layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({**GEMMA3, "hidden_activation": "silu"}, "hidden_activation"),
+        ({**LLAMA, "query_pre_attn_scalar": 16}, "query_pre_attn_scalar"),
         (
             {**PHI3, "original_max_position_embeddings": 32, "rope_scaling": {**LONGROPE, "long_factor": ["a"]}},
             "rope_scaling.long_factor",
@@ -241,9 +254,10 @@ def test_rotary_keys_of_both_generations(keys: dict[str, Any], theta: float, sca
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),
         ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
-        ({**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, "use_sliding_window"),
-        ({**QWEN2, "use_sliding_window": True, "sliding_window": 32}, "use_sliding_window"),
-        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 32}, "max_window_layers"),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_window"),
+        ({**QWEN3, "layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types"),
+        ({**QWEN3, "sliding_window": 32, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ({**QWEN3, "layer_types": "full_attention"}, "layer_types"),
         ({**GPT2, "activation_function": "relu"}, "activation_function"),
         ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights"),
@@ -328,12 +342,64 @@ def test_other_types_are_refused_with_what_they_have(config: dict[str, Any], say
     check_fields(refusal(config), BadInput, where="$.model_type", what=says, hint=None)
 
 
-def test_a_window_beyond_the_positions_is_allowed_and_listed() -> None:
-    """A plan for longer sequences than the model was made for would need it."""
-    config = {**PHI3, "sliding_window": 256}
-    assert loaded(config) == loaded({**PHI3, "sliding_window": None})
-    assert not_read(config, where="config.json") == ("sliding_window",)
-    assert not_read({**PHI3, "sliding_window": None}, where="config.json") == ()
+def windows(config: dict[str, Any]) -> list[int]:
+    model = loaded(config)
+    return [model.layer(number).window for number in range(model.layers)]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**MISTRAL, "sliding_window": 32}, [32, 32, 32]),
+        ({**PHI3, "sliding_window": 256}, [256, 256, 256]),
+        ({**MIXTRAL, "sliding_window": 32}, [32, 32, 32]),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, [0, 0, 32]),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, [32, 32, 32]),
+        ({**QWEN3, "layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 8}, [0, 8, 8]),
+        ({**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 32}, [32, 32, 32]),
+        ({**GEMMA3, "sliding_window_pattern": 2}, [16, 0, 16]),
+        (GEMMA3, [16, 16, 16]),
+    ],
+)
+def test_windows_are_read(config: dict[str, Any], expected: list[int]) -> None:
+    assert windows(config) == expected
+    assert not_read(config, where="config.json") == ()
+
+
+def test_gemma_3_is_read_as_transformers_makes_it() -> None:
+    """Six layers: the sixth has no window and the scaled tables, the others a base of their own."""
+    transformers = pytest.importorskip("transformers")
+    made = transformers.Gemma3TextConfig(
+        **{**GEMMA3, "num_hidden_layers": 6}, rope_parameters={"full_attention": {"rope_type": "linear", "factor": 8.0}}
+    ).to_dict()
+    model = loaded(made)
+    assert [model.layer(number).window for number in range(6)] == [16] * 5 + [0]
+    assert [model.layer(number).rope_theta for number in range(6)] == [10_000.0] * 5 + [0.0]
+    assert (model.rope_theta, model.rope_scaling) == (1_000_000.0, RopeScaling(kind="linear", factor=8.0))
+    assert (model.query_scalar, model.activation, model.tied_embeddings) == (24.0, "gelu_tanh", True)
+    assert model.post_norms
+    assert model.scaled_embeddings
+    assert model.norms_from_one
+    published = {**GEMMA3, "num_hidden_layers": 6, "rope_theta": 1e6, "rope_local_base_freq": 10000.0}
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert msgspec.structs.replace(loaded({**published, **scaled}), name=model.name) == model
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**MISTRAL, "sliding_window": 32},
+        {**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2},
+        {**QWEN3, "layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 8},
+        {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 32},
+        {**GEMMA3, "sliding_window_pattern": 2},
+        {**GEMMA3, "num_hidden_layers": 6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ],
+)
+def test_a_config_that_is_written_is_of_the_same_model(config: dict[str, Any]) -> None:
+    model = loaded(config)
+    again = loaded(config_of(model, 128))
+    assert msgspec.structs.replace(again, name=model.name, source=model.source) == model
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from memo_sim.cli import cli
 from memo_sim.contract import codec, knobs
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import (
     CHOSEN,
@@ -24,6 +25,7 @@ from memo_sim.contract.knobs import (
     Chosen,
     CountOrAuto,
     Degree,
+    DocumentLengths,
     Flag,
     Fraction,
     Knob,
@@ -71,6 +73,7 @@ VALUES = {
     LayerChoice: str,
     Load: str,
     LowRank: str,
+    DocumentLengths: NoneType,  # no plan has documents unless asked
 }
 
 
@@ -102,7 +105,7 @@ def words_of(hint: object) -> set[object]:
 @pytest.mark.parametrize("knob", [k for k in KNOBS.values() if isinstance(k.kind, OneOf)], ids=lambda knob: knob.name)
 def test_the_words_of_an_option_are_those_of_the_plan_and_of_the_pin(knob: Knob) -> None:
     assert isinstance(knob.kind, OneOf)
-    declared = get_type_hints(Pins if knob in PINNED else Chosen, vars(knobs))
+    declared = get_type_hints(Pins if knob in PINNED else Chosen, {**vars(knobs), "Documents": Documents})
     decided = get_type_hints(holder_of(knob))
     assert words_of(declared[knob.name]) == set(knob.kind.words)
     # A question may name a generation of attention; the plan names the kernel that was found for it.

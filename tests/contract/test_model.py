@@ -5,7 +5,7 @@ import pytest
 
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import DATA, list_models, load_model
-from memo_sim.contract.model import Experts, LayerRun, LayerShape, Model
+from memo_sim.contract.model import Experts, LayerRun, LayerShape, Model, pairs_in_window
 
 MEMO_TABLE_2 = {
     "gpt-7b": (32, 4096, 16384, 32),
@@ -25,6 +25,9 @@ METP_TABLE_3 = {
 QWEN3 = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen3-32b": 32_762_123_264}
 """Parameters of the checkpoints that Qwen published."""
 
+GEMMA3 = {"gemma3-4b": 3_880_263_168, "gemma3-12b": 11_766_034_176, "gemma3-27b": 27_009_346_304}
+"""Parameters of the text models of the checkpoints that Google published."""
+
 EXPERTS = {
     "mixtral-8x7b": (46_702_792_704, 12_879_925_248),
     "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
@@ -34,8 +37,8 @@ EXPERTS = {
 
 
 def test_presets() -> None:
-    tiny = ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny"]
-    published = [*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *EXPERTS]
+    tiny = ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny", "gemma3-tiny", "sinks-tiny"]
+    published = [*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *EXPERTS, *GEMMA3]
     assert list_models() == sorted([*published, *tiny])
     for name in list_models():
         model = load_model(name)
@@ -123,11 +126,63 @@ def test_experts_take_the_place_of_the_mlp_of_some_layers() -> None:
         Experts(count=4, per_token=5, hidden=16)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny"])
+@pytest.mark.parametrize(
+    "name", ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny", "gemma3-tiny", "sinks-tiny"]
+)
 def test_tiny_models_read_bytes_on_a_laptop(name: str) -> None:
     model = load_model(name)
     assert model.vocab == 256
     assert model.layers_matrix_params < 1_000_000
+
+
+@pytest.mark.parametrize("name", GEMMA3)
+def test_gemma_3(name: str) -> None:
+    """Every sixth layer has no window and the model's rotary base, which is scaled; the others have their own."""
+    model = load_model(name)
+    assert model.total_params == GEMMA3[name]
+    for number in range(model.layers):
+        shape, full = model.layer(number), number % 6 == 5
+        assert (shape.window, shape.rope_theta) == ((0, 0.0) if full else (1024, 10_000.0))
+    assert model.score_scale == pytest.approx({"gemma3-27b": 168}.get(name, 256) ** -0.5)
+
+
+def test_a_window_counts_the_keys_that_it_sees() -> None:
+    model = load_model("llama-tiny")
+    for queries, keys, window in [(7, 7, 3), (7, 12, 3), (7, 8, 5), (7, 7, 7), (7, 7, 1), (3, 3, 9)]:
+        at = [(q + keys - queries, k) for q in range(queries) for k in range(keys)]
+        assert pairs_in_window(queries, keys, window) == sum(q - window < k <= q for q, k in at)
+    s, products = 4096, 6.0 * 4096 * model.mfu_params
+    windowed = msgspec.structs.replace(model, window=100)
+    pairs = pairs_in_window(s, s, 100)
+    assert windowed.step_flops(s) - products == pytest.approx(12.0 * model.layers * model.q_width * pairs)
+    assert windowed.step_flops(100) == model.step_flops(100)
+    half = model.of_layers([LayerShape(ffn_hidden=384, window=w) for w in (100, 0, 100, 0)])
+    assert half.step_flops(s) == pytest.approx((windowed.step_flops(s) + model.step_flops(s)) / 2)
+
+
+def test_layers_that_repeat_have_a_short_pattern() -> None:
+    model = load_model("llama-tiny")
+    shapes = [LayerShape(ffn_hidden=384, window=w) for w in (16, 16, 0, 16, 16)]
+    assert [(run.shape.window, run.times) for run in model.of_layers(shapes).layer_pattern] == [(16, 2), (0, 1)]
+    alike = model.of_layers(shapes[:2])
+    assert (alike.window, alike.layer_pattern) == (16, ())
+    own = [LayerShape(ffn_hidden=384, rope_theta=100.0)] * 3
+    assert model.of_layers(own).layer(2).rope_theta == 100.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"window": 16, "layer_pattern": (LayerRun(shape=LayerShape(ffn_hidden=384)),)}, "which layers have windows"),
+        ({"post_norms": True, "linear_bias": True}, "norms behind attention and MLP"),
+        ({"post_norms": True, "proj_bias": True}, "norms behind attention and MLP"),
+        ({"window": 16, "bidirectional": True}, "causal"),
+        ({"sinks": True, "bidirectional": True}, "causal"),
+    ],
+)
+def test_what_windows_and_norms_behind_do_not_go_with(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        msgspec.structs.replace(load_model("llama-tiny"), **changes)
 
 
 def test_total_params_of_gpt_counts_everything_once() -> None:

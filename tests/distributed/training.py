@@ -7,7 +7,7 @@ from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions, Layout
 from tests.distributed.parity import Played, check, one_process, play
 from tests.distributed.team import Member, Team
-from tests.exec_cpu.small import decide, gpt, llama
+from tests.exec_cpu.small import WINDOWED_MODELS, decide, gpt, llama, of_kinds
 
 SEQ_TOKENS = 512
 MODELS: dict[str, Model] = {"gpt": gpt(max_positions=2 * SEQ_TOKENS), "llama": llama()}
@@ -22,6 +22,14 @@ MODELS |= {"llama-one-kv4": llama(layers=4, heads=8, kv_heads=1, qk_norm=True, q
 _WIDTHS = [LayerShape(ffn_hidden=width) for width in (160, 64, 128, 64, 160)]
 MODELS |= {"differing5": llama(layers=5).of_layers(_WIDTHS)}
 """Five layers of three kinds."""
+
+
+MODELS |= WINDOWED_MODELS
+MODELS["gemma3-4"] = of_kinds(
+    llama(layers=4, post_norms=True, activation="gelu_tanh", scaled_embeddings=True, tied_embeddings=True),
+    *[(20, 100.0), (20, 100.0), (20, 100.0), (0, 0.0)],
+)
+"""Four layers of two kinds, which two pipeline stages divide."""
 
 
 def training(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -> Decisions:

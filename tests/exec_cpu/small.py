@@ -68,6 +68,37 @@ MODELS = {
 """Models of both families: grouped queries, biases, tied and untied embeddings, every kind of position."""
 
 
+def of_kinds(model: Model, *kinds: tuple[int, float]) -> Model:
+    """Return the model with one layer for each pair of a window and a rotary base (0: all keys; the model's base)."""
+    return model.of_layers(
+        [LayerShape(ffn_hidden=model.ffn_hidden, window=window, rope_theta=theta) for window, theta in kinds]
+    )
+
+
+WINDOWED_MODELS = {
+    "window": llama(name="window-small", window=20),
+    "sinks": of_kinds(
+        llama(name="sinks-small", sinks=True, qkv_bias=True, proj_bias=True), (20, 0.0), (0, 0.0), (20, 0.0)
+    ),
+    "gemma3": of_kinds(
+        llama(
+            name="gemma3-small",
+            qk_norm=True,
+            post_norms=True,
+            norms_from_one=True,
+            activation="gelu_tanh",
+            scaled_embeddings=True,
+            query_scalar=24.0,
+            tied_embeddings=True,
+            head_dim=32,
+        ),
+        (20, 100.0),
+        (0, 0.0),
+        (20, 100.0),
+    ),
+}
+"""Models with windows in all layers, with alternating windows and sinks (GPT-OSS's attention), and Gemma 3's."""
+
 EXPERT_MODELS = {
     "mixtral": llama(name="mixtral-small", experts=Experts(count=4, per_token=2, hidden=48)),
     "qwen3-moe": llama(

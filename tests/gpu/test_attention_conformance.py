@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.attention import BACKENDS
-from memo_exec.kernels.attention_backend import AttentionBackward
+from memo_exec.kernels.attention_backend import CAUSAL, AttentionBackward
 from memo_exec.machine.attention_kernels import attention_kernels
 from memo_exec.machine.kernel_trial import FORMS, Form, Heads, attention_fails, triton_fails
 from memo_exec.machine.machine import this_machine
 from memo_exec.machine.rowwise_kernels import rowwise_kernels
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.operators.head_groups import INT32_ELEMENTS, fewest_head_groups
 from tests.exec_cpu.kernels import attention_reference as reference
-from tests.exec_cpu.kernels.attention_conformance import CASES, Case, faults
+from tests.exec_cpu.kernels.attention_conformance import CASES, WINDOWS, Case, faults
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,12 +39,14 @@ def installed(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ON_CUDA)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WINDOWS], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_backend_conforms(name: str, case: Case, deterministic: bool) -> None:
     backend = installed(name)
     if name == "flash3" and deterministic and case.head_dim == 256:
         pytest.skip("flash-attn 3 has no deterministic backward for heads of 256")
+    if case.window and not ATTENTION_KERNELS[name].windows:
+        pytest.skip("plans with windows are refused for this kernel")
     assert faults(backend, case, device="cuda", dtype=torch.bfloat16, deterministic=deterministic) == []
 
 
@@ -86,13 +89,13 @@ def test_as_many_elements_as_the_plan_allows(name: str) -> None:
         q, k, v, grad = made(heads), made(heads // shared), made(heads // shared), made(heads)
         out, grads = torch.empty_like(q), tuple(torch.empty_like(x) for x in (q, k, v))
         lse = torch.empty(1, tokens, heads, device="cuda")
-        backend.forward(q, k, v, out, lse, causal=True)
-        backend.backward(AttentionBackward(grad, (q, k, v), out, lse, grads, causal=True, deterministic=False))
+        backend.forward(q, k, v, out, lse, mask=CAUSAL)
+        backend.backward(AttentionBackward(grad, (q, k, v), out, lse, grads, CAUSAL, deterministic=False))
         for group in (0, heads // shared // 2, heads // shared - 1):
             mine, its = slice(group * shared, (group + 1) * shared), slice(group, group + 1)
             qkv = q[:, :, mine].float(), k[:, :, its].float(), v[:, :, its].float()
             wanted_out, wanted_lse = reference.forward(*qkv, causal=True)
-            wanted = reference.backward(grad[:, :, mine].float(), qkv, wanted_out, wanted_lse, causal=True)
+            wanted = reference.backward(grad[:, :, mine].float(), qkv, wanted_out, wanted_lse, mask=CAUSAL)
             found = out[:, :, mine], grads[0][:, :, mine], grads[1][:, :, its], grads[2][:, :, its]
             assert (lse[:, :, mine] - wanted_lse).abs().max() < 1e-3
             for result, true in zip(found, (wanted_out, *wanted), strict=True):
@@ -105,7 +108,7 @@ def test_the_named_kernel_is_the_one_that_runs(kernel: str) -> None:
     backend, operands = installed(kernel), [torch.randn(1, 512, 4, 64, device="cuda").bfloat16() for _ in range(4)]
     lse = torch.empty(1, 512, 4, device="cuda")
     with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        backend.forward(*operands, lse, causal=True)
+        backend.forward(*operands, lse, mask=CAUSAL)
         torch.cuda.synchronize()
     names = " ".join(event.key.lower() for event in profile.key_averages())
     assert ("cudnn" in names) == (kernel == "torch-cudnn"), names

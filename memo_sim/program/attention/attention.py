@@ -3,6 +3,7 @@
 cp 1           one square over all tokens, causal unless the model is bidirectional
 subsequences   a square over the subsequence's own tokens, and one call over all earlier keys (``subsequence.py``)
 ring           the local square; keys and values pass from rank to rank (``ring.py``)
+windowed       a window's keys come from the neighbouring ranks alone, in both forms above (``windowed.py``)
 all_gather     the local square; every rank gathers all keys and values (``all_gather.py``)
 rsa            whole rows of scores in memory; keys, then values, pass round the ring (``rsa.py``)
 plain          all scores in memory, without a flash kernel (``plain.py``)
@@ -15,12 +16,13 @@ from typing import Protocol
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import all_gather as gathered_attention
 from memo_sim.program.attention import plain as plain_attention
-from memo_sim.program.attention import ring, rsa
+from memo_sim.program.attention import ring, rsa, windowed
 from memo_sim.program.attention import subsequence as prefix_attention
-from memo_sim.program.attention.partial import attention_work, workspace
+from memo_sim.program.attention.partial import attention_work, documents, workspace
 from memo_sim.program.ir.builder import TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Mask
+from memo_sim.program.layout.documents import own_segments
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
 
@@ -54,8 +56,14 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
     if shape.kv_cache_tokens:
         prefix_attention.forward(builder, decisions, shape)
         return
+    if shape.window and shape.cp > 1:
+        windowed.forward(builder, decisions, shape)
+        return
     tokens, around = shape.tokens, _around(decisions)
-    work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=False)
+    own = own_segments(decisions)
+    work = attention_work(
+        decisions, shape, tokens, tokens, _mask(decisions), backward=False, window=shape.window, segments=own
+    )
     scratch = workspace(builder, decisions, work, "attn.scratch")
     if shape.cp > 1:
         around.start(builder, decisions, shape)
@@ -65,6 +73,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         Lane.COMPUTE,
         work,
         qkv=reads(builder.all("qkv")),
+        **documents(builder),
         out=writes(builder.all("attn")),
         lse=writes(builder.all("lse")),
         workspace=scratch,
@@ -88,8 +97,14 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     if shape.kv_cache_tokens:
         prefix_attention.backward(builder, decisions, shape)
         return
+    if shape.window and shape.cp > 1:
+        windowed.backward(builder, decisions, shape)
+        return
     tokens, around = shape.tokens, _around(decisions)
-    work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=True)
+    own = own_segments(decisions)
+    work = attention_work(
+        decisions, shape, tokens, tokens, _mask(decisions), backward=True, window=shape.window, segments=own
+    )
     scratch = workspace(builder, decisions, work, "attn.bwd.scratch")
     if shape.cp > 1:
         around.start(builder, decisions, shape, ".bwd")
@@ -100,6 +115,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         work,
         grad=reads(builder.all("d_attn")),
         qkv=reads(builder.all("qkv")),
+        **documents(builder),
         out=reads(builder.all("attn")),
         lse=reads(builder.all("lse")),
         grad_qkv=writes(builder.all("d_qkv")),

@@ -1,4 +1,4 @@
-"""Attention's output projection and the residual sum behind it, of any rows of a rank."""
+"""Attention's output projection, the norm behind it in models with one, and the residual sum; of any rows of a rank."""
 
 from __future__ import annotations
 
@@ -16,4 +16,5 @@ def project(writer: OperatorWriter, ulysses: Ulysses, rows: RowBlock, at: RowBlo
         writer.linear("proj", x, out, shape.hidden, shape.q_width, bias=False)
 
     summed = writer.multiply_and_scatter("proj", attended, "proj_out", at[0], product, tokens=room)
+    summed = writer.post_norm("post_attn", summed, rows)
     writer.residual("resid_add", "x", summed, out="resid", rows=rows, bias="proj.bias")

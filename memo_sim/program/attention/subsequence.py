@@ -16,6 +16,10 @@ A sum may have hundreds of terms, so sums are fp32. A kernel writes its gradient
 their own, for one run of earlier subsequences at a time (``Shape.sums``). Each run has its own buffer of sums, which is
 free once its rows are complete.
 
+With a window there is one call in each direction, over the subsequence's own keys and the few right before them, which
+lie side by side in the KV cache. Keys before the window are not read again; the KV cache holds them until the layer's
+backward all the same. A subsequence writes the first term of every sum that no later one has reached.
+
 Every later subsequence reads keys and values, in forward and backward, so they stay on the device (SPPO's type 0). The
 other skeletal tensors are read only in their own backward (type 1), and may be swapped to the host.
 """
@@ -103,7 +107,8 @@ def split(
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention forward: reads slots ``q`` and ``prefix.kv``, writes ``attn`` and ``lse``."""
-    work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=False)
+    keys = _seen(shape)
+    work = attention_work(decisions, shape, shape.tokens, keys.tokens, "causal", backward=False, window=shape.window)
     builder.cut()
     builder.emit(
         "attn",
@@ -111,12 +116,12 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         Lane.COMPUTE,
         work,
         q=reads(builder.all("q")),
-        kv=reads(_own(KV, shape)),
+        kv=reads(keys),
         out=writes(builder.all("attn")),
         lse=writes(builder.all("lse")),
         workspace=workspace(builder, decisions, work, "attn.scratch"),
     )
-    if shape.start:
+    if shape.start and not shape.window:
         before = Part(Rows(KV, 0, shape.start))
         part_forward(builder, decisions, shape, before, KEY_PART, merge=MERGE, most_keys=shape.start)
 
@@ -126,6 +131,9 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 
     Gradients of keys and values are summed in ``prefix.d_kv`` (``sums_of``).
     """
+    if shape.window:
+        _windowed_backward(builder, decisions, shape)
+        return
     ((_, mine),), earlier = sums_of(shape, shape.start, shape.tokens), sums_of(shape, 0, shape.start)
     longest = max((rows.tokens for _, rows in earlier), default=0)
     dtype = SUM_DTYPE if earlier else decisions.dtype
@@ -164,6 +172,41 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         _sum(builder, decisions, shape, f".before{part.suffix}", written, rows)
     summed = _with_behind(builder, decisions, mine)
     attention_part.join(builder, "qkv.join", queries, summed, builder.all("d_qkv"))
+
+
+def _windowed_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write ``backward`` with a window: one call, whose gradients of keys begin a sum or are added to it."""
+    keys, end = _seen(shape), shape.start + shape.tokens
+    queries = builder.all(builder.own("d_q", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width))
+    builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, keys.tokens, 2 * shape.kv_width)
+    work = attention_work(decisions, shape, shape.tokens, keys.tokens, "causal", backward=True, window=shape.window)
+    builder.emit(
+        "attn.bwd",
+        "attention.bwd",
+        Lane.COMPUTE,
+        work,
+        grad=reads(builder.all("d_attn")),
+        q=reads(builder.all("q")),
+        kv=reads(keys),
+        out=reads(builder.all("attn")),
+        lse=reads(builder.all("lse")),
+        grad_q=writes(queries),
+        grad_kv=writes(builder.all(ASIDE)),
+        workspace=workspace(builder, decisions, work, "attn.bwd.scratch"),
+    )
+    reached = end if _last(shape) else max(keys.first, end + 1 - shape.window)
+    for number, (first, rows) in enumerate(sums_of(shape, keys.first, reached - keys.first)):
+        put(builder, f"d_kv.put{number or ''}", Rows(ASIDE, first - keys.first, rows.tokens), rows)
+    for number, (first, rows) in enumerate(sums_of(shape, reached, end - reached)):
+        add(builder, decisions, f"d_kv.add{number or ''}", Rows(ASIDE, first - keys.first, rows.tokens), rows)
+    ((_, mine),) = sums_of(shape, shape.start, shape.tokens)
+    attention_part.join(builder, "qkv.join", queries, mine, builder.all("d_qkv"))
+
+
+def _seen(shape: Shape) -> Rows:
+    """Return the rows of the KV cache that one call reads: the subsequence's own, and a window's before them."""
+    before = min(shape.start, shape.window - 1) if shape.window else 0
+    return Rows(KV, shape.start - before, before + shape.tokens)
 
 
 def _last(shape: Shape) -> bool:

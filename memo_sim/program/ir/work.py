@@ -10,6 +10,7 @@ from typing import Literal
 
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
 from memo_sim.contract.knobs import DtypeName
+from memo_sim.contract.model import pairs_in_window
 
 Mask = Literal["none", "causal"]
 Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied"]
@@ -139,11 +140,38 @@ class Attention:
     backward: bool
     kernel: str
     dtype: DtypeName
+    segments: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    """Pairs of packed documents (``layout/documents.py``): (queries, keys, pairs) by classes of like documents.
+
+    Empty: one document. The boundaries are data of a step, so prices alone depend on them, and the hash leaves them
+    out."""
+    chunks: tuple[int, ...] = field(default=(), repr=False)
+    """With packed documents: the chunks of a sequence, of 2 x cp, whose keys these are; empty: the rank's own.
+
+    They follow from the layout and the instruction's name, so the hash leaves them out."""
 
     @property
     def flops(self) -> float:
-        """Floating-point operations without those that a causal mask removes."""
-        pairs = float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
+        """Floating-point operations without those that a mask removes."""
+        pairs = self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
+        if self.segments:
+            pairs = float(sum(each for _, _, each in self.segments))
+        return 4.0 * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedAttention(Attention):
+    """Attention in which a query sees ``window`` keys at most: its own and those right before it.
+
+    The queries belong to the last keys, of which there may be more than queries; the mask is causal.
+    """
+
+    window: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the pairs that the window leaves."""
+        pairs = pairs_in_window(self.q_tokens, self.k_tokens, self.window)
         return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
 
 
@@ -171,6 +199,13 @@ class Rowwise:
     def moved_bytes(self) -> int:
         """Bytes read and written."""
         return self.read_bytes + self.write_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary(Rowwise):
+    """The rotary embedding of a layer whose tables have a base of their own (``LayerShape.rope_theta``)."""
+
+    theta: float = 0.0
 
 
 FRESH = "fresh"

@@ -47,13 +47,18 @@ class WholeAttention:
             self.writer.suffix = f".r{i}" if len(blocks) > 1 else ""
             self._before_attention(rows)
         self.writer.suffix = ""
-        attention.forward(self.builder, self.decisions, self.shape.attention)
+        self._attend()
 
     def recompute(self, rows: RowBlock, *, whole: bool) -> None:
         """Write norm and product of ``rows``; ``whole``: attention too."""
         self._before_attention(rows)
         if whole:
-            attention.forward(self.builder, self.decisions, self.shape.attention)
+            self._attend()
+
+    def _attend(self) -> None:
+        """Write attention of all rows, and the sinks into its whole output."""
+        attention.forward(self.builder, self.decisions, self.shape.attention)
+        self.writer.sink()
 
     def project(self, rows: RowBlock) -> None:
         """Write the projection of ``rows``, and before it the all-to-all that brings attention's output back."""
@@ -73,7 +78,8 @@ class WholeAttention:
             d_attn = writer.own(sequence_sharded("d_attn"), shape.tokens, shape.q_width)
             writer.dgrad("proj", grad, Rows(d_attn, *into), shape.q_width, shape.hidden)
 
-        d_proj = writer.gather_and_multiply("proj.grad", builder.all("d_resid"), "d_proj_full", whole, product)
+        upstream = writer.post_norm_backward("post_attn", builder.all("d_resid"))
+        d_proj = writer.gather_and_multiply("proj.grad", upstream, "d_proj_full", whole, product)
         d_attn = builder.all(sequence_sharded("d_attn"))
         writer.own("d_attn", inside.tokens, inside.q_width)
         self.ulysses.to_heads("d_attn", d_attn)
@@ -83,6 +89,7 @@ class WholeAttention:
         writer.own("d_qkv", inside.tokens, inside.qkv_width)
         if self.decisions.recompute == "selective":
             selective.rebuild(builder, self.decisions, inside)
+        writer.sink_backward()
         attention.backward(builder, self.decisions, inside)
         d_qkv = writer.own(sequence_sharded("d_qkv"), shape.tokens, shape.qkv_width)
         self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))

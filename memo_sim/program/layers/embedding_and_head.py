@@ -55,11 +55,13 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
     if shape.tp > 1:
         target = builder.own("embedded", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.hidden)
     factor = 2 if block.find("positions.weight") else 1
+    scaled = decisions.model.scaled_embeddings  # the rows are read and written once more
+    read, written = (factor + scaled) * shape.tokens * row_bytes, (1 + scaled) * shape.tokens * row_bytes
     builder.emit(
         "lookup",
         "embed",
         Lane.COMPUTE,
-        Rowwise("embed", shape.tokens, factor * shape.tokens * row_bytes, shape.tokens * row_bytes),
+        Rowwise("embed", shape.tokens, read, written),
         ids=reads(_own("input.ids", shape)),
         weight=_param(block, "tokens.weight", "params.embed"),
         positions=_param(block, "positions.weight", "params.embed") if shape.tp == 1 else None,

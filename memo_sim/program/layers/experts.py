@@ -68,6 +68,9 @@ class ExpertMlp:
         """Write the norm of a row block; products follow when all tokens are there (``inner``)."""
         self.writer.norm("norm2", "resid", rows, rows)
 
+    def rebuild_output(self, rows: RowBlock) -> None:
+        """Write what a norm behind the MLP needs: nothing, as models with experts have no such norm."""
+
     def inner(self, blocks: list[RowBlock], *, routed: bool) -> None:
         """Write what lies between the norm of all tokens and the second product, for the dispatched rows of ``blocks``.
 

@@ -90,6 +90,7 @@ class HuggingFaceLayer(LayerWriter):
         features: int = 0,
         scratch: int = 0,
         first: int = 0,
+        theta: float = 0.0,
         **operands: Access | None,
     ) -> None:
         """Emit a memory-bound operator, with the tensors that its module saves among its operands."""
@@ -102,6 +103,7 @@ class HuggingFaceLayer(LayerWriter):
             features=features,
             scratch=scratch,
             first=first,
+            theta=theta,
             **self._with_saved(op, operands),
         )
 

@@ -5,10 +5,12 @@ Forward of a row block [first, first + tokens) of the rank's tokens (products ar
     x -> norm1 -> [all-gather] -> qkv -> (qk norm, rotary) | attention over all rows | -> proj -> [reduce-scatter]
       -> resid = x + proj -> norm2 -> [all-gather] -> up -> act | -> down -> [reduce-scatter] -> next x = resid + down
 
+Models with norms behind attention and MLP (Gemma 3) normalise ``proj`` and ``down`` before these sums.
+
 Recompute repeats everything left of the last bar except attention: QKV, projection and the first FFN product, but not
-the second one (MEMO 4.1). Collectives in brackets exist with tensor parallelism. With Megatron's sequence parallelism
-they gather and scatter token shards. Without it they are all-reduces of whole tensors: after proj and down in forward,
-and of the input gradients of up and qkv in backward.
+the second one (MEMO 4.1), unless a norm follows it. Collectives in brackets exist with tensor parallelism. With
+Megatron's sequence parallelism they gather and scatter token shards. Without it they are all-reduces of whole tensors:
+after proj and down in forward, and of the input gradients of up and qkv in backward.
 """
 
 from __future__ import annotations
@@ -67,8 +69,11 @@ class LayerWriter(OperatorWriter):
         if not self.mlp.blocked:
             self.mlp.first_product(rows)
         self.mlp.inner([rows], routed=not whole)
+        again = whole and (self.mlp.apart or not (self.mlp.blocked or self.decisions.early_stop))
+        if not again:
+            self.mlp.rebuild_output(rows)
         self.suffix = ""
-        if whole and (self.mlp.apart or not (self.mlp.blocked or self.decisions.early_stop)):
+        if again:
             self.mlp.forward(self.own("rebuilt_out", self.shape.shard_tokens, self.shape.hidden))
 
     def rebuild_operators(self) -> None:

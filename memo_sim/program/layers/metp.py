@@ -169,7 +169,7 @@ class MetpLayer(OperatorWriter):
 
     @property
     def _activation(self) -> str:
-        return "swiglu" if self.model.gated else "gelu"
+        return self.activation_op
 
     def _mlp_backward(self, grad_out: str) -> None:
         """Write the MLP's backward to ``d_resid``."""

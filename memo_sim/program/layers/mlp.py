@@ -73,7 +73,7 @@ class Mlp:
 
     @property
     def _activation(self) -> str:
-        return "swiglu" if self.writer.model.gated else "gelu"
+        return self.writer.activation_op
 
     def _at(self, rows: RowBlock) -> RowBlock:
         """Return the rows of a row block in the buffers inside the MLP."""
@@ -171,7 +171,15 @@ class Mlp:
         writer, activated = self.writer, Rows("act", *self._wide_at(rows))
         first, product = self._at(rows)[0], self._down_product
         summed = writer.multiply_and_scatter("ffn_down", activated, "down_out", first, product, tokens=self.tokens)
+        summed = writer.post_norm("post_mlp", summed, rows)
         writer.residual("out_add", "resid", summed, out=out, rows=rows, bias="ffn_down.bias")
+
+    def rebuild_output(self, rows: RowBlock) -> None:
+        """Write the second product and the norm behind it once more, for models with that norm."""
+        if self.writer.model.post_norms:
+            activated, product = Rows("act", *self._wide_at(rows)), self._down_product
+            summed = self.writer.multiply_and_scatter("ffn_down", activated, "down_out", rows[0], product)
+            self.writer.post_norm("post_mlp", summed, rows)
 
     def _down(self, rows: RowBlock) -> None:
         """Write the second product of a row block, whose result nothing reads."""
@@ -205,7 +213,7 @@ class Mlp:
     def _block_backward(self, rows: RowBlock, grad_out: str, source: Rows | None) -> None:
         """Write one block's backward; ``source``: the norm's output if it is already gathered."""
         writer, shape, at, wide_at = self.writer, self.shape, self._at(rows), self._wide_at(rows)
-        upstream = writer.shard_rows(grad_out, rows)
+        upstream = writer.post_norm_backward("post_mlp", writer.shard_rows(grad_out, rows))
 
         def product(grad: Rows, into: RowBlock) -> None:
             writer.dgrad("ffn_down", grad, Rows(writer.own("d_act", self.tokens, shape.ffn), *into), *widths)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -200,6 +201,13 @@ _EXPERTS = _Feature(
     beside="beside experts",
     setting="a model with experts",
     hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
+)
+_DOCUMENTS = _Feature(
+    name="packed documents",
+    chosen=lambda d: d.documents is not None,
+    beside="beside packed documents",
+    setting="documents",
+    hint="tp, cp (ring or all-gather), Ulysses, pp, dp, ZeRO and every recompute mode go with --documents",
 )
 _ADAPTERS = _Feature(
     name="adapters",
@@ -477,9 +485,195 @@ EXPERTS = (
     ),
 )
 
-ADAPTERS_WITHOUT_ATTENTION_CHUNKS = _ADAPTERS.allows(
-    "decisions.attention_chunk_tokens", 0, because="chunks would need the order of their gradients changed"
+_WINDOWS = _Feature(
+    name="windows",
+    chosen=lambda d: _longest_window(d) > 0,
+    beside="beside attention windows",
+    setting=lambda d: f"a window of {_longest_window(d)} tokens",
+    hint="tp, cp, Ulysses, subsequences, dp, pp and ZeRO go with windows, and every recompute",
 )
+_SINKS = _Feature(
+    name="sinks",
+    chosen=lambda d: d.model.sinks,
+    beside="beside attention sinks",
+    setting="a model with sinks",
+    hint="tp, cp (ring, all-gather), Ulysses, subsequences, dp, pp and ZeRO go with sinks",
+)
+_POST_NORMS = _Feature(
+    name="norms behind attention and MLP",
+    chosen=lambda d: d.model.post_norms,
+    beside="with norms behind attention and MLP",
+    setting="a model with such norms",
+    hint="tp, cp, Ulysses, subsequences, dp, pp and ZeRO go with them, under recompute none, tokenwise and full",
+)
+_GEMMAS = _Feature(
+    name="Gemma's operators",
+    chosen=lambda d: d.model.scaled_embeddings or bool(d.model.query_scalar) or d.model.activation != _usual(d),
+    beside="with FFNs gated by gelu, scaled embeddings or a query scalar",
+    setting="a model with them",
+    hint="tp, cp (ring, all-gather), Ulysses, subsequences, dp, pp and ZeRO go with them",
+)
+
+
+def windowed(decisions: Decisions) -> bool:
+    """Return whether any layer's window is shorter than the sequences."""
+    return _longest_window(decisions) > 0
+
+
+def _longest_window(decisions: Decisions) -> int:
+    shapes = decisions.model.layer_shapes if decisions.model.windowed else ()
+    return max((shape.window for shape in shapes if shape.window < decisions.seq_tokens), default=0)
+
+
+def _usual(decisions: Decisions) -> str:
+    """Return the activation of the MLP in the model's family; of GPT models, any."""
+    return "silu" if decisions.model.gated else decisions.model.activation
+
+
+def _chunk_tokens(decisions: Decisions) -> int:
+    """Return the tokens of one of a rank's two chunks in zigzag order."""
+    return decisions.seq_tokens // (2 * decisions.layout.cp)
+
+
+WINDOWED = (
+    Rule(
+        name="windows: attention",
+        breaks=lambda d: windowed(d) and not ATTENTION_KERNELS[d.kernels.attention].windows,
+        what="the attention kernel has no argument for a window",
+        where="decisions.kernels.attention",
+        got=lambda d: f"{d.kernels.attention} with a window of {_longest_window(d)} tokens",
+        wanted=", ".join(name for name, kernel in ATTENTION_KERNELS.items() if kernel.windows),
+        hint="--attention flash",
+    ),
+    _WINDOWS.allows("layout.cp_exchange", "ring", "all_gather", because="it has scores of all keys"),
+    _WINDOWS.allows("layout.metp", 1, because="METP's ring brings every rank's keys"),
+    _WINDOWS.allows("decisions.attention_chunk_tokens", 0, because="each chunk's queries fetch all keys before them"),
+    _WINDOWS.allows("layout.multiplexed", False, because="helper stages would need a window's rows of other stages"),
+    _WINDOWS.allows(
+        "decisions.micro_batch",
+        1,
+        when=lambda d: windowed(d) and d.layout.cp > 1,
+        because="with cp each chunk of keys is sent by itself, of one sequence",
+    ),
+    Rule(
+        name="windows: cp",
+        breaks=lambda d: windowed(d) and d.layout.cp > 1 and _longest_window(d) > _chunk_tokens(d) + 1,
+        what="the window is longer than a chunk of the sequence, so its keys lie on more than the neighbouring ranks",
+        where="layout.cp",
+        got=lambda d: f"cp {d.layout.cp}, chunks of {_chunk_tokens(d)} tokens, a window of {_longest_window(d)}",
+        wanted="at most one token more than a chunk, of 2 x cp",
+        hint="a smaller --cp, or --ulysses",
+    ),
+    _SINKS.allows("layout.cp_exchange", "ring", "all_gather", because="it keeps no log-sum-exp"),
+    _SINKS.allows("layout.metp", 1),
+    _SINKS.allows("decisions.attention_chunk_tokens", 0, because="chunks are merged key by key"),
+    _SINKS.allows("layout.multiplexed", False, because="helper stages merge what several stages compute"),
+    _SINKS.allows(
+        "decisions.modules", "auto", "operators", because="what Hugging Face's modules save of sinks is not known"
+    ),
+    _SINKS.allows(
+        "decisions.recompute",
+        *("none", "tokenwise", "full", "mlp", "norms", "operators"),
+        because="selective recompute repeats attention by itself",
+    ),
+    Rule(
+        name="sinks: attention",
+        breaks=lambda d: d.model.sinks and d.kernels.attention == "plain",
+        what="attention without a flash kernel has no log-sum-exp, into which sinks are written",
+        where="decisions.kernels.attention",
+        got="plain with a model with sinks",
+        wanted="a flash kernel",
+        hint="--attention flash",
+    ),
+    _POST_NORMS.allows("layout.metp", 1),
+    _POST_NORMS.allows("decisions.mlp_chunk_tokens", 0, because="the norm behind the MLP needs its whole output kept"),
+    _POST_NORMS.allows("decisions.attention_chunk_tokens", 0),
+    _POST_NORMS.allows("decisions.recompute", "none", "tokenwise", "full"),
+    _POST_NORMS.allows(
+        "decisions.modules", "auto", "operators", because="what Hugging Face's modules save of them is not known"
+    ),
+    _POST_NORMS.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would need the gradients before these norms",
+        when=lambda d: d.model.post_norms and _staged(d),
+    ),
+    _POST_NORMS.allows("layout.multiplexed", False),
+    _GEMMAS.allows("layout.cp_exchange", "ring", "all_gather"),
+    _GEMMAS.allows(
+        "decisions.modules", "auto", "operators", because="what Hugging Face's modules save of them is not known"
+    ),
+)
+
+CUTS_OF_DOCUMENTS = Rule(
+    name="cuts of documents: documents",
+    breaks=lambda d: d.documents is None and d.document_cuts != "sequence",
+    what="without documents there is nothing to cut but the sequence",
+    where="decisions.document_cuts",
+    got="documents, but none are given",
+    wanted="sequence",
+    hint="--documents mean=2k,max=64k, or leave --document-cuts out",
+)
+
+DOCUMENTS = (
+    _DOCUMENTS.allows(
+        "layout.metp", 1, because="METP's ring of keys and values would need the documents of every rank's rows"
+    ),
+    _DOCUMENTS.allows(
+        "layout.cp_exchange", "ring", "all_gather", because="whole rows of scores have no mask of documents"
+    ),
+    _DOCUMENTS.allows(
+        "decisions.micro_batch",
+        1,
+        because="the gathered keys of several sequences lie apart",
+        when=lambda d: d.documents is not None and d.layout.cp_exchange == "all_gather" and d.micro_batch > 1,
+    ),
+    _DOCUMENTS.allows(
+        "layout.subsequences", 1, because="the pairs of a subsequence with its prefix would depend on the step"
+    ),
+    _DOCUMENTS.allows(
+        "decisions.attention_chunk_tokens", 0, because="the pairs of two chunks would depend on the step"
+    ),
+    Rule(
+        name="packed documents: attention",
+        breaks=lambda d: d.documents is not None and not ATTENTION_KERNELS[d.kernels.attention].documents,
+        what="the attention kernel has no form for packed documents",
+        where="decisions.kernels.attention",
+        got=lambda d: d.kernels.attention,
+        wanted=" or ".join(name for name, kernel in ATTENTION_KERNELS.items() if kernel.documents),
+        hint="--attention flash, or leave --documents out",
+    ),
+    _DOCUMENTS.allows("decisions.cuda_graphs", False, because="the grid of a kernel depends on the documents"),
+    Rule(
+        name="packed documents: bidirectional",
+        breaks=lambda d: d.documents is not None and d.model.bidirectional,
+        what="packed documents have a causal mask",
+        where="model.bidirectional",
+        got="true with documents",
+        wanted="false",
+        hint="leave --documents out, or a model with causal attention",
+    ),
+    Rule(
+        name="packed documents: windows",
+        breaks=lambda d: d.documents is not None and windowed(d),
+        what="attention windows of packed documents are not priced",
+        where="decisions.documents",
+        got=lambda d: f"documents with a window of {_longest_window(d)} tokens",
+        wanted="one document a sequence, or a model without windows",
+        hint="leave --documents out",
+    ),
+    CUTS_OF_DOCUMENTS,
+    Rule(
+        name="packed documents: most",
+        breaks=lambda d: d.documents is not None and d.documents.most > d.seq_tokens,
+        what="a sequence has more documents than tokens",
+        where="decisions.documents.most",
+        got=lambda d: f"{d.documents.most if d.documents else 0} of {d.seq_tokens} tokens",
+        wanted="at most the tokens of a sequence",
+        hint="a smaller most=, or leave it out",
+    ),
+)
+
 ADAPTERS = (
     Rule(
         name="adapters: model",
@@ -518,7 +712,6 @@ ADAPTERS = (
         *("none", "selective", "norms", "mlp", "full", "tokenwise"),
         because="every second product would be rebuilt without its adapter",
     ),
-    ADAPTERS_WITHOUT_ATTENTION_CHUNKS,
     _ADAPTERS.allows(
         "decisions.memory_policy",
         *("planned", "caching"),
@@ -548,6 +741,8 @@ ADAPTERS = (
 RULES = (
     *EXPERTS,
     *ADAPTERS,
+    *WINDOWED,
+    *DOCUMENTS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(

@@ -93,6 +93,8 @@ class Block:
         return next((p for p in self.parameters if p.name == name), None)
 
 
+POST_NORMS = ("post_attn", "post_mlp")
+"""The norms behind attention and MLP, before the residual sums (``Model.post_norms``)."""
 Matrices = list[tuple[str, tuple[int, ...]]]
 Vectors = list[tuple[str, int, Part]]
 
@@ -188,9 +190,14 @@ def layer_block(
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
     if model.qkv_bias:
         vectors.append(("qkv.bias", q + 2 * kv, Part.WHOLE))
+    if model.linear_bias or model.proj_bias:
+        vectors.append(("proj.bias", h, Part.TOKENS))
     if model.linear_bias:
-        vectors += [("proj.bias", h, Part.TOKENS), ("ffn_up.bias", up, Part.WHOLE)]
-        vectors.append(("ffn_down.bias", h, Part.TOKENS))
+        vectors += [("ffn_up.bias", up, Part.WHOLE), ("ffn_down.bias", h, Part.TOKENS)]
+    if model.sinks:
+        vectors.append(("sinks", model.heads // tp, Part.WHOLE))
+    if model.post_norms:
+        vectors += [(f"{name}.weight", h, Part.TOKENS) for name in POST_NORMS]
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
     return _block(name, matrices, vectors, adapters, _sides(model, layer, tp, adapters) if adapters else ())

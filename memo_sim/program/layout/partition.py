@@ -8,7 +8,7 @@ W(x_i) = i W(S) / N (SPPO 4, TeraPipe 3.3):
 
 Example: with S = 8 granules, k = 4 and N = 2 the first subsequence has 5.2 granules and the second 2.8, which round to
 5 and 3. Only layers count: equal work in one layer is equal work in a stage's layers. The head is on the last stage
-alone.
+alone. With a window, every token has as many keys, and subsequences are equally long.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def partition(decisions: Decisions) -> tuple[int, ...]:
             wanted=f"at most {granules}",
             hint="fewer --subsequences, or a longer sequence",
         )
-    if layout.partition == "length":
+    if layout.partition == "length" or 0 < decisions.model.layer(0).window < decisions.seq_tokens:
         ideal = [granules / parts] * parts
     else:
         ideal = balanced(granules, parts, earlier_tokens(decisions.model) / granule)

@@ -66,6 +66,12 @@ class Shape:
     """Tensor-parallel ranks that have copies of one key/value head."""
     experts: Experts | None = None
     """The experts in place of the MLP, if the layer has them."""
+    window: int = 0
+    """Keys that a token of the layer attends to at most; 0: all before it, also where no sequence is longer."""
+    rope_theta: float = 0.0
+    """Base of the layer's rotary tables; 0: the model's."""
+    sequence: int = 0
+    """Tokens of a whole sequence, on all ranks."""
     ring: Literal["cp", "metp"] = "cp"
     """The group that forms the ring of the ``cp`` ranks; "metp" inside METP's attention (``layers/metp.py``)."""
     divided: int = 1
@@ -73,7 +79,13 @@ class Shape:
 
     def of_layer(self, layer: LayerShape) -> Shape:
         """Return the sizes in a layer of this shape."""
-        return replace(self, ffn=layer.ffn_hidden // self.divided, experts=layer.experts)
+        return replace(
+            self,
+            ffn=layer.ffn_hidden // self.divided,
+            experts=layer.experts,
+            window=layer.window if layer.window < self.sequence else 0,
+            rope_theta=layer.rope_theta,
+        )
 
     @property
     def expert_width(self) -> int:
@@ -203,6 +215,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         metp=layout.metp,
         keep_norms=decisions.keep_norms,
         divided=layout.divided,
+        sequence=decisions.seq_tokens,
     )
 
 

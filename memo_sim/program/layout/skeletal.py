@@ -12,6 +12,8 @@ tensor belongs to token i of the rank's shard. Layouts change the list:
 - Hugging Face's modules save more (``layers/huggingface.py``).
 - Experts replace the last two by those of dispatched rows, each token's rows one after the other by expert, and by what
   the router decided (``layers/experts.py``). As large a part of dispatched rows is swapped as of tokens.
+- A norm behind attention or the MLP (Gemma 3) needs its input, the result of projection or second MLP product. So
+  recompute repeats the second product as well, which it leaves out without such a norm.
 - Attention without a flash kernel keeps scores instead of the log-sum-exp (``attention/plain.py``,
   ``attention/rsa.py``).
 """
@@ -23,6 +25,7 @@ from enum import StrEnum
 
 from memo_sim.contract.model import Experts, Model
 from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.layout.parameters import POST_NORMS
 from memo_sim.program.layout.shape import Shape
 
 
@@ -75,6 +78,10 @@ def skeletal_tensors(
 
     inside = shape.attention
     sequence_sharded = (local("attn_seq", shape.q_width),) if shape.ulysses > 1 else ()
+    behind = {
+        which: (sharded(normed_slot(which, shape), shape.hidden), statistics(f"{which}_stats"))
+        for which in (POST_NORMS if model.post_norms else ())
+    }
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
     name, width = ("q", inside.q_width) if shape.kv_cache_tokens else ("qkv", inside.qkv_width)
     attended = Skeletal(name, inside.tokens, width, dtype, Fate.BY_TOKEN)
@@ -88,11 +95,19 @@ def skeletal_tensors(
         Skeletal("attn", inside.tokens, inside.q_width, dtype, Fate.WHOLE),
         *kept,
         *sequence_sharded,
+        *behind.get("post_attn", ()),
         sharded("resid", shape.hidden),
         sharded("norm2", shape.hidden),
         statistics("norm2_stats"),
         *(_of_experts(shape.experts, shape, dtype) if shape.experts else (local("up", up), local("act", shape.ffn))),
+        *behind.get("post_mlp", ()),
     )
+
+
+def normed_slot(which: str, shape: Shape) -> str:
+    """Return the name of what a norm behind attention or the MLP reads: the product's sum over the ranks."""
+    product, partial = {"post_attn": ("proj", "proj_out"), "post_mlp": ("ffn_down", "down_out")}[which]
+    return f"{product}_shard" if shape.gathered else partial
 
 
 def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, ...]:

@@ -164,7 +164,9 @@ _EAGER: dict[str, Kernels] = {
     "gelu.bwd": (_k("nn", "n"),),
     # transformers, LlamaMLP: act_fn(gate_proj(x)) * up_proj(x).
     "swiglu": (_k("n", "n"), _k("nn", "n")),
+    "geglu": (_k("n", "n"), _k("nn", "n")),
     "swiglu.bwd": (_k("nn", "n"), _k("nn", "n"), _k("nn", "n")),
+    "geglu.bwd": (_k("nn", "n"), _k("nn", "n"), _k("nn", "n")),
     "residual_add": (_k("nn", "n"),),
     "bias.bwd": (_k("n", "", "column_sum"),),
     # logits.float(), then F.cross_entropy: log_softmax reads rows that do not fit into shared memory three times, for
@@ -209,7 +211,9 @@ _COMPILED: dict[str, Kernels] = {
     "gelu": (_k("n", "n"),),
     "gelu.bwd": (_k("nn", "n"),),
     "swiglu": (_k("nn", "n"),),
+    "geglu": (_k("nn", "n"),),
     "swiglu.bwd": (_k("nnn", "nn"),),
+    "geglu.bwd": (_k("nnn", "nn"),),
     "residual_add": (_k("nn", "n"),),
     "bias.bwd": (_k("n", "", "column_sum"), _TINY),
     # Maximum and sum in one pass (Inductor's online softmax), then the gradient from the logits.
@@ -231,7 +235,9 @@ _FUSED: dict[str, Kernels] = {
     "gelu": (_k("n", "n"),),
     "gelu.bwd": (_k("nn", "n"),),
     "swiglu": (_k("nn", "n", "strided"),),
+    "geglu": (_k("nn", "n", "strided"),),
     "swiglu.bwd": (_k("nnn", "nn", "strided"),),
+    "geglu.bwd": (_k("nnn", "nn", "strided"),),
     "residual_add": (_k("nn", "n"),),
     "bias.bwd": (_k("n", "", "column_sum"),),
 }
@@ -263,7 +269,9 @@ _INTERNEVO: dict[str, Kernels] = {
     "rotary": _FUSED["rotary"],
     "rotary.bwd": _FUSED["rotary.bwd"],
     "swiglu": _EAGER["swiglu"],
+    "geglu": _EAGER["geglu"],
     "swiglu.bwd": _EAGER["swiglu.bwd"],
+    "geglu.bwd": _EAGER["geglu.bwd"],
     "residual_add": _EAGER["residual_add"],
     "bias.bwd": _EAGER["bias.bwd"],
 }

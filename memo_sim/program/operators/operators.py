@@ -28,6 +28,7 @@ whole, because they run beside the gradients of input and weight anyway (Transfo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from memo_sim.contract.hardware import GemmPass
 from memo_sim.contract.model import LayerShape, Model
@@ -35,9 +36,10 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.work import AdapterGemm, Collective, Exchange, Gemm, Rowwise
+from memo_sim.program.ir.work import AdapterGemm, Collective, Exchange, Gemm, Rotary, Rowwise
 from memo_sim.program.layout.parameters import Block, adapted_columns, autocast, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.skeletal import normed_slot
 from memo_sim.program.layout.token_order import clipped_runs, row_blocks
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.framework_kernels import WIDE_BYTES
@@ -63,6 +65,13 @@ class OperatorWriter:
         self.defers_wgrad = False
         """Whether another template computes the weight gradients (``layers/weight_gradients.py``)."""
         self.adapter = AdapterWriter(self)
+
+    @property
+    def activation_op(self) -> str:
+        """The operator of the MLP's activation."""
+        if not self.model.gated:
+            return "gelu"
+        return "swiglu" if self.model.activation == "silu" else "geglu"
 
     def own(self, name: str, tokens: int, features: int, cls: BufferClass = BufferClass.TRANSIENT) -> str:
         """Return the name of a buffer of the template; add the buffer at its first use (row blocks share it)."""
@@ -100,14 +109,17 @@ class OperatorWriter:
         features: int = 0,
         scratch: int = 0,
         first: int = 0,
+        theta: float = 0.0,
         **operands: Access | None,
     ) -> None:
         """Emit a memory-bound operator that reads ``read`` and writes ``written`` elements a row.
 
         ``features``: those of a row of the tensor that it works on; 0 where no framework has kernels of its own for the
         operator. ``scratch``: bytes of its workspace. ``first``: the row of the rank at which its buffers begin.
+        ``theta``: base of rotary tables that differ from the model's.
         """
-        work = Rowwise(op, rows, rows * read * self.size, rows * written * self.size, first, rows * features, self.size)
+        kind = partial(Rotary, theta=theta) if theta else Rowwise
+        work = kind(op, rows, rows * read * self.size, rows * written * self.size, first, rows * features, self.size)
         workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.suffix}.scratch", scratch)
         self.builder.emit(name + self.suffix, op, Lane.COMPUTE, work, **operands, workspace=workspace)
 
@@ -129,6 +141,55 @@ class OperatorWriter:
             out=writes(shard),
             stats=writes(self.shard_rows(f"{which}_stats", at)),
         )
+
+    def post_norm(self, which: str, source: Rows, rows: RowBlock) -> Rows:
+        """Emit the norm behind attention or the MLP; return its rows. Without one, return ``source``.
+
+        ``source`` is a skeletal tensor (``layout/skeletal.py``), as are the norm's statistics.
+        """
+        if not self.model.post_norms:
+            return source
+        shard, hidden = self.shard_rows(f"{which}.out", rows), self.shape.hidden
+        self.own(shard.slot, self.shape.shard_tokens, hidden)
+        self.memory_bound(
+            which,
+            "rms_norm",
+            shard.tokens,
+            hidden,
+            hidden,
+            features=hidden,
+            scratch=table.norm_workspace_bytes(shard.tokens, hidden, self.dtype, self.rowwise),
+            x=reads(source),
+            weight=self.param(f"{which}.weight"),
+            out=writes(shard),
+            stats=writes(self.shard_rows(f"{which}_stats", rows)),
+        )
+        return shard
+
+    def post_norm_backward(self, which: str, grad: Rows) -> Rows:
+        """Emit the backward of the norm behind attention or the MLP, of all rows; return its input's gradient.
+
+        Without such a norm, return ``grad``.
+        """
+        if not self.model.post_norms:
+            return grad
+        hidden, out = self.shape.hidden, self.builder.all(self.own(f"d_{which}", grad.tokens, self.shape.hidden))
+        self.memory_bound(
+            f"{which}.bwd",
+            "rms_norm.bwd",
+            grad.tokens,
+            3 * hidden,
+            2 * hidden,
+            features=hidden,
+            scratch=table.norm_backward_workspace_bytes(grad.tokens, hidden, self.dtype, self.rowwise),
+            grad=reads(grad),
+            x=reads(self.builder.all(normed_slot(which, self.shape))),
+            stats=reads(self.builder.all(f"{which}_stats")),
+            weight=self.param(f"{which}.weight"),
+            out=writes(out),
+            grad_weight=self.grad(f"{which}.weight"),
+        )
+        return out
 
     def linear(self, name: str, x: Rows, out: Rows, n: int, k: int, *, bias: bool = True) -> None:
         """Emit ``out = x @ weight.T (+ bias)`` with ``n`` output features and ``k`` input features."""
@@ -533,7 +594,16 @@ class OperatorWriter:
             scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
             qkv = accumulates(packed)
             self.memory_bound(
-                "rotary", "rotary", tokens, width, width, features=width, scratch=scratch, first=first, qkv=qkv
+                "rotary",
+                "rotary",
+                tokens,
+                width,
+                width,
+                features=width,
+                scratch=scratch,
+                first=first,
+                theta=self.shape.rope_theta,
+                qkv=qkv,
             )
 
     def positions_backward(self, d_qkv: Rows, *, first: int = 0) -> None:
@@ -550,6 +620,7 @@ class OperatorWriter:
                 features=width,
                 scratch=scratch,
                 first=first,
+                theta=self.shape.rope_theta,
                 grad=grad,
             )
         if self.model.qk_norm:
@@ -568,6 +639,51 @@ class OperatorWriter:
                 grad_q_weight=self.grad("q_norm.weight"),
                 grad_k_weight=self.grad("k_norm.weight"),
             )
+
+    def sink(self) -> None:
+        """Write the sinks into attention's whole output and log-sum-exp, in place, if the model has them.
+
+        A sink is one more logit of a head's softmax, whose value is zero. With the log-sum-exp of the keys alone, the
+        output shrinks by ``exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink)``; so attention's kernel, and the
+        merges of its parts, need not know of it. Its backward takes the output and the log-sum-exp with the sink, and
+        needs no change: ``ds = p (do v^T - rowsum(do out))`` holds with one more logit whose value is zero.
+        """
+        if not self.model.sinks:
+            return
+        inside = self.shape.attention
+        self.memory_bound(
+            "attn.sink",
+            "attention.sink",
+            inside.tokens,
+            inside.q_width + 2 * inside.heads,
+            inside.q_width + 2 * inside.heads,
+            scratch=table.sink_workspace_bytes(inside.tokens, inside.heads, self.model.head_dim, self.dtype),
+            sinks=self.param("sinks"),
+            out=accumulates(self.builder.all("attn")),
+            lse=accumulates(self.builder.all("lse")),
+        )
+
+    def sink_backward(self) -> None:
+        """Write the gradient of the sinks: ``-sum over rows of exp(sink - lse) (do out)``, head by head.
+
+        Nothing where they are frozen: no other gradient needs it.
+        """
+        if self.grad("sinks") is None:
+            return
+        inside, heads = self.shape.attention, self.shape.attention.heads
+        self.memory_bound(
+            "attn.sink.bwd",
+            "attention.sink.bwd",
+            inside.tokens,
+            2 * inside.q_width + 2 * heads,
+            0,
+            scratch=table.sink_backward_workspace_bytes(inside.tokens, heads, self.model.head_dim, self.dtype),
+            grad=reads(self.builder.all("d_attn")),
+            out=reads(self.builder.all("attn")),
+            lse=reads(self.builder.all("lse")),
+            sinks=self.param("sinks"),
+            grad_sinks=self.grad("sinks"),
+        )
 
     @property
     def _rotated(self) -> tuple[int, int]:

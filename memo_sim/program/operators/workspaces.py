@@ -11,7 +11,7 @@ from memo_sim.contract import attention_kernels
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.ir.work import Attention
+from memo_sim.program.ir.work import Attention, WindowedAttention
 from memo_sim.program.operators.head_groups import check_head_groups, flash3_head_dim, round_up
 
 ATTENTION_KERNELS = tuple(name for name in attention_kernels.ATTENTION_KERNELS if name != "plain")
@@ -103,6 +103,8 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
     if copied:
         copied += 2 * q_bytes * size + 4 * row
     total = copied + ((q_bytes + 2 * kv_bytes) * size if returned else 0)
+    if isinstance(work, WindowedAttention) and work.kernel == "torch-flash-cpu":
+        total += 4 * 2 * kv_bytes  # the keys of neighbouring blocks of queries overlap; sums in fp32
     if work.kernel in ("flash2", "torch-flash"):
         parts = -(-MULTIPROCESSORS // (work.batch * heads)) if deterministic else 1
         total += 4 * q_bytes * parts + 2 * 4 * row
@@ -144,6 +146,18 @@ def _wide_accumulators(work: Attention, heads: int, kv_heads: int) -> int:
 def _pieces(*sizes: int) -> int:
     """Return the bytes of a workspace that consists of aligned pieces of these sizes."""
     return sum(-(-size // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES for size in sizes)
+
+
+def sink_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str) -> int:
+    """Return the scratch of writing sinks into attention's output: factors, the sinks, and a block of wide rows."""
+    block = min(rows, NORM_ROWS)
+    return _pieces(4 * block * heads, 4 * heads, *_wide(block * heads * head_dim, dtype))
+
+
+def sink_backward_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str) -> int:
+    """Return the scratch of the sinks' gradients: products and their sums by head, and a block of wide rows."""
+    block, elements = min(rows, NORM_ROWS), min(rows, NORM_ROWS) * heads * head_dim
+    return _pieces(4 * elements, 4 * block * heads, 4 * block * heads, 4 * heads, 4 * heads, *_wide(elements, dtype))
 
 
 def _wide(elements: int, dtype: str) -> tuple[int, ...]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memo_sim.program.attention import subsequence as prefix_attention
+from memo_sim.program.attention.partial import DOCUMENTS
 from memo_sim.program.ir.instruction import BufferClass, Families, Family
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.layers.activations import region
 from memo_sim.program.layers.loss import kept_logits
+from memo_sim.program.layout.documents import most_pieces
 from memo_sim.program.layout.stage_layers import kind_suffix
 from memo_sim.program.pipeline.stage_parts import StageParts
 
@@ -78,6 +80,24 @@ class StageFamilies:
             )
             for name, held in wanted.items()
             if held
+        ] + self._documents()
+
+    def _documents(self) -> list[Family]:
+        """Return the ends of the documents of each micro-batch; none where a sequence is one document."""
+        parts = self._parts
+        if not (ends := most_pieces(parts.decisions)):
+            return []
+        return [
+            Family(
+                DOCUMENTS,
+                BufferClass.INPUT,
+                "int32",
+                ends + 1,
+                1,
+                parts.micro_batches,
+                lifetime="step",
+                kind=FamilyKind.INPUT,
+            )
         ]
 
     def _hold(self, *families: Family, subsequence: int | None = None) -> None:

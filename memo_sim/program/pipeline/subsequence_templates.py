@@ -16,6 +16,7 @@ import msgspec
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import subsequence as prefix_attention
+from memo_sim.program.attention.partial import DOCUMENTS
 from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
@@ -276,6 +277,8 @@ class SubsequenceTemplates:
                 deferred.bind(builder, seen)
         held.bind(builder, seen, enters)
         prefix_attention.bind(builder, seen, of.rows, gradients=gradients)
+        if DOCUMENTS in seen:
+            builder.bind(seen[DOCUMENTS])
         writer = layer_kind(self.decisions, of.layers.shape).writer
         return builder, writer(builder, held.decisions, of.rows, of.block)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memo_sim.program.ir.work import Attention, Exchange
+from memo_sim.program.ir.work import Attention, Exchange, WindowedAttention
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, weight
 from memo_sim.program.verify.value_rows import Held, Value, add_range
 from memo_sim.program.verify.value_terms import (
+    FROM_LATE,
+    FROM_NEXT,
     OTHERS,
     OWN,
+    WINDOW,
     Packed,
     Spans,
     chain,
@@ -20,6 +23,7 @@ from memo_sim.program.verify.value_terms import (
     keys_needed,
     shown,
     whole,
+    window_of,
 )
 
 if TYPE_CHECKING:
@@ -48,15 +52,25 @@ def _late_rows(call: Call, of: int, tokens: int) -> list[tuple[int, int, int]]:
     return [(n * length + half, n * half, half) for n in range(batch)]
 
 
-def _keys(call: Call, queries: Value | None, row: int, tokens: int) -> tuple[object, Value | None, int]:
+def _keys(  # noqa: PLR0911 - one return per kind of keys
+    call: Call, queries: Value | None, row: int, tokens: int
+) -> tuple[object, Value | None, int]:
     """Check a call's keys against its queries; return the terms that they are, and the keys with their first row."""
     v, work = call.values, call.work
     assert isinstance(work, Attention)
     causal = "none" if v.model.bidirectional else "causal"
+    window = window_of(v, queries.layer) if queries is not None else 0
+    given = work.window if isinstance(work, WindowedAttention) else 0
+    if queries is not None and given != window:
+        call.fault(f"the window is {given}, not {window}, that of layer {queries.layer}")
     if not call.has("kv"):
         if work.mask != causal:
             call.fault(f"the mask of a rank's own tokens is {work.mask}")
         return frozenset({OWN}), queries, row
+    if queries is not None and window:
+        good = _windows_keys(call, queries, row, tokens, window)
+        first = row if v.layout.ring > 1 else max(0, row + 1 - window)
+        return (frozenset({WINDOW}) if good else None), queries, first
     rows = call.rows("kv")
     value, first = rows[0].value, rows[0].row
     if any(each.value is None for each in rows) or value is None:
@@ -79,6 +93,39 @@ def _keys(call: Call, queries: Value | None, row: int, tokens: int) -> tuple[obj
             call.fault(f"a causal square of queries [{row}, {row + tokens}) and keys [{first}, {end})")
         return Spans((), (first, end)) if work.mask == "causal" else Spans(((first, end),)), value, first
     return _ranks_keys(call, value, first, end), value, first
+
+
+def _windows_keys(call: Call, queries: Value, row: int, tokens: int, window: int) -> bool:
+    """Check that keys are those of a call's queries and the ``window`` - 1 before them."""
+    v, before, half = call.values, window - 1, call.values.attended // 2
+    found: list[tuple[object, int, int]] = []
+    for each in call.rows("kv"):
+        if each.value is None:
+            return False
+        if each.value._replace(terms=None) != queries._replace(name="kv", terms=None):
+            call.wrong("kv", each.value, each.row, f"the keys of {queries}")
+            return False
+        shift = each.value.terms[1] if isinstance(each.value.terms, tuple) else None
+        if found and found[-1][0] == shift and found[-1][2] == each.row:
+            found[-1] = (shift, found[-1][1], each.row + each.end - each.first)
+        else:
+            found.append((shift, each.row, each.row + each.end - each.first))
+    ring, own = v.layout.ring, (0, row, row + tokens)
+    others: list[tuple[object, int, int]]
+    if ring == 1:
+        allowed: dict[int, list[tuple[object, int, int]]] = {0: [(None, max(0, row - before), row + tokens)]}
+    elif row == 0:
+        others = [(1, half - before, half), own] if before else [own]
+        allowed = {rank: others if rank else [own] for rank in range(ring)}
+    else:
+        others = [(ring - 1, 2 * half - before, 2 * half), own] if before else [own]
+        allowed = dict.fromkeys(range(ring - 1), others) | {ring - 1: [(0, half - before, row + tokens)]}
+    fits = {rank for rank in v.ring_ranks if allowed.get(rank) == found}
+    if not fits:
+        call.fault(f"kv has the keys {found} (hops, first row, end), which are no window of {window} of these queries")
+        return False
+    v.ring_ranks = fits
+    return True
 
 
 def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[object]:
@@ -119,6 +166,8 @@ def attention(call: Call) -> None:
             terms, _, _ = _keys(call, value, row, tokens)
         for made in ("out", "lse"):
             name = inside(v, "attn") if made == "out" else "lse"
+            if v.model.sinks:  # they are written into the whole output (``sink``)
+                name = inside(v, f"{made.replace('out', 'attn')}.raw") if made == "out" else "lse.raw"
             result = None if value is None or terms is None else value._replace(name=name, terms=terms)
             call.put(made, first, tokens, result, row)
 
@@ -152,12 +201,16 @@ def _add(call: Call, part: str, into: str) -> None:
                 call.put(into, old.first, old.end - old.first, value, old.row)
 
 
-def _sum(call: Call, role: str, old: Held, new: Value | None, row: int) -> Value | None:
+def _sum(  # noqa: PLR0911 - one return per kind of sum
+    call: Call, role: str, old: Held, new: Value | None, row: int
+) -> Value | None:
     """Return the value of a row with one more term in its sum."""
     if old.value is None or new is None:
         return None
     if old.value.name == "zero":
         return new
+    if new.name == "zero" and old.value.name == "d_kv" and isinstance(old.value.terms, frozenset):
+        return old.value._replace(terms=old.value.terms | {FROM_NEXT})  # no chunk, or none of another rank, follows
     plain, term = old.value._replace(terms=None), new._replace(terms=None)
     if plain != term or old.row != row:
         call.fault(f"{role} holds {old.value} (row {old.row}); {new} (row {row}) is not one more term")
@@ -239,10 +292,13 @@ def _gradient_of_keys(
     call: Call, keys: Value | None, terms: object, first: int, queries: list[tuple[int, int]], *, late: bool
 ) -> None:
     tokens, value = call.tokens("grad_kv"), None
+    if keys is not None and terms == {WINDOW} and call.values.layout.ring > 1:
+        _gradient_of_windows_keys(call, keys, queries)
+        return
     if keys is not None and terms is not None:
         made: object
-        if isinstance(terms, Spans):
-            made = terms if terms.square else _spans(queries)
+        if isinstance(terms, Spans) or terms == {WINDOW}:
+            made = terms if isinstance(terms, Spans) and terms.square else _spans(queries)
         elif keys.terms == "all":
             made = "all"
         else:
@@ -250,6 +306,23 @@ def _gradient_of_keys(
             made = ("from", keys.terms[1], frozenset({keys.terms[1]}))
         value = keys._replace(name="d_kv", terms=made)
     call.put("grad_kv", 0, tokens, value, first)
+
+
+def _gradient_of_windows_keys(call: Call, keys: Value, queries: list[tuple[int, int]]) -> None:
+    """Write the gradients of a chunk's keys, and of those before them: another rank's, or the early chunk's."""
+    (row, _) = queries[0]
+    for first, end, value, at in call.rows("kv"):
+        assert value is not None
+        assert isinstance(value.terms, tuple)
+        made: object = frozenset({WINDOW})
+        low = first
+        if value.terms[1]:
+            made = ("before", value.terms[1])
+        elif at < row:  # the early chunk's keys, right before those of the late one
+            low = first + row - at
+            early = keys._replace(name="d_kv", terms=frozenset({FROM_LATE}))
+            call.put("grad_kv", first, low - first, early, at)
+        call.put("grad_kv", low, end - low, keys._replace(name="d_kv", terms=made), at + low - first)
 
 
 def _spans(queries: list[tuple[int, int]]) -> Spans:
@@ -267,11 +340,13 @@ def pack(call: Call) -> None:
     rows = call.rows("qkv")
     wanted = inside(call.values, "qkv")
     value, first = rows[0].value, rows[0].row
-    if len(rows) != 1 or value is None or value.name != wanted or first:
+    part = value is not None and first > 0 and not window_of(call.values, value.layer)
+    if len(rows) != 1 or value is None or value.name != wanted or part:
         if value is not None:
             call.wrong("qkv", value, first, f"all rows of {wanted}")
         value = None
-    call.put("out", 0, call.tokens("out"), None if value is None else value._replace(name="kv", terms=("shift", 0)), 0)
+    made = None if value is None else value._replace(name="kv", terms=("shift", 0))
+    call.put("out", 0, call.tokens("out"), made, first)
 
 
 def gather_keys(call: Call) -> None:
@@ -319,6 +394,9 @@ def send_gradients(call: Call, rows: list[Held]) -> None:
     """
     work, v = call.work, call.values
     assert isinstance(work, Exchange)
+    if window_of(v, call.instance.layer):
+        _send_windows_gradients(call, work, rows)
+        return
     half, ring = v.attended // 2, work.ranks
     known = next((each.value for each in rows if each.value is not None and each.value.name == "d_kv"), None)
     terms = None if known is None else known.terms
@@ -352,6 +430,19 @@ def send_gradients(call: Call, rows: list[Held]) -> None:
     v.ring_ranks = fits or v.ring_ranks
     value = known._replace(terms=("from", hop + 1, frozenset(range(1, hop + 1)))) if fits else None
     call.put("recv", 0, call.tokens("recv"), value, 0)
+
+
+def _send_windows_gradients(call: Call, work: Exchange, rows: list[Held]) -> None:
+    """Send gradients of the keys before a chunk to the rank that has them; zeros where no rank does."""
+    for first, end, value, row in rows:
+        made = value
+        if value is not None and value.name != "zero":
+            terms = value.terms
+            home = isinstance(terms, tuple) and terms[0] == "before" and (terms[1] + work.distance) % work.ranks == 0
+            if not home:
+                call.wrong("send", value, row, f"gradients of keys that rank {work.distance} places on has")
+            made = value._replace(terms=frozenset({FROM_NEXT})) if home else None
+        call.put("recv", first, end - first, made, row)
 
 
 def _ring_sum(call: Call, old: Value, new: Value) -> Value | None:
@@ -486,6 +577,31 @@ def qk_norm_backward(call: Call) -> None:
         value = None if found is None else Value(f"d_{names[0]}", *found[:3])
         call.put("grad", first, tokens, value, found[3] if found else 0)
     _weights(call, "grad")
+
+
+# Sinks
+
+
+def sink(call: Call) -> None:
+    """Write the sinks into the whole output and log-sum-exp of the keys."""
+    raw = {"out": inside(call.values, "attn.raw"), "lse": "lse.raw"}
+    for first, tokens, values in call.pieces("out", "lse"):
+        found, at = _alike(call, raw, values, tokens)
+        if found is not None:
+            weight(call, "sinks", "sinks", found.layer)
+        for role, name in (("out", inside(call.values, "attn")), ("lse", "lse")):
+            call.put(role, first, tokens, None if found is None else found._replace(name=name), at)
+
+
+def sink_backward(call: Call) -> None:
+    """Add every row's gradient of the sinks."""
+    v = call.values
+    wanted: dict[str, Wanted] = {"grad": inside(v, "d_attn"), "out": inside(v, "attn"), "lse": "lse"}
+    for _, tokens, values in call.pieces(*wanted):
+        found = agree(call, wanted, values, tokens)
+        if found is not None:
+            weight(call, "sinks", "sinks", found[0])
+            add_gradient(call, "grad_sinks", "sinks", found, tokens)
 
 
 # Attention that writes its scores
@@ -673,6 +789,8 @@ RULES: dict[str, Callable[[Call], None]] = {
     "attention": attention,
     "attention.bwd": backward,
     "attention.merge": merge,
+    "attention.sink": sink,
+    "attention.sink.bwd": sink_backward,
     "kv.pack": pack,
     "qkv.split": split,
     "qkv.join": join,

@@ -10,6 +10,9 @@ are packed for its exchange, or have just arrived:
 With experts (``value_experts.py``) the MLP is norm2 - dispatched - up - act - expert_out - down, where the middle ones
 have dispatched rows.
 
+Norms behind attention and MLP, where a model has them, make post_attn of proj and post_mlp of down; these are then the
+terms of the sums. Sinks make attn and lse of attn.raw and lse.raw.
+
 Backward, where ``d_`` is the gradient of a value. A sum passes its gradient on to both of its terms, so the gradient of
 ``down`` is that of the next ``x``, and that of ``proj`` is that of ``resid``:
 
@@ -66,14 +69,20 @@ def positions_add(call: Call) -> None:
     rowwise(call, {"source": "x.sum"}, {"target": "x"})
 
 
-NORMS = {"x": ("norm1", LAYER), "resid": ("norm2", LAYER)}
+NORMS = {
+    "x": ("norm1", LAYER),
+    "resid": ("norm2", LAYER),
+    "proj": ("post_attn", LAYER),
+    "down": ("post_mlp", LAYER),
+}
 
 
 def _norm_of(call: Call, role: str, value: Value | None) -> tuple[str, BlockKind, str] | None:
     """Return the name of the norm that reads ``value``: of its parameters, their block, and of its output."""
     if value is not None and value.name == "x" and value.layer == call.values.model.layers:
         return "norm", HEAD, "final"
-    if value is None or value.name not in NORMS:
+    behind = value is not None and value.name in ("proj", "down")
+    if value is None or value.name not in NORMS or (behind and not call.values.model.post_norms):
         if value is not None:
             call.wrong(role, value, 0, "x or resid")
         return None
@@ -167,10 +176,11 @@ def residual_add(call: Call) -> None:
     """Check one of the two residual sums of a layer."""
     for first, tokens, values in call.pieces("x", "y"):
         y = values[1][0]
-        if y is not None and y.name.startswith("down"):
-            found, made, bias = agree(call, {"x": "resid", "y": "down"}, values, tokens), ("x", 1), "ffn_down.bias"
+        attended, fed = ("post_attn", "post_mlp") if call.values.model.post_norms else ("proj", "down")
+        if y is not None and y.name.startswith(fed):
+            found, made, bias = agree(call, {"x": "resid", "y": fed}, values, tokens), ("x", 1), "ffn_down.bias"
         else:
-            found, made, bias = agree(call, {"x": "x", "y": "proj"}, values, tokens), ("resid", 0), "proj.bias"
+            found, made, bias = agree(call, {"x": "x", "y": attended}, values, tokens), ("resid", 0), "proj.bias"
         value = None
         if found is not None:
             weight(call, "bias", bias, found[0])
@@ -196,12 +206,13 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
     """Return the product whose result's gradient a value is: weight, block, input, layers before, name of the input."""
     v = call.values
     base, partial = value.name.removesuffix("*"), "~" if v.tp > 1 else ""
-    if base == "d_x":
-        return "ffn_down", LAYER, "d_act", 1, "act"
+    behind = v.model.post_norms
+    if base == ("d_down" if behind else "d_x"):
+        return "ffn_down", LAYER, "d_act", 0 if behind else 1, "act"
     if base == gradient_name(v):
         return "qkv", LAYER, f"d_norm1{partial}", 0, "norm1"
     products = {
-        "d_resid": ("proj", LAYER, "d_attn", 0, "attn"),
+        "d_proj" if behind else "d_resid": ("proj", LAYER, "d_attn", 0, "attn"),
         "d_up": ("ffn_up", LAYER, f"d_norm2{partial}", 0, "norm2"),
         "d_logits": (
             "tokens" if v.model.tied_embeddings else "classifier",
@@ -433,9 +444,12 @@ def norm_backward(call: Call) -> None:
         name, kind, out = which
         named = {"grad": f"d_{out}", "x": x.name, "saved": f"{out}_saved", "stats": f"{out}_stats"}
         wanted: dict[str, Wanted] = {role: named[role] for role in roles if role in named}
+        behind = name in ("post_attn", "post_mlp")
+        if behind:  # a sum passes its gradient on to both of its terms
+            wanted["grad"] = "d_resid" if name == "post_attn" else ("d_x", 1)
         if residual:
             wanted["residual_grad"] = ("d_x", 1) if name == "norm2" else "d_resid"
-        if residual != (kind is LAYER):
+        if residual != (kind is LAYER and not behind):
             call.fault(f"residual_grad is {'' if residual else 'not '}given")
         found = agree(call, wanted, values, tokens)
         if found is not None:
@@ -739,7 +753,7 @@ def _shifted(work: Exchange, value: Value) -> Value:
         hop = value.part[1] if isinstance(value.part, tuple) else 0
         return value._replace(part=("hop", hop + 1))
     terms = value.terms
-    return value._replace(terms=("shift", terms[1] + 1) if isinstance(terms, tuple) else terms)
+    return value._replace(terms=("shift", terms[1] + work.distance) if isinstance(terms, tuple) else terms)
 
 
 def _send_sums(call: Call, sums: dict[ParameterKey, Sum], target: int) -> None:
@@ -1018,8 +1032,10 @@ RULES: dict[str, Rule] = {
     "residual_add": residual_add,
     "gelu": activation,
     "swiglu": activation,
+    "geglu": activation,
     "gelu.bwd": activation_backward,
     "swiglu.bwd": activation_backward,
+    "geglu.bwd": activation_backward,
     "linear.dgrad": dgrad,
     "linear.dgrad.add": dgrad,
     "linear.wgrad": wgrad,

@@ -45,6 +45,16 @@ WITHOUT_ADAPTER = frozenset({"without adapter"})
 """The only term of a product to which its low-rank adapter has yet to add."""
 OWN = ("own",)
 OTHERS = ("others",)
+WINDOW = ("window",)
+"""All keys of a window, which one call reads; and the gradient that this call makes of its own keys."""
+FROM_NEXT, FROM_LATE = ("next",), ("late",)
+"""Gradients of the last keys of a chunk, by the queries of the chunk behind it: on another rank, or on this one."""
+
+
+def window_of(v: Values, layer: int) -> int:
+    """Return the window of a layer, or 0 where its tokens see all keys before them."""
+    window = v.model.layer(layer).window
+    return window if window < v.decisions.seq_tokens else 0
 
 
 def chain(v: Values) -> list[str]:
@@ -112,6 +122,10 @@ def _is_whole(call: Call, value: Value, first: int, end: int) -> bool:  # noqa: 
     v, terms, name = call.values, value.terms, value.name.rstrip("^|")
     if terms == WITHOUT_ADAPTER:
         return False
+    if terms == {WINDOW}:
+        return True
+    if name == "d_kv" and (window := window_of(v, value.layer)):
+        return _windows_keys_are_whole(v, terms, (first, end), window)
     if isinstance(terms, Packed):
         queries = _queries_are_whole(v, terms.queries, first, end)
         if isinstance(terms.keys, frozenset) and v.layout.ring > 1 and v.layout.cp_exchange != "rsa":
@@ -119,13 +133,30 @@ def _is_whole(call: Call, value: Value, first: int, end: int) -> bool:  # noqa: 
         if v.layout.cp_exchange == "rsa" and isinstance(terms.keys, frozenset):
             return queries and terms.keys == {"dk", "dv"}
         return queries and terms.keys == {OWN}
-    if name in ("attn", "lse", "d_q"):
+    if name in ("attn", "lse", "attn.raw", "lse.raw", "d_q"):
         return _queries_are_whole(v, terms, first, end)
     if name == "d_kv" and isinstance(terms, Spans):
         return _keys_are_whole(v, terms, first, end)
     if name in ("proj", "down", "d_norm1", "d_norm2") and isinstance(terms, frozenset):
         return len(terms) == v.layout.metp
     return False
+
+
+def _windows_keys_are_whole(v: Values, terms: object, keys: tuple[int, int], window: int) -> bool:
+    """Return whether keys have the terms of all queries that see them: their own chunk's, and the next one's."""
+    first, end = keys
+    if isinstance(terms, Spans):
+        low, high = terms.whole[0] if len(terms.whole) == 1 else (end, end)
+        return low <= first and high >= min(v.attended, end + window - 1)
+    if not isinstance(terms, frozenset):
+        return False
+    chunk, before = v.attended // 2, window - 1
+    last = (end - 1) % chunk >= chunk - before
+    if last != (first % chunk >= chunk - before):
+        return False
+    if last and first < chunk:
+        v.ring_ranks &= {v.layout.ring - 1} if FROM_LATE in terms else set(range(v.layout.ring - 1))
+    return bool(v.ring_ranks) and terms - {FROM_LATE} == ({WINDOW, FROM_NEXT} if last else {WINDOW})
 
 
 def _queries_are_whole(v: Values, terms: object, first: int, end: int) -> bool:  # noqa: PLR0911 - one a form

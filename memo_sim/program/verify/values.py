@@ -276,6 +276,8 @@ class Values:
         tokens = self.shard_tokens if _on_shards(name) else self.tokens
         if name.startswith("experts_"):
             tokens = self.dispatched
+        if name == "sinks":
+            tokens = self.attended
         for micro_batch in range(self.program.micro_batches):
             for source in self._sources(kind, name):
                 ranges = found.tokens.get((micro_batch, source), []) if found is not None else []
@@ -405,7 +407,7 @@ def _nearly_equal(layers: int, runs: int) -> tuple[int, ...]:
 
 def _on_shards(name: str) -> bool:
     """Return whether a gradient sums over the rank's token shard, not over gathered rows."""
-    return name.startswith("norm") or name in ("proj.bias", "ffn_down.bias")
+    return name.startswith(("norm", "post_")) or name in ("proj.bias", "ffn_down.bias")
 
 
 def check_values(program: Program, columns: Columns, decisions: Decisions) -> list[str]:

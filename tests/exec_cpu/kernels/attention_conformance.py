@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memo_exec.kernels.attention_backend import AttentionBackward
+from memo_exec.kernels.attention_backend import AttentionBackward, Mask
 from tests.exec_cpu.kernels import attention_reference as reference
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -38,13 +38,20 @@ class Case:
     """Number of key tokens; 0 means as many as queries, with a causal mask."""
     batch: int = 1
     groups: int = 2
+    window: int = 0
+    """How many keys a query sees at most; the queries belong to the last keys."""
     apart: bool = False
     """Whether queries are in a tensor separate from keys and values; calls without a mask always are."""
 
     @property
     def causal(self) -> bool:
-        """Whether the mask is the causal square."""
-        return not self.keys
+        """Whether later keys are masked."""
+        return not self.keys or bool(self.window)
+
+    @property
+    def mask(self) -> Mask:
+        """The mask of the call."""
+        return Mask(self.causal, self.window)
 
 
 CASES = [
@@ -59,6 +66,15 @@ CASES = [
     Case(200, 4, 2, 64, apart=True),
     Case(129, 2, 1, 128, keys=640),
 ]
+
+WINDOWS = [
+    Case(300, 4, 2, 64, window=7, batch=2),
+    Case(513, 2, 1, 128, window=200),
+    Case(200, 4, 2, 64, window=1000),
+    Case(130, 2, 1, 64, keys=193, window=64, batch=2),
+    Case(160, 2, 2, 64, keys=170, window=64),
+]
+"""Calls with a window, with the keys that precede the queries or without; windows longer than the keys too."""
 
 
 @dataclass
@@ -85,7 +101,7 @@ class Operands:
             return torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
 
         def packed(*, random: bool) -> Triple:
-            if case.causal and not case.apart:
+            if not case.keys and not case.apart:
                 both = made(rows["q"], q_heads + 2 * kv_heads, random=random)
                 q, k, v = torch.split(both, [q_heads, kv_heads, kv_heads], dim=2)
             else:
@@ -117,10 +133,10 @@ def faults(
     """Return the faults of ``backend`` in one case, as sentences."""
     operands = Operands(case, device, dtype)
     with torch.inference_mode():
-        backend.forward(*operands.qkv, operands.out, operands.lse, causal=case.causal)
+        backend.forward(*operands.qkv, operands.out, operands.lse, mask=case.mask)
         wide = tuple(x.double() for x in operands.qkv)
-        out, lse = reference.forward(*wide, causal=case.causal)
-        plain_out, plain_lse = reference.forward(*operands.qkv, causal=case.causal)
+        out, lse = reference.forward(*wide, causal=case.causal, window=case.window)
+        plain_out, plain_lse = reference.forward(*operands.qkv, causal=case.causal, window=case.window)
         found = _beyond("out", operands.out, out, plain_out)
         if not (operands.lse - lse).abs().max() <= LSE_ERROR:
             found.append(f"lse: off by {(operands.lse - lse).abs().max():.3g}")
@@ -133,12 +149,14 @@ def faults(
                 operands.out,
                 operands.lse,
                 operands.grads,
-                causal=case.causal,
+                case.mask,
                 deterministic=deterministic,
             )
         )
-        wanted = reference.backward(operands.grad.double(), wide, out, lse, causal=case.causal)
-        plain = reference.backward(operands.grad, operands.qkv, plain_out, plain_lse, causal=case.causal)
+        wanted = reference.backward(operands.grad.double(), wide, out, lse, causal=case.causal, window=case.window)
+        plain = reference.backward(
+            operands.grad, operands.qkv, plain_out, plain_lse, causal=case.causal, window=case.window
+        )
     for name, gradient, true, rough in zip(("dq", "dk", "dv"), operands.grads, wanted, plain, strict=True):
         found += _beyond(name, gradient, true, rough)
     if operands.written() != operands.wanted_written():

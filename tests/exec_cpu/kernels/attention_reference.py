@@ -9,28 +9,35 @@ Triple = tuple[Tensor, Tensor, Tensor]
 QUERIES = 512
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, shift: int = 0) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, shift: int = 0, window: int = 0) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp in ``q``'s dtype; tensors are (batch, tokens, heads, head_dim).
 
-    ``shift`` moves the causal diagonal: query i sees keys up to i + shift (0 is correct).
+    ``shift`` moves the causal diagonal: query i sees keys up to i + shift (0 is correct). ``window``: how many keys a
+    query sees at most; the queries then belong to the last keys.
     """
+    shift += k.shape[1] - q.shape[1] if window else 0
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:3])
     for b, h, rows in _blocks(q):
         keys, values = _of_head(q, k, b, h), _of_head(q, v, b, h)
-        scores = _scores(q[b, rows, h], keys, rows, causal=causal, shift=shift)
+        scores = _scores(q[b, rows, h], keys, rows, causal=causal, shift=shift, window=window)
         lse[b, rows, h] = scores.logsumexp(-1)
         out[b, rows, h] = scores.softmax(-1) @ values
     return out, lse
 
 
-def backward(grad: Tensor, qkv: Triple, out: Tensor, lse: Tensor, *, causal: bool, shift: int = 0) -> Triple:
+def backward(
+    grad: Tensor, qkv: Triple, out: Tensor, lse: Tensor, *, causal: bool, shift: int = 0, window: int = 0
+) -> Triple:
     """Return the gradients of Q, K, V."""
     q, k, v = qkv
+    shift += k.shape[1] - q.shape[1] if window else 0
     scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in qkv)
     for b, h, rows in _blocks(q):
         keys, values, queries, incoming = _of_head(q, k, b, h), _of_head(q, v, b, h), q[b, rows, h], grad[b, rows, h]
-        weights = (_scores(queries, keys, rows, causal=causal, shift=shift) - lse[b, rows, h, None]).exp()
+        weights = (
+            _scores(queries, keys, rows, causal=causal, shift=shift, window=window) - lse[b, rows, h, None]
+        ).exp()
         product = (incoming * out[b, rows, h]).sum(-1, keepdim=True)
         slopes = weights * (incoming @ values.T - product) * scale
         dq[b, rows, h] = slopes @ keys
@@ -50,9 +57,10 @@ def _of_head(q: Tensor, keys: Tensor, batch: int, head: int) -> Tensor:
     return keys[batch, :, head // (q.shape[2] // keys.shape[2])]
 
 
-def _scores(queries: Tensor, keys: Tensor, rows: slice, *, causal: bool, shift: int) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, rows: slice, *, causal: bool, shift: int, window: int) -> Tensor:
     scores = queries @ keys.T * queries.shape[-1] ** -0.5
     if not causal:
         return scores
     at = torch.arange(rows.start, rows.stop, device=keys.device).unsqueeze(1) + shift
-    return scores.masked_fill(torch.arange(len(keys), device=keys.device) > at, -torch.inf)
+    key = torch.arange(len(keys), device=keys.device)
+    return scores.masked_fill((key > at) | ((key <= at - window) if window else False), -torch.inf)

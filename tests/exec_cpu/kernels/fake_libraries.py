@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -58,20 +59,31 @@ FLASH3_BACKWARD = """bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, 
     (Tensor, Tensor, Tensor, Tensor, Tensor)"""
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, window: int = 0) -> tuple[Tensor, Tensor]:
     assert scale == q.shape[-1] ** -0.5
-    out, lse = reference.forward(*(x.double() for x in (q, k, v)), causal=causal)
+    out, lse = reference.forward(*(x.double() for x in (q, k, v)), causal=causal, window=window)
     return out, lse.float().transpose(1, 2).contiguous()
 
 
-def _backward(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, scale: float, *, causal: bool) -> Any:
+def _backward(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, scale: float, *, causal: bool, window: int = 0) -> Any:
     q = qkv[0]
     assert scale == q.shape[-1] ** -0.5
     assert lse.is_contiguous(), "the real kernels read contiguous (batch, heads, tokens)"
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.dtype == torch.float32
     wide = [x.double() for x in (grad, *qkv, out)]
-    return reference.backward(wide[0], tuple(wide[1:4]), wide[4], lse.double().transpose(1, 2), causal=causal)
+    return reference.backward(
+        wide[0], tuple(wide[1:4]), wide[4], lse.double().transpose(1, 2), causal=causal, window=window
+    )
+
+
+def _masked(given: dict[str, Any], causal: str) -> dict[str, Any]:
+    """Return the mask that a library's arguments stand for; a window's later side is closed."""
+    left, right = given["window_size_left"], given["window_size_right"]
+    if left is None or left < 0:
+        return {"causal": given[causal]}
+    assert right == 0
+    return {"causal": True, "window": left + 1}
 
 
 @contextmanager
@@ -95,7 +107,11 @@ def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -
     out = given["out"]
     assert all(x.stride(-1) == 1 for x in (q, k, v, out))
     assert given["num_splits"] == 1, "with 0 the library may split, which changes the order of summation"
-    result, lse = _forward(q, k, v, given["softmax_scale"], causal=given["is_causal"])
+    if given["cu_seqlens_q"] is not None:
+        assert given["is_causal"]
+        lse = _varlen_forward((q, k, v), out, _documents(given), given["softmax_scale"])
+        return out, lse, q.new_empty(0), q.new_empty(0)
+    result, lse = _forward(q, k, v, given["softmax_scale"], **_masked(given, "is_causal"))
     out.copy_(result)
     return out, lse, q.new_empty(0), q.new_empty(0)
 
@@ -103,11 +119,89 @@ def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -
 def _flash3_backward(dout: Tensor, *rest: Any, **named: Any) -> Any:
     given = _by_name(FLASH3_BACKWARD, (dout, *rest), named)
     qkv = given["q"], given["k"], given["v"]
-    found = _backward(dout, qkv, given["out"], given["softmax_lse"], given["softmax_scale"], causal=given["is_causal"])
+    if given["cu_seqlens_q"] is not None:
+        assert given["is_causal"]
+        grads = tuple(given[name] for name in ("dq", "dk", "dv"))
+        result = given["out"], given["softmax_lse"]
+        _varlen_backward(dout, qkv, result, grads, _documents(given), given["softmax_scale"])
+        return tuple(dout.new_empty(0) for _ in range(5))
+    found = _backward(
+        dout, qkv, given["out"], given["softmax_lse"], given["softmax_scale"], **_masked(given, "is_causal")
+    )
     for name, result in zip(("dq", "dk", "dv"), found, strict=True):
         assert given[name].stride(-1) == 1
         given[name].copy_(result)
     return tuple(dout.new_empty(0) for _ in range(5))
+
+
+def _documents(given: dict[str, Any]) -> list[slice]:
+    """Return the rows of each document of a varlen call, whose queries and keys are the same rows."""
+    ends, longest = given["cu_seqlens_q"], given["max_seqlen_q"]
+    assert ends.dtype == torch.int32
+    assert torch.equal(ends, given["cu_seqlens_k"])
+    rows = [slice(first, end) for first, end in pairwise(ends.tolist())]
+    assert rows[-1].stop == len(given["q"])
+    assert longest == given["max_seqlen_k"] == max(each.stop - each.start for each in rows)
+    return rows
+
+
+def _varlen_forward(qkv: tuple[Tensor, ...], out: Tensor, documents: list[slice], scale: float) -> Tensor:
+    """Write the output of every document; return the log-sum-exp, (heads, rows)."""
+    lse = torch.empty(qkv[0].shape[1], len(qkv[0]))
+    for rows in documents:
+        q, k, v = (x[None, rows] for x in qkv)
+        result, logsumexp = _forward(q, k, v, scale, causal=True)
+        out[rows], lse[:, rows] = result[0].to(out.dtype), logsumexp[0]
+    return lse
+
+
+def _varlen_backward(
+    grad: Tensor, qkv: Any, result: tuple[Tensor, Tensor], grads: Any, documents: list[slice], scale: float
+) -> None:
+    out, lse = result
+    assert lse.is_contiguous()
+    assert lse.shape == (out.shape[1], len(out))
+    for rows in documents:
+        q, k, v = (x[None, rows] for x in qkv)
+        found = _backward(
+            grad[None, rows], (q, k, v), out[None, rows], lse[None, :, rows].contiguous(), scale, causal=True
+        )
+        for target, value in zip(grads, found, strict=True):
+            target[rows] = value[0].to(target.dtype)
+
+
+@contextmanager
+def flash2() -> Iterator[None]:
+    """Make flash-attn 2's varlen calls importable, with the signatures of 2.7."""
+
+    def varlen_fwd(
+        q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal, window_size_left, window_size_right, softcap,
+        return_softmax, generator,
+    ):  # fmt: skip
+        assert (seqused_k, leftpad_k, block_table, alibi_slopes, generator) == (None,) * 5
+        assert (dropout_p, zero_tensors, causal, softcap, return_softmax) == (0.0, False, True, 0.0, False)
+        assert (window_size_left, window_size_right) == (-1, -1)
+        lse = _varlen_forward((q, k, v), out, _documents(locals()), softmax_scale)
+        return out, lse, None, None
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        assert (dropout_p, causal, softcap, alibi_slopes) == (0.0, True, 0.0, None)
+        assert (window_size_left, window_size_right) == (-1, -1)
+        documents = _documents(locals())
+        _varlen_backward(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), documents, softmax_scale)
+
+    calls = {"varlen_fwd": staticmethod(varlen_fwd)}
+    contents = {
+        "flash_attn_gpu": type("flash_attn_gpu", (), calls),
+        "_flash_attn_varlen_backward": _flash_attn_varlen_backward,
+    }
+    with installed({"flash_attn": {}, "flash_attn.flash_attn_interface": contents}):
+        yield
 
 
 def _by_name(schema: str, values: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +222,7 @@ def _flash4_forward(new: bool) -> Any:
         assert lse.stride(-1) == 1
         assert out.stride(-1) == 1
         assert all(stride % 8 == 0 for stride in out.stride()[:-1])
-        result, logsumexp = _forward(q, k, v, given["softmax_scale"], causal=given["causal"])
+        result, logsumexp = _forward(q, k, v, given["softmax_scale"], **_masked(given, "causal"))
         out.copy_(result)
         lse.copy_(logsumexp)
         return (out, lse, None, None) if new else (out, lse)
@@ -166,7 +260,8 @@ def _flash4_backward(
     learnable_sink=None,
 ):  # fmt: skip
     assert out.shape == dout.shape == q.shape
-    found = _backward(dout, (q, k, v), out, lse, softmax_scale, causal=causal)
+    given = {"causal": causal, "window_size_left": window_size_left, "window_size_right": window_size_right}
+    found = _backward(dout, (q, k, v), out, lse, softmax_scale, **_masked(given, "causal"))
     for target, like, result in zip((dq, dk, dv), (q, k, v), found, strict=True):
         assert target.shape == like.shape
         assert target.dtype == like.dtype
@@ -188,7 +283,7 @@ def _flat(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, dense)
 
 
-def _te_checked(given: dict[str, Any], tensors: list[Tensor]) -> bool:
+def _te_checked(given: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
     q, k = given["q"], given["k"]
     assert all(x.dtype == torch.bfloat16 for x in tensors)
     assert given["fake_dtype"] == torch.bfloat16
@@ -203,27 +298,29 @@ def _te_checked(given: dict[str, Any], tensors: list[Tensor]) -> bool:
         assert starts.dtype == torch.int32
         assert starts.tolist() == [i * x.shape[1] for i in range(x.shape[0] + 1)]
         assert given[f"max_seqlen_{name}"] == x.shape[1]
-    causal = {"causal": True, "no_mask": False}[given["attn_mask_type"]]
-    assert tuple(given["window_size"]) == ((-1, 0) if causal else (-1, -1))
-    return causal
+    left, right = given["window_size"]
+    causal = {"causal": True, "causal_bottom_right": True, "no_mask": False}[given["attn_mask_type"]]
+    assert (right == 0) == causal
+    assert (left >= 0) == (given["attn_mask_type"] == "causal_bottom_right")
+    return {"causal": causal, "window": left + 1}
 
 
 def _te_forward(given: dict[str, Any]) -> Any:
     qkv = [given[name] for name in "qkv"]
-    causal = _te_checked(given, qkv)
+    masked = _te_checked(given, qkv)
     assert given["is_training"]
-    out, lse = _forward(*(_flat(x) for x in qkv), given["attn_scale"], causal=causal)
+    out, lse = _forward(*(_flat(x) for x in qkv), given["attn_scale"], **masked)
     return out.to(torch.bfloat16), [lse.unsqueeze(-1), torch.zeros(2, dtype=torch.int64)]
 
 
 def _te_backward(given: dict[str, Any]) -> Any:
     tensors = [given[name] for name in ("d_o", "q", "k", "v", "o")]
-    causal = _te_checked(given, tensors)
+    masked = _te_checked(given, tensors)
     stats, state = given["aux_ctx_tensors"]
     assert state.dtype == torch.int64
     assert state.shape == (2,)
     grad, q, k, v, out = (_flat(x) for x in tensors)
-    found = _backward(grad, (q, k, v), out, stats.squeeze(-1), given["attn_scale"], causal=causal)
+    found = _backward(grad, (q, k, v), out, stats.squeeze(-1), given["attn_scale"], **masked)
     return [*(x.to(torch.bfloat16) for x in found), None]
 
 

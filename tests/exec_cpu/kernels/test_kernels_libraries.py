@@ -21,7 +21,7 @@ from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Kernels
 from memo_sim.program.lower import lower
 from tests.exec_cpu.kernels import fake_libraries as fakes
-from tests.exec_cpu.kernels.attention_conformance import CASES, Case, faults
+from tests.exec_cpu.kernels.attention_conformance import CASES, WINDOWS, Case, faults
 from tests.exec_cpu.small import decide, llama
 from tests.refusals import refused
 
@@ -38,7 +38,9 @@ NAMES = ["flash3", "flash4-b17", "flash4", "te-2.9", "te-2.20"]
 
 
 @pytest.mark.parametrize(("backend", "library"), LIBRARIES, ids=NAMES)
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4], CASES[6], CASES[8], CASES[9]], ids=str)
+@pytest.mark.parametrize(
+    "case", [CASES[0], CASES[1], CASES[4], CASES[6], CASES[8], CASES[9], WINDOWS[0], WINDOWS[3]], ids=str
+)
 def test_calls_match_the_signatures(backend: ModuleType, library: Library, case: Case) -> None:
     with library():
         assert backend.missing() == ""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memo_exec.commands import doctor
 from memo_exec.kernels import attention_flash3, attention_torch_cpu
-from memo_exec.kernels.attention_backend import AttentionBackward
+from memo_exec.kernels.attention_backend import WHOLE, AttentionBackward, Mask
 from memo_exec.machine import attention_kernels as kernels
 from memo_exec.machine import preflight, rowwise_kernels
 from memo_exec.machine.kernel_trial import FORMS, MOST_TEXT, Form, Heads, attention_fails, forms_of, triton_fails
@@ -86,13 +86,13 @@ def test_the_first_line_of_what_is_raised_is_passed_on(monkeypatch: pytest.Monke
 PLAIN_FORWARD, PLAIN_BACKWARD = attention_torch_cpu.forward, attention_torch_cpu.backward
 
 
-def without_mask(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    del causal
-    PLAIN_FORWARD(q, k, v, out, lse, causal=False)
+def without_mask(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, mask: Mask) -> None:
+    del mask
+    PLAIN_FORWARD(q, k, v, out, lse, mask=WHOLE)
 
 
-def wrong_statistics(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    PLAIN_FORWARD(q, k, v, out, lse, causal=causal)
+def wrong_statistics(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, mask: Mask) -> None:
+    PLAIN_FORWARD(q, k, v, out, lse, mask=mask)
     lse.mul_(1.4427)  # log-sum-exp in base 2 instead of e
 
 
@@ -106,14 +106,14 @@ def keys_and_values_swapped(call: AttentionBackward) -> None:
     PLAIN_BACKWARD(replace(call, grads=(dq, dv, dk)))
 
 
-def square_alone(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    PLAIN_FORWARD(q, k[:, : q.shape[1]], v[:, : q.shape[1]], out, lse, causal=causal)
+def square_alone(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, mask: Mask) -> None:
+    PLAIN_FORWARD(q, k[:, : q.shape[1]], v[:, : q.shape[1]], out, lse, mask=mask)
 
 
 def own_statistics(call: AttentionBackward) -> None:
     """Compute output and log-sum-exp again from the given keys, which is right only if these are all keys."""
     out, lse = torch.empty_like(call.out), torch.empty_like(call.lse)
-    PLAIN_FORWARD(*call.qkv, out, lse, causal=call.causal)
+    PLAIN_FORWARD(*call.qkv, out, lse, mask=call.mask)
     PLAIN_BACKWARD(replace(call, out=out, lse=lse))
 
 

@@ -72,9 +72,8 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] 
     [
         {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64, "max_position_embeddings": 128},
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 128},
-        {"sliding_window": 128, "max_position_embeddings": 128},
     ],
-    ids=["longrope", "dynamic", "window"],
+    ids=["longrope", "dynamic"],
 )
 def test_positions_stay_where_more_of_them_are_another_model(own: dict[str, Any]) -> None:
     source = {**PHI3, **own}

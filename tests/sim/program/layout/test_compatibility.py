@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Experts, LayerShape
 from memo_sim.contract.plan import Decisions, Kernels, Layout
@@ -20,6 +21,10 @@ SEVERAL_EXPERTS = LLAMA.of_layers(
     [LayerShape(ffn_hidden=640, experts=Experts(count=count, per_token=2, hidden=64)) for count in (4, 8)]
 )
 LORA = "r=8,alpha=8,targets=qkv+proj+ffn"
+WINDOW = msgspec.structs.replace(LLAMA, window=256)
+SINKS = msgspec.structs.replace(LLAMA, sinks=True)
+POST_NORMS = msgspec.structs.replace(LLAMA, post_norms=True)
+GEGLU = msgspec.structs.replace(LLAMA, activation="gelu_tanh")
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
@@ -37,7 +42,36 @@ def chunked(**changes: Any) -> Layout:
     return Layout(**({"tp": 2, "sequence_parallel": True, "tp_overlap": "chunked"} | changes))
 
 
+PACKED = {"documents": Documents(lengths=((512, 1),))}
+
+
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
+    "packed documents: metp": (Layout(metp=2), PACKED, "2 with documents"),
+    "packed documents: cp_exchange": (Layout(cp_exchange="rsa"), PACKED, "rsa with documents"),
+    "packed documents: micro_batch": (
+        Layout(cp=2, cp_exchange="all_gather"),
+        {**PACKED, "micro_batch": 2},
+        "2 with documents",
+    ),
+    "packed documents: subsequences": (Layout(subsequences=2), PACKED, "2 with documents"),
+    "packed documents: attention_chunk_tokens": (Layout(), CHUNKS | PACKED, "512 with documents"),
+    "packed documents: attention": (
+        Layout(),
+        {**PACKED, "kernels": Kernels(attention="triton-flash")},
+        "triton-flash",
+    ),
+    "packed documents: cuda_graphs": (
+        Layout(),
+        {**PACKED, "cuda_graphs": True, "memory_policy": "eager"},
+        "true with documents",
+    ),
+    "packed documents: bidirectional": (Layout(), {**PACKED, "model": BIDIRECTIONAL}, "true with documents"),
+    "packed documents: most": (
+        Layout(),
+        {"documents": Documents(lengths=((512, 1),), most=2**20)},
+        "1048576 of 2048 tokens",
+    ),
+    "cuts of documents: documents": (Layout(cp=2), {"document_cuts": "documents"}, "documents, but none are given"),
     "experts: tp_overlap": (chunked(), {"model": EXPERTS}, "chunked with a model with experts"),
     "experts: metp": (Layout(metp=2), {"model": EXPERTS}, "2 with a model with experts"),
     "experts: subsequences": (Layout(subsequences=2), {"model": EXPERTS}, "2 with a model with experts"),
@@ -67,6 +101,85 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "compiled with a model with experts",
     ),
     "experts: layer_pattern": (Layout(), {"model": SEVERAL_EXPERTS}, "experts of several kinds"),
+    "windows: attention": (
+        Layout(),
+        {"model": WINDOW, "kernels": Kernels(attention="torch-cudnn")},
+        "torch-cudnn with a window of 256 tokens",
+    ),
+    "windows: cp_exchange": (
+        Layout(cp=2, cp_exchange="rsa"),
+        {"model": WINDOW},
+        "rsa with a window of 256 tokens",
+    ),
+    "windows: metp": (Layout(metp=2), {"model": WINDOW}, "2 with a window of 256 tokens"),
+    "windows: attention_chunk_tokens": (Layout(), {"model": WINDOW} | CHUNKS, "512 with a window of 256 tokens"),
+    "windows: multiplexed": (
+        multiplexed(pp=4),
+        {"model": WINDOW, "seq_tokens": 4096},
+        "true with a window of 256 tokens",
+    ),
+    "windows: micro_batch": (
+        Layout(cp=2),
+        {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
+        "2 with a window of 256 tokens",
+    ),
+    "windows: cp": (Layout(cp=8), {"model": WINDOW}, "cp 8, chunks of 128 tokens, a window of 256"),
+    "sinks: cp_exchange": (Layout(cp=2, cp_exchange="rsa"), {"model": SINKS}, "rsa with a model with sinks"),
+    "sinks: metp": (Layout(metp=2), {"model": SINKS}, "2 with a model with sinks"),
+    "sinks: attention_chunk_tokens": (Layout(), {"model": SINKS} | CHUNKS, "512 with a model with sinks"),
+    "sinks: multiplexed": (
+        multiplexed(pp=4),
+        {"model": SINKS, "seq_tokens": 4096},
+        "true with a model with sinks",
+    ),
+    "sinks: modules": (
+        Layout(),
+        SAVED | {"model": SINKS},
+        "huggingface with a model with sinks",
+    ),
+    "sinks: recompute": (Layout(), {"model": SINKS, "recompute": "selective"}, "selective with a model with sinks"),
+    "sinks: attention": (Layout(), {"model": SINKS, "kernels": PLAIN}, "plain with a model with sinks"),
+    "norms behind attention and MLP: metp": (Layout(metp=2), {"model": POST_NORMS}, "2 with a model with such norms"),
+    "norms behind attention and MLP: mlp_chunk_tokens": (
+        Layout(),
+        {"model": POST_NORMS, "recompute": "full", "mlp_chunk_tokens": 512},
+        "512 with a model with such norms",
+    ),
+    "norms behind attention and MLP: attention_chunk_tokens": (
+        Layout(),
+        {"model": POST_NORMS} | CHUNKS,
+        "512 with a model with such norms",
+    ),
+    "norms behind attention and MLP: recompute": (
+        Layout(),
+        {"model": POST_NORMS, "recompute": "operators"},
+        "operators with a model with such norms",
+    ),
+    "norms behind attention and MLP: modules": (
+        Layout(),
+        SAVED | {"model": POST_NORMS},
+        "huggingface with a model with such norms",
+    ),
+    "norms behind attention and MLP: schedule": (
+        Layout(pp=2, schedule="zero-bubble"),
+        {"model": POST_NORMS},
+        "zero-bubble with a model with such norms",
+    ),
+    "norms behind attention and MLP: multiplexed": (
+        multiplexed(pp=4),
+        {"model": POST_NORMS, "seq_tokens": 4096},
+        "true with a model with such norms",
+    ),
+    "Gemma's operators: cp_exchange": (
+        Layout(cp=2, cp_exchange="rsa"),
+        {"model": GEGLU},
+        "rsa with a model with them",
+    ),
+    "Gemma's operators: modules": (
+        Layout(),
+        SAVED | {"model": GEGLU},
+        "huggingface with a model with them",
+    ),
     "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
     "adapters: model": (
         Layout(),
@@ -87,7 +200,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"recompute": "operators", "adapters": LORA},
         f"operators with adapters {LORA}",
     ),
-    "adapters: attention_chunk_tokens": (Layout(), {**CHUNKS, "adapters": LORA}, f"512 with adapters {LORA}"),
     "adapters: memory_policy": (Layout(), {"memory_policy": "eager", "adapters": LORA}, f"eager with adapters {LORA}"),
     "adapters: rowwise": (
         Layout(),
