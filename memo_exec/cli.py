@@ -131,6 +131,12 @@ def cli() -> None:
     "--trace", "trace_path", type=FILE, help="Write the predicted and the measured timeline for ui.perfetto.dev."
 )
 @click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
+@click.option(
+    "--expert-load",
+    "expert_load_path",
+    type=FILE,
+    help="A model with experts: write how many rows each of them got, for --expert-load of memo-sim.",
+)
 @click.option("--report", type=FILE, help="Write the measured step beside its prediction as one HTML page.")
 @click.option(
     "--debug", is_flag=True, help="Check the program first, then every value, copy and order of a step (slow)."
@@ -158,11 +164,15 @@ def run_command(**options: Any) -> None:
         options[name] = options[name] and of_rank(options[name])
     chosen = run_options(options if typed("save_every") else options | {"save_every": None})
     read = (options["plan"], options["data"], options["weights"], options["adapters"])
-    check_outputs(options["trace_path"], options["measured_path"], options["report"], read=read)
+    load_path = options["expert_load_path"]
+    check_outputs(options["trace_path"], options["measured_path"], options["report"], load_path, read=read)
     _check_report(options["report"])
+    _check_load(load_path, options["plan"])
     outcome = run(options["plan"], chosen, tell=lambda figure: say(figure.line()), note=say)
     if outcome is None:
         return
+    if load_path is not None and outcome.rank == 0:
+        _write_load(outcome, load_path)
     if not outcome.stopped_by and outcome.rank == 0:
         _print_comparison(outcome.comparison, as_json=options["as_json"])
     _write_traces(outcome, options["trace_path"], options["measured_path"])
@@ -174,6 +184,28 @@ def run_command(**options: Any) -> None:
         sys.exit(SIGNALLED + outcome.stopped_by)
     if outcome.rank == 0:
         _check_tolerance(outcome.comparison, options["tolerance"])
+
+
+def _check_load(path: Path | None, plan_path: Path) -> None:
+    """Refuse to write the load of experts of a model that has none, before the run.
+
+    Raises:
+        UsageError: when the plan's model has no experts.
+    """
+    from memo_sim.contract import codec
+    from memo_sim.contract.plan import Plan
+
+    if path is not None and codec.read(plan_path, Plan).decisions.model.mixture is None:
+        raise UsageError("the plan's model has no experts", where="--expert-load", hint="leave --expert-load out")
+
+
+def _write_load(outcome: Outcome, path: Path) -> None:
+    """Write the load of experts, and say how to use it."""
+    from memo_sim.contract import codec
+
+    assert outcome.expert_load is not None  # ``_check_load``
+    codec.write(path, outcome.expert_load)
+    say(f"wrote the rows of every expert to {path}; memo-sim what-if ... --expert-load {path} prices them")
 
 
 @cli.command("verify")

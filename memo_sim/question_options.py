@@ -90,11 +90,11 @@ PRICE = click.option(
     " then has prices of a step and of a billion tokens.",
 )
 METAVARS: dict[type, str] = {
+    LowRank: "r=N,...",
     CountOrAuto: "N|auto",
     Numbers: "N,N,...",
     LayerChoice: "all|every-N|first-K|groups-N",
     Load: "balanced|zipf-S",
-    LowRank: "r=N,...",
     DocumentLengths: "mean=TOKENS,max=TOKENS|FILE",
 }
 """What help shows for values of knobs that are text."""

@@ -45,12 +45,13 @@ from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.documents import attended_share, packed
 from memo_sim.contract.errors import CannotRun, UsageError
+from memo_sim.contract.expert_load import LayerLoad, MeasuredLoad
 from memo_sim.contract.files import check_regular
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import counted, format_percent
 from memo_sim.program.ir.program import Program
-from memo_sim.program.layout.expert_load import nearest_load
+from memo_sim.program.layout.expert_load import nearest_load, shown_load
 from memo_sim.program.lower import lower
 from memo_sim.views.busy import busy_by
 
@@ -137,6 +138,8 @@ class Outcome:
     """The number of the signal that ended the run early; 0 when it played all its steps."""
     steps: int
     """How many steps have ended, including those before a resume."""
+    expert_load: MeasuredLoad | None
+    """The rows of every expert on all ranks, since this run began or was resumed; None for a model without experts."""
     rank: int = 0
     """The rank whose timeline ``measured`` is."""
 
@@ -563,14 +566,39 @@ def documents_of(training: Training) -> str:
 
 def load_of_experts(interpreter: Interpreter) -> str:
     """Return how uneven the load of this rank's experts was, and the option that prices it."""
-    experts, loads = interpreter.decisions.model.mixture, interpreter.context.loads.tolist()
+    experts, loads = interpreter.decisions.model.mixture, interpreter.context.loads.sum(0).tolist()
     assert experts is not None
     fullest = loads[0] * experts.count / sum(loads)
     near, planned = nearest_load(experts, loads), interpreter.decisions.expert_load
-    asked = "as planned" if near == planned else f"planned as {planned}; --expert-load {near} prices it"
+    asked = "as planned" if near == planned else f"planned as {shown_load(planned)}; --expert-load {near} prices it"
     whose = " of the first rank" if interpreter.decisions.layout.replicas > 1 else ""
     text = f"experts: a layer's fullest got {fullest:.2f} times the mean of its rows{whose}, nearest to {near}"
     return f"{text} ({asked})"
+
+
+def measured_load(training: Training) -> MeasuredLoad | None:
+    """Return the rows of every expert on all ranks; None for a model without experts. Every rank calls it.
+
+    Tensor-parallel ranks route the same tokens, so the first of them counts.
+    """
+    interpreter, model = training.interpreter, training.plan.decisions.model
+    if model.mixture is None:
+        return None
+    context, leads = interpreter.context, interpreter.mesh.at("tp") == 0
+    own = [each.tolist() if leads else [] for each in (context.rows, context.loads)]
+    gathered = [each for each in training.world.gathered(own) if each[0]]
+    rows, loads = (torch.tensor([each[which] for each in gathered]).sum(0).tolist() for which in (0, 1))
+    return MeasuredLoad(
+        model=model.name,
+        experts=model.mixture.count,
+        per_token=model.mixture.per_token,
+        steps=max(1, len(training.records)),
+        layers=[
+            LayerLoad(layer=number, rows=rows[number], by_fullness=loads[number])
+            for number in range(model.layers)
+            if sum(rows[number])
+        ],
+    )
 
 
 def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: Trace | None) -> Outcome:
@@ -607,7 +635,8 @@ def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: T
         comparison = msgspec.structs.replace(comparison, step_s_by_rank=times_s, peak_device_bytes_by_rank=peaks)
     if (below := training.interpreter.below) is not None:
         comparison = msgspec.structs.replace(comparison, allocator=dataclasses.asdict(below.report()))
-    return Outcome(comparison, measured, predicted, training.stopped_by, training.step, world.rank)
+    load = measured_load(training)
+    return Outcome(comparison, measured, predicted, training.stopped_by, training.step, load, world.rank)
 
 
 def machine_text(machine: Machine) -> str:

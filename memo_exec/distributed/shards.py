@@ -19,9 +19,17 @@ from memo_exec.distributed.mesh import MeshCoordinates, Share
 from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.data_parallel.optimizer import FROZEN, Optimizer
+from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.kinds import BlockKind
-from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import (
+    FROZEN,
+    SELECTION_BIAS,
+    Block,
+    Parameter,
+    embed_block,
+    head_block,
+    layer_block,
+)
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.stage_layers import layers_by_kind
 
@@ -127,19 +135,22 @@ def optimizer_of(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> Opt
     return Optimizer(decisions, _own_block(decisions, part, mesh), part.kind, count)
 
 
-def divided_elements(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> int:
-    """Return how many leading elements of a block belong to trained parameters that tensor parallelism or METP divides.
+def trained_ranges(
+    decisions: Decisions, part: Part, mesh: MeshCoordinates, *, divided: bool = False
+) -> list[tuple[int, int]]:
+    """Return (first element, end) of the ranges of a block whose parameters gradients train.
 
-    Raises:
-        ValueError: when a divided parameter comes after one that every rank holds whole.
+    ``divided``: only of the parameters that tensor parallelism or METP divides.
     """
-    count = 0
+    found: list[tuple[int, int]] = []
     for own, whole in _paired(decisions, part, mesh):
-        if own.shape != whole.shape and not own.frozen:
-            if own.first != count:
-                raise ValueError(f"{own.name} is divided, but comes after parameters that every rank holds whole")
-            count = own.first + own.elements
-    return count
+        if own.name == SELECTION_BIAS or own.frozen or (divided and own.shape == whole.shape):
+            continue
+        if found and found[-1][1] == own.first:
+            found[-1] = (found[-1][0], own.first + own.elements)
+        else:
+            found.append((own.first, own.first + own.elements))
+    return found
 
 
 def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Part) -> list[Stretch]:
@@ -165,9 +176,9 @@ def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Par
 
 
 def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> dict[str, Stretch]:
-    """Return this rank's share of each run (decay, no_decay, frozen), with its offset in a buffer of shares."""
+    """Return this rank's share of each run of a block (``Block.runs``), with its offset in a buffer of shares."""
     held, found = 0, {}
-    for name, first, length in optimizer.whole_runs():
+    for name, first, length in optimizer.block.runs():
         start, count = Share(length, optimizer.shards).of(mesh.at(optimizer.shard_group) if optimizer.shards > 1 else 0)
         found[name] = Stretch(first + start, count, held)
         held += -(-length // optimizer.shards)
@@ -204,7 +215,7 @@ def _strips(decisions: Decisions, own: Parameter, whole: Parameter, part_rank: i
     halves = (whole.shape[0] // 2,) * 2 if model.gated else (whole.shape[0],)  # gate and up
     every = model.mixture.count if model.mixture else 0
     packed = {"experts_up": (whole.shape[0] // (2 * every),) * 2 * every} if every else {}
-    packed |= {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": halves}
+    packed |= {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": halves, "shared_up": halves}
     product, _, side = own.name.partition(".")
     parts = packed.get(product, (whole.shape[0],))
     if side == "lora_b" and decisions.lora is not None:

@@ -326,7 +326,15 @@ class Interpreter:
         tensors = fixed.copy()
         for touch in moving:
             tensors[touch.role] = self._view(touch)
-        return Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset, bound.micro_batch)
+        return Call(
+            bound.instruction,
+            self.context,
+            tensors,
+            bound.subsequence,
+            bound.offset,
+            micro_batch=bound.micro_batch,
+            layer=bound.layer,
+        )
 
     def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
         """Return what serves the compute lane's allocations, or None when torch's own allocator does."""

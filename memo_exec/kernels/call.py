@@ -84,8 +84,11 @@ class Context:
         self.shares = shares(self.heads, self.kv_heads, self.decisions.layout.ulysses)
         """The heads of each rank of Ulysses."""
         mixture = self.model.mixture
-        self.loads = torch.zeros(mixture.count if mixture else 0, dtype=torch.int64, device=self.device)
-        """Rows of a layer's fullest expert, of the next one, and so on, summed over all layers that were routed."""
+        sizes = (self.model.layers, mixture.count) if mixture else (0, 0)
+        self.loads = torch.zeros(*sizes, dtype=torch.int64, device=self.device)
+        """By layer: rows of a micro-batch's fullest expert, of the next one, and so on, summed over micro-batches."""
+        self.rows = torch.zeros_like(self.loads)
+        """By layer and expert: rows, summed over micro-batches."""
         self._ends: list[Ends] = [self._drawn_ends()] if self.decisions.documents else []
         """For each micro-batch of the step, where its documents end; the drawn ones until a step brings its own."""
         self.merging = self._merging()
@@ -151,7 +154,7 @@ class Context:
 class Call:
     """One kernel call.
 
-    The layer's tensors hold the rows of ``subsequence``, starting at its row ``offset``.
+    The layer's tensors hold the rows of ``subsequence``, starting at its row ``offset``. ``layer`` is its number.
     """
 
     instruction: Instruction
@@ -160,6 +163,7 @@ class Call:
     subsequence: int = 0
     offset: int = 0
     micro_batch: int = 0
+    layer: int = 0
 
     def __getitem__(self, role: str) -> Tensor:
         """Return the operand with this role."""

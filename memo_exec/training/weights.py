@@ -22,6 +22,8 @@ from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.training import huggingface, peft_folder
 
 INIT_STD = 0.02
+RESIDUAL = ("proj.weight", "ffn_down.weight", "experts_down.weight", "shared_down.weight")
+"""The matrices whose product is added to the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: 
         bound = 1 / math.sqrt(shape[1])  # of kaiming_uniform_ with a = sqrt(5)
         return torch.empty(*shape, device=device).uniform_(-bound, bound, generator=generator)
     residual = INIT_STD / math.sqrt(2 * layers)
-    std = residual if last in ("proj.weight", "ffn_down.weight", "experts_down.weight") else INIT_STD
+    std = residual if last in RESIDUAL else INIT_STD
     return torch.normal(0.0, std, tuple(shape), generator=generator, device=device)
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
+from memo_sim.program.layout.parameters import SELECTION_BIAS
 
 HELD_SCORES = 2**23
 """Attention scores of a layer that autograd saves; with more of them one head at a time runs again in its backward."""
@@ -70,23 +71,52 @@ class AutogradModel:
         return self._norm(x, name) if self.model.post_norms else x
 
     def _experts(self, x: Tensor, experts: Experts, at: str) -> Tensor:
-        """Return the sum of each token's experts; ``x`` is (tokens, hidden). There is no loss of the experts' balance.
+        """Return the sum of each token's experts; ``x`` is (tokens, hidden). There are no losses of the router.
 
         Scores are computed in fp32 or wider.
         """
-        scores = F.linear(x, self.p[f"{at}router.weight"]).softmax(-1)
-        probs, chosen = scores.topk(experts.per_token)
-        if experts.renormalize:
-            probs = probs / probs.sum(-1, keepdim=True)
+        probs, chosen = self._routed(x, experts, at)
         up = self.p[f"{at}experts_up.weight"].view(experts.count, -1, x.shape[1])
         down = self.p[f"{at}experts_down.weight"].view(experts.count, x.shape[1], -1)
+        biases = [self.p.get(f"{at}experts_{each}.bias") for each in ("up", "down")]
+        up_bias, down_bias = (None if each is None else each.view(experts.count, -1) for each in biases)
         out = torch.zeros_like(x)
         for expert in range(experts.count):
             tokens, place = torch.nonzero(chosen == expert, as_tuple=True)
-            gate, wide = F.linear(x[tokens], up[expert]).chunk(2, dim=-1)
-            part = F.linear(F.silu(gate) * wide, down[expert]) * probs[tokens, place, None]
-            out = out.index_add(0, tokens, part)
+            gate, wide = F.linear(x[tokens], up[expert], None if up_bias is None else up_bias[expert]).chunk(2, dim=-1)
+            if experts.activation == "clamped":
+                gate = gate.clamp(max=7.0)
+                act = gate * torch.sigmoid(1.702 * gate) * (wide.clamp(-7.0, 7.0) + 1)
+            else:
+                act = F.silu(gate) * wide
+            part = F.linear(act, down[expert], None if down_bias is None else down_bias[expert])
+            out = out.index_add(0, tokens, part * probs[tokens, place, None])
+        if experts.shared:
+            gate, wide = self._linear(x, f"{at}shared_up").chunk(2, dim=-1)
+            out = out + self._linear(F.silu(gate) * wide, f"{at}shared_down")
         return out
+
+    def _routed(self, x: Tensor, experts: Experts, at: str) -> tuple[Tensor, Tensor]:
+        """Return each token's probabilities and experts, (tokens, per_token).
+
+        The selection bias's "gradient" is the number of rows of each expert, as in the programs.
+        """
+        logits, bias = self._linear(x, f"{at}router"), self.p.get(f"{at}{SELECTION_BIAS}")
+        scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
+        rated = scores.detach() + (0 if bias is None else bias.detach())
+        if experts.groups > 1:
+            members = rated.view(len(x), experts.groups, -1)
+            best = members.topk(2, dim=2).values.sum(2).topk(experts.groups_per_token, dim=1).indices
+            outside = torch.ones(len(x), experts.groups, dtype=torch.bool).scatter(1, best, False)
+            rated = members.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+        chosen = rated.topk(experts.per_token).indices
+        probs = scores.gather(1, chosen)
+        if experts.renormalize:
+            probs = probs / probs.sum(-1, keepdim=True)
+        if bias is not None:
+            loads = torch.bincount(chosen.flatten(), minlength=experts.count).to(bias.dtype)
+            bias.grad = loads if bias.grad is None else bias.grad + loads
+        return probs * experts.scale, chosen
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, width = self.p[f"{name}.weight"], x.shape[-1:]

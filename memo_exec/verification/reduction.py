@@ -47,7 +47,7 @@ LAYERS_OF_CHUNK = 2
 HEAD_DIM = 16
 HIDDEN = 64
 VOCAB = 96
-EXPERTS, EXPERT_WIDTH = 8, 16
+EXPERTS, EXPERT_WIDTH, GROUPS = 8, 16, 4
 ROWS = 64
 """Rows of a rank's micro-batch where nothing needs whole granules."""
 
@@ -134,8 +134,11 @@ def _experts_shown(d: Decisions) -> str:
     experts = d.model.mixture
     if experts is None:
         return "none"
-    balance = f", balance {experts.balance:g}" if experts.balance else ""
-    return f"{experts.per_token} of {experts.count}, {experts.hidden} wide{balance}"
+    groups = f" in {experts.groups_per_token} of {experts.groups} groups" if experts.groups > 1 else ""
+    shared = f", a shared one {experts.shared} wide" if experts.shared else ""
+    losses = [(name, getattr(experts, name)) for name in ("balance", "z_loss")]
+    said = "".join(f", {name} {value:g}" for name, value in losses if value)
+    return f"{experts.per_token} of {experts.count}{groups}, {experts.hidden} wide{shared}{said}"
 
 
 _DEGREES: tuple[tuple[str, Callable[[Decisions], str]], ...] = tuple(
@@ -359,11 +362,23 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
 def _experts(experts: Experts, divided: int) -> Experts:
     """Return a few narrow experts, of which a token goes to as many as in the plan, if there are so many.
 
-    Their loss of balance is left out: it depends on which tokens a rank has, and plain autograd has none.
+    The losses of the router are left out: plain autograd has none, and the loss of balance depends on which tokens a
+    rank has.
     """
-    count = min(experts.count, EXPERTS)
+    count, grouped = min(experts.count, EXPERTS), experts.groups > 1 and experts.count >= EXPERTS
     chosen = max(1, min(experts.per_token, count - 1)) if experts.per_token < experts.count else count
-    return msgspec.structs.replace(experts, count=count, per_token=chosen, hidden=EXPERT_WIDTH * divided, balance=0.0)
+    groups, taken = (GROUPS, GROUPS // 2) if grouped else (1, 1)
+    return msgspec.structs.replace(
+        experts,
+        count=count,
+        per_token=min(chosen, taken * count // groups),
+        hidden=EXPERT_WIDTH * divided,
+        shared=EXPERT_WIDTH * divided if experts.shared else 0,
+        groups=groups,
+        groups_per_token=taken,
+        balance=0.0,
+        z_loss=0.0,
+    )
 
 
 def _rank_heads(plan: Decisions, layout: Layout) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def _type(knob: Knob, annotation: str) -> str:
             own = 'int | Literal["auto"]'
         case Numbers():
             own = "Sequence[int] | str"
-        case LayerChoice() | Load() | LowRank() | DocumentLengths():
+        case LayerChoice() | Load() | DocumentLengths() | LowRank():
             own = "str"
         case OneOf():
             own = annotation.removesuffix(" | None")

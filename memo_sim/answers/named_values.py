@@ -10,14 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
+from memo_sim.contract import codec
 from memo_sim.contract.adapters import parse_adapters
 from memo_sim.contract.boards import with_power
 from memo_sim.contract.catalog import cluster_from_datasheet, fields_not_read, load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.documents import Documents, parse_documents
 from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.expert_load import MeasuredLoad
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import (
     ARGUMENTS,
@@ -267,12 +270,19 @@ def _parsed(knob: Knob, given: Any) -> Any:
             return parse_numbers(_joined(given), option=knob.option)
         case LayerChoice():
             return parse_layer_choice(str(given), option=knob.option)
-        case Load():
-            return parse_expert_load(str(given), option=knob.option)
         case LowRank():
             return parse_adapters(str(given), option=knob.option)
+        case Load():
+            return _expert_load(str(given), option=knob.option)
         case DocumentLengths():
             return given if isinstance(given, Documents) else parse_documents(str(given), option=knob.option)
+
+
+def _expert_load(text: str, *, option: str) -> str:
+    """Return a load of experts; of a file, what a plan writes for it."""
+    if text.endswith(".json") or Path(text).is_file():
+        return codec.read(text, MeasuredLoad).load
+    return parse_expert_load(text, option=option)
 
 
 def _refusal(knob: Knob, given: Any) -> UsageError:

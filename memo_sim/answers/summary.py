@@ -21,6 +21,8 @@ from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.layout.expert_load import shown_load
+from memo_sim.program.layout.fp8 import PRODUCTS
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
@@ -161,6 +163,8 @@ def in_words(decisions: Decisions) -> str:
         parts.append(f"{layout.schedule} schedule of {counted(decisions.micro_batches, 'micro-batch', 'es')}")
     if layout.subsequences > 1:
         parts.append(f"{layout.subsequences} subsequences")
+    if decisions.fp8 != "none":
+        parts.append(f"linear products in FP8 ({decisions.fp8})")
     if decisions.loss_chunk_tokens:
         parts.append(f"loss in chunks of {format_tokens(decisions.loss_chunk_tokens)} tokens")
     if decisions.allocator_limit_gib:
@@ -211,8 +215,9 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             value=f"PyTorch, flash-attn and Transformer Engine of {question.hardware.eager_libraries}",
             option="--libraries",
         ),
-        *_experts(decisions),
+        *_experts(question, decisions),
         *_documents(decisions),
+        *_fp8(decisions),
         *_adapters(decisions),
         *_not_read(question),
         *_network(question),
@@ -271,14 +276,17 @@ def _batch(question: Question, decisions: Decisions) -> str:
     return f"{text}; {question.batch_rule}" if question.batch_rule else text
 
 
-def _experts(decisions: Decisions) -> list[Assumption]:
-    """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
+def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
+    """Return how tokens spread over experts, which weights MFU counts, and that products were not measured."""
     if decisions.model.mixture is None:
         return []
-    value = (
-        f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
-    )
-    return [Assumption(name="experts", value=value, option="--expert-load")]
+    load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
+    value = f"load {load}, no row dropped; MFU counts what a token uses: {used}"
+    found = [Assumption(name="experts", value=value, option="--expert-load")]
+    if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
+        value = f"derived from single {decisions.dtype} products; the profile has none of several experts"
+        found.append(Assumption(name="experts' products", value=value))
+    return found
 
 
 def _documents(decisions: Decisions) -> list[Assumption]:
@@ -287,6 +295,26 @@ def _documents(decisions: Decisions) -> list[Assumption]:
         return []
     value = packed_from(decisions.documents, decisions.seq_tokens)
     return [Assumption(name="documents", value=value, option="--documents")]
+
+
+FP8_SCALES = {
+    "delayed": "one scale a tensor, from earlier steps",
+    "tensor": "one scale a tensor, from its own values",
+    "block": "scales of 1x128 and 128x128 values",
+    "mx": "MXFP8, scales of 32 values",
+}
+
+
+def _fp8(decisions: Decisions) -> list[Assumption]:
+    """Return what runs in FP8, and against which peak MFU counts."""
+    if decisions.fp8 == "none":
+        return []
+    stays = "attention, experts, embedding and classifier" if decisions.model.mixture else "attention and both ends"
+    value = (
+        f"layers' linear products, {FP8_SCALES[decisions.fp8]}; {stays} in bf16; whether training converges as in bf16"
+        " is not predicted; MFU counts against the bf16 peak; memo-exec does not run it"
+    )
+    return [Assumption(name="FP8", value=value, option="--fp8")]
 
 
 def _adapters(decisions: Decisions) -> list[Assumption]:
@@ -320,7 +348,7 @@ def left_out(question: Question) -> list[LeftOut]:
         and (name != "tp_overlap" or (question.model.mixture is None and question.adapters == NONE))
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
-    found += [*_micro_batches_left_out(question), *_kernels_left_out(question)]
+    found += [*_micro_batches_left_out(question), *_kernels_left_out(question), *_fp8_left_out(question)]
     if knobs:
         found.append(LeftOut(what=f"other values of {', '.join(knobs)}", option="memo-sim explain PLAN changes each"))
     return found
@@ -350,6 +378,15 @@ def _kernels_left_out(question: Question) -> list[LeftOut]:
     if question.system not in OPEN or question.rowwise is not None or not measured or question.adapters != NONE:
         return []
     return [LeftOut(what="kernels of torch.compile, which memo-exec does not run", option="--compile")]
+
+
+def _fp8_left_out(question: Question) -> list[LeftOut]:
+    """Return that products in FP8 were not tried, where the profile has rates of them: they change what is learned."""
+    recipes = [recipe for recipe, products in PRODUCTS.items() if products in {t.dtype for t in question.hardware.gemm}]
+    if question.fp8 != "none" or question.dtype != "bf16" or not recipes:
+        return []
+    option = f"--fp8 {' or '.join(recipes)}"
+    return [LeftOut(what="products in FP8, which change what is learned", option=option)]
 
 
 def _micro_batches_left_out(question: Question) -> list[LeftOut]:

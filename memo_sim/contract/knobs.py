@@ -33,6 +33,21 @@ if TYPE_CHECKING:
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 """Dtype of parameters, activations and products."""
+Fp8Recipe = Literal["none", "delayed", "tensor", "block", "mx"]
+"""Scales of the layers' products in FP8 (``program/layout/fp8.py``), as in Transformer Engine's recipes.
+
+- none: products in the plan's dtype.
+- delayed: one scale a tensor, from the largest values of earlier steps.
+- tensor: one scale a tensor, from the tensor itself (current scaling), which is read once more for its largest value.
+- block: one scale for 128 values of a row of activations and gradients, and for 128 x 128 values of a weight.
+- mx: MXFP8, one scale of 8 bits for 32 values."""
+Fp8Layouts = Literal["tn", "any"]
+"""Layouts that a device's FP8 products take.
+
+- tn: both operands must be contiguous along the dimension that is summed (Hopper), so backward needs transposed copies.
+- any: every layout (Blackwell)."""
+ProductDtype = Literal["fp32", "bf16", "fp16", "fp8-tensor", "fp8-block", "fp8-mx"]
+"""Kind of a product in a profile: the dtype of its operands, for FP8 with the granularity of its scales."""
 Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise"]
 """What backward recomputes.
 
@@ -283,7 +298,7 @@ class Load:
     """How rows spread over experts (``contract/units.py``, ``parse_expert_load``)."""
 
     def __str__(self) -> str:
-        return "balanced or zipf-S, as zipf-0.5"
+        return "balanced, zipf-S (as zipf-0.5), or a file of memo-exec run --expert-load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +323,7 @@ Kind = (
     | Load
     | LowRank
     | DocumentLengths
+    | LowRank
 )
 """What values a knob has; ``str()`` says it in a table."""
 
@@ -724,6 +740,14 @@ class Chosen:
         " as are whole parameters, which every forward casts. auto: fp32, for fp16 parameters fp16.",
     )
     """Not searched: it changes what is learned."""
+    fp8: Fp8Recipe = _knob(
+        "none",
+        _one_of(Fp8Recipe),
+        "Linear products of layers in FP8, by Transformer Engine's recipes; attention, routers, experts, the embedding"
+        " and the classifier stay in bf16. tensor: one scale a tensor, from its values (current scaling). delayed: from"
+        " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec does not run it.",
+    )
+    """Not searched: it changes what is learned."""
     loss: Loss = _knob(
         "auto",
         _one_of(Loss),
@@ -757,7 +781,8 @@ class Chosen:
         "balanced",
         Load(),
         "A model with experts: how its tokens spread over them. balanced: evenly. zipf-S: the n-th fullest expert gets"
-        " rows in proportion to n**-S, at most one of every token. It changes how long products take.",
+        " rows in proportion to n**-S, at most one of every token. A file: as in the run that wrote it. It changes"
+        " how long products take.",
     )
     documents: Documents | None = _knob(
         None,

@@ -14,6 +14,7 @@ from memo_sim.contract.knobs import (
     CpExchange,
     DocumentCuts,
     DtypeName,
+    Fp8Recipe,
     GradSums,
     Loss,
     MemoryPolicy,
@@ -81,6 +82,7 @@ class Knobs(TypedDict, total=False):
     states: States | None
     zero_params: ZeroParams | None
     grad_sums: GradSums | None
+    fp8: Fp8Recipe | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None

@@ -27,6 +27,7 @@ from memo_sim.contract.knobs import (
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.planning.fp8 import fp8_layouts
 from memo_sim.planning.presets import System, find_system
 from memo_sim.program.layout.recomputed_layers import ALL
 
@@ -100,6 +101,8 @@ class Question(Chosen):
             reduce_dtype=self.pins.reduce_dtype,
             modules=self.modules,
             dtype=self.dtype,
+            fp8=self.fp8,
+            fp8_layouts=fp8_layouts(self.hardware),
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
             cuda_graphs=self.pins.cuda_graphs,

@@ -13,7 +13,7 @@ from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.work import GroupedGemm
-from memo_sim.program.layout.expert_load import BALANCED, rows_of, sizes_of
+from memo_sim.program.layout.expert_load import BALANCED, rows_of, shown_load, sizes_of
 
 UNITS = ((1e9, " billion"), (1e6, " million"), (1.0, ""))
 
@@ -41,12 +41,13 @@ def experts(question: Question, simulation: Simulation) -> list[str]:
         alike = stage.per_instruction(lambda i: _balanced_s(i, of, rows, pricer))
         own, others = (float(np.sum(each * stage.weights)) for each in (stage.seconds * products, alike))
         taken, even = max((taken, even), (own, others))
-    text = f"Experts: a token goes to {of.per_token} of {of.count}, and uses {active_weights(decisions.model)}, which"
+    chosen = f"{of.per_token} of {of.count}" + (" and a shared one" if of.shared else "")
+    text = f"Experts: a token goes to {chosen}, and uses {active_weights(decisions.model)}, which"
     text += f" MFU counts. The products of all experts take {format_seconds(taken)} of a rank's step."
     if decisions.expert_load == BALANCED:
         return [f"{text} Every expert is taken to get {rows / of.count:,.0f} rows; --expert-load says otherwise."]
     most = rows_of(of, rows, decisions.expert_load)[0]
-    text += f" With --expert-load {decisions.expert_load} the fullest expert gets {most:,} of {rows:,} rows"
+    text += f" With a load {shown_load(decisions.expert_load)} the fullest expert gets {most:,} of {rows:,} rows"
     text += f" ({most * of.count / rows:.1f} times the mean): the products take {format_seconds(abs(taken - even))}"
     return [f"{text} {'longer' if taken >= even else 'less'} than with balanced experts, and memory is the same."]
 

@@ -80,8 +80,8 @@ KNOB_VALUES: dict[type, tuple[str, ...]] = {
     Numbers: ("1,1", "2"),
     LayerChoice: ("all", "every-2", "first-1", "groups-2"),
     Load: ("balanced",),
-    LowRank: ("none", "r=8", "r=4,alpha=8,targets=q+v,rslora"),
     DocumentLengths: ("mean=128,max=1k", "mean=4k,max=4k"),
+    LowRank: ("none", "r=8", "r=4,alpha=8,targets=q+v,rslora"),
 }
 """Quick legal values of knobs that click takes as text."""
 NEVER = {"every", "jobs", "help", "version"}

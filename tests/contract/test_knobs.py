@@ -57,7 +57,7 @@ ELSEWHERE = {
 NO_KNOBS = {
     *("model", "seq_tokens", "layout", "kernels"),  # what is asked, and what holds knobs
     *("swapped_tokens", "subsequence_swapped_tokens"),  # alpha, in tokens
-    *("head_groups", "host_allocator", "deterministic"),  # no question pins them
+    *("head_groups", "host_allocator", "deterministic", "fp8_layouts"),  # no question pins them
 }
 DERIVED = {"alpha", "offload_inputs"}
 """Knobs that follow from ``swapped_tokens`` in a plan."""
@@ -72,8 +72,8 @@ VALUES = {
     Numbers: tuple,
     LayerChoice: str,
     Load: str,
-    LowRank: str,
     DocumentLengths: NoneType,  # no plan has documents unless asked
+    LowRank: str,
 }
 
 

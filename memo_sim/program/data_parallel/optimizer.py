@@ -39,13 +39,12 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
-from memo_sim.program.layout.parameters import Block, autocast, gradient_dtype
+from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements, weight_copies, weights
+from memo_sim.program.layout.parameters import FROZEN, Block, autocast, gradient_dtype
 from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
+from memo_sim.program.operators.fp8_operands import quantisation
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
-
-FROZEN = "frozen"
-"""The run of a block's parameters that are not trained, behind those that are."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +126,13 @@ class Optimizer:
         """Whether the master copy and the moments are in host memory."""
         return self.decisions.states == "host"
 
+    @property
+    def quantised(self) -> bool:
+        """Whether products read FP8 copies of the block's matrices.
+
+        They are made before the block's first use in a step, and again before every use of gathered parameters."""
+        return self.decisions.fp8 != "none" and self.kind is BlockKind.LAYER
+
     def shared(self, name: Literal["params", "grads"]) -> bool:
         """Whether a rank holds only its shard of the block's parameters or gradients."""
         if name == "grads" and self.frozen:
@@ -171,15 +177,8 @@ class Optimizer:
         return self.grad_dtype if chosen == "auto" else chosen
 
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return (name, first element in the block, elements of this rank's shard) of the runs decay and no_decay."""
-        return [(name, first, -(-length // self.shards)) for name, first, length in self.whole_runs() if name != FROZEN]
-
-    def whole_runs(self) -> list[tuple[str, int, int]]:
-        """Return (name, first element in the block, elements) of the runs decay, no_decay and frozen."""
-        decayed, trained = self.block.decayed_elements, self.block.trained_elements
-        parts = [("decay", 0, decayed), ("no_decay", decayed, trained - decayed)]
-        parts.append((FROZEN, trained, self.block.elements - trained))
-        return [part for part in parts if part[2]]
+        """Return (name, first element, elements of this rank's shard) of the block's runs that are trained."""
+        return [(name, at, -(-length // self.shards)) for name, at, length in self.block.runs() if name != FROZEN]
 
     def state_elements(self) -> int:
         """Return the number of elements of the block that this rank updates."""
@@ -208,7 +207,7 @@ class Optimizer:
 
         trained = self.block.trained_elements
         whole = self.block.elements
-        params = sum(-(-length // self.shards) for *_, length in self.whole_runs()) if self.shared("params") else whole
+        params = sum(-(-length // self.shards) for *_, length in self.block.runs()) if self.shared("params") else whole
         found = [] if self.cast else [state(FamilyKind.PARAMS, self.decisions.dtype, params, "device")]
         if self.frozen:
             return found
@@ -216,6 +215,9 @@ class Optimizer:
         if self.master:
             found.append(state(FamilyKind.MASTER, "fp32", whole if autocast(self.decisions) else share, space))
         found += [state(FamilyKind.MOMENT1, moment, share, space), state(FamilyKind.MOMENT2, moment, share, space)]
+        if self.quantised and not self.shared("params"):
+            copies = copied_elements(self.decisions, self.block)
+            found.append(state(FamilyKind.PARAMS_FP8, ACTIVATIONS, copies, "device"))
         if self.on_host:
             found.append(state(FamilyKind.HOST_GRADS, "fp32", share, "host"))
             found.append(state(FamilyKind.HOST_PARAMS, self.decisions.dtype, share, "host"))
@@ -237,6 +239,30 @@ class Optimizer:
         if fresh:
             work = Rowwise(FRESH, held.tokens, 0, 0)
         builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(held))
+        return builder.build()
+
+    def quantise(self, families: Families, *, again: bool = False) -> Template:
+        """Return the template that makes the FP8 copies of the block's matrices; ``again``: for one backward.
+
+        ``families``: those that a use of the parameters sees (``Sharding.whole``).
+        """
+        kind = TemplateKind.QUANTIZE_AGAIN if again else TemplateKind.QUANTIZE
+        name = f"{self.name}.{'quantize_again' if again else 'quantize'}"
+        builder = TemplateBuilder(name, Phase.REQUANTIZE if again else Phase.QUANTIZE, kind, self.kind, self.layer_kind)
+        source = builder.bind(families[f"params.{self.name}"])
+        copies = builder.bind(families[f"params_fp8.{self.name}"])
+        elements = sum(weight.elements for weight in weights(self.block))
+        written = copied_elements(self.decisions, self.block)
+        several = weight_copies(self.decisions) > 1
+        builder.emit(
+            f"params.{self.name}",
+            "params.quantize",
+            Lane.COMPUTE,
+            quantisation(self.decisions, elements, elements, written),
+            x=reads(Rows(source, 0, elements)),
+            out=writes(Rows(copies, 0, elements)),
+            columns=writes(Rows(copies, elements, written - elements)) if several else None,
+        )
         return builder.build()
 
     def prepare(self, families: Families) -> Template | None:
@@ -417,18 +443,15 @@ class Optimizer:
         read, written = self._update_bytes()
         size = DTYPE_BYTES[self.decisions.dtype]
         params = self._held("params", first, offset, length)
+        op = _update_of(name)
+        work = Rowwise(self._kernels, length, read * length, written * length, elements=length, element_bytes=size)
+        if name == "selection":  # reads a sum and a bias in fp32, writes the bias, its rounded copy and the sign
+            work = Rowwise(op, length, 2 * 4 * length, (4 + 4 + size * self.master) * length)
         builder.emit(
-            f"adamw.{name}",
-            f"adamw.{name}",
+            op,
+            op,
             Lane.COMPUTE,
-            Rowwise(
-                self._kernels,
-                length,
-                read * length,
-                written * length,
-                elements=length,
-                element_bytes=size,
-            ),
+            work,
             grads=accumulates(self._held("grads", first, offset, length)),
             norm=reads(builder.all("grad_norm")),
             master=accumulates(Rows("master", offset, length)) if self.master else None,
@@ -464,8 +487,8 @@ class Optimizer:
             f"grads.{name}", "d2h", Lane.D2H, Copy(4 * length, "d2h"), source=reads(grads), target=writes(share)
         )
         builder.emit(
-            f"adamw.{name}",
-            f"adamw.{name}",
+            _update_of(name),
+            _update_of(name),
             Lane.HOST,
             host_update(length, self.decisions.dtype),
             grads=accumulates(share),
@@ -478,6 +501,11 @@ class Optimizer:
         builder.emit(
             f"params.{name}", "h2d", Lane.H2D, Copy(size * length, "h2d"), source=reads(updated), target=writes(params)
         )
+
+
+def _update_of(run: str) -> str:
+    """Return the op that updates a run. The selection bias has AdamW's operands."""
+    return "router.balance" if run == "selection" else f"adamw.{run}"
 
 
 def host_update(elements: int, dtype: DtypeName) -> HostUpdate:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
-from memo_sim.contract.knobs import DtypeName
+from memo_sim.contract.knobs import DtypeName, ProductDtype
 from memo_sim.contract.model import pairs_in_window
 
 Mask = Literal["none", "causal"]
@@ -48,6 +48,14 @@ class WidenedGemm(Gemm):
 
     narrow: DtypeName
     """Dtype of that operand in the plan's buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Gemm(Gemm):
+    """A product with operands in FP8; ``dtype`` is that of its result."""
+
+    operands: ProductDtype
+    """Kind of its operands in a profile, by the granularity of their scales."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,16 @@ has the same dispatched rows. Sums over ranks are needed where features were div
 
     combine -> [reduce-scatter] -> next x          d_norm2 = combine + d_logits W -> [reduce-scatter]
     d_probability -> d_logits (of this rank's features) -> [all-reduce] -> gradient of the router's weight
+
+Biases (GPT-OSS). Those of the first product are added to its rows. Those of the second are added to the sum over each
+token's experts, as a product: probabilities of all experts (mostly 0) x biases, of which each tensor-parallel rank adds
+an equal part.
+
+Selection bias (DeepSeek-V3). Its place in the gradients gets the rows of each expert, once for each micro-batch, in
+backward. So they are summed over micro-batches and ranks with the gradients, and the optimizer's step moves the bias:
+the host waits for nothing. The gradient norm leaves them out.
+
+A shared expert (``shared_expert.py``) adds its rows to the sum before it is reduced over ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +48,9 @@ from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise, WidenedGemm
+from memo_sim.program.layers.shared_expert import SharedExpert
 from memo_sim.program.layout.expert_load import sizes_of
-from memo_sim.program.layout.parameters import gradient_dtype
+from memo_sim.program.layout.parameters import SELECTION_BIAS, gradient_dtype
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
@@ -59,6 +70,9 @@ class ExpertMlp:
         self.builder = writer.builder
         self.rows = self.shape.dispatched
         """Number of dispatched rows."""
+        self.shared = SharedExpert(writer)
+        self.clamped = experts.activation == "clamped"
+        self.activation = "experts.clamped" if self.clamped else "experts.swiglu"
 
     @property
     def _all(self) -> RowBlock:
@@ -85,6 +99,7 @@ class ExpertMlp:
             if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
                 self.writer.suffix = f".r{i}"
             self._first_half(source, (first * self.experts.per_token, tokens * self.experts.per_token))
+            self.shared.first_half(source, (first, tokens))
         if self.builder.kind is TemplateKind.FORWARD:
             self.writer.suffix = ""
 
@@ -99,6 +114,9 @@ class ExpertMlp:
         self._product("experts_down", Rows("act", *self._all), Rows(down, *self._all))
         combined = Rows(writer.own("moe_out", tokens, self.shape.hidden), 0, tokens)
         self._combine("combine", down, combined)
+        if self.experts.bias:
+            self._out_bias(combined)
+        self.shared.second_half(combined)
         return writer.scatter("experts_down", combined)
 
     def again(self) -> None:
@@ -129,6 +147,9 @@ class ExpertMlp:
         d_up = Rows(writer.own("d_up", self.rows, 2 * shape.expert_width), *whole)
         d_probs = self._own("d_probs", "fp32", shape.tokens, experts.per_token)
         self._activation_backward(t, d_up, d_probs)
+        if experts.bias:
+            self._biases_backward(upstream, d_up, d_probs)
+        self.shared.backward(upstream)
         d_logits = self._own("d_logits", "fp32", shape.tokens, experts.count)
         self._route_backward(d_probs, d_logits)
         d_rows = writer.own("d_dispatched", self.rows, shape.hidden)
@@ -139,6 +160,7 @@ class ExpertMlp:
         self._wgrad("experts_up", d_up, dispatched)
         d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
         self._combine("dispatch.bwd", d_rows, d_norm)
+        self.shared.input_gradient(source, d_norm)
         self._router_backward(d_logits, source, d_norm)
         summed = writer.scatter("d_norm2", d_norm)
         writer.own("d_resid", shape.shard_tokens, shape.hidden)
@@ -154,13 +176,25 @@ class ExpertMlp:
         up, width = Rows("up", *rows), self.shape.expert_width
         self._product("experts_up", dispatched, up)
         size = writer.size * width * rows[1]
+        if self.experts.bias:
+            self._emit(
+                "experts_up.add",
+                "experts.bias",
+                rows[1],
+                2 * size + NUMBER * self.experts.count,
+                2 * size,
+                table.expert_bias_workspace_bytes(rows[1], 2 * width, writer.dtype),
+                x=accumulates(up),
+                bias=writer.param("experts_up.bias"),
+                ends=reads(self._ends),
+            )
         self._emit(
             "act",
-            "experts.swiglu",
+            self.activation,
             rows[1],
             2 * size + (NUMBER + INDEX) * rows[1],
             size,
-            table.expert_activation_workspace_bytes(rows[1], width, writer.dtype),
+            table.expert_activation_workspace_bytes(rows[1], width, writer.dtype, clamped=self.clamped),
             x=reads(up),
             probs=reads(self._tokens("route_probs")),
             order=reads(Rows("route_order", *rows)),
@@ -175,9 +209,10 @@ class ExpertMlp:
         self._router_product(
             "router",
             self._in_fp32(tokens, count, hidden, "fprop"),
-            table.router_workspace_bytes(tokens, hidden, count, writer.dtype),
+            table.router_workspace_bytes(tokens, hidden, count, writer.dtype, bias=experts.router_bias),
             x=reads(source),
             weight=writer.param("router.weight"),
+            bias=writer.param("router.bias"),
             out=writes(scores),
         )
         table_bytes, chosen_bytes = NUMBER * tokens * count, (NUMBER + INDEX) * tokens * chosen
@@ -187,8 +222,10 @@ class ExpertMlp:
             tokens,
             5 * table_bytes,
             3 * table_bytes + chosen_bytes,
-            table.route_workspace_bytes(tokens),
+            table.route_workspace_bytes(tokens, experts),
             scores=accumulates(scores),
+            bias=writer.param(SELECTION_BIAS),
+            lse=writes(self._tokens("route_lse")) if experts.z_loss else None,
             probs=writes(self._tokens("route_probs")),
             experts=writes(self._tokens("route_experts")),
         )
@@ -241,16 +278,19 @@ class ExpertMlp:
         self._router_product(
             "router.wgrad",
             self._in_fp32(count, hidden, tokens, "wgrad"),
-            table.router_wgrad_workspace_bytes(tokens, hidden, count, writer.dtype, into=into),
+            table.router_wgrad_workspace_bytes(
+                tokens, hidden, count, writer.dtype, into=into, bias=self.experts.router_bias
+            ),
             grad=reads(d_logits),
             x=reads(source),
             out=writer.grad("router.weight"),
+            grad_bias=writer.grad("router.bias"),
         )
 
-    def _router_product(self, name: str, work: Gemm, scratch: int, **operands: Access | None) -> None:
-        """Emit a product of the router."""
+    def _router_product(self, name: str, work: Gemm, scratch: int, *, op: str = "", **operands: Access | None) -> None:
+        """Emit a product of the router or of biases; ``op``: its op, unless that is the name."""
         workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.writer.suffix}.scratch", scratch)
-        self.builder.emit(name + self.writer.suffix, name, Lane.COMPUTE, work, **operands, workspace=workspace)
+        self.builder.emit(name + self.writer.suffix, op or name, Lane.COMPUTE, work, **operands, workspace=workspace)
 
     def _in_fp32(self, m: int, n: int, k: int, gemm_pass: GemmPass) -> Gemm:
         """Return a product of the router, which is in fp32."""
@@ -259,37 +299,88 @@ class ExpertMlp:
 
     def _route_backward(self, d_probs: Rows, d_logits: Rows) -> None:
         tokens, count, chosen = self.shape.tokens, self.experts.count, self.experts.per_token
-        balance = self.experts.balance > 0
+        balance, loads = self.experts.balance > 0, self.experts.selection_bias
         self._emit(
             "route.bwd",
             "experts.route.bwd",
             tokens,
             3 * NUMBER * tokens * count + (3 * NUMBER + INDEX) * tokens * chosen,
             3 * NUMBER * tokens * count,
-            table.route_backward_workspace_bytes(tokens, count, chosen, balance=balance),
+            table.route_backward_workspace_bytes(tokens, count, chosen, balance=balance, loads=loads),
             grad=reads(d_probs),
             probs=reads(self._tokens("route_probs")),
             scores=reads(self._tokens("route_scores")),
             experts=reads(self._tokens("route_experts")),
             ends=reads(self._ends),
+            lse=reads(self._tokens("route_lse")) if self.experts.z_loss else None,
             out=writes(d_logits),
+            loads=self.writer.grad(SELECTION_BIAS),
         )
 
     def _activation_backward(self, grad: Rows, d_up: Rows, d_probs: Rows) -> None:
         size = self.writer.size * self.shape.expert_width * self.rows
         self._emit(
             "act.bwd",
-            "experts.swiglu.bwd",
+            f"{self.activation}.bwd",
             self.rows,
             3 * size + (NUMBER + INDEX) * self.rows,
             2 * size + NUMBER * self.rows,
-            table.expert_activation_backward_workspace_bytes(self.rows, self.shape.expert_width),
+            table.expert_activation_backward_workspace_bytes(self.rows, self.shape.expert_width, clamped=self.clamped),
             grad=reads(grad),
             x=reads(Rows("up", *self._all)),
             probs=reads(self._tokens("route_probs")),
             order=reads(Rows("route_order", *self._all)),
             grad_x=writes(d_up),
             grad_probs=writes(d_probs),
+        )
+
+    def _out_bias(self, combined: Rows) -> None:
+        """Emit the biases of the second product, times probabilities: a product of all experts' probabilities."""
+        writer, tokens, hidden, count = self.writer, self.shape.tokens, self.shape.hidden, self.experts.count
+        self._router_product(
+            "experts_down.add",
+            self._in_fp32(tokens, hidden, count, "dgrad"),
+            table.expert_out_bias_workspace_bytes(tokens, hidden, count, writer.dtype),
+            op="experts.out_bias",
+            probs=reads(self._tokens("route_probs")),
+            experts=reads(self._tokens("route_experts")),
+            bias=writer.param("experts_down.bias"),
+            out=accumulates(combined),
+        )
+
+    def _biases_backward(self, upstream: Rows, d_up: Rows, d_probs: Rows) -> None:
+        """Emit the gradients of both products' biases, and what the second's add to the probabilities' gradients."""
+        writer, shape, of = self.writer, self.shape, self.experts
+        tokens, hidden, count, into = shape.tokens, shape.hidden, of.count, gradient_dtype(writer.decisions)
+        decided = {"probs": reads(self._tokens("route_probs")), "experts": reads(self._tokens("route_experts"))}
+        self._router_product(
+            "experts_down.add.dgrad",
+            self._in_fp32(tokens, count, hidden, "fprop"),
+            table.expert_out_bias_dgrad_workspace_bytes(tokens, hidden, count, of.per_token, writer.dtype),
+            op="experts.out_bias.dgrad",
+            grad=reads(upstream),
+            experts=decided["experts"],
+            bias=writer.param("experts_down.bias"),
+            out=accumulates(d_probs),
+        )
+        self._router_product(
+            "experts_down.bgrad",
+            self._in_fp32(count, hidden, tokens, "wgrad"),
+            table.expert_out_bias_wgrad_workspace_bytes(tokens, hidden, count, writer.dtype, into=into),
+            op="experts.out_bias.wgrad",
+            grad=reads(upstream),
+            **decided,
+            out=writer.grad("experts_down.bias"),
+        )
+        kernel, width = writer.decisions.kernels.attention, 2 * shape.expert_width
+        self._router_product(
+            "experts_up.bgrad",
+            Gemm(count, width, self.rows, "wgrad", writer.dtype),
+            table.expert_bias_backward_workspace_bytes(self.rows, width, count, writer.dtype, kernel, into=into),
+            op="experts.bias.bwd",
+            grad=reads(d_up),
+            ends=reads(self._ends),
+            out=writer.grad("experts_up.bias"),
         )
 
     def _dispatch(self, name: str, source: Rows, out: Rows) -> None:

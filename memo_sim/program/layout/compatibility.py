@@ -19,6 +19,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.expert_load import measured_shares, shown_load
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -201,6 +202,37 @@ _EXPERTS = _Feature(
     beside="beside experts",
     setting="a model with experts",
     hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
+)
+_FP8 = _Feature(
+    name="FP8",
+    chosen=lambda d: d.fp8 != "none",
+    beside="beside products in FP8",
+    setting=lambda d: f"fp8 {d.fp8}",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, swapping and subsequences go with FP8; or leave --fp8 out",
+)
+IN_FP8 = (
+    _FP8.allows("decisions.dtype", "bf16", because="quantisation reads bf16"),
+    _FP8.allows("layout.metp", 1, because="METP would pass FP8 copies of its weights round the ring"),
+    _FP8.allows("layout.tp_overlap", "none", because="chunks would each be quantised by themselves"),
+    _FP8.allows("layout.multiplexed", False, because="helper stages would need the FP8 copies of the owner's weights"),
+    _FP8.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would have to keep gradients in FP8",
+        when=lambda d: d.fp8 != "none" and _staged(d),
+    ),
+    _FP8.allows("decisions.attention_chunk_tokens", 0, because="chunks of attention would each be quantised"),
+    _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
+    _FP8.allows(
+        "decisions.recompute",
+        *("none", "full", "selective", "tokenwise"),
+        because="what other modes rebuild is kept in FP8 alone",
+    ),
+    _FP8.allows(
+        "decisions.modules", "auto", "operators", because="memo has no list of what FP8 modules of transformers save"
+    ),
+    _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
+    _FP8.allows("decisions.grad_sums", "auto", "params", because="autocast casts fp32 weights to bf16, not to FP8"),
 )
 _DOCUMENTS = _Feature(
     name="packed documents",
@@ -438,6 +470,13 @@ SAVED_BY_MODULES = (
         hint="--recompute tokenwise, or --modules operators",
     ),
 )
+
+
+def _another_number_of_experts(decisions: Decisions) -> bool:
+    of, load = decisions.model.mixture, decisions.expert_load
+    return of is not None and load.startswith("measured-") and len(measured_shares(load) or ()) != of.count
+
+
 EXPERTS_WHOLE_MLP = _EXPERTS.allows(
     "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
 )
@@ -475,13 +514,31 @@ EXPERTS = (
         hint="a model whose layers have the same experts, or none",
     ),
     Rule(
+        name="selection bias: gradients",
+        breaks=lambda d: d.model.mixture is not None and d.model.mixture.selection_rate > 0 and d.states == "pure-bf16",
+        what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
+        where="decisions.states",
+        got=lambda d: d.states,
+        wanted="gradients in fp32 for a selection bias that moves",
+        hint="--states fp32, or a model with selection_rate 0",
+    ),
+    Rule(
         name="load of experts: model",
         breaks=lambda d: d.expert_load != "balanced" and d.model.mixture is None,
         what="a model without experts has no load of experts",
         where="decisions.expert_load",
-        got=lambda d: d.expert_load,
+        got=lambda d: shown_load(d.expert_load),
         wanted="balanced",
         hint="leave --expert-load out",
+    ),
+    Rule(
+        name="load of experts: number",
+        breaks=_another_number_of_experts,
+        what="the load was measured with another number of experts, or has no rows",
+        where="decisions.expert_load",
+        got=lambda d: f"{len(measured_shares(d.expert_load) or ())} experts",
+        wanted="as many as a layer of the model has",
+        hint="a file of a run of this model, or zipf-S",
     ),
 )
 
@@ -740,9 +797,10 @@ ADAPTERS = (
 
 RULES = (
     *EXPERTS,
-    *ADAPTERS,
+    *IN_FP8,
     *WINDOWED,
     *DOCUMENTS,
+    *ADAPTERS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(

@@ -28,7 +28,7 @@ from math import prod
 
 from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import Decisions
 
 
@@ -88,13 +88,33 @@ class Block:
         least = Part.TOKENS if sequence_parallel else Part.HEADS
         return sum(p.elements for p in self.parameters if p.part >= least and not p.frozen)
 
+    def runs(self) -> list[tuple[str, int, int]]:
+        """Return (name, first element, elements) of the ranges that an optimizer updates alike; none is empty.
+
+        decay and no_decay: parameters with and without weight decay. selection: the bias of a router's choice. frozen:
+        what is not trained.
+        """
+        decayed = self.decayed_elements
+        bias = self.find(SELECTION_BIAS)
+        selection = bias.elements if bias else 0
+        ends = {"decay": decayed, "selection": decayed + selection, "no_decay": self.trained_elements}
+        ends[FROZEN] = self.elements
+        firsts = (0, *ends.values())
+        return [(name, at, end - at) for (name, end), at in zip(ends.items(), firsts, strict=False) if end > at]
+
     def find(self, name: str) -> Parameter | None:
         """Return the parameter called ``name``, or None when the model has none (for example a bias)."""
         return next((p for p in self.parameters if p.name == name), None)
 
 
+FROZEN = "frozen"
+"""The run of a block's parameters that are not trained, behind those that are."""
 POST_NORMS = ("post_attn", "post_mlp")
 """The norms behind attention and MLP, before the residual sums (``Model.post_norms``)."""
+SELECTION_BIAS = "selection.bias"
+"""The bias of the experts' choice. No gradient trains it: in place of one, the rows of each expert are summed over
+micro-batches and ranks, and the optimizer moves the bias by the sign of their difference to the mean."""
+
 Matrices = list[tuple[str, tuple[int, ...]]]
 Vectors = list[tuple[str, int, Part]]
 
@@ -183,9 +203,13 @@ def layer_block(
         matrices += [
             ("experts_up.weight", (experts.count * 2 * inside, h)),
             ("experts_down.weight", (experts.count * h, inside)),
-            ("router.weight", (experts.count, h)),  # every rank has all of it, so it comes last
         ]
-    vectors: Vectors = [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
+        if experts.shared:
+            beside = experts.shared // tp
+            matrices += [("shared_up.weight", (2 * beside, h)), ("shared_down.weight", (h, beside))]
+        matrices.append(("router.weight", (experts.count, h)))
+    vectors: Vectors = _of_experts(experts, h, tp) if experts else []
+    vectors += [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
     if model.qkv_bias:
@@ -201,6 +225,19 @@ def layer_block(
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
     return _block(name, matrices, vectors, adapters, _sides(model, layer, tp, adapters) if adapters else ())
+
+
+def _of_experts(experts: Experts, hidden: int, tp: int) -> Vectors:
+    """Return the biases of a router and its experts; the selection bias comes first, as its update differs."""
+    found: Vectors = []
+    if experts.selection_bias:
+        found.append((SELECTION_BIAS, experts.count, Part.WHOLE))
+    if experts.bias:
+        found.append(("experts_up.bias", experts.count * 2 * (experts.hidden // tp), Part.WHOLE))
+        found.append(("experts_down.bias", experts.count * hidden, Part.WHOLE))
+    if experts.router_bias:
+        found.append(("router.bias", experts.count, Part.WHOLE))
+    return found
 
 
 def head_block(model: Model, tp: int, *, adapters: Adapters | None = None) -> Block:

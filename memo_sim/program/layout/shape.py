@@ -93,6 +93,11 @@ class Shape:
         return self.experts.hidden // self.divided if self.experts else 0
 
     @property
+    def shared_width(self) -> int:
+        """Features inside the shared expert, on one of the ranks that divide them; 0 without one."""
+        return self.experts.shared // self.divided if self.experts else 0
+
+    @property
     def dispatched(self) -> int:
         """Rows that go to experts: one for each token and each of its experts."""
         return self.tokens * self.experts.per_token if self.experts else 0
@@ -164,6 +169,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
     for each in model.layer_shapes:
         if each.experts is not None:
             _degree_divides("features of an expert", each.experts.hidden, "tp", layout.tp)
+            _degree_divides("features of the shared expert", each.experts.shared, "tp", layout.tp)
             continue
         _degree_divides("ffn_hidden", each.ffn_hidden, "tp", layout.tp)
         _degree_divides("ffn_hidden", each.ffn_hidden, "metp", layout.metp)

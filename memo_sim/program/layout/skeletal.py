@@ -117,8 +117,12 @@ def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, .
     def decided(name: str, kind: str, rows: int, features: int) -> Skeletal:
         return Skeletal(f"route_{name}", rows, features, kind, Fate.WHOLE)
 
+    loss = (decided("lse", "fp32", tokens, 1),) if experts.z_loss else ()
+    shared = shape.shared_width
+    beside = (("shared_up", 2 * shared), ("shared_act", shared)) if shared else ()
     return (
         decided("scores", "fp32", tokens, experts.count),
+        *loss,
         decided("probs", "fp32", tokens, experts.per_token),
         decided("experts", "int64", tokens, experts.per_token),
         decided("order", "int64", rows, 1),
@@ -126,6 +130,7 @@ def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, .
         decided("ends", "int32", experts.count, 1),
         Skeletal("up", rows, 2 * shape.expert_width, dtype, Fate.BY_TOKEN),
         Skeletal("act", rows, shape.expert_width, dtype, Fate.BY_TOKEN),
+        *(Skeletal(name, tokens, features, dtype, Fate.BY_TOKEN) for name, features in beside),
     )
 
 

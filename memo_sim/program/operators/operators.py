@@ -36,12 +36,14 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.work import AdapterGemm, Collective, Exchange, Gemm, Rotary, Rowwise
+from memo_sim.program.ir.work import AdapterGemm, Collective, Exchange, Fp8Gemm, Gemm, Rotary, Rowwise
+from memo_sim.program.layout.fp8 import ATTENTION_OUTPUT, PRODUCTS
 from memo_sim.program.layout.parameters import Block, adapted_columns, autocast, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import normed_slot
 from memo_sim.program.layout.token_order import clipped_runs, row_blocks
 from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.fp8_operands import Fp8Operands
 from memo_sim.program.operators.framework_kernels import WIDE_BYTES
 
 RowBlock = tuple[int, int]
@@ -60,6 +62,8 @@ class OperatorWriter:
         self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
         self.size = DTYPE_BYTES[decisions.dtype]
         self.suffix = ""
+        self.fp8 = None if decisions.fp8 == "none" else Fp8Operands(builder, decisions, shape, block)
+        """Copies of operands in FP8; None where products run in the plan's dtype."""
         self.in_chunks = decisions.layout.tp_overlap == "chunked" and shape.gathered
         """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False
@@ -94,6 +98,41 @@ class OperatorWriter:
         names = (f"{product}.weight", f"{product}.lora_a")
         return any(found and not found.frozen for found in map(self.block.find, names))
 
+    def weight(self, name: str, *, for_dgrad: bool = False) -> Access | None:
+        """Return the weight of the product ``name`` as a read operand: the parameter, or its copy in FP8."""
+        if self.fp8 is not None and self.fp8.has(name):
+            return reads(self.fp8.weight(name, for_dgrad=for_dgrad))
+        return self.param(f"{name}.weight")
+
+    def product(self, name: str, m: int, n: int, k: int, gemm_pass: GemmPass) -> Gemm:
+        """Return the work of the product ``name``, in the plan's dtype or in FP8."""
+        if self.fp8 is not None and self.fp8.has(name):
+            return Fp8Gemm(m, n, k, gemm_pass, self.dtype, PRODUCTS[self.decisions.fp8])
+        return Gemm(m, n, k, gemm_pass, self.dtype)
+
+    def made(self, rows: Rows, features: int) -> Rows:
+        """Return where the input of a product is made: in its own buffer, or in one that is quantised next."""
+        return rows if self.fp8 is None else self.fp8.made(rows, features)
+
+    def quantise(self, made: Rows, rows: Rows) -> None:
+        """Quantise an input that was made elsewhere (``made``); nothing where it was made in its own buffer."""
+        if self.fp8 is not None and made != rows:
+            self.fp8.quantise_input(made, rows, self.suffix)
+
+    def read_by_product(self, slot: str) -> str:
+        """Return the slot of the copy of an input that its product in forward reads."""
+        return slot if self.fp8 is None else self.fp8.by_rows(slot)
+
+    def attended(self, slot: str, *, kept: bool = False) -> str:
+        """Return the slot of the projection's input, or of its copy in FP8: the one by rows, or the one ``kept``."""
+        if self.fp8 is None:
+            return slot
+        return ATTENTION_OUTPUT if kept else self.fp8.by_rows(ATTENTION_OUTPUT)
+
+    def before_gather(self, grad: Rows) -> Rows:
+        """Return a gradient as it is gathered: in FP8 where one copy of it serves both products."""
+        return grad if self.fp8 is None else self.fp8.before_gather(grad, self.suffix)
+
     def shard_rows(self, slot: str, rows: RowBlock) -> Rows:
         """Return this rank's shard of a row block, in a tensor that sequence parallelism divides."""
         return Rows(slot, self.shape.shard(rows[0]), self.shape.shard(rows[1]))
@@ -127,6 +166,7 @@ class OperatorWriter:
         """Emit a norm of a row block; its output and statistics go to rows ``at`` of their buffers."""
         op = "layer_norm" if self.model.family == "gpt" else "rms_norm"
         shard = self.shard_rows(which, at)
+        made = self.made(shard, self.shape.hidden)
         self.memory_bound(
             which,
             op,
@@ -138,9 +178,10 @@ class OperatorWriter:
             x=reads(self.shard_rows(source, rows)),
             weight=self.param(f"{which}.weight"),
             bias=self.param(f"{which}.bias"),
-            out=writes(shard),
+            out=writes(made),
             stats=writes(self.shard_rows(f"{which}_stats", at)),
         )
+        self.quantise(made, shard)
 
     def post_norm(self, which: str, source: Rows, rows: RowBlock) -> Rows:
         """Emit the norm behind attention or the MLP; return its rows. Without one, return ``source``.
@@ -197,9 +238,9 @@ class OperatorWriter:
             name + self.suffix,
             "linear",
             Lane.COMPUTE,
-            Gemm(out.tokens, n, k, "fprop", self.dtype),
+            self.product(name, out.tokens, n, k, "fprop"),
             x=reads(x),
-            weight=self.param(f"{name}.weight"),
+            weight=self.weight(name),
             bias=self.param(f"{name}.bias") if bias else None,
             out=writes(out),
         )
@@ -233,10 +274,12 @@ class OperatorWriter:
         """
         if not self.shape.gathered:
             return source
-        full = f"{self.builder.phase}.{full}"
-        self.own(full, tokens or self.shape.tokens, self.shape.hidden, BufferClass.EXCHANGE)
+        full, builder = f"{self.builder.phase}.{full}", self.builder
+        if not builder.has(full):
+            row = (tokens or self.shape.tokens, builder.features(source.slot))
+            builder.own(full, BufferClass.EXCHANGE, builder.dtype(source.slot), *row)
         rows = Rows(full, first, source.tokens * self.shape.tp)
-        work = Collective("all_gather", rows.tokens * self.shape.hidden * self.size, self.shape.tp, "tp")
+        work = Collective("all_gather", rows.tokens * builder.row_bytes(source.slot), self.shape.tp, "tp")
         self.builder.emit(
             f"{name}.gather{self.suffix}", "all_gather", Lane.TP, work, shard=reads(source), full=writes(rows)
         )
@@ -412,13 +455,15 @@ class OperatorWriter:
 
     def dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int) -> None:
         """Emit ``out = grad @ weight``: ``n`` input features of ``k`` output features."""
+        if self.fp8 is not None and self.fp8.has(name):
+            grad = self.fp8.gradient(grad, self.suffix)
         self.builder.emit(
             f"{name}.dgrad{self.suffix}",
             "linear.dgrad",
             Lane.COMPUTE,
-            Gemm(out.tokens, n, k, "dgrad", self.dtype),
+            self.product(name, out.tokens, n, k, "dgrad"),
             grad=reads(grad),
-            weight=self.param(f"{name}.weight"),
+            weight=self.weight(name, for_dgrad=True),
             out=writes(out),
         )
         self.adapter.dgrad(name, grad, out, n)
@@ -437,6 +482,9 @@ class OperatorWriter:
         scratch = table.wgrad_workspace_bytes(
             m, n, grad.tokens, self.dtype, kernel, into=gradient_dtype(self.decisions)
         )
+        if self.fp8 is not None and self.fp8.has(name):
+            grad = self.fp8.gradient(grad, self.suffix, for_wgrad=True)
+            x = self.fp8.transposed(x, self.suffix)
         wide = autocast(self.decisions)
         apart = wide or half_gradients(self.decisions)
         product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None
@@ -444,7 +492,7 @@ class OperatorWriter:
             f"{name}.wgrad{self.suffix}",
             "linear.wgrad",
             Lane.COMPUTE,
-            Gemm(m, n, grad.tokens, "wgrad", self.dtype),
+            self.product(name, m, n, grad.tokens, "wgrad"),
             grad=reads(grad),
             x=reads(x),
             shard=reads(shard) if shard else None,
@@ -664,11 +712,8 @@ class OperatorWriter:
         )
 
     def sink_backward(self) -> None:
-        """Write the gradient of the sinks: ``-sum over rows of exp(sink - lse) (do out)``, head by head.
-
-        Nothing where they are frozen: no other gradient needs it.
-        """
-        if self.grad("sinks") is None:
+        """Write the gradient of the sinks: ``-sum over rows of exp(sink - lse) (do out)``, head by head."""
+        if (grad_sinks := self.grad("sinks")) is None:
             return
         inside, heads = self.shape.attention, self.shape.attention.heads
         self.memory_bound(
@@ -682,7 +727,7 @@ class OperatorWriter:
             out=reads(self.builder.all("attn")),
             lse=reads(self.builder.all("lse")),
             sinks=self.param("sinks"),
-            grad_sinks=self.grad("sinks"),
+            grad_sinks=grad_sinks,
         )
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 from memo_sim.contract import attention_kernels
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.model import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.work import Attention, WindowedAttention
 from memo_sim.program.operators.head_groups import check_head_groups, flash3_head_dim, round_up
@@ -314,35 +315,55 @@ def sum_workspace_bytes(rows: int, features: int, dtype: str, into: str, attenti
     return _pieces(DTYPE_BYTES[into] * min(rows, NORM_ROWS) * features)
 
 
-def router_workspace_bytes(rows: int, features: int, experts: int, dtype: str) -> int:
+def router_workspace_bytes(rows: int, features: int, experts: int, dtype: str, *, bias: bool = False) -> int:
     """Return the scratch of the router's product, or of its input's gradient: a block of rows and its weight in fp32.
 
-    0 when they are fp32.
+    0 when they are fp32. ``bias``: with the router's bias in fp32.
     """
-    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *_wide(experts * features, dtype))
+    own = _wide(experts, dtype) if bias else ()
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *_wide(experts * features, dtype), *own)
 
 
-def router_wgrad_workspace_bytes(rows: int, features: int, experts: int, dtype: str, *, into: str = "fp32") -> int:
+def router_wgrad_workspace_bytes(
+    rows: int, features: int, experts: int, dtype: str, *, into: str = "fp32", bias: bool = False
+) -> int:
     """Return the scratch of the gradient of the router's weight: a block of rows in fp32.
 
-    Where it is summed in another dtype than fp32, the product and a copy of it in that dtype too.
+    Where it is summed in another dtype than fp32, the product and a copy of it in that dtype too. ``bias``: with the
+    sums of the bias's gradient.
     """
-    product = () if into == "fp32" else (4 * experts * features, DTYPE_BYTES[into] * experts * features)
-    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *product)
+    size = DTYPE_BYTES[into]
+    product = () if into == "fp32" else (4 * experts * features, size * experts * features)
+    own = (4 * experts, size * experts) if bias else ()
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *product, *own)
 
 
-def route_workspace_bytes(rows: int) -> int:
-    """Return the scratch of choosing experts: one fp32 number of each row."""
-    return _pieces(4 * rows)
+def route_workspace_bytes(rows: int, experts: Experts | None = None) -> int:
+    """Return the scratch of choosing experts: one fp32 number of each row.
+
+    Where a bias or groups change the choice, also the bias in fp32 and, for a block of rows, a number of every expert
+    and of every chosen one; with groups the two best of each, their sums, and the chosen groups.
+    """
+    if experts is None or not (experts.selection_bias or experts.groups > 1):
+        return _pieces(4 * rows)
+    block, of = min(rows, NORM_ROWS), experts
+    bias = [4 * of.count] if of.selection_bias else []
+    best = [4 * block * 2 * of.groups, 8 * block * 2 * of.groups, 4 * block * of.groups]
+    best += [4 * block * of.groups_per_token, 8 * block * of.groups_per_token]
+    groups = best if of.groups > 1 else []
+    return _pieces(4 * rows, *bias, 4 * block * of.count, 4 * block * of.per_token, *groups)
 
 
-def route_backward_workspace_bytes(rows: int, experts: int, per_token: int, *, balance: bool) -> int:
+def route_backward_workspace_bytes(
+    rows: int, experts: int, per_token: int, *, balance: bool, loads: bool = False
+) -> int:
     """Return the scratch of the gradient of the logits, for a block of rows.
 
-    A number of every expert, two of every chosen expert, and one of each row; with ``balance`` two of each expert.
+    A number of every expert, two of every chosen expert, and one of each row. With ``balance``, or where ``loads`` are
+    summed for the selection bias, two of each expert.
     """
     block = min(rows, NORM_ROWS)
-    each = [4 * experts] * 2 if balance else []
+    each = [4 * experts] * 2 if balance or loads else []
     return _pieces(4 * block * experts, *[4 * block * per_token] * 2, 4 * block, *each)
 
 
@@ -370,14 +391,62 @@ def combine_workspace_bytes(rows: int, features: int, dtype: str) -> int:
     return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype) * 2)
 
 
-def expert_activation_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of the experts' activation: every row's probability, and a block of rows in fp32."""
+def expert_bias_workspace_bytes(rows: int, features: int, dtype: str) -> int:
+    """Return the scratch of adding the experts' biases to a block of dispatched rows: row numbers, experts, biases."""
+    block = min(rows, NORM_ROWS)
+    return _pieces(4 * block, 8 * block, DTYPE_BYTES[dtype] * block * features)
+
+
+def expert_bias_backward_workspace_bytes(
+    rows: int, features: int, experts: int, dtype: str, attention_kernel: str, *, into: str = "fp32"
+) -> int:
+    """Return the scratch of the gradient of the first product's biases, for a block of dispatched rows.
+
+    Row numbers, experts, and a one for every row at its expert; on a CPU, and where the sum is in another dtype, the
+    rows and those ones in the dtype of the sum.
+    """
+    block, widened = min(rows, NORM_ROWS), dtype != into and on_cpu(attention_kernel)
+    size = DTYPE_BYTES[into if widened else dtype]
+    return _pieces(4 * block, 8 * block, size * block * experts, *((size * block * features,) if widened else ()))
+
+
+def expert_out_bias_workspace_bytes(rows: int, features: int, experts: int, dtype: str) -> int:
+    """Return the scratch of adding the second product's biases: a block's probabilities of all experts.
+
+    Also the biases and the block in fp32, where they are not.
+    """
+    block = min(rows, NORM_ROWS)
+    return _pieces(4 * block * experts, *_wide(experts * features, dtype), *_wide(block * features, dtype))
+
+
+def expert_out_bias_dgrad_workspace_bytes(rows: int, features: int, experts: int, per_token: int, dtype: str) -> int:
+    """Return the scratch of what these biases add to the probabilities' gradients: as forward, and chosen ones."""
+    whole = expert_out_bias_workspace_bytes(rows, features, experts, dtype)
+    return whole + _pieces(4 * min(rows, NORM_ROWS) * per_token)
+
+
+def expert_out_bias_wgrad_workspace_bytes(
+    rows: int, features: int, experts: int, dtype: str, *, into: str = "fp32"
+) -> int:
+    """Return the scratch of the gradient of these biases: a block's probabilities of all experts, and it in fp32."""
+    block = min(rows, NORM_ROWS)
+    product = () if into == "fp32" else (4 * experts * features, DTYPE_BYTES[into] * experts * features)
+    return _pieces(4 * block * experts, *_wide(block * features, dtype), *product)
+
+
+def expert_activation_workspace_bytes(rows: int, features: int, dtype: str, *, clamped: bool = False) -> int:
+    """Return the scratch of the experts' activation: every row's probability, and a block of rows in fp32.
+
+    ``clamped`` needs two blocks in any dtype.
+    """
+    if clamped:
+        return _pieces(4 * rows, *[4 * min(rows, NORM_ROWS) * features] * 2)
     return _pieces(4 * rows, *_wide(min(rows, NORM_ROWS) * features, dtype))
 
 
-def expert_activation_backward_workspace_bytes(rows: int, features: int) -> int:
-    """Return the scratch of its backward: two numbers of every row, and two blocks of rows in fp32."""
-    return _pieces(4 * rows, 4 * rows, *[4 * min(rows, NORM_ROWS) * features] * 2)
+def expert_activation_backward_workspace_bytes(rows: int, features: int, *, clamped: bool = False) -> int:
+    """Return the scratch of its backward: two numbers of every row, and blocks of rows in fp32: two, clamped five."""
+    return _pieces(4 * rows, 4 * rows, *[4 * min(rows, NORM_ROWS) * features] * (5 if clamped else 2))
 
 
 def grouped_workspace_bytes(elements: int, dtype: str, experts: int, attention_kernel: str) -> int:

@@ -5,18 +5,26 @@ every other. Which token a row is of is decided while the step runs. So the chec
 every token, and that a sum over experts may read every dispatched row.
 
     norm2 - router_logits - route_scores, route_probs, route_experts - by_expert, route_order - route_places, route_ends
-    norm2 - dispatched - up - act - expert_out - down
+    norm2 - dispatched - up - act - expert_out - down           norm2 - shared_up - shared_act - down
     d_x (next) - d_expert_out - d_act - d_up, d_probs      d_probs - d_logits      d_up - d_dispatched - d_norm2
+
+``down``, ``d_norm2`` and ``d_probs`` are sums: of experts, then of biases and of the shared expert if there are any,
+and the gradient of the norm last of the router's part. The names of partial sums end in what was added last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
+from memo_sim.program.layout.parameters import SELECTION_BIAS
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import Value
 from memo_sim.program.verify.value_terms import whole
+
+if TYPE_CHECKING:
+    from memo_sim.program.verify.values import Values
 
 Rule = Callable[[Call], None]
 
@@ -26,8 +34,34 @@ GRADIENTS = {"d_up": ("experts_up", "d_dispatched", "dispatched"), "d_expert_out
 """By gradient of the result: the weight's name, the gradient of the input, and the input."""
 COPIED = {"norm2": ("dispatched", 0), "d_x": ("d_expert_out", 1)}
 """By what is gathered and copied to experts: the dispatched rows, and by how many layers it comes later."""
-SUMMED = {"expert_out": "down", "d_dispatched": "d_norm2.experts"}
-"""By dispatched rows: what their sum over each token's experts is."""
+SUMMED = {"expert_out": "down", "d_dispatched": "d_norm2"}
+"""By dispatched rows: what their sum over each token's experts is a part of."""
+SHARED_NORM = "d_norm2.shared"
+
+
+def partial_sums(v: Values, name: str) -> list[str]:
+    """Return the names that the sum ``name`` has, one after the other; the last one is its own."""
+    of = v.model.mixture
+    biased, shared = of is not None and of.bias, of is not None and of.shared > 0
+    parts = {
+        "up": ["product"] + ["bias"] * biased,
+        "down": ["experts"] + ["bias"] * biased + ["shared"] * shared,
+        "d_probs": ["act"] + ["bias"] * biased,
+        "d_norm2": ["experts"] + ["shared"] * shared + ["router"],
+    }[name]
+    whole_name = f"{name}~" if v.tp > 1 and name != "up" else name
+    return [*(f"{name}.{part}" for part in parts[:-1]), whole_name]
+
+
+def add_shared(call: Call, role: str, first: int, tokens: int, result: Value, row: int) -> None:  # noqa: PLR0917
+    """Check a product of the shared expert that is added to the sum of the experts."""
+    before = "d_norm2.experts" if result.name == SHARED_NORM else partial_sums(call.values, "down")[-2]
+    for low, high, old, at in call.rows(role, first, tokens):
+        here = row + low - first
+        sound = old is not None and old == result._replace(name=before) and at == here
+        if old is not None and not sound:
+            call.wrong(role, old, at, f"{before} of layer {result.layer}, row {here}")
+        call.put(role, low, high - low, result if sound else None, here)
 
 
 def _all(call: Call, role: str, count: int) -> Value | None:
@@ -65,15 +99,14 @@ def router(call: Call) -> None:
     """Check the router's product."""
     for found in rowwise(call, {"x": f"norm2{call.values.full}"}, {"out": "router_logits"}):
         weight(call, "weight", "router.weight", found[0])
+        weight(call, "bias", "router.bias", found[0])
 
 
 def route(call: Call) -> None:
-    """Check the choice of experts: softmax in place, and the largest."""
-    rowwise(
-        call,
-        {"scores": "router_logits"},
-        {"scores": "route_scores", "probs": "route_probs", "experts": "route_experts"},
-    )
+    """Check the choice of experts: scores in place, and the largest, which the selection bias may change."""
+    made = {name: f"route_{name}" for name in ("scores", "probs", "experts", "lse")}
+    for found in rowwise(call, {"scores": "router_logits"}, {**made}):
+        weight(call, "bias", SELECTION_BIAS, found[0])
 
 
 def sort(call: Call) -> None:
@@ -128,7 +161,7 @@ def combine(call: Call) -> None:
             if found != source._replace(name="route_places"):
                 call.wrong("places", found, row, f"route_places of layer {source.layer}")
             else:
-                value = source._replace(name=name if name.endswith(".experts") else _partial(call, name))
+                value = source._replace(name=partial_sums(call.values, name)[0])
         call.put("out", first, tokens, value, row)
 
 
@@ -154,7 +187,8 @@ def _product(call: Call, role: str, products: Mapping[str, tuple[str, ...]]) -> 
         weight(call, "weight", f"{made[0]}.weight", value.layer)
         _ends(call, value)
         _same_rows(call, role, first, row)
-        call.put("out", first, tokens, value._replace(name=made[1]), row)
+        name = partial_sums(call.values, "up")[0] if made[1] == "up" else made[1]
+        call.put("out", first, tokens, value._replace(name=name), row)
 
 
 def _same_rows(call: Call, role: str, first: int, row: int) -> None:
@@ -193,22 +227,24 @@ def activation_backward(call: Call) -> None:
     for layer, micro_batch, _, row in every:
         _decided(call, "probs", Value("route_probs", layer, micro_batch), call.values.tokens)
         if row == 0 and len(every) == 1 and call.tokens("grad") == call.values.dispatched:
-            value = Value(_partial(call, "d_probs"), layer, micro_batch)
+            value = Value(partial_sums(call.values, "d_probs")[0], layer, micro_batch)
     call.put("grad_probs", 0, call.tokens("grad_probs"), value)
 
 
 def route_backward(call: Call) -> None:
     """Check the gradient of the router's logits."""
-    wanted = {"probs": "route_probs", "scores": "route_scores", "experts": "route_experts"}
-    made = {"out": _partial(call, "d_router")}
-    for layer, micro_batch, _, _ in rowwise(call, {"grad": _partial(call, "d_probs"), **wanted}, {**made}):
-        _ends(call, Value("", layer, micro_batch))
+    names = ("probs", "scores", "experts", *(["lse"] if call.has("lse") else []))
+    wanted = {"grad": _partial(call, "d_probs"), **{name: f"route_{name}" for name in names}}
+    tokens = call.tokens("grad")
+    for found in rowwise(call, {**wanted}, {"out": _partial(call, "d_router")}):
+        _ends(call, Value("", found[0], found[1]))
+        add_gradient(call, "loads", SELECTION_BIAS, found, tokens)
 
 
 def router_dgrad(call: Call) -> None:
     """Check the router's part of the gradient of its input, which is added to the experts' part."""
-    wanted: dict[str, Wanted] = {"grad": _partial(call, "d_router"), "out": "d_norm2.experts"}
-    for found in rowwise(call, wanted, {"out": _partial(call, "d_norm2")}):
+    before, after = partial_sums(call.values, "d_norm2")[-2:]
+    for found in rowwise(call, {"grad": _partial(call, "d_router"), "out": before}, {"out": after}):
         weight(call, "weight", "router.weight", found[0])
 
 
@@ -218,6 +254,56 @@ def router_wgrad(call: Call) -> None:
         found = agree(call, {"grad": "d_router", "x": f"norm2{call.values.full}"}, values, tokens)
         if found is not None:
             add_gradient(call, "out", "router.weight", found, tokens)
+            add_gradient(call, "grad_bias", "router.bias", found, tokens)
+
+
+def bias(call: Call) -> None:
+    """Check the biases that are added to the first product of dispatched rows."""
+    for first, tokens, values in call.pieces("x"):
+        found = agree(call, {"x": "up.product"}, values, tokens)
+        if found is None:
+            call.put("x", first, tokens, None)
+            continue
+        weight(call, "bias", "experts_up.bias", found[0])
+        _ends(call, Value("", found[0], found[1]))
+        _same_rows(call, "x", first, found[3])
+        call.put("x", first, tokens, Value("up", found[0], found[1]), found[3])
+
+
+def bias_backward(call: Call) -> None:
+    """Check the gradient of these biases, and add its rows to the sum."""
+    for first, tokens, values in call.pieces("grad"):
+        found = agree(call, {"grad": "d_up"}, values, tokens)
+        if found is not None:
+            _ends(call, Value("", found[0], found[1]))
+            _same_rows(call, "grad", first, found[3])
+            add_gradient(call, "out", "experts_up.bias", found, tokens)
+
+
+def out_bias(call: Call) -> None:
+    """Check the biases of the second product, which are added to the sum over each token's experts."""
+    before, after = partial_sums(call.values, "down")[:2]
+    wanted = {"out": before, "probs": "route_probs", "experts": "route_experts"}
+    for found in rowwise(call, {**wanted}, {"out": after}):
+        weight(call, "bias", "experts_down.bias", found[0])
+
+
+def out_bias_dgrad(call: Call) -> None:
+    """Check what the biases of the second product add to the gradients of the probabilities."""
+    before, after = partial_sums(call.values, "d_probs")
+    wanted: dict[str, Wanted] = {"grad": (f"d_x{call.values.full}", 1), "experts": "route_experts", "out": before}
+    for found in rowwise(call, wanted, {"out": after}):
+        weight(call, "bias", "experts_down.bias", found[0])
+
+
+def out_bias_wgrad(call: Call) -> None:
+    """Check the gradient of these biases, and add its rows to the sum."""
+    wanted: dict[str, Wanted] = {"grad": (f"d_x{call.values.full}", 1)}
+    wanted |= {"probs": "route_probs", "experts": "route_experts"}
+    for _, tokens, values in call.pieces(*wanted):
+        found = agree(call, wanted, values, tokens)
+        if found is not None:
+            add_gradient(call, "out", "experts_down.bias", found, tokens)
 
 
 RULES: dict[str, Rule] = {
@@ -235,5 +321,12 @@ RULES: dict[str, Rule] = {
     "experts.linear.wgrad": wgrad,
     "experts.swiglu": activation,
     "experts.swiglu.bwd": activation_backward,
+    "experts.clamped": activation,
+    "experts.clamped.bwd": activation_backward,
+    "experts.bias": bias,
+    "experts.bias.bwd": bias_backward,
+    "experts.out_bias": out_bias,
+    "experts.out_bias.dgrad": out_bias_dgrad,
+    "experts.out_bias.wgrad": out_bias_wgrad,
 }
 """The rule of every op of experts."""

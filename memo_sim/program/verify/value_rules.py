@@ -106,18 +106,24 @@ def norm(call: Call) -> None:
         call.put("saved", first, tokens, value._replace(name=f"{out}_saved"), row)
 
 
-def _product_of(call: Call, name: str) -> tuple[str, BlockKind, str] | None:
-    """Return the product that reads a value: its weight's name and block, and its result's name."""
-    v = call.values
+def _product_of(call: Call, value: Value) -> tuple[str, BlockKind, str] | None:
+    """Return the product that reads a value: its weight's name and block, and its result's name.
+
+    In a layer with experts the plain products are those of the shared expert.
+    """
+    v, name = call.values, value.name
     partial = "~" if v.tp > 1 else ""
     base = name.removesuffix("*")
     if base in ("norm1", "norm2", "final") and v.full and not name.endswith("*"):
         return None
+    if base == "norm2" and v.has_experts(value.layer):
+        return "shared_up", LAYER, "shared_up"
     products = {
         "norm1": ("qkv", LAYER, product_name(v)),
         "attn": ("proj", LAYER, f"proj{partial}"),
         "norm2": ("ffn_up", LAYER, "up"),
         "act": ("ffn_down", LAYER, f"down{partial}"),
+        "shared_act": ("shared_down", LAYER, experts.partial_sums(v, "down")[-1]),
         "final": ("tokens", EMBED, "logits") if v.model.tied_embeddings else ("classifier", HEAD, "logits"),
     }
     return products.get(base)
@@ -128,7 +134,7 @@ def linear(call: Call) -> None:
     added = call.instruction.op == "linear.add"
     for first, tokens, [(given, row)] in call.pieces("x"):
         value = None if given is None else whole(call, "x", given, row, tokens)
-        found = None if value is None else _product_of(call, value.name)
+        found = None if value is None else _product_of(call, value)
         if value is None or found is None:
             if value is not None:
                 call.wrong("x", value, row, "the input of a product")
@@ -147,8 +153,9 @@ def linear(call: Call) -> None:
             result = result._replace(part=None, terms=frozenset({held}))
         if kind is LAYER and _adapted(call, name):
             result = result._replace(terms=WITHOUT_ADAPTER)
+        add = experts.add_shared if name == "shared_down" else add_terms
         if added:
-            add_terms(call, "out", first, tokens, result, row)
+            add(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
         if call.instruction.op == "linear.to_gate":
@@ -189,8 +196,17 @@ def residual_add(call: Call) -> None:
 
 
 def activation(call: Call) -> None:
-    """Check the activation between the products of the MLP."""
+    """Check the activation between the products of the MLP, or of the shared expert."""
+    if _is_shared(call):
+        rowwise(call, {"x": "shared_up"}, {"out": "shared_act"})
+        return
     rowwise(call, {"x": "up"}, {"out": "act", "silu": "silu"})
+
+
+def _is_shared(call: Call) -> bool:
+    """Return whether an activation reads the first product of a shared expert."""
+    value = call.rows("x")[0].value if call.has("x") else None
+    return value is not None and value.name == "shared_up"
 
 
 # Backward
@@ -198,6 +214,9 @@ def activation(call: Call) -> None:
 
 def activation_backward(call: Call) -> None:
     """Check the backward of ``activation``."""
+    if _is_shared(call):
+        rowwise(call, {"grad": "d_shared_act", "x": "shared_up"}, {"grad_x": "d_shared_up"})
+        return
     silu: dict[str, Wanted] = {"silu": "silu"} if call.has("silu") else {}
     rowwise(call, {"grad": "d_act", "x": "up", **silu}, {"grad_x": "d_up"})
 
@@ -207,6 +226,8 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
     v = call.values
     base, partial = value.name.removesuffix("*"), "~" if v.tp > 1 else ""
     behind = v.model.post_norms
+    if base == "d_x" and v.has_experts(value.layer - 1):
+        return "shared_down", LAYER, "d_shared_act", 1, "shared_act"
     if base == ("d_down" if behind else "d_x"):
         return "ffn_down", LAYER, "d_act", 0 if behind else 1, "act"
     if base == gradient_name(v):
@@ -214,6 +235,7 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
     products = {
         "d_proj" if behind else "d_resid": ("proj", LAYER, "d_attn", 0, "attn"),
         "d_up": ("ffn_up", LAYER, f"d_norm2{partial}", 0, "norm2"),
+        "d_shared_up": ("shared_up", LAYER, experts.SHARED_NORM, 0, "norm2"),
         "d_logits": (
             "tokens" if v.model.tied_embeddings else "classifier",
             EMBED if v.model.tied_embeddings else HEAD,
@@ -245,7 +267,7 @@ def dgrad(call: Call) -> None:
         summed = name in ("qkv", "ffn_up")
         if summed and held != value.part:
             call.fault(f"the weight is that of {held}, but grad is that of {value.part}")
-        shard = v.full and name in ("proj", "ffn_down") and not value.name.endswith("*")
+        shard = v.full and name in ("proj", "ffn_down", "shared_down") and not value.name.endswith("*")
         if shard:
             call.wrong("grad", value, row, f"{value.name}*")
         result = Value(out, layer, value.micro_batch, held)
@@ -253,8 +275,9 @@ def dgrad(call: Call) -> None:
             result = result._replace(part=None, terms=frozenset({held}))
         if kind is LAYER and _adapted(call, name):
             result = result._replace(terms=WITHOUT_ADAPTER)
+        add = experts.add_shared if name == "shared_up" else add_terms
         if call.instruction.op == "linear.dgrad.add":
-            add_terms(call, "out", first, tokens, result, row)
+            add(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
 
@@ -286,7 +309,7 @@ def adapter_low(call: Call) -> None:
     """Check the low-rank rows of a product's input."""
     for first, tokens, [(given, row)] in call.pieces("x"):
         value = None if given is None else whole(call, "x", given, row, tokens)
-        found = None if value is None else _product_of(call, value.name)
+        found = None if value is None else _product_of(call, value)
         if value is None or found is None:
             if value is not None:
                 call.wrong("x", value, row, "the input of a product")
@@ -804,8 +827,8 @@ def _move_sums(call: Call, source: str, target: str) -> None:
         parameter = call.values.parameter(key[0], key[2], key[1])
         assert parameter is not None  # its gradient was added
         if sharded and block is not None:
-            runs = call.instruction.run
-            if runs and (parameter.first < block.decayed_elements) != (runs == "decay"):
+            run = call.instruction.run
+            if run and run != next(n for n, first, size in block.runs() if first <= parameter.first < first + size):
                 continue
         elif not operand.first <= each.first < operand.first + operand.tokens:
             continue
@@ -908,7 +931,8 @@ def update(call: Call) -> None:
         call.fault(f"updates elements {sorted(states)} of the states of {key[0]}, not one run of them once")
     v.updated[key] = joined_ranges or []
     # Whole parameters and gradients begin with the run itself, shards with what the ranks before them have of it.
-    begun = v.block(family.block, key[1]).decayed_elements if call.instruction.op.endswith("no_decay") else 0
+    runs = {name: first for name, first, _ in v.block(family.block, key[1]).runs()}
+    begun = runs[call.instruction.run]
     for role in ("grads", "params"):
         if call.has(role):
             operand = call.operands[role]
@@ -953,6 +977,13 @@ def params_move(source: str, target: str) -> Rule:
             call.put(target, first, end - first, value, row)
 
     return rule
+
+
+def quantise(call: Call) -> None:
+    """Carry values to their copies in FP8, by rows and by columns."""
+    for first, end, value, row in call.rows("x"):
+        for copy in ("out", "columns"):
+            call.put(copy, first, end - first, value, row)
 
 
 def recv(call: Call) -> None:
@@ -1096,9 +1127,13 @@ RULES: dict[str, Rule] = {
     "grad_norm": grad_norm,
     "adamw.decay": update,
     "adamw.no_decay": update,
+    "router.balance": update,
     "params.all_gather": params_gather,
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),
+    "params.quantize": quantise,
+    "fp8.quantize": quantise,
+    "fp8.transpose": quantise,
     **attention.RULES,
     **experts.RULES,
 }

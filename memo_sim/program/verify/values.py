@@ -101,6 +101,10 @@ class Values:
         """Rows that go to experts; 0 without experts."""
         return self.tokens * self.model.mixture.per_token if self.model.mixture else 0
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer of the model has experts in place of an MLP."""
+        return 0 <= layer < self.model.layers and self.model.layer(layer).experts is not None
+
     def _measure(self) -> None:
         """Work out the sizes on one rank from the plan."""
         layout, model, decisions = self.layout, self.model, self.decisions
@@ -274,7 +278,7 @@ class Values:
         if found is not None and found.anything:
             return
         tokens = self.shard_tokens if _on_shards(name) else self.tokens
-        if name.startswith("experts_"):
+        if name.startswith("experts_") and name != "experts_down.bias":
             tokens = self.dispatched
         if name == "sinks":
             tokens = self.attended

@@ -1,14 +1,17 @@
 """Gradients of low-rank adapters against plain autograd of W x + scale B A x, under every policy."""
 
+from typing import Any
+
 import pytest
 
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
-from tests.exec_cpu.small import MODELS, batch, decide, gradients, play, scalars
+from tests.exec_cpu.small import MODELS, batch, decide, gradients, llama, play, scalars
 
 TOLERANCE = 1e-5
 EVERY = "r=4,alpha=8,targets=qkv+proj+ffn"
-CASES = {
+SINKS = {"sinks": llama(window=64, sinks=True)}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("qwen3", EVERY, {}),
     "gpt": ("gpt2", EVERY, {"recompute": "full"}),
     "some targets": ("llama-biased", "r=4,alpha=8,targets=q+v+up,rslora", {"recompute": "tokenwise"}),
@@ -16,6 +19,7 @@ CASES = {
     "down alone, kept": ("gpt-bare", "r=4,alpha=8,targets=down", {"recompute": "none", "swapped_tokens": 256}),
     "modules again": ("qwen2", "r=4,alpha=8,targets=qkv", {"recompute": "mlp"}),
     "norms again": ("llama", "r=4,alpha=8,targets=proj", {"recompute": "norms"}),
+    "frozen sinks": ("sinks", EVERY, {"recompute": "tokenwise", "swapped_tokens": 128}),
     "row blocks": ("qwen2", EVERY, {"recompute": "full", "mlp_chunk_tokens": 128}),
 }
 
@@ -23,7 +27,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_autograd(name: str) -> None:
     model, adapters, policy = CASES[name]
-    decisions = decide(MODELS[model], global_batch=4, adapters=adapters, **policy)
+    decisions = decide((MODELS | SINKS)[model], global_batch=4, adapters=adapters, **policy)
     batches = batch(decisions, ignored=0.2)
     with play(decisions) as interpreter:
         reference = AutogradModel(decisions.model, weights.named_parameters(interpreter), adapters=decisions.lora)

@@ -36,7 +36,9 @@ def test_a_balanced_load_is_assumed_and_named() -> None:
     assert line.endswith("Every expert is taken to get 4,096 rows; --expert-load says otherwise.")
     (assumption,) = [each for each in result.summary.assumptions if each.name == "experts"]
     assert assumption.option == "--expert-load"
-    assert assumption.value.startswith("balanced load, no row dropped;")
+    assert assumption.value.startswith("load balanced, no row dropped;")
+    (products,) = [each for each in result.summary.assumptions if each.name == "experts' products"]
+    assert products.value == "derived from single bf16 products; the profile has none of several experts"
 
 
 def test_an_uneven_load_costs_time_and_no_memory() -> None:
@@ -46,6 +48,18 @@ def test_an_uneven_load_costs_time_and_no_memory() -> None:
     assert re.search(r"the products take \S+ \S+ longer than with balanced experts, and memory is the same", line)
     assert uneven.plans[0].step_s > even.plans[0].step_s
     assert uneven.plans[0].peak_device_bytes == even.plans[0].peak_device_bytes
+
+
+def test_a_measured_load_is_priced_and_named() -> None:
+    shares = (4000, 1500, 900, 600, 400, 300, 200, 100)
+    measured = what_if(asked("-".join(("measured", *map(str, shares))))).result
+    (line,) = [each for each in measured.why if each.startswith("Experts:")]
+    assert "With a load as measured (the fullest of 8 experts: 4.00 times the mean) the fullest expert gets" in line
+    assert measured.plans[0].step_s > balanced().plans[0].step_s
+    (assumption,) = [each for each in measured.summary.assumptions if each.name == "experts"]
+    assert assumption.value.startswith(
+        "load as measured (the fullest of 8 experts: 4.00 times the mean), no row dropped;"
+    )
 
 
 def test_what_does_not_go_with_experts_is_refused_by_name() -> None:

@@ -20,11 +20,11 @@ EXPERTS = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, h
 SEVERAL_EXPERTS = LLAMA.of_layers(
     [LayerShape(ffn_hidden=640, experts=Experts(count=count, per_token=2, hidden=64)) for count in (4, 8)]
 )
-LORA = "r=8,alpha=8,targets=qkv+proj+ffn"
 WINDOW = msgspec.structs.replace(LLAMA, window=256)
 SINKS = msgspec.structs.replace(LLAMA, sinks=True)
 POST_NORMS = msgspec.structs.replace(LLAMA, post_norms=True)
 GEGLU = msgspec.structs.replace(LLAMA, activation="gelu_tanh")
+LORA = "r=8,alpha=8,targets=qkv+proj+ffn"
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
@@ -43,8 +43,9 @@ def chunked(**changes: Any) -> Layout:
 
 
 PACKED = {"documents": Documents(lengths=((512, 1),))}
-
-
+SELECTING = msgspec.structs.replace(
+    EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, selection_bias=True, selection_rate=0.001)
+)
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "packed documents: metp": (Layout(metp=2), PACKED, "2 with documents"),
     "packed documents: cp_exchange": (Layout(cp_exchange="rsa"), PACKED, "rsa with documents"),
@@ -66,6 +67,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "true with documents",
     ),
     "packed documents: bidirectional": (Layout(), {**PACKED, "model": BIDIRECTIONAL}, "true with documents"),
+    "packed documents: windows": (Layout(), {**PACKED, "model": WINDOW}, "documents with a window of 256 tokens"),
     "packed documents: most": (
         Layout(),
         {"documents": Documents(lengths=((512, 1),), most=2**20)},
@@ -181,6 +183,27 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "huggingface with a model with them",
     ),
     "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
+    "FP8: dtype": (Layout(), {"fp8": "tensor", "dtype": "fp32"}, "fp32 with fp8 tensor"),
+    "FP8: metp": (Layout(metp=2), {"fp8": "block"}, "2 with fp8 block"),
+    "FP8: tp_overlap": (chunked(), {"fp8": "mx"}, "chunked with fp8 mx"),
+    "FP8: multiplexed": (multiplexed(), {"fp8": "tensor"}, "true with fp8 tensor"),
+    "FP8: schedule": (Layout(pp=2, schedule="zero-bubble"), {"fp8": "delayed"}, "zero-bubble with fp8 delayed"),
+    "FP8: attention_chunk_tokens": (Layout(), CHUNKS | {"fp8": "tensor"}, "512 with fp8 tensor"),
+    "FP8: mlp_rebuild": (
+        Layout(),
+        {"fp8": "tensor", "recompute": "full", "mlp_chunk_tokens": 512, "mlp_rebuild": "layer"},
+        "layer with fp8 tensor",
+    ),
+    "FP8: recompute": (Layout(), {"fp8": "tensor", "recompute": "norms"}, "norms with fp8 tensor"),
+    "FP8: modules": (Layout(), SAVED | {"fp8": "tensor", "recompute": "full"}, "huggingface with fp8 tensor"),
+    "FP8: adapters": (Layout(), {"fp8": "tensor", "adapters": LORA}, f"{LORA} with fp8 tensor"),
+    "FP8: grad_sums": (
+        Layout(),
+        {"fp8": "tensor", "grad_sums": "autocast", "memory_policy": "eager"},
+        "autocast with fp8 tensor",
+    ),
+    "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
+    "selection bias: gradients": (Layout(), {"model": SELECTING, "states": "pure-bf16"}, "pure-bf16"),
     "adapters: model": (
         Layout(),
         {"adapters": "r=8,alpha=8,targets=gate"},
