@@ -71,6 +71,8 @@ class ExpertMlp:
         self.rows = self.shape.dispatched
         """Number of dispatched rows."""
         self.shared = SharedExpert(writer)
+        self.frozen = writer.decisions.lora is not None
+        """Whether none of the weights are trained."""
         self.clamped = experts.activation == "clamped"
         self.activation = "experts.clamped" if self.clamped else "experts.swiglu"
 
@@ -143,7 +145,8 @@ class ExpertMlp:
         self._dispatch("dispatch.grad", upstream, d_down)
         t = Rows(writer.own("d_act", self.rows, shape.expert_width), *whole)
         self._dgrad("experts_down", d_down, t)
-        self._wgrad("experts_down", d_down, Rows("act", *whole))
+        if not self.frozen:
+            self._wgrad("experts_down", d_down, Rows("act", *whole))
         d_up = Rows(writer.own("d_up", self.rows, 2 * shape.expert_width), *whole)
         d_probs = self._own("d_probs", "fp32", shape.tokens, experts.per_token)
         self._activation_backward(t, d_up, d_probs)
@@ -154,10 +157,12 @@ class ExpertMlp:
         self._route_backward(d_probs, d_logits)
         d_rows = writer.own("d_dispatched", self.rows, shape.hidden)
         self._dgrad("experts_up", d_up, Rows(d_rows, *whole))
-        dispatched = Rows(writer.own(f"{self.builder.phase}.dispatched", self.rows, shape.hidden), *whole)
-        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
-        self._dispatch("dispatch.again", source, dispatched)
-        self._wgrad("experts_up", d_up, dispatched)
+        source = writer.shard_rows("norm2", tokens)
+        if not self.frozen:
+            dispatched = Rows(writer.own(f"{self.builder.phase}.dispatched", self.rows, shape.hidden), *whole)
+            source = writer.gather_again("norm2", source, "norm2_full", 0)
+            self._dispatch("dispatch.again", source, dispatched)
+            self._wgrad("experts_up", d_up, dispatched)
         d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
         self._combine("dispatch.bwd", d_rows, d_norm)
         self.shared.input_gradient(source, d_norm)
@@ -271,6 +276,8 @@ class ExpertMlp:
             weight=writer.param("router.weight"),
             out=accumulates(d_norm),
         )
+        if self.frozen:
+            return
         if self.shape.tp > 1:
             work = Collective("all_reduce", NUMBER * tokens * count, self.shape.tp, "tp")
             self.builder.emit("router.reduce", "all_reduce", Lane.TP, work, tensor=accumulates(d_logits))
@@ -363,6 +370,8 @@ class ExpertMlp:
             bias=writer.param("experts_down.bias"),
             out=accumulates(d_probs),
         )
+        if self.frozen:
+            return
         self._router_product(
             "experts_down.bgrad",
             self._in_fp32(count, hidden, tokens, "wgrad"),

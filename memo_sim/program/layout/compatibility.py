@@ -746,12 +746,12 @@ ADAPTERS = (
     ),
     Rule(
         name="adapters: experts",
-        breaks=lambda d: d.lora is not None and d.model.mixture is not None,
-        what="adapters have no lowering beside experts",
+        breaks=lambda d: bool(d.lora and d.model.mixture and {"gate", "up", "down"}.intersection(d.lora.targets)),
+        what="adapters of experts have no lowering: each would need grouped products of its own",
         where="decisions.adapters",
         got=lambda d: f"{d.adapters} with a model with experts",
-        wanted="none, or a model without experts",
-        hint="leave --lora out: an adapter of every expert would need grouped products of its own",
+        wanted="targets among q, k, v and proj",
+        hint="--lora r=16,targets=qkv+proj",
     ),
     _ADAPTERS.allows("layout.metp", 1, because="METP's rings would carry the adapters with the weights"),
     _ADAPTERS.allows(

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "modules again": ("qwen2", "r=4,alpha=8,targets=qkv", {"recompute": "mlp"}),
     "norms again": ("llama", "r=4,alpha=8,targets=proj", {"recompute": "norms"}),
     "frozen sinks": ("sinks", EVERY, {"recompute": "tokenwise", "swapped_tokens": 128}),
+    "attention beside experts": ("qwen3-moe", "r=4,alpha=8,targets=qkv+proj", {"recompute": "tokenwise"}),
     "row blocks": ("qwen2", EVERY, {"recompute": "full", "mlp_chunk_tokens": 128}),
 }
 
