@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_autograd(name: str) -> None:
     model, adapters, policy = CASES[name]
-    decisions = decide((MODELS | SINKS)[model], global_batch=4, adapters=adapters, **policy)
+    decisions = decide((MODELS | EXPERT_MODELS | SINKS)[model], global_batch=4, adapters=adapters, **policy)
     batches = batch(decisions, ignored=0.2)
     with play(decisions) as interpreter:
         reference = AutogradModel(decisions.model, weights.named_parameters(interpreter), adapters=decisions.lora)
