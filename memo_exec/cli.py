@@ -74,8 +74,13 @@ def cli() -> None:
 @click.option(
     "--data",
     type=FILE,
-    help="Training data: text (its bytes are the tokens), or token ids in .npy, .bin or .ids [default: a text of "
-    "Shakespeare].",
+    help="Training data: text (its bytes are the tokens), token ids in .npy, .bin or .ids, or conversations in .jsonl, "
+    "of which the assistant's tokens are targets [default: a text of Shakespeare].",
+)
+@click.option(
+    "--tokenizer",
+    type=DIRECTORY,
+    help="Folder with the tokenizer and chat template of the model, which make tokens of conversations.",
 )
 @click.option(
     "--weights", type=DIRECTORY, help="Start from the Hugging Face safetensors in this folder, not from random weights."
@@ -107,6 +112,17 @@ def cli() -> None:
 )
 @click.option("--weight-decay", type=Finite(0), help="Weight decay of matrices and embeddings [default: 0.1].")
 @click.option("--clip", type=Finite(0), help="Largest global norm of the gradients; 0 = no clipping [default: 1].")
+@click.option(
+    "--clip-ratio",
+    type=Finite(0, 1, max_open=True),
+    help="Objective grpo: a token's ratio of probabilities counts down to 1 - this and up to 1 + this [default: 0.2].",
+)
+@click.option(
+    "--clip-ratio-high", type=Finite(0), help="Objective grpo: up to 1 + this instead [default: --clip-ratio]."
+)
+@click.option(
+    "--kl-weight", type=Finite(0), help="Objective grpo: weight of the KL term against the reference [default: 0]."
+)
 @click.option("--beta1", type=Finite(0, 1, max_open=True), help="AdamW's beta1 [default: 0.9].")
 @click.option("--beta2", type=Finite(0, 1, max_open=True), help="AdamW's beta2 [default: 0.95].")
 @click.option("--eps", type=Finite(0, min_open=True), help="AdamW's epsilon [default: 1e-8].")

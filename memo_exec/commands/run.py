@@ -38,9 +38,11 @@ from memo_exec.machine.program_checks import check_programs
 from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observe.observed import Observed
 from memo_exec.training import checkpoint, peft_folder, run_folder, weights
-from memo_exec.training.dataset import load_dataset
+from memo_exec.training.conversations import Conversations, load_conversations
+from memo_exec.training.dataset import Dataset, load_dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.loop import StepFigure, Training
+from memo_exec.training.rollouts import MadeUp, load_rollouts
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.documents import attended_share, packed
@@ -68,8 +70,14 @@ HYPERPARAMETERS = {
     "warmup_steps": "warmup_steps",
     "decay_steps": "decay_steps",
     "final_fraction": "final_fraction",
+    "clip_ratio": "clip_ratio",
+    "clip_ratio_high": "clip_ratio_high",
+    "kl_weight": "kl_weight",
 }
 """Options, and the fields of ``Hyperparameters`` that they set."""
+
+OF_A_POLICY = ("clip_ratio", "clip_ratio_high", "kl_weight")
+"""Hyperparameters of a policy's objective."""
 
 LEAST = {"steps": 1, "save_every": 1, "seed": 0}
 """Least values of options that are whole numbers."""
@@ -88,6 +96,8 @@ class RunOptions:
 
     steps: int = 10
     data: Path | None = None
+    tokenizer: Path | None = None
+    """The folder of the tokenizer that makes tokens of conversations."""
     weights: Path | None = None
     adapters: Path | None = None
     seed: int | None = None
@@ -123,7 +133,8 @@ def run_options(named: Mapping[str, Any]) -> RunOptions:
     except msgspec.ValidationError as error:
         raise UsageError("not a value of a hyperparameter", got=str(error)) from None
     chosen = {name: value for name, value in given.items() if name in RunOptions.__dataclass_fields__}
-    chosen |= {name: Path(chosen[name]) for name in ("data", "weights", "adapters", "save") if name in chosen}
+    paths = ("data", "tokenizer", "weights", "adapters", "save")
+    chosen |= {name: Path(chosen[name]) for name in paths if name in chosen}
     return RunOptions(hyperparameters=hyperparameters, **chosen)
 
 
@@ -182,16 +193,17 @@ def run(
     placement = checked_placement(plan, program, plan_path)
     needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
     note(needs.line())
-    dataset = load_dataset(options.data, plan.decisions.model.vocab, plan.decisions.documents)
+    saved, state = _checkpoint(options, note)
+    base = state.hyperparameters if state is not None else Hyperparameters()
+    hyperparameters = msgspec.structs.replace(base, **options.hyperparameters)
+    dataset = _data(options, plan.decisions, hyperparameters)
     if short := dataset.short_of(plan.decisions.seq_tokens):
         note(short)
-    saved, state = _checkpoint(options, note)
     frozen = checkpoint.base_of(options.weights) if plan.decisions.lora is not None else ""
     if saved is not None and state is not None:
         checkpoint.check(state, plan.decisions, dataset.sha256, where=saved)
         _refuse_other_base(frozen, state)
         _refuse_other_seed(options, state)
-    base = state.hyperparameters if state is not None else Hyperparameters()
     seed = state.data.seed if state is not None else options.seed or 0
     with (
         ExitStack() as open_until_end,
@@ -212,7 +224,7 @@ def run(
             plan=plan,
             interpreter=interpreter,
             dataset=dataset,
-            hyperparameters=msgspec.structs.replace(base, **options.hyperparameters),
+            hyperparameters=hyperparameters,
             seed=seed,
             world=world,
             base=frozen,
@@ -236,6 +248,59 @@ def run(
         for text in _remarks(training, debug=options.debug):
             note(text)
         return _outcome(training, machine, plan_path, predicted)
+
+
+def _data(
+    options: RunOptions, decisions: Decisions, hyperparameters: Hyperparameters
+) -> Dataset | Conversations | MadeUp:
+    """Return the data of a run: rollouts of a policy, conversations of a .jsonl file, or windows of a file of tokens.
+
+    Raises:
+        BadInput: when it cannot be used.
+        UsageError: when options are not for this data or objective.
+    """
+    if decisions.objective == "grpo":
+        return _rollouts(options, decisions, kl=hyperparameters.kl_weight > 0)
+    if given := [name for name in OF_A_POLICY if name in options.hyperparameters]:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} is for plans with the objective grpo",
+            got=f"a plan with the objective {decisions.objective}",
+            hint="leave it out, or memo-sim what-if ... --objective grpo",
+        )
+    if options.data is not None and options.data.suffix.lower() == ".jsonl":
+        vocab, room = decisions.model.vocab, _room(decisions)
+        return load_conversations(options.data, vocab, decisions.seq_tokens, options.tokenizer, room)
+    if options.tokenizer is not None:
+        raise UsageError(
+            "a tokenizer is for conversations",
+            got=f"--tokenizer {options.tokenizer} with {options.data or 'no --data'}",
+            wanted="--data FILE.jsonl",
+            hint="leave --tokenizer out: other data are tokens already, or bytes",
+        )
+    return load_dataset(options.data, decisions.model.vocab, decisions.documents)
+
+
+def _room(decisions: Decisions) -> int:
+    """Return the most documents of a sequence; 0 where a sequence is one."""
+    return decisions.documents.most_pieces(decisions.seq_tokens) if decisions.documents else 0
+
+
+def _rollouts(options: RunOptions, decisions: Decisions, *, kl: bool) -> Conversations | MadeUp:
+    vocab = decisions.model.vocab
+    if options.tokenizer is not None:
+        raise UsageError(
+            "rollouts are tokens already", got=f"--tokenizer {options.tokenizer}", hint="leave --tokenizer out"
+        )
+    if options.data is None:
+        return MadeUp(load_dataset(None, vocab, decisions.documents), vocab)
+    if options.data.suffix.lower() != ".jsonl":
+        raise UsageError(
+            "the objective grpo needs rollouts",
+            got=str(options.data),
+            wanted="a .jsonl file with prompt_ids, completion_ids, advantage, old_logprobs and ref_logprobs",
+            hint="leave --data out for made-up rollouts",
+        )
+    return load_rollouts(options.data, vocab, decisions.seq_tokens, kl=kl, room=_room(decisions))
 
 
 def _check_inputs(options: RunOptions, decisions: Decisions) -> None:
@@ -541,6 +606,8 @@ def _remarks(training: Training, *, debug: bool) -> Iterator[str]:
         yield interpreter.below.report().line()
     if interpreter.decisions.model.mixture is not None:
         yield load_of_experts(interpreter)
+    if training.overflow is not None:
+        yield training.overflow.line()
     if interpreter.decisions.documents is not None and training.records:
         yield documents_of(training)
     if debug:
@@ -552,12 +619,14 @@ def documents_of(training: Training) -> str:
     """Return how many documents sequences had, and which share of a whole sequence's pairs they attended."""
     decisions = training.plan.decisions
     assert decisions.documents is not None
-    length, drawn = decisions.seq_tokens, packed(decisions.documents, decisions.seq_tokens)
-    planned = sum(map(len, drawn)) / len(drawn)
+    length, expected = decisions.seq_tokens, packed(decisions.documents, decisions.seq_tokens)
+    planned = sum(map(len, expected)) / len(expected)
     share = format_percent(training.attended / (training.sequences * length**2))
     pieces = training.pieces / training.sequences
     wanted = format_percent(attended_share(decisions.documents, length))
-    source = "the file's" if training.dataset.ends is not None else "lengths drawn from the plan's"
+    data = training.dataset
+    drawn = isinstance(data, MadeUp) or (isinstance(data, Dataset) and data.ends is None)
+    source = "lengths drawn from the plan's" if drawn else "the file's"
     return (
         f"documents: {pieces:,.1f} a sequence, {share} of its pairs attended (planned for {planned:,.1f} and {wanted});"
         f" {source}"

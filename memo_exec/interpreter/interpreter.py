@@ -99,7 +99,7 @@ class Interpreter:
         self.schedule = schedule(own_program(program, decisions, self.mesh), placement=placement, edges=edges)
         if self.device.type == "cuda" and decisions.deterministic:
             make_deterministic()
-        self.context = Context(decisions, self.device, rank=rank, groups=groups)
+        self.context = Context(decisions, self.device, rank=rank, groups=groups, debug=debug)
         store = CachingStore if placement is None else ArenaStore
         self.store = store(self.schedule, self.device, poison=debug)
         pinned = self.device.type == "cuda"
@@ -132,11 +132,12 @@ class Interpreter:
         return self.store.view(number, 0, self.schedule.family(number).tokens)
 
     def run_step(
-        self, batch: Sequence[tuple[Tensor, Tensor]], scalars: StepScalars, documents: Sequence[Ends] = ()
+        self, batch: Sequence[tuple[Tensor, ...]], scalars: StepScalars, documents: Sequence[Ends] = ()
     ) -> StepRecord:
         """Play the program once and return what it measured.
 
-        ``batch`` has (ids, shifted labels) of every micro-batch; the loss ignores the label -100. ``documents`` has
+        ``batch`` has (ids, shifted labels) of every micro-batch; the loss ignores the label -100. With a policy's
+        objective it has (tokens, 3) numbers of the rollout besides (``memo_exec/kernels/policy.py``). ``documents`` has
         the ends of packed documents of every micro-batch, for a plan that packs them; the plan's drawn ones if empty.
 
         Raises:
@@ -195,16 +196,23 @@ class Interpreter:
                 raise
             # The device has failed, as the first error says, so it cannot be waited for.
 
-    def _load(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _load(self, batch: Sequence[tuple[Tensor, ...]]) -> None:
         tokens = self.decisions.local_tokens
+        policy = self.decisions.objective == "grpo"
+        inputs = {"input.ids": 1, "input.labels": 1} | ({"input.rollout": 3} if policy else {})
         if len(batch) != self.program.micro_batches:
             raise ValueError(f"{len(batch)} micro-batches given, the program plays {self.program.micro_batches}")
-        for i, pair in enumerate(batch):
-            for name, values in zip(("input.ids", "input.labels"), pair, strict=True):
-                if values.numel() != tokens:
-                    raise ValueError(f"{name} of micro-batch {i} has {values.numel()} tokens, wanted {tokens}")
+        for i, given in enumerate(batch):
+            if len(given) != len(inputs):
+                raise ValueError(f"micro-batch {i} has {len(given)} inputs, wanted {', '.join(inputs)}")
+            for (name, numbers), values in zip(inputs.items(), given, strict=True):
+                if values.numel() != numbers * tokens:
+                    raise ValueError(
+                        f"{name} of micro-batch {i} has {values.numel()} numbers, wanted {numbers * tokens}"
+                    )
                 if name in self.program.family_bases:  # only the first stage has ids and only the last one labels
-                    self.buffer(name, i).copy_(values.reshape(-1))
+                    buffer = self.buffer(name, i)
+                    buffer.copy_(values.reshape(buffer.shape))
         for name in ("loss", "grad_norm"):
             self.buffer(name).zero_()
 

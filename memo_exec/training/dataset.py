@@ -61,6 +61,8 @@ class Batch:
     labels: Ids
     documents: Ends = ()
     """Where the documents of each sequence end; empty where a sequence is one document."""
+    rollout: NDArray[np.float32] | None = None
+    """A policy's numbers, (sequences, tokens, 3): advantage, and log-probabilities when drawn and by the reference."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from memo_exec.kernels import StepScalars
 from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
 from memo_sim.program.layout.parameters import SELECTION_BIAS
@@ -36,9 +37,21 @@ class AutogradModel:
         for leaf in self.trained.values():
             leaf.requires_grad_()
 
-    def loss(self, ids: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Return ``scale`` times the sum of losses; ids and labels are (sequences, tokens)."""
+    def loss(
+        self,
+        ids: Tensor,
+        labels: Tensor,
+        scale: float,
+        rollout: Tensor | None = None,
+        scalars: StepScalars | None = None,
+    ) -> Tensor:
+        """Return ``scale`` times the sum of losses; ids and labels are (sequences, tokens).
+
+        ``rollout``: (sequences, tokens, 3) numbers of a policy's objective, whose constants ``scalars`` has.
+        """
         logits = self.logits(ids)
+        if rollout is not None:
+            return _policy(logits, labels, rollout, scalars or StepScalars()) * scale
         summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
         return summed * scale
 
@@ -228,3 +241,15 @@ class AutogradModel:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
         low, high = max(0, ends[0]), min(size - 1, ends[1])
         return min(1.0, max(0.0, (i - low) / ((high - low) or 0.001)))
+
+
+def _policy(logits: Tensor, labels: Tensor, rollout: Tensor, scalars: StepScalars) -> Tensor:
+    """Return the sum of GRPO's losses over the tokens that count, as TRL writes it (``GRPOTrainer``, token level)."""
+    counted = labels != -100
+    chosen = torch.gather(logits.log_softmax(-1), -1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    advantages, drawn, reference = rollout.to(logits.dtype).unbind(-1)
+    ratio = torch.exp(chosen - drawn)
+    clipped = torch.clamp(ratio, 1 - scalars.clip_ratio, 1 + scalars.clip_ratio_high)
+    losses = -torch.min(ratio * advantages, clipped * advantages)
+    kl = torch.exp(reference - chosen) - (reference - chosen) - 1
+    return torch.where(counted, losses + scalars.kl_weight * kl, 0.0).sum()

@@ -8,6 +8,7 @@ negligible, and a fifth of the labels does not count.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -32,6 +33,7 @@ from memo_sim.program.analysis.liveness import liveness
 from memo_sim.program.arena.library_workspaces import without_library
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layers.loss import ROLLOUT_NUMBERS
 from memo_sim.program.layout.rank_order import coordinate
 from memo_sim.program.layout.token_order import token_runs
 
@@ -40,6 +42,8 @@ NOISE_STD = 0.08
 
 IGNORED = 0.2
 """Fraction of the labels that the loss does not count."""
+LOG_PROBABILITY_STD = 0.3
+"""Standard deviation of a rollout's log-probabilities around those of tokens that are all equally likely."""
 
 LEARNING_RATE = 1e-2
 EPSILON = 1e-4
@@ -113,10 +117,10 @@ class Play:
                 held.view.copy_(held.of(whole))
         losses, norms, gradients = [], [], []
         for step in range(1, self.steps + 1):
-            ids, labels = global_batch(self.decisions, self.seed, step)
-            scalars = StepScalars(lr=LEARNING_RATE, eps=EPSILON, step=step, loss_scale=1 / counted_targets(labels))
+            inputs = global_batch(self.decisions, self.seed, step)
             documents = _own_documents(self.decisions, rank, global_documents(self.decisions, self.seed, step))
-            record = interpreter.run_step(_own_batch(self.decisions, rank, ids, labels), scalars, documents)
+            own = _own_batch(self.decisions, rank, inputs)
+            record = interpreter.run_step(own, scalars_of(step, inputs[1]), documents)
             losses.append(record.loss)
             norms.append(record.grad_norm)
             if step == 1:
@@ -133,14 +137,34 @@ def parameter(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Ten
     return weights.initial(name, shape, layers=model.layers, seed=seed) + noise
 
 
-def global_batch(decisions: Decisions, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return ids and labels of a step, each (sequences, tokens); the label -100 does not count."""
+def scalars_of(step: int, labels: Tensor) -> StepScalars:
+    """Return the numbers of a step; those of a policy's objective are not the defaults, and clip some ratios."""
+    return StepScalars(
+        lr=LEARNING_RATE,
+        eps=EPSILON,
+        step=step,
+        loss_scale=1 / counted_targets(labels),
+        clip_ratio=0.1,
+        clip_ratio_high=0.3,
+        kl_weight=0.05,
+    )
+
+
+def global_batch(decisions: Decisions, seed: int, step: int) -> tuple[Tensor, ...]:
+    """Return ids and labels of a step, each (sequences, tokens); the label -100 does not count.
+
+    With a policy's objective, the numbers of its rollout besides, (sequences, tokens, 3).
+    """
     generator = _generator(f"tokens {seed}:{step}")
     shape = (decisions.global_batch, decisions.seq_tokens)
     ids = torch.randint(0, decisions.model.vocab, shape, generator=generator)
     labels = torch.randint(0, decisions.model.vocab, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < IGNORED] = -100
-    return ids, labels
+    if decisions.objective == "next-token":
+        return ids, labels
+    rollout = torch.randn(*shape, ROLLOUT_NUMBERS, generator=generator)
+    rollout[..., 1:].mul_(LOG_PROBABILITY_STD).sub_(math.log(decisions.model.vocab))
+    return ids, labels, rollout
 
 
 def _generator(text: str) -> torch.Generator:
@@ -152,14 +176,14 @@ def counted_targets(labels: Tensor) -> int:
     return int((labels != -100).sum())
 
 
-def _own_batch(decisions: Decisions, rank: int, ids: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _own_batch(decisions: Decisions, rank: int, inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     """Return the micro-batches of a rank: its sequences, and of these its tokens in the order of its rows."""
     chosen = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in token_runs(decisions, rank)])
     share = coordinate("dp", decisions.layout, rank)
     split = []
-    for whole in (ids, labels):
+    for whole in inputs:
         own = torch.chunk(whole, decisions.layout.dp)[share]
-        split.append([part.reshape(-1)[chosen] for part in torch.split(own, decisions.micro_batch)])
+        split.append([part.flatten(0, 1)[chosen] for part in torch.split(own, decisions.micro_batch)])
     return list(zip(*split, strict=True))
 
 

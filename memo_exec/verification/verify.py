@@ -29,16 +29,17 @@ from memo_exec.verification.play import (
     Change,
     Play,
     Played,
-    counted_targets,
     global_batch,
     global_documents,
     parameter,
+    scalars_of,
     unchanged,
     whole_gradients,
 )
 from memo_exec.verification.reduction import keep_everything, reduced, reductions
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Verdict
+from memo_sim.program.layout.parameters import moment_dtype
 from memo_sim.program.lower import lower, program_sha256
 
 KEEP_EVERYTHING, AUTOGRAD = "keep-everything", "autograd"
@@ -204,17 +205,18 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(here.dtype, torch.float32)
     initial = {name: parameter(name, shape, here.model, seed).to(dtype) for name, shape in shapes.items()}
     model = AutogradModel(here.model, initial, adapters=here.lora)
-    optimizer = _AdamW(model.trained, narrow=here.states in ("bf16", "pure-bf16"))
+    optimizer = _AdamW(model.trained, narrow=moment_dtype(here) == "bf16")
     losses, norms, gradients = [], [], {}
     for step in range(1, steps + 1):
-        ids, labels = global_batch(here, seed, step)
-        scale, total = 1 / counted_targets(labels), 0.0
+        inputs = global_batch(here, seed, step)
+        scalars, total = scalars_of(step, inputs[1]), 0.0
         for p in model.trained.values():
             p.grad = None
-        documents = global_documents(here, seed, step) or [(here.seq_tokens,)] * len(ids)
-        for sequence, wanted, ends in zip(ids, labels, documents, strict=True):
+        documents = global_documents(here, seed, step) or [(here.seq_tokens,)] * len(inputs[0])
+        for ends, (ids, labels, *rollout) in zip(documents, zip(*inputs, strict=True), strict=True):
             for first, end in pairwise((0, *ends)):
-                loss = model.loss(sequence[None, first:end], wanted[None, first:end], scale)
+                numbers = rollout[0][None, first:end] if rollout else None
+                loss = model.loss(ids[None, first:end], labels[None, first:end], scalars.loss_scale, numbers, scalars)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
         found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.trained.items()}

@@ -14,12 +14,14 @@ from memo_sim.contract.knobs import (
     CpExchange,
     DocumentCuts,
     DtypeName,
+    ExpertOverflow,
     Fp8Recipe,
     GradSums,
     Loss,
     MemoryPolicy,
     MlpRebuild,
     Modules,
+    Objective,
     Overlap,
     Partition,
     Recompute,
@@ -43,6 +45,7 @@ class Knobs(TypedDict, total=False):
     cp_exchange: CpExchange | None
     ulysses: int | None
     uneven_heads: bool | None
+    ep: int | None
     metp: int | None
     overlap_exchanges: bool | None
     keep_norms: bool | None
@@ -82,12 +85,15 @@ class Knobs(TypedDict, total=False):
     states: States | None
     zero_params: ZeroParams | None
     grad_sums: GradSums | None
+    objective: Objective | None
     fp8: Fp8Recipe | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None
     modules: Modules | None
     expert_load: str | None
+    expert_capacity: float | None
+    expert_overflow: ExpertOverflow | None
     documents: str | None
     document_cuts: DocumentCuts | None
     lora: str | None

@@ -23,7 +23,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import counted
 from memo_sim.interchange.framework import Framework, Read, Source
-from memo_sim.interchange.job import Job
+from memo_sim.interchange.job import Job, moments_as_parameters
 from memo_sim.interchange.model_names import model_of
 from memo_sim.interchange.python_recipe import MADE_BY, functions_of, settings_of
 from memo_sim.interchange.settings import DEVICES, MODEL, Settings, devices_of, flat, overrides
@@ -138,7 +138,7 @@ def _zero(zero: int, *, staged: bool) -> int:
 
 def _job(decisions: Decisions, layout: Layout, rowwise: str, recompute: Recompute, *, chunk: int) -> Job:
     local = decisions.micro_batch * decisions.seq_tokens // layout.cp
-    states, kernels = decisions.states, decisions.kernels
+    states, kernels = moments_as_parameters(decisions.states), decisions.kernels
     adamw = kernels.adamw if kernels.rowwise in ("eager", "compiled") else "fused"
     full = recompute == decisions.recompute == "full"
     choice = decisions.recompute_layers if full else "all"

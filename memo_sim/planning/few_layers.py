@@ -31,6 +31,7 @@ from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Insta
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
+from memo_sim.program.layout.rank_order import least_dp
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.repeated_layers import RepeatedLayers, repeated_layers
 from memo_sim.program.lower import lower
@@ -107,12 +108,13 @@ class Passes:
         few = repeated_layers(layers, windows=1, beside=2 * ENDS)
         if decisions.recompute_layers != ALL or not few.times:
             few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
+        least = least_dp(decisions.layout)
         alone = msgspec.structs.replace(
             decisions,
             model=decisions.model.of_layers(few.shapes),
             layout=msgspec.structs.replace(
                 decisions.layout,
-                dp=1,
+                dp=least,
                 pp=1,
                 pp_layers=(),
                 zero=0,
@@ -121,7 +123,7 @@ class Passes:
                 virtual_stages=1,
                 multiplexed=False,
             ),
-            global_batch=decisions.micro_batch,
+            global_batch=least * decisions.micro_batch,
             states="fp32",
             zero_params="auto",
             loss_metrics=0,

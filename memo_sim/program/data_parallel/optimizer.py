@@ -8,6 +8,9 @@ same parameters (cp x ulysses x dp).
     zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
+The experts of a layer that ranks divide (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep. Their states
+are divided over those.
+
 With ``zero_ranks``, the states are divided over groups of that many replicas. Gradients are reduce-scattered inside a
 group, and each shard is all-reduced between the groups. Parameters are gathered inside a group. So do torch's HSDP
 (``_fsdp_collectives.py``, foreach_reduce) and Megatron-LM with several distributed optimizer instances
@@ -18,9 +21,11 @@ group, and each shard is all-reduced between the groups. Parameters are gathered
 ``overlap`` moves both collectives beside compute; ``sharding.py`` places them in the step.
 
 States ``bf16`` keeps both moments in bf16. States ``pure-bf16`` also has bf16 gradients, which are summed over
-micro-batches and ranks in bf16, and no master copy: AdamW rounds each parameter to bf16 after every step. States
-``host`` keeps master copy and moments in host memory and updates them on the host's cores; gradients are copied to the
-host and parameters back to the device. When gradients are clipped, the update scales them in place.
+micro-batches and ranks in bf16, and no master copy: AdamW rounds each parameter to the nearest bf16 number after every
+step, not stochastically. ``pure-bf16-fp32-moments`` has moments in fp32. ``grad_sums`` sets the gradients' dtype by
+itself: bf16 beside master weights (params), fp32 without them (fp32). AdamW computes in fp32 unless all that it reads
+is bf16. States ``host`` keeps master copy and moments in host memory and updates them on the host's cores; gradients
+are copied to the host and parameters back to the device. When gradients are clipped, the update scales them in place.
 
 An eager framework makes more passes over the gradients (Megatron-LM, ``core/distributed/param_and_grad_buffer.py`` and
 ``core/optimizer``). Before the reduction one pass looks for NaN, and one divides by the number of replicas. Later one
@@ -40,8 +45,15 @@ from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Famil
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
 from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements, weight_copies, weights
-from memo_sim.program.layout.parameters import FROZEN, Block, autocast, gradient_dtype
-from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
+from memo_sim.program.layout.parameters import (
+    FROZEN,
+    Block,
+    autocast,
+    gradient_dtype,
+    moment_dtype,
+    without_masters,
+)
+from memo_sim.program.layout.rank_order import EXPERT_GRADS, GRADS, REPLICATE, SHARD, degree
 from memo_sim.program.operators.fp8_operands import quantisation
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
@@ -67,8 +79,11 @@ class Optimizer:
     def group(self) -> Group:
         """The group of ranks that hold the same parameters.
 
-        METP divides only the parameters of layers, so its ranks share the embedding and the head (``ends``).
+        METP divides only the parameters of layers, so its ranks share the embedding and the head (``ends``). Fewer
+        ranks hold the same experts than hold the rest of a layer, where ranks divide these (``expert_grads``).
         """
+        if self.kind is BlockKind.EXPERTS:
+            return EXPERT_GRADS
         return "ends" if self.decisions.layout.whole_ends and self.kind is not BlockKind.LAYER else "grads"
 
     @property
@@ -109,8 +124,8 @@ class Optimizer:
 
     @property
     def pure(self) -> bool:
-        """Whether gradients and moments have the parameters' dtype, bf16, and there is no master copy."""
-        return self.decisions.states == "pure-bf16"
+        """Whether parameters are bf16 and there is no master copy."""
+        return without_masters(self.decisions)
 
     @property
     def grad_dtype(self) -> DtypeName:
@@ -120,6 +135,11 @@ class Optimizer:
     @property
     def _grad_bytes(self) -> int:
         return DTYPE_BYTES[self.grad_dtype]
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of a gradient's sum as AdamW and the sums of shards are priced."""
+        return DTYPE_BYTES[self._dtypes[1]]
 
     @property
     def on_host(self) -> bool:
@@ -187,7 +207,7 @@ class Optimizer:
     def families(self) -> list[Family]:
         """Return the buffer families of the block: parameters, gradients, master copy and moments."""
         space: Literal["device", "host"] = "host" if self.on_host else "device"
-        moment = "bf16" if self.decisions.states == "bf16" or self.pure else "fp32"
+        moment = moment_dtype(self.decisions)
         share = self.state_elements()
 
         def state(kind: FamilyKind, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
@@ -458,7 +478,7 @@ class Optimizer:
             moment1=accumulates(Rows("moment1", offset, length)),
             moment2=accumulates(Rows("moment2", offset, length)),
             params=None if self.cast else writes(params) if self.master else accumulates(params),
-            workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, self.decisions.states)),
+            workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, *self._dtypes)),
         )
 
     @property
@@ -467,14 +487,22 @@ class Optimizer:
         fused = self.decisions.kernels.adamw == "fused" and library_of(self.decisions.kernels.rowwise) is not None
         return "adamw" + ".pure" * self.pure + ".cast" * (self.cast or autocast(self.decisions)) + ".fused" * fused
 
+    @property
+    def _dtypes(self) -> tuple[DtypeName, DtypeName, DtypeName]:
+        """The dtypes of what AdamW updates (parameters or their master copy), of gradients, and of moments."""
+        # An eager framework's kernels and scratch are those of sums in fp32.
+        sums = self.grad_dtype if self.pure or self.decisions.memory_policy != "eager" else "fp32"
+        return ("bf16" if self.pure else "fp32"), sums, moment_dtype(self.decisions)
+
     def _update_bytes(self) -> tuple[int, int]:
         """Return the bytes that AdamW reads and writes for each parameter."""
         size = DTYPE_BYTES[self.decisions.dtype]
         eager = self.decisions.memory_policy == "eager"
+        updated, sums, moment = (DTYPE_BYTES[dtype] for dtype in self._dtypes)
         if self.pure:  # gradient, moments and parameter, of which all but the gradient are written; clipping is a pass
-            return 4 * size + size * eager, 3 * size + size * eager
-        moment = 2 if self.decisions.states == "bf16" else 4
-        read = 4 + 2 * moment + 4
+            read, written = sums + 2 * moment + updated, 2 * moment + updated
+            return read + sums * eager, written + sums * eager
+        read = sums + 2 * moment + 4
         written = 2 * moment + 4 + (size if self.master and not self.cast and not autocast(self.decisions) else 0)
         return (read + 8, written + 4) if eager else (read, written)
 
@@ -537,10 +565,14 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     for name in ("grad_norm", "loss"):
         builder.bind(families[name])
     weights = layout.weights_group
+    shared: tuple[Group, int] = (GRADS if layout.shards == replicas else SHARD, layout.shards)
+    # Ranks that divide experts add up the norms of their own (``memo_exec/distributed/own_program.py`` says who counts
+    # the rest).
+    shared = (GRADS, replicas) if layout.ep > 1 else shared
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
         ("grad_norm", weights, degree(weights, layout), layout.whole_ends),
-        ("grad_norm", GRADS if layout.shards == replicas else SHARD, layout.shards, True),
+        ("grad_norm", *shared, True),
         ("grad_norm", "pp", layout.pp, True),
         ("loss", weights, degree(weights, layout), layout.whole_ends),
         ("loss", "grads", replicas, True),

@@ -18,9 +18,9 @@ from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulat
 from memo_sim.program.ir.instruction import BufferClass, Families, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Gemm, Rowwise
-from memo_sim.program.layers.loss import LossWriter
+from memo_sim.program.layers.loss import ROLLOUT, LossWriter
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
-from memo_sim.program.layout.parameters import Block, gradient_dtype
+from memo_sim.program.layout.parameters import Block, gradient_dtype, without_masters
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
@@ -94,7 +94,8 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     writer = OperatorWriter(builder, decisions, shape, block)
     grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
     row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
-    summed = DTYPE_BYTES["bf16" if decisions.states == "pure-bf16" else "fp32"]
+    in_fp32 = decisions.memory_policy == "eager" and not without_masters(decisions)
+    summed = DTYPE_BYTES["fp32" if in_fp32 else gradient_dtype(decisions)]
     read, written = shape.tokens * row * (size + summed), shape.tokens * row * summed
     if decisions.memory_policy == "eager":
         # Autograd makes a gradient table, clears it first, and adds it to the gradients
@@ -126,8 +127,9 @@ def head(
     ``embed_block`` has the classifier's weights when embeddings are tied.
     """
     builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD)
+    rollout = (ROLLOUT,) if decisions.objective == "grpo" else ()
     frozen = decisions.lora is not None
-    for name in ("head.x", "input.labels", "params.head", *["grads.head"] * (not frozen), "loss", "grad.x"):
+    for name in ("head.x", "input.labels", *rollout, "params.head", *["grads.head"] * (not frozen), "loss", "grad.x"):
         builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
     if decisions.loss_metrics:

@@ -12,7 +12,7 @@ How to add a rule: write it at its place in ``RULES`` (the message names the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
@@ -20,6 +20,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.expert_load import measured_shares, shown_load
+from memo_sim.program.layout.parameters import without_masters
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -202,6 +203,12 @@ _EXPERTS = _Feature(
     beside="beside experts",
     setting="a model with experts",
     hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
+)
+_MODULE_EXPERTS = replace(
+    _EXPERTS,
+    name="experts of modules",
+    chosen=lambda d: d.model.mixture is not None and d.modules == "huggingface",
+    hint="cp, dp and ZeRO go with them under full recompute (--system trl-fsdp2)",
 )
 _FP8 = _Feature(
     name="FP8",
@@ -499,11 +506,32 @@ EXPERTS = (
     _EXPERTS.allows(
         "decisions.memory_policy",
         *("planned", "caching"),
-        because="no framework's kernels of experts are known: --system memo, any or every-layout",
+        because="of frameworks' experts memo knows those of Hugging Face's modules: --system trl-fsdp2",
+        when=lambda d: d.model.mixture is not None and d.modules != "huggingface",
     ),
     _EXPERTS.allows(
-        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of experts are known"
+        "decisions.kernels.rowwise",
+        *("torch", "triton"),
+        because="of frameworks' kernels of experts memo knows Hugging Face's eager ones: --system trl-fsdp2",
+        when=lambda d: d.model.mixture is not None and (d.modules, d.kernels.rowwise) != ("huggingface", "eager"),
     ),
+    _MODULE_EXPERTS.allows(
+        "decisions.recompute", "full", because="memo has no list of what experts of Hugging Face's modules save"
+    ),
+    Rule(
+        name="experts of modules: kind",
+        breaks=lambda d: (
+            d.model.mixture is not None
+            and d.modules == "huggingface"
+            and (d.model.mixture.shared > 0 or d.model.mixture.bias or d.model.mixture.activation != "silu")
+        ),
+        what="of Hugging Face's experts memo knows those of Mixtral and Qwen3-MoE",
+        where="model.experts",
+        got="experts with a shared one, with biases, or with a clamped activation",
+        wanted="experts without a shared one and biases, whose activation is silu",
+        hint="--system any prices memo's own operators",
+    ),
+    _MODULE_EXPERTS.allows("layout.tp", 1, because="memo knows experts of Hugging Face's modules on one rank alone"),
     Rule(
         name="experts: layer_pattern",
         breaks=lambda d: len({shape.experts for shape in d.model.layer_shapes if shape.experts}) > 1,
@@ -530,6 +558,51 @@ EXPERTS = (
         got=lambda d: shown_load(d.expert_load),
         wanted="balanced",
         hint="leave --expert-load out",
+    ),
+    Rule(
+        name="expert parallelism: model",
+        breaks=lambda d: d.layout.ep > 1 and d.model.mixture is None,
+        what="a model without experts has none to divide",
+        where="layout.ep",
+        got=lambda d: str(d.layout.ep),
+        wanted="1",
+        hint="leave --ep out, or a model with experts",
+    ),
+    Rule(
+        name="expert parallelism: replicas",
+        breaks=lambda d: d.layout.replicas % d.layout.ep > 0,
+        what="the ranks with the same parameters do not make up whole groups that divide experts",
+        where="layout.ep",
+        got=lambda d: f"{d.layout.ep} of {d.layout.replicas} ranks",
+        wanted="a divisor of cp x ulysses x dp",
+        hint="another --ep, or more --dp, --cp or --ulysses; tp divides the features inside every expert",
+    ),
+    Rule(
+        name="expert parallelism: zero_ranks",
+        breaks=lambda d: d.layout.ep > 1 and d.layout.zero_ranks > 0,
+        what="ZeRO over groups of replicas has no lowering beside experts that ranks divide",
+        where="layout.zero_ranks",
+        got=lambda d: f"{d.layout.zero_ranks} with ep {d.layout.ep}",
+        wanted="0",
+        hint="leave --zero-ranks out: the experts' states are divided over cp x ulysses x dp / ep ranks",
+    ),
+    Rule(
+        name="expert parallelism: biases",
+        breaks=lambda d: d.layout.ep > 1 and d.model.mixture is not None and d.model.mixture.bias,
+        what="biases of experts have no lowering beside expert parallelism",
+        where="layout.ep",
+        got=lambda d: f"{d.layout.ep} with experts that have biases",
+        wanted="1",
+        hint="leave --ep out: a rank would need the second products' biases of all experts, and its own of the first",
+    ),
+    Rule(
+        name="capacity of experts: ep",
+        breaks=lambda d: d.layout.ep == 1 and (d.expert_capacity > 0 or d.expert_overflow != "drop"),
+        what="a rank with all experts has a place for every row",
+        where="decisions.expert_capacity",
+        got=lambda d: f"capacity {d.expert_capacity:g}, overflow {d.expert_overflow} with ep 1",
+        wanted="0 and drop",
+        hint="--ep 2 or more, or leave --expert-capacity and --expert-overflow out",
     ),
     Rule(
         name="load of experts: number",
@@ -753,6 +826,7 @@ ADAPTERS = (
         wanted="targets among q, k, v and proj",
         hint="--lora r=16,targets=qkv+proj",
     ),
+    _ADAPTERS.allows("layout.ep", 1, because="ranks that share frozen experts would keep no gradients of their block"),
     _ADAPTERS.allows("layout.metp", 1, because="METP's rings would carry the adapters with the weights"),
     _ADAPTERS.allows(
         "layout.tp_overlap", "none", because="the chunks of a product would each need their part of the adapter"
@@ -873,6 +947,11 @@ RULES = (
         because="of what selective recompute drops METP keeps only attention's output, which full recompute rebuilds",
     ),
     METP_WHOLE_MLP,
+    _METP.allows(
+        "decisions.grad_sums",
+        *("auto", "fp32"),
+        because="METP passes the sums of its gradients round the ring in fp32",
+    ),
     _METP.allows("decisions.early_stop", False, because="METP's full recompute plays whole rings"),
     _METP.allows(
         "decisions.states",
@@ -1039,12 +1118,48 @@ RULES = (
     ),
     Rule(
         name="pure bf16 states: dtype",
-        breaks=lambda d: d.states == "pure-bf16" and d.dtype != "bf16",
+        breaks=lambda d: without_masters(d) and d.dtype != "bf16",
         what="pure bf16 states have the dtype of the parameters",
         where="decisions.dtype",
-        got=lambda d: f"{d.dtype} with states pure-bf16",
+        got=lambda d: f"{d.dtype} with states {d.states}",
         wanted="bf16",
         hint="--states fp32, or a device that computes in bf16",
+    ),
+    Rule(
+        name="pure bf16 with fp32 moments: memory_policy",
+        breaks=lambda d: d.states == "pure-bf16-fp32-moments" and d.memory_policy == "eager",
+        what="torch's AdamW has moments in the parameters' dtype",
+        where="decisions.states",
+        got="pure-bf16-fp32-moments with memory policy eager",
+        wanted="pure-bf16",
+        hint="--states pure-bf16, or --memory-policy planned or caching",
+    ),
+    Rule(
+        name="grad_sums fp32: memory_policy",
+        breaks=lambda d: d.grad_sums == "fp32" and without_masters(d) and d.memory_policy == "eager",
+        what="torch's modules in bf16 have gradients in bf16",
+        where="decisions.grad_sums",
+        got=lambda d: f"fp32 with states {d.states} and memory policy eager",
+        wanted="auto",
+        hint="leave --grad-sums out, or --memory-policy planned or caching",
+    ),
+    Rule(
+        name="grad_sums params: dtype",
+        breaks=lambda d: d.grad_sums == "params" and d.memory_policy != "eager" and d.dtype != "bf16",
+        what="memo-exec sums gradients in fp32 or in bf16",
+        where="decisions.grad_sums",
+        got=lambda d: f"params with dtype {d.dtype}",
+        wanted="auto, or params with dtype bf16",
+        hint="leave --grad-sums out",
+    ),
+    Rule(
+        name="grad_sums params: states",
+        breaks=lambda d: d.grad_sums == "params" and d.memory_policy != "eager" and d.states == "host",
+        what="AdamW on the host reads gradients in fp32",
+        where="decisions.grad_sums",
+        got="params with states host",
+        wanted="auto",
+        hint="leave --grad-sums out, or another --states",
     ),
     _CAST.allows("decisions.memory_policy", "eager", because="memo-exec stores a shard of parameters and gathers it"),
     _CAST.allows("layout.zero", 3, because="otherwise a rank has whole parameters"),
@@ -1142,8 +1257,8 @@ STREAMS_OF_A_FRAMEWORK = Rule(
 )
 SUMS_OF_A_FRAMEWORK = Rule(
     name="grad_sums: memory_policy",
-    breaks=lambda d: d.grad_sums != "auto" and d.memory_policy != "eager",
-    what="memo-exec's products add to sums of their own dtype",
+    breaks=lambda d: d.grad_sums == "autocast" and d.memory_policy != "eager",
+    what="memo-exec casts no parameters: they have the plan's dtype",
     where="decisions.grad_sums",
     got=lambda d: f"{d.grad_sums} with memory policy {d.memory_policy}",
     wanted="memory policy eager",

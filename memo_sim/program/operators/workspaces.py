@@ -167,24 +167,42 @@ def _wide(elements: int, dtype: str) -> tuple[int, ...]:
 
 
 def loss_workspace_bytes(
-    rows: int, vocab: int, dtype: str, rowwise: RowwiseKernel = "torch", *, in_place: bool = False
+    rows: int,
+    vocab: int,
+    dtype: str,
+    rowwise: RowwiseKernel = "torch",
+    *,
+    in_place: bool = False,
+    policy: bool = False,
 ) -> int:
     """Return the scratch of the loss over ``rows`` tokens.
 
     torch: for a block of rows, six columns (indices, a mask and four in fp32) and the logits in fp32, and one sum.
     Triton: the loss of each row, and their sum.
     ``in_place``: no buffer has room for the exponentials of fp32 logits, so they need the block as well.
+    ``policy``: torch's, with the columns of a policy's objective (``policy_columns``).
     """
     if rowwise == "triton":
         return _pieces(4 * rows, 4)
     block = min(rows, LOSS_ROWS)
     wide = (4 * block * vocab,) if in_place else _wide(block * vocab, dtype)
-    return _pieces(8 * block, block, *[4 * block] * 4, 4, *wide)
+    return _pieces(8 * block, block, *[4 * block] * 4, 4, *wide, *policy_columns(block, policy=policy))
 
 
-def picked_targets_bytes(rows: int) -> int:
-    """Return the scratch of picking one logit of each row: its column, a mask, a number of each row, and one sum."""
-    return _pieces(8 * rows, rows, 4 * rows, 4)
+POLICY_COLUMNS = 4
+"""fp32 numbers of a row that a policy's objective computes with."""
+
+
+def policy_columns(rows: int, *, policy: bool) -> list[int]:
+    """Return the bytes of each column that a policy's objective takes; none for next-token."""
+    return [4 * rows] * (POLICY_COLUMNS if policy else 0)
+
+
+def picked_targets_bytes(rows: int, *, policy: bool = False) -> int:
+    """Return the scratch of picking one logit of each row: its column, a mask, a number of each row, and one sum.
+
+    ``policy``: with the columns of a policy's objective."""
+    return _pieces(8 * rows, rows, 4 * rows, 4, *policy_columns(rows, policy=policy))
 
 
 def norm_workspace_bytes(rows: int, features: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
@@ -385,10 +403,29 @@ def dispatch_workspace_bytes(rows: int) -> int:
     return _pieces(8 * rows)
 
 
-def combine_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of summing each token's rows: for a block of tokens, row numbers, a row, and two in fp32."""
+def send_order_workspace_bytes(rows: int, slots: int, ranks: int) -> int:
+    """Return the scratch of seating dispatched rows: for each row sent and each slot a few numbers, and some a rank."""
+    return _pieces(*[8 * rows] * 3, *[8 * slots] * 2, *[8 * ranks] * 3, slots)
+
+
+def receive_order_workspace_bytes(rows: int, ranks: int, experts: int) -> int:
+    """Return the scratch of ordering received rows by expert: numbers of each row, and of each rank and expert."""
+    return _pieces(*[8 * rows] * 4, *[8 * ranks * (experts + 1)] * 4)
+
+
+def gates_backward_workspace_bytes(slots: int) -> int:
+    """Return the scratch of bringing gradients of probabilities back: each slot's row, and whether it has one."""
+    return _pieces(8 * slots, slots)
+
+
+def combine_workspace_bytes(rows: int, features: int, dtype: str, *, seats: bool = False) -> int:
+    """Return the scratch of summing each token's rows: for a block of tokens, row numbers, a row, and two in fp32.
+
+    ``seats``: also whether each slot has a row.
+    """
     block = min(rows, NORM_ROWS)
-    return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype) * 2)
+    missing = (block,) if seats else ()
+    return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype) * 2, *missing)
 
 
 def expert_bias_workspace_bytes(rows: int, features: int, dtype: str) -> int:
@@ -454,10 +491,14 @@ def grouped_workspace_bytes(elements: int, dtype: str, experts: int, attention_k
     return 0 if on_cpu(attention_kernel) else _pieces(DTYPE_BYTES[dtype] * elements, 4 * experts)
 
 
-def adamw_workspace_bytes(elements: int, states: str) -> int:
-    """Return the scratch of AdamW's update: both moments of a block in fp32 if they are stored in bf16, else 0."""
+def adamw_workspace_bytes(elements: int, updated: str, gradients: str, moments: str) -> int:
+    """Return the scratch of AdamW's update of parameters (or their master copy), from the dtypes of its operands.
+
+    Where they differ, a block of each bf16 one in fp32: of what is updated, of the gradient, of both moments. Else 0.
+    """
+    each = (updated, gradients, moments, moments)
     block = min(elements, ADAMW_ELEMENTS)
-    return _pieces(4 * block, 4 * block) if states == "bf16" else 0
+    return _pieces(*(4 * block for dtype in each if dtype == "bf16")) if len(set(each)) > 1 else 0
 
 
 def on_cpu(attention_kernel: str) -> bool:

@@ -14,7 +14,7 @@ from memo_sim.program.attention.partial import DOCUMENTS
 from memo_sim.program.ir.instruction import BufferClass, Families, Family
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.layers.activations import region
-from memo_sim.program.layers.loss import kept_logits
+from memo_sim.program.layers.loss import ROLLOUT, ROLLOUT_NUMBERS, kept_logits
 from memo_sim.program.layout.documents import most_pieces
 from memo_sim.program.layout.stage_layers import kind_suffix
 from memo_sim.program.pipeline.stage_parts import StageParts
@@ -66,19 +66,24 @@ class StageFamilies:
 
     def _inputs(self) -> list[Family]:
         parts = self._parts
-        wanted = {"input.ids": parts.stage.first, "input.labels": parts.stage.last}
+        stage, policy = parts.stage, parts.decisions.objective == "grpo"
+        wanted = {
+            "input.ids": (stage.first, "int64", 1),
+            "input.labels": (stage.last, "int64", 1),
+            ROLLOUT: (stage.last and policy, "fp32", ROLLOUT_NUMBERS),
+        }
         return [
             Family(
                 name,
                 BufferClass.INPUT,
-                "int64",
+                dtype,
                 parts.shape.tokens,
-                1,
+                features,
                 parts.micro_batches,
                 lifetime="step",
                 kind=FamilyKind.INPUT,
             )
-            for name, held in wanted.items()
+            for name, (held, dtype, features) in wanted.items()
             if held
         ] + self._documents()
 

@@ -502,6 +502,11 @@ def _labels(call: Call) -> dict[str, Wanted]:
     return {"labels": ("input.labels", -1 - call.values.model.layers)}
 
 
+def _rollout(call: Call) -> dict[str, Wanted]:
+    """A policy's numbers of a token belong to no layer either; kernels without them read ``rollout`` of none."""
+    return {"rollout": ("input.rollout", -1 - call.values.model.layers)}
+
+
 def _add_loss(call: Call, found: Found, tokens: int) -> None:
     _, micro_batch, _, row = found
     ranges = call.values.loss.setdefault((micro_batch, 0), [])
@@ -528,12 +533,14 @@ def loss(
     def rule(call: Call) -> None:
         wanted: dict[str, Wanted] = {"logits": logits} if logits else {}
         wanted |= given or {}
-        wanted |= _labels(call) if labels else {}
+        wanted |= (_labels(call) | _rollout(call)) if labels else {}
         wanted = {role: want for role, want in wanted.items() if call.has(role)}
         for first, tokens, values in call.pieces(*wanted):
             found = agree(call, wanted, values, tokens)
             if found is not None and adds:
                 _add_loss(call, found, tokens)
+                if call.values.policy and not call.has("rollout"):
+                    call.fault("the policy's objective is added without the rollout's numbers")
             for role, name in made.items():
                 value = None
                 if found is not None and isinstance(name, str):
@@ -1081,7 +1088,7 @@ RULES: dict[str, Rule] = {
     "cross_entropy.log_softmax": loss("logits", {"out": "log_probs"}, labels=False),
     "cross_entropy.nll": loss("", {}, given={"log_probs": "log_probs"}, adds=True),
     "cross_entropy.metrics": loss("logits", {}, given={"log_probs": "log_probs"}),
-    "cross_entropy.nll.bwd": loss("", {"grad": "d_log_probs"}),
+    "cross_entropy.nll.bwd": loss("", {"grad": "d_log_probs"}, given={"log_probs": "log_probs"}),
     "cross_entropy.log_softmax.bwd": loss(
         "", {"out": "d_logits"}, given={"grad": "d_log_probs", "log_probs": "log_probs"}, labels=False
     ),
@@ -1092,7 +1099,7 @@ RULES: dict[str, Rule] = {
     "cross_entropy.softmax": loss(
         "loss.exponentials", {"logits": "loss.softmax"}, given={"sums": "loss.sums"}, adds=True
     ),
-    "cross_entropy.gradient": loss("loss.softmax", {"logits": "d_logits"}),
+    "cross_entropy.gradient": loss("loss.softmax", {"logits": "d_logits"}, given={"sums": "loss.sums"}),
     "cross_entropy.all_reduce": all_reduce,
     "metric.log_softmax": metric,
     "metric.nll": nothing,

@@ -6,7 +6,7 @@ import pytest
 
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
-from tests.exec_cpu.small import MODELS, batch, decide, gradients, llama, play, scalars
+from tests.exec_cpu.small import EXPERT_MODELS, MODELS, batch, decide, gradients, llama, play, scalars
 
 TOLERANCE = 1e-5
 EVERY = "r=4,alpha=8,targets=qkv+proj+ffn"

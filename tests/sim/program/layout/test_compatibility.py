@@ -102,6 +102,38 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": EXPERTS, "kernels": Kernels(rowwise="compiled")},
         "compiled with a model with experts",
     ),
+    "experts of modules: recompute": (
+        Layout(),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+        },
+        "none with a model with experts",
+    ),
+    "experts of modules: kind": (
+        Layout(),
+        {
+            "model": msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64, shared=64)),
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+            "recompute": "full",
+        },
+        "experts with a shared one, with biases, or with a clamped activation",
+    ),
+    "experts of modules: tp": (
+        Layout(tp=2),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+            "recompute": "full",
+        },
+        "2 with a model with experts",
+    ),
     "experts: layer_pattern": (Layout(), {"model": SEVERAL_EXPERTS}, "experts of several kinds"),
     "windows: attention": (
         Layout(),
@@ -210,6 +242,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "r=8,alpha=8,targets=gate with a model without a gate",
     ),
     "adapters: experts": (Layout(), {"model": EXPERTS, "adapters": LORA}, f"{LORA} with a model with experts"),
+    "adapters: ep": (
+        Layout(dp=2, ep=2),
+        {"model": EXPERTS, "adapters": "r=8,alpha=8,targets=q"},
+        "2 with adapters r=8,alpha=8,targets=q",
+    ),
     "adapters: metp": (Layout(metp=2), {"adapters": LORA}, f"2 with adapters {LORA}"),
     "adapters: tp_overlap": (chunked(), {"adapters": LORA}, f"chunked with adapters {LORA}"),
     "adapters: schedule": (
@@ -284,6 +321,19 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "METP: states": (Layout(metp=2), {"states": "pure-bf16"}, "pure-bf16 with metp 2"),
     "pure bf16 states: dtype": (Layout(), {"states": "pure-bf16", "dtype": "fp32"}, "fp32 with states pure-bf16"),
+    "pure bf16 with fp32 moments: memory_policy": (
+        Layout(),
+        {"states": "pure-bf16-fp32-moments", "memory_policy": "eager"},
+        "pure-bf16-fp32-moments with memory policy eager",
+    ),
+    "grad_sums fp32: memory_policy": (
+        Layout(),
+        {"states": "pure-bf16", "grad_sums": "fp32", "memory_policy": "eager"},
+        "fp32 with states pure-bf16 and memory policy eager",
+    ),
+    "grad_sums params: dtype": (Layout(), {"grad_sums": "params", "dtype": "fp32"}, "params with dtype fp32"),
+    "grad_sums params: states": (Layout(), {"grad_sums": "params", "states": "host"}, "params with states host"),
+    "METP: grad_sums": (Layout(metp=2), {"grad_sums": "params"}, "params with metp 2"),
     "METP: early_stop": (Layout(metp=2), {"recompute": "full", "early_stop": True}, "true with metp 2"),
     "early stop: recompute": (Layout(), {"early_stop": True}, "true with recompute none"),
     "cast parameters: memory_policy": (
@@ -525,8 +575,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "grad_sums: memory_policy": (
         Layout(),
-        {"grad_sums": "params", "memory_policy": "caching"},
-        "params with memory policy caching",
+        {"grad_sums": "autocast", "memory_policy": "caching"},
+        "autocast with memory policy caching",
     ),
     "autocast: zero": (
         Layout(dp=2, zero=3),
