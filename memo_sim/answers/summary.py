@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import inf, prod
 
+from memo_sim.contract.adapters import NONE
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
@@ -275,6 +276,8 @@ def _network(question: Question) -> list[Assumption]:
 def _states(decisions: Decisions) -> str:
     layout, pure = decisions.layout, decisions.dtype == "fp32" and decisions.states != "host"
     what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else STATES[decisions.states]
+    if decisions.lora is not None:
+        what += ", of the adapters alone"
     if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32") and not pure:
         what += f"; but gradients are summed in {gradient_dtype(decisions)} (--grad-sums)"
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
@@ -413,13 +416,19 @@ def left_out(question: Question) -> list[LeftOut]:
         KNOBS[name].option
         for name in open_knobs
         if (name != "micro_batch" or not question.open_micro_batch)
-        and (name != "tp_overlap" or (question.model.mixture is None and question.model.latent is None))
+        and (name != "tp_overlap" or _takes_tp_overlap(question))
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
     found += [*_micro_batches_left_out(question), *_kernels_left_out(question), *_fp8_left_out(question)]
     if knobs:
         found.append(LeftOut(what=f"other values of {', '.join(knobs)}", option="memo-sim explain PLAN changes each"))
     return found
+
+
+def _takes_tp_overlap(question: Question) -> bool:
+    """Return whether ``--tp-overlap`` has a lowering for the model and its adapters (``RULES``)."""
+    model = question.model
+    return model.mixture is None and model.latent is None and question.adapters == NONE
 
 
 def _open_layouts(question: Question) -> list[LeftOut]:
@@ -435,7 +444,7 @@ def _open_layouts(question: Question) -> list[LeftOut]:
         if pins.zero is None:
             more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
-        if pins.metp is None and _alike(question):
+        if pins.metp is None and _alike(question) and question.adapters == NONE:
             found.append(LeftOut(what="metp above 1", option="--system metp"))
     if pins.subsequences is None and _alike(question):
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
@@ -445,7 +454,7 @@ def _open_layouts(question: Question) -> list[LeftOut]:
 def _kernels_left_out(question: Question) -> list[LeftOut]:
     """Return that compiled kernels were not tried, where the profile has measured them: memo-exec cannot play them."""
     measured = "compiled" in question.hardware.framework_rowwise_bytes_per_s
-    if question.system not in OPEN or question.rowwise is not None or not measured:
+    if question.system not in OPEN or question.rowwise is not None or not measured or question.adapters != NONE:
         return []
     return [LeftOut(what="kernels of torch.compile, which memo-exec does not run", option="--compile")]
 

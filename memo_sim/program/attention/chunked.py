@@ -262,7 +262,8 @@ class ChunkedAttention:
         """Write the gradient of attention's output, chunk by chunk, and its copies to the host.
 
         With sequence parallelism it is gathered chunk by chunk. The projection's weight gradient is written from each
-        chunk, so the whole never exists.
+        chunk, so the whole never exists. An adapter's gradients are written from each chunk too, after that of its
+        low-rank rows.
         """
         writer, shape = self.writer, self.shape
         for c, (first, tokens) in enumerate(self.chunks):
@@ -273,18 +274,25 @@ class ChunkedAttention:
                 sequence_sharded = Rows(writer.own("d_attn_seq", self.room, shape.q_width), 0, tokens)
             shard = writer.shard_rows("d_resid", (first, tokens))
             grad = writer.gather("proj.grad", shard, "d_proj_full", 0, tokens=self.room)
-            if shape.gathered:
-                attended = Rows(self.ulysses.sequence_sharded("attn"), first, tokens)
+            attended = Rows(self.ulysses.sequence_sharded("attn"), first, tokens)
+            if shape.gathered and not self._adapted:
                 writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
             writer.dgrad("proj", grad, sequence_sharded, shape.q_width, shape.hidden)
+            if self._adapted:
+                writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
             self.ulysses.to_head_ranks("d_attn", sequence_sharded, head_sharded, writer.suffix)
             self._store("d_attn", c, head_sharded.slot)
         writer.suffix = ""
 
+    @property
+    def _adapted(self) -> bool:
+        """Whether weights are frozen beside low-rank adapters."""
+        return self.writer.decisions.lora is not None
+
     def _project_backward(self) -> None:
         """Write the gradients of the projection's parameters that ``_output_gradient`` has not written."""
         writer, shape, grad = self.writer, self.shape, self.builder.all("d_resid")
-        if not shape.gathered:
+        if not shape.gathered and not self._adapted:
             attended = self.builder.all(self.ulysses.sequence_sharded("attn"))
             writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
         writer.bgrad("proj", grad, shape.hidden)
@@ -358,7 +366,7 @@ class ChunkedAttention:
         grad = shared_heads.product_gradient(writer, sequence_sharded, self.room)
         phase, builder.phase, writer.suffix = builder.phase, Phase.RECOMPUTE, f".again.c{k}"
         writer.norm("norm1", "x", (first, tokens), (0, tokens))
-        source = self._gathered((0, tokens))
+        source = self._gathered((0, tokens)) if writer.trains("qkv") else None
         builder.phase, writer.suffix = phase, f".c{k}"
         writer.product_and_norm_backward(
             "qkv",

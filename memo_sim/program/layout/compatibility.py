@@ -874,9 +874,6 @@ LATENT = (
         hint="leave --rebuild-qkv out, or --recompute tokenwise",
     ),
 )
-ADAPTERS_WITHOUT_ATTENTION_CHUNKS = _ADAPTERS.allows(
-    "decisions.attention_chunk_tokens", 0, because="chunks would need the order of their gradients changed"
-)
 ADAPTERS = (
     Rule(
         name="adapters: model",
@@ -892,13 +889,14 @@ ADAPTERS = (
     ),
     Rule(
         name="adapters: experts",
-        breaks=lambda d: d.lora is not None and d.model.mixture is not None,
-        what="adapters have no lowering beside experts",
+        breaks=lambda d: bool(d.lora and d.model.mixture and {"gate", "up", "down"}.intersection(d.lora.targets)),
+        what="adapters of experts have no lowering: each would need grouped products of its own",
         where="decisions.adapters",
         got=lambda d: f"{d.adapters} with a model with experts",
-        wanted="none, or a model without experts",
-        hint="leave --lora out: an adapter of every expert would need grouped products of its own",
+        wanted="targets among q, k, v and proj",
+        hint="--lora r=16,targets=qkv+proj",
     ),
+    _ADAPTERS.allows("layout.ep", 1, because="ranks that share frozen experts would keep no gradients of their block"),
     _ADAPTERS.allows("layout.metp", 1, because="METP's rings would carry the adapters with the weights"),
     _ADAPTERS.allows(
         "layout.tp_overlap", "none", because="the chunks of a product would each need their part of the adapter"
@@ -915,7 +913,6 @@ ADAPTERS = (
         *("none", "selective", "norms", "mlp", "full", "tokenwise"),
         because="every second product would be rebuilt without its adapter",
     ),
-    ADAPTERS_WITHOUT_ATTENTION_CHUNKS,
     _ADAPTERS.allows(
         "decisions.memory_policy",
         *("planned", "caching"),

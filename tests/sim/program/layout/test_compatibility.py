@@ -310,6 +310,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "r=8,alpha=8,targets=gate with a model without a gate",
     ),
     "adapters: experts": (Layout(), {"model": EXPERTS, "adapters": LORA}, f"{LORA} with a model with experts"),
+    "adapters: ep": (
+        Layout(dp=2, ep=2),
+        {"model": EXPERTS, "adapters": "r=8,alpha=8,targets=q"},
+        "2 with adapters r=8,alpha=8,targets=q",
+    ),
     "adapters: metp": (Layout(metp=2), {"adapters": LORA}, f"2 with adapters {LORA}"),
     "adapters: tp_overlap": (chunked(), {"adapters": LORA}, f"chunked with adapters {LORA}"),
     "adapters: schedule": (
@@ -323,7 +328,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"recompute": "operators", "adapters": LORA},
         f"operators with adapters {LORA}",
     ),
-    "adapters: attention_chunk_tokens": (Layout(), {**CHUNKS, "adapters": LORA}, f"512 with adapters {LORA}"),
     "adapters: memory_policy": (Layout(), {"memory_policy": "eager", "adapters": LORA}, f"eager with adapters {LORA}"),
     "adapters: rowwise": (
         Layout(),
