@@ -86,6 +86,11 @@ def cli() -> None:
     "--weights", type=DIRECTORY, help="Start from the Hugging Face safetensors in this folder, not from random weights."
 )
 @click.option(
+    "--adapters",
+    type=DIRECTORY,
+    help="A plan with --lora: start from the adapters in this PEFT folder, not from random ones.",
+)
+@click.option(
     "--steps",
     type=click.IntRange(1),
     default=10,
@@ -174,7 +179,7 @@ def run_command(**options: Any) -> None:
     for name in ("trace_path", "measured_path"):
         options[name] = options[name] and of_rank(options[name])
     chosen = run_options(options if typed("save_every") else options | {"save_every": None})
-    read = (options["plan"], options["data"], options["weights"])
+    read = (options["plan"], options["data"], options["weights"], options["adapters"])
     load_path = options["expert_load_path"]
     check_outputs(options["trace_path"], options["measured_path"], options["report"], load_path, read=read)
     _check_report(options["report"])

@@ -30,6 +30,7 @@ from memo_sim.contract.knobs import (
     Knob,
     LayerChoice,
     Load,
+    LowRank,
     Numbers,
     OneOf,
     RowwiseKernel,
@@ -89,6 +90,7 @@ PRICE = click.option(
     " then has prices of a step and of a billion tokens.",
 )
 METAVARS: dict[type, str] = {
+    LowRank: "r=N,...",
     CountOrAuto: "N|auto",
     Numbers: "N,N,...",
     LayerChoice: "all|every-N|first-K|groups-N",
@@ -163,13 +165,13 @@ def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
             attributes["type"] = Finite(0, 1)
         case OneOf(words):
             attributes["type"] = click.Choice(words)
-        case CountOrAuto() | Numbers() | LayerChoice() | Load() | DocumentLengths():
+        case CountOrAuto() | Numbers() | LayerChoice() | Load() | DocumentLengths() | LowRank():
             attributes["metavar"] = METAVARS[type(knob.kind)]
         case Switch():
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
             attributes |= {"is_flag": True, "show_default": False}
-    if several and not isinstance(knob.kind, Numbers | DocumentLengths | Switch | Flag):
+    if several and not isinstance(knob.kind, Numbers | DocumentLengths | LowRank | Switch | Flag):
         attributes["type"] = Several(attributes.get("type", click.STRING))
         shown = "|".join(knob.kind.words) if isinstance(knob.kind, OneOf) else attributes.get("metavar", "N")
         attributes["metavar"] = f"{shown},..."

@@ -37,7 +37,7 @@ from memo_exec.machine.placement_file import checked_placement, refuse_eager
 from memo_exec.machine.program_checks import check_programs
 from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observe.observed import Observed
-from memo_exec.training import checkpoint, run_folder, weights
+from memo_exec.training import checkpoint, peft_folder, run_folder, weights
 from memo_exec.training.conversations import Conversations, load_conversations
 from memo_exec.training.dataset import Dataset, load_dataset
 from memo_exec.training.hyperparameters import Hyperparameters
@@ -84,6 +84,8 @@ LEAST = {"steps": 1, "save_every": 1, "seed": 0}
 
 WEIGHTS = "weights"
 """The folder in ``--save`` for the trained weights as Hugging Face files."""
+ADAPTERS = "adapters"
+"""The folder in ``--save`` for trained adapters, as PEFT reads them."""
 SOURCE = "source_config.json"
 """The file in ``--save`` with the config.json of the weights that the run began from."""
 
@@ -97,6 +99,7 @@ class RunOptions:
     tokenizer: Path | None = None
     """The folder of the tokenizer that makes tokens of conversations."""
     weights: Path | None = None
+    adapters: Path | None = None
     seed: int | None = None
     save: Path | None = None
     save_every: int = 10
@@ -130,7 +133,9 @@ def run_options(named: Mapping[str, Any]) -> RunOptions:
     except msgspec.ValidationError as error:
         raise UsageError("not a value of a hyperparameter", got=str(error)) from None
     chosen = {name: value for name, value in given.items() if name in RunOptions.__dataclass_fields__}
-    chosen |= {name: Path(chosen[name]) for name in ("data", "tokenizer", "weights", "save") if name in chosen}
+    chosen |= {
+        name: Path(chosen[name]) for name in ("data", "tokenizer", "weights", "adapters", "save") if name in chosen
+    }
     return RunOptions(hyperparameters=hyperparameters, **chosen)
 
 
@@ -172,7 +177,7 @@ def run(
         KeyboardInterrupt: when a signal came before the first step had ended.
     """
     launch, plan = launched(), codec.read(plan_path, Plan)
-    _check_inputs(options)
+    _check_inputs(options, plan.decisions)
     if launch.world > 1:
         side_by_side()
     program = preflight.checked_program(plan, where=str(plan_path), rank=launch.rank)
@@ -195,8 +200,10 @@ def run(
     dataset = _data(options, plan.decisions, hyperparameters)
     if short := dataset.short_of(plan.decisions.seq_tokens):
         note(short)
+    frozen = checkpoint.base_of(options.weights) if plan.decisions.lora is not None else ""
     if saved is not None and state is not None:
         checkpoint.check(state, plan.decisions, dataset.sha256, where=saved)
+        _refuse_other_base(frozen, state)
         _refuse_other_seed(options, state)
     seed = state.data.seed if state is not None else options.seed or 0
     with (
@@ -221,6 +228,7 @@ def run(
             hyperparameters=hyperparameters,
             seed=seed,
             world=world,
+            base=frozen,
         )
         _refuse_other_checkpoints(world, state)
         if options.save is not None:
@@ -228,15 +236,16 @@ def run(
             _keep_source(options, training, resumed=state is not None)
         _begin(training, options, saved, state)
         if options.save is not None and training.step == options.steps:
-            _save_weights(training, options.save, note)
-            note(f"all {options.steps} steps had been played already; the weights are in {options.save / WEIGHTS}")
+            _save_weights(training, options, note)
+            folder = options.save / _result(plan.decisions)
+            note(f"all {options.steps} steps had been played already; the weights are in {folder}")
             return None
         with _signals(training, note):
             training.run(options.steps, save=options.save, save_every=options.save_every, tell=tell)
         if not training.records:
             raise KeyboardInterrupt
         if options.save is not None and not training.stopped_by:
-            _save_weights(training, options.save, note)
+            _save_weights(training, options, note)
         for text in _remarks(training, debug=options.debug):
             note(text)
         return _outcome(training, machine, plan_path, predicted)
@@ -295,21 +304,40 @@ def _rollouts(options: RunOptions, decisions: Decisions, *, kl: bool) -> Convers
     return load_rollouts(options.data, vocab, decisions.seq_tokens, kl=kl, room=_room(decisions))
 
 
-def _check_inputs(options: RunOptions) -> None:
+def _check_inputs(options: RunOptions, decisions: Decisions) -> None:
     """Refuse data and weights that are not there, or that the run would replace, before anything is computed.
 
     Raises:
         BadInput: naming the file.
-        UsageError: when the weights stand where the trained ones go.
+        UsageError: when the weights stand where the trained ones go, or adapters are given to a plan without.
     """
-    save, weights_folder = options.save, options.weights
-    if save and weights_folder and os.path.realpath(weights_folder) == os.path.realpath(save / WEIGHTS):
+    save = options.save
+    for folder in (options.weights, options.adapters):
+        if save and folder and os.path.realpath(folder) == os.path.realpath(save / _result(decisions)):
+            raise UsageError(
+                "the trained weights would replace the weights that the run starts from",
+                where=str(folder),
+                hint="choose another --save directory",
+            )
+    if options.adapters is not None and decisions.lora is None:
         raise UsageError(
-            "the trained weights would replace the weights that the run starts from",
-            where=str(weights_folder),
-            hint="choose another --save directory",
+            "the plan trains no adapters",
+            where="--adapters",
+            got=str(options.adapters),
+            hint="plan with memo-sim what-if --lora r=16, or leave --adapters out",
         )
-    for path in (options.data, options.weights / "config.json" if options.weights else None):
+    if (
+        options.weights is not None
+        and not (options.weights / "config.json").exists()
+        and (options.weights / peft_folder.CONFIG).exists()
+    ):
+        raise UsageError(
+            "--weights names a folder of adapters",
+            where=str(options.weights),
+            hint="--adapters for it, and --weights for the model's own folder",
+        )
+    config = options.weights / "config.json" if options.weights else None
+    for path in (options.data, config, options.adapters / peft_folder.CONFIG if options.adapters else None):
         if path is not None:
             check_regular(path)
 
@@ -321,12 +349,12 @@ def _begin(training: Training, options: RunOptions, saved: Path | None, state: c
         BadInput: when the checkpoint or the weights cannot be used.
         UsageError: when the checkpoint has played more steps than the run is to have.
     """
+    frozen = training.plan.decisions.lora is not None
+    resumed = saved is not None and state is not None
+    if not resumed or frozen:
+        _begin_anew(training, options, adapters=frozen and not resumed)
     if saved is not None and state is not None:
         training.restore(saved, state)
-    elif options.weights is not None:
-        weights.load(training.interpreter, options.weights)
-    else:
-        weights.initialize(training.interpreter, training.seed)
     if training.step > options.steps:
         raise UsageError(
             "the checkpoint has already played more steps",
@@ -334,6 +362,19 @@ def _begin(training: Training, options: RunOptions, saved: Path | None, state: c
             got=f"step {training.step}",
             wanted=f"--steps of {training.step} or more (it counts the steps of the whole run)",
         )
+
+
+def _begin_anew(training: Training, options: RunOptions, *, adapters: bool) -> None:
+    """Read or draw the weights that training starts from; ``adapters``: those of a folder too, or drawn ones."""
+    interpreter = training.interpreter
+    if options.weights is not None:
+        weights.load(interpreter, options.weights)
+        if adapters:
+            weights.initialize(interpreter, training.seed, adapters=True)
+    else:
+        weights.initialize(interpreter, training.seed)
+    if adapters and options.adapters is not None:
+        weights.load_adapters(interpreter, options.adapters)
 
 
 def _use_folder(
@@ -451,19 +492,26 @@ def _keep_source(options: RunOptions, training: Training, *, resumed: bool) -> N
     training.world.by_first(keep)
 
 
-def _save_weights(training: Training, directory: Path, note: Callable[[str], None]) -> None:
+def _result(decisions: Decisions) -> str:
+    """Return the folder in ``--save`` for what was trained: adapters alone, or all weights."""
+    return ADAPTERS if decisions.lora is not None else WEIGHTS
+
+
+def _save_weights(training: Training, options: RunOptions, note: Callable[[str], None]) -> None:
     """Write the trained weights as Hugging Face files. A model that Hugging Face lacks is only in the checkpoint.
 
     With several ranks, the first one reads the whole tensors from the last checkpoint.
     """
 
     def write() -> None:
-        interpreter = training.interpreter
+        interpreter, directory = training.interpreter, options.save
+        assert directory is not None
         saved = checkpoint.latest(directory) if training.world.size > 1 else None
         named = checkpoint.parameters(saved, interpreter) if saved is not None else None
         kept = directory / SOURCE
         source = codec.decode_object(codec.read_raw(kept), where=str(kept)) if kept.exists() else None
-        weights.save(interpreter, directory / WEIGHTS, named=named, source=source)
+        folder = directory / _result(interpreter.decisions)
+        weights.save(interpreter, folder, named=named, source=source, base=options.weights)
 
     try:
         training.world.by_first(write)
@@ -503,6 +551,19 @@ def _refuse_other_seed(options: RunOptions, state: checkpoint.RunState) -> None:
             got=f"--seed {options.seed}",
             wanted=f"--seed {state.data.seed}",
             hint="leave --seed out",
+        )
+
+
+def _refuse_other_base(frozen: str, state: checkpoint.RunState) -> None:
+    """Refuse adapters that were trained on other frozen weights; the seed draws the weights of a run without any."""
+    if frozen != state.base:
+        given, wanted = (f"a folder of fingerprint {each[:16]}" if each else "none" for each in (frozen, state.base))
+        raise UsageError(
+            "the checkpoint's adapters were trained on other frozen weights",
+            where="--weights",
+            got=given,
+            wanted=wanted,
+            hint="--weights with the folder that the run began from, as it was then",
         )
 
 

@@ -23,6 +23,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Family, Instruction, Operand, Template
 from memo_sim.program.ir.kinds import FamilyKind, TemplateKind
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.parameters import FROZEN
 from memo_sim.program.lower import lower
 
 _ON_SHARDS = (
@@ -101,8 +102,7 @@ class _Block:
         self.template, self.families, self.mesh = template, families, mesh
         self.trained = trained_ranges(decisions, part, mesh)
         self.divided = trained_ranges(decisions, part, mesh, divided=True)
-        found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, mesh), strict=True))
-        self.runs: dict[str, Stretch] = found
+        self.runs = own_runs(optimizer, mesh)
 
     def own(self, instruction: Instruction) -> Instruction:
         """Return the instruction with this rank's operands."""
@@ -131,13 +131,19 @@ class _Block:
         return family.kind in (FamilyKind.GATHERED, FamilyKind.WHOLE_GRADS)
 
     def _by_run(self, operands: tuple[Operand, ...], old: str, new: str) -> Iterator[Operand]:
-        """Yield one operand per run: all of the run if the buffer holds the whole block, else this rank's share."""
+        """Yield one operand per run: all of the run if the buffer holds the whole block, else this rank's share.
+
+        What is frozen is gathered for a use, but not after an update, and has no gradients.
+        """
+        trained = any(operand.role == old for operand in operands)
         for operand in operands:
             role = new if operand.role == old else operand.role
-            for name, first, tokens in self.optimizer.block.runs():
+            for name, first, length in self.optimizer.block.runs():
+                if name == FROZEN and trained:
+                    continue
                 own = self.runs[name]
                 if self._is_whole(operand):
-                    yield replace(operand, role=f"{role}.{name}", first=first, tokens=tokens)
+                    yield replace(operand, role=f"{role}.{name}", first=first, tokens=length)
                 else:
                     yield replace(operand, role=f"{role}.{name}", first=own.held, tokens=own.count)
 
@@ -155,7 +161,8 @@ class _Block:
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
         leads = self.mesh.at(self.mesh.layout.weights_group) == 0
         counted = self.trained if leads or shares else self.divided
-        own = list(self.runs.values()) if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.elements, 0)]
+        runs = [run for name, run in self.runs.items() if name != FROZEN]
+        own = runs if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.trained_elements, 0)]
         for operand in operands:
             if operand.role != "grads":
                 yield operand

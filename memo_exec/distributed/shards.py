@@ -16,11 +16,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memo_exec.distributed.mesh import MeshCoordinates, Share
+from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.kinds import BlockKind
-from memo_sim.program.layout.parameters import SELECTION_BIAS, Block, Parameter, embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import (
+    FROZEN,
+    SELECTION_BIAS,
+    Block,
+    Parameter,
+    embed_block,
+    head_block,
+    layer_block,
+)
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.stage_layers import layers_by_kind
 
@@ -81,29 +90,38 @@ def parts_of(decisions: Decisions, mesh: MeshCoordinates) -> list[tuple[Part, st
     return [embed, *layers, head]
 
 
-def block_of(model: Model, degree: int, part: Part, mesh: MeshCoordinates) -> Block:
+def block_of(model: Model, degree: int, part: Part, mesh: MeshCoordinates, adapters: Adapters | None = None) -> Block:
     """Return a block's parameters, divided by ``degree``.
 
     The embedding of a later pipeline stage (a copy of a tied one) has no learned positions.
     """
     if part.kind is BlockKind.EMBED:
-        return embed_block(model, degree, positions=mesh.at("pp") == 0)
+        return embed_block(model, degree, positions=mesh.at("pp") == 0, adapters=adapters)
     if part.kind is BlockKind.HEAD:
-        return head_block(model, degree)
-    return layer_block(model, degree, model.layer_shapes[part.layers])
+        return head_block(model, degree, adapters=adapters)
+    return layer_block(model, degree, model.layer_shapes[part.layers], adapters=adapters)
 
 
 def _own_block(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> Block:
     """Return the parameters of one rank's block. METP divides only those of layers."""
     layout = decisions.layout
-    return block_of(decisions.model, layout.divided if part.kind is BlockKind.LAYER else layout.tp, part, mesh)
+    degree = layout.divided if part.kind is BlockKind.LAYER else layout.tp
+    return block_of(decisions.model, degree, part, mesh, decisions.lora)
 
 
-def whole_block(model: Model, kind: BlockKind, layer: int = 0) -> Block:
+def whole_block(model: Model, kind: BlockKind, layer: int = 0, adapters: Adapters | None = None) -> Block:
     """Return a block with whole parameters, as a single process has it; ``layer``: the layer whose block it is."""
     if kind is BlockKind.LAYER:
-        return layer_block(model, 1, model.layer(layer))
-    return {BlockKind.EMBED: embed_block, BlockKind.HEAD: head_block}[kind](model, 1)
+        return layer_block(model, 1, model.layer(layer), adapters=adapters)
+    return {BlockKind.EMBED: embed_block, BlockKind.HEAD: head_block}[kind](model, 1, adapters=adapters)
+
+
+def whole_parameters(model: Model, adapters: Adapters | None = None) -> dict[str, Parameter]:
+    """Return every parameter of the model, whole, by the name that shards have: ``layer.3/qkv.weight``."""
+    blocks = {str(kind): whole_block(model, kind, 0, adapters) for kind in (BlockKind.EMBED, BlockKind.HEAD)}
+    for layer in range(model.layers):
+        blocks[f"layer.{layer}"] = whole_block(model, BlockKind.LAYER, layer, adapters)
+    return {f"{name}/{each.name}": each for name, block in blocks.items() for each in block.parameters}
 
 
 def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
@@ -126,7 +144,7 @@ def trained_ranges(
     """
     found: list[tuple[int, int]] = []
     for own, whole in _paired(decisions, part, mesh):
-        if own.name == SELECTION_BIAS or (divided and own.shape == whole.shape):
+        if own.name == SELECTION_BIAS or own.frozen or (divided and own.shape == whole.shape):
             continue
         if found and found[-1][1] == own.first:
             found[-1] = (found[-1][0], own.first + own.elements)
@@ -145,46 +163,50 @@ def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Par
     optimizer = optimizer_of(decisions, part, mesh)
     in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
     whole = state == "params" and in_place and not optimizer.gathered_late
+    block = optimizer.block
     if optimizer.shards == 1 or whole:
-        return [Stretch(0, optimizer.block.elements, 0)]
-    return [Stretch(run.first, run.count, run.first if in_place else run.held) for run in own_runs(optimizer, mesh)]
+        return [Stretch(0, block.elements if state == "params" else block.trained_elements, 0)]
+    runs = own_runs(optimizer, mesh)
+    if state != "params" or in_place:
+        runs.pop(FROZEN, None)
+    found = [Stretch(run.first, run.count, run.first if in_place else run.held) for run in runs.values()]
+    if state == "params" and in_place:  # what is frozen is whole on every rank
+        found.append(Stretch(block.trained_elements, block.elements - block.trained_elements, block.trained_elements))
+    return found
 
 
-def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
-    """Return this rank's share of the decayed and of the other parameters, with its offset in a buffer of shares."""
-    block, found = optimizer.block, []
-    lengths = {name: length for name, _, length in block.runs()}
-    held = 0
-    for name, first, size in optimizer.runs():
-        start, count = Share(lengths[name], optimizer.shards).of(
-            mesh.at(optimizer.shard_group) if optimizer.shards > 1 else 0
-        )
-        found.append(Stretch(first + start, count, held))
-        held += size
+def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> dict[str, Stretch]:
+    """Return this rank's share of each run of a block (``Block.runs``), with its offset in a buffer of shares."""
+    held, found = 0, {}
+    for name, first, length in optimizer.block.runs():
+        start, count = Share(length, optimizer.shards).of(mesh.at(optimizer.shard_group) if optimizer.shards > 1 else 0)
+        found[name] = Stretch(first + start, count, held)
+        held += -(-length // optimizer.shards)
     return found
 
 
 def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Part) -> list[Shard]:
     """Return the shards (rectangles) of a block's parameters in a rank's buffer of ``state``."""
-    model, rank = decisions.model, mesh.at(decisions.layout.weights_group)
+    rank = mesh.at(decisions.layout.weights_group)
     found: list[Shard] = []
     for stretch in stretches(decisions, mesh, state, part):
         for own, whole in _paired(decisions, part, mesh):
             low, high = max(stretch.first, own.first), min(stretch.first + stretch.count, own.first + own.elements)
             if low < high:
                 held = Stretch(low, high - low, stretch.held + low - stretch.first)
-                found += _rectangles(own, whole, model, rank, held)
+                found += _rectangles(own, whole, decisions, rank, held)
     return found
 
 
 def _paired(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> list[tuple[Parameter, Parameter]]:
     """Return pairs of each parameter as this rank holds it and the whole parameter."""
-    own, whole = _own_block(decisions, part, mesh), block_of(decisions.model, 1, part, mesh)
+    own, whole = _own_block(decisions, part, mesh), block_of(decisions.model, 1, part, mesh, decisions.lora)
     return list(zip(own.parameters, whole.parameters, strict=True))
 
 
-def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> list[Strip]:
+def _strips(decisions: Decisions, own: Parameter, whole: Parameter, part_rank: int) -> list[Strip]:
     """Return, part by part, the rows of the whole tensor that a rank's rows are. Ignores columns."""
+    model = decisions.model
     if own.shape[0] == whole.shape[0]:
         return [Strip(0, own.shape[0], 0)]
     if own.name in ("tokens.weight", "classifier.weight"):
@@ -194,7 +216,12 @@ def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> l
     every = model.mixture.count if model.mixture else 0
     packed = {"experts_up": (whole.shape[0] // (2 * every),) * 2 * every} if every else {}
     packed |= {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": halves, "shared_up": halves}
-    parts = packed.get(own.name.partition(".")[0], (whole.shape[0],))
+    product, _, side = own.name.partition(".")
+    parts = packed.get(product, (whole.shape[0],))
+    if side == "lora_b" and decisions.lora is not None:
+        heads = {"q": model.q_width, "k": model.kv_width, "v": model.kv_width}
+        targets = decisions.lora.targets_of(product, model)
+        parts = tuple(heads.get(target, whole.shape[0] // len(targets)) for target in targets)
     ratio = whole.shape[0] // own.shape[0]
     found, here, there = [], 0, 0
     for part in parts:
@@ -204,11 +231,13 @@ def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> l
     return found
 
 
-def _rectangles(own: Parameter, whole: Parameter, model: Model, part_rank: int, held: Stretch) -> Iterator[Shard]:
+def _rectangles(
+    own: Parameter, whole: Parameter, decisions: Decisions, part_rank: int, held: Stretch
+) -> Iterator[Shard]:
     """Yield the elements ``held`` of the block, which all belong to ``own``, as rectangles of ``whole``."""
     width = own.shape[1] if len(own.shape) > 1 else 1
     column = part_rank * width if len(own.shape) > 1 and own.shape[1] != whole.shape[1] else 0
-    for strip in _strips(model, own, whole, part_rank):
+    for strip in _strips(decisions, own, whole, part_rank):
         start = own.first + strip.first * width
         first, end = max(held.first, start), min(held.first + held.count, start + strip.rows * width)
         while first < end:

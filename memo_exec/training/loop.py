@@ -88,6 +88,8 @@ class Training:
     """The ranks of this run."""
     run_id: str = field(default_factory=run_folder.new_run)
     """The identifier that the checkpoints of this run and of its resumed runs share."""
+    base: str = ""
+    """Fingerprint of the frozen weights (``checkpoint.base_of``)."""
     last_saved: Path | None = None
     """The newest good checkpoint: written by this run, or resumed from."""
     times_s: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
@@ -241,6 +243,8 @@ class Training:
             grad_norms=self.grad_norms,
             program_sha256=self.plan.program_sha256,
             run=self.run_id,
+            adapters=decisions.adapters,
+            base=self.base,
         )
 
     def restore(self, saved: Path, run: checkpoint.RunState) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from memo_exec.kernels import StepScalars
+from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
 from memo_sim.program.layout.parameters import SELECTION_BIAS
 
@@ -21,9 +22,20 @@ HELD_SCORES = 2**23
 class AutogradModel:
     """The model as a function of named leaf tensors."""
 
-    def __init__(self, model: Model, parameters: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> None:
-        self.model = model
-        self.p = {name: value.detach().clone().to(dtype).requires_grad_() for name, value in parameters.items()}
+    def __init__(
+        self,
+        model: Model,
+        parameters: dict[str, Tensor],
+        dtype: torch.dtype = torch.float64,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """``adapters``: they alone have gradients; their sides are among ``parameters``."""
+        self.model, self.adapters = model, adapters
+        self.p = {name: value.detach().clone().to(dtype) for name, value in parameters.items()}
+        self.trained = {name: p for name, p in self.p.items() if adapters is None or ".lora_" in name}
+        """The leaves that have gradients, by name."""
+        for leaf in self.trained.values():
+            leaf.requires_grad_()
 
     def loss(
         self,
@@ -126,7 +138,25 @@ class AutogradModel:
         return F.rms_norm(x, width, weight, self.model.norm_eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
+        result = F.linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
+        return result if f"{name}.lora_a" not in self.p else result + self._adapter(x, name, result.shape[-1])
+
+    def _adapter(self, x: Tensor, name: str, width: int) -> Tensor:
+        """Return what a product's adapters add to its result of ``width`` features; 0 in those of other targets."""
+        m, adapters = self.model, self.adapters
+        assert adapters is not None  # its sides are there
+        targets = {
+            "qkv": {"q": m.q_width, "k": m.kv_width, "v": m.kv_width},
+            "proj": {"proj": width},
+            "ffn_up": {"gate": width // 2, "up": width // 2} if m.gated else {"up": width},
+            "ffn_down": {"down": width},
+        }[name.rpartition("/")[2]]
+        adapted = {target: rows for target, rows in targets.items() if target in adapters.targets}
+        lows = torch.split(self.p[f"{name}.lora_a"], adapters.rank)
+        outs = torch.split(self.p[f"{name}.lora_b"], list(adapted.values()))
+        added = {t: adapters.scale * F.linear(F.linear(x, a), b) for t, a, b in zip(adapted, lows, outs, strict=True)}
+        nothing = {t: x.new_zeros(*x.shape[:-1], rows) for t, rows in targets.items()}
+        return torch.cat([added.get(t, nothing[t]) for t in targets], dim=-1)
 
     def _attention(self, x: Tensor, at: str, layer: LayerShape) -> Tensor:
         m = self.model

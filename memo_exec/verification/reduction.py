@@ -135,8 +135,11 @@ def _experts_shown(d: Decisions) -> str:
     experts = d.model.mixture
     if experts is None:
         return "none"
-    balance = f", balance {experts.balance:g}" if experts.balance else ""
-    return f"{experts.per_token} of {experts.count}, {experts.hidden} wide{balance}"
+    groups = f" in {experts.groups_per_token} of {experts.groups} groups" if experts.groups > 1 else ""
+    shared = f", a shared one {experts.shared} wide" if experts.shared else ""
+    losses = [(name, getattr(experts, name)) for name in ("balance", "z_loss")]
+    said = "".join(f", {name} {value:g}" for name, value in losses if value)
+    return f"{experts.per_token} of {experts.count}{groups}, {experts.hidden} wide{shared}{said}"
 
 
 _DEGREES: tuple[tuple[str, Callable[[Decisions], str]], ...] = tuple(

@@ -18,6 +18,7 @@ from memo_sim.contract.knobs import (
     LayerChoice,
     Length,
     Load,
+    LowRank,
     Numbers,
     OneOf,
     Pins,
@@ -80,7 +81,7 @@ def _type(knob: Knob, annotation: str) -> str:
             own = 'int | Literal["auto"]'
         case Numbers():
             own = "Sequence[int] | str"
-        case LayerChoice() | Load() | DocumentLengths():
+        case LayerChoice() | Load() | DocumentLengths() | LowRank():
             own = "str"
         case OneOf():
             own = annotation.removesuffix(" | None")

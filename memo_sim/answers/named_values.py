@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memo_sim.contract import codec
+from memo_sim.contract.adapters import parse_adapters
 from memo_sim.contract.boards import with_power
 from memo_sim.contract.catalog import cluster_from_datasheet, fields_not_read, load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
@@ -37,6 +38,7 @@ from memo_sim.contract.knobs import (
     LayerChoice,
     Length,
     Load,
+    LowRank,
     Numbers,
     OneOf,
     Pins,
@@ -268,6 +270,8 @@ def _parsed(knob: Knob, given: Any) -> Any:
             return parse_numbers(_joined(given), option=knob.option)
         case LayerChoice():
             return parse_layer_choice(str(given), option=knob.option)
+        case LowRank():
+            return parse_adapters(str(given), option=knob.option)
         case Load():
             return _expert_load(str(given), option=knob.option)
         case DocumentLengths():

@@ -22,9 +22,11 @@ from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
 from memo_sim.program.layout.expert_load import shown_load
+from memo_sim.program.layout.fp8 import PRODUCTS
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
+from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
@@ -164,6 +166,8 @@ def in_words(decisions: Decisions) -> str:
         parts.append(f"{layout.schedule} schedule of {counted(decisions.micro_batches, 'micro-batch', 'es')}")
     if layout.subsequences > 1:
         parts.append(f"{layout.subsequences} subsequences")
+    if decisions.fp8 != "none":
+        parts.append(f"linear products in FP8 ({decisions.fp8})")
     if decisions.loss_chunk_tokens:
         parts.append(f"loss in chunks of {format_tokens(decisions.loss_chunk_tokens)} tokens")
     if decisions.allocator_limit_gib:
@@ -217,6 +221,8 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_experts(question, decisions),
         *_documents(decisions),
         *_objective(decisions),
+        *_fp8(decisions),
+        *_adapters(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -319,6 +325,39 @@ def _objective(decisions: Decisions) -> list[Assumption]:
     return [Assumption(name="objective", value=value, option="--objective, --loss-chunk")]
 
 
+FP8_SCALES = {
+    "delayed": "one scale a tensor, from earlier steps",
+    "tensor": "one scale a tensor, from its own values",
+    "block": "scales of 1x128 and 128x128 values",
+    "mx": "MXFP8, scales of 32 values",
+}
+
+
+def _fp8(decisions: Decisions) -> list[Assumption]:
+    """Return what runs in FP8, and against which peak MFU counts."""
+    if decisions.fp8 == "none":
+        return []
+    stays = "attention, experts, embedding and classifier" if decisions.model.mixture else "attention and both ends"
+    value = (
+        f"layers' linear products, {FP8_SCALES[decisions.fp8]}; {stays} in bf16; whether training converges as in bf16"
+        " is not predicted; MFU counts against the bf16 peak; memo-exec does not run it"
+    )
+    return [Assumption(name="FP8", value=value, option="--fp8")]
+
+
+def _adapters(decisions: Decisions) -> list[Assumption]:
+    """Return which low-rank adapters are trained, and which FLOPs MFU counts with them."""
+    lora = decisions.lora
+    if lora is None:
+        return []
+    value = (
+        f"rank {lora.rank}, scale {lora.scale:.4g}, on {' '.join(lora.targets)}, without dropout:"
+        f" {trained_weights(decisions)} are trained, the others frozen in {decisions.dtype}; MFU counts 4 FLOPs for"
+        " each frozen weight and token (forward, gradient of the input), 6 for an adapter's"
+    )
+    return [Assumption(name="adapters", value=value, option="--lora")]
+
+
 def _not_read(question: Question) -> list[Assumption]:
     """Return the fields of the model's file that are ignored."""
     if not question.not_read:
@@ -337,7 +376,7 @@ def left_out(question: Question) -> list[LeftOut]:
         and (name != "tp_overlap" or question.model.mixture is None)
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
-    found += [*_micro_batches_left_out(question), *_kernels_left_out(question)]
+    found += [*_micro_batches_left_out(question), *_kernels_left_out(question), *_fp8_left_out(question)]
     if knobs:
         found.append(LeftOut(what=f"other values of {', '.join(knobs)}", option="memo-sim explain PLAN changes each"))
     return found
@@ -367,6 +406,15 @@ def _kernels_left_out(question: Question) -> list[LeftOut]:
     if question.system not in OPEN or question.rowwise is not None or not measured:
         return []
     return [LeftOut(what="kernels of torch.compile, which memo-exec does not run", option="--compile")]
+
+
+def _fp8_left_out(question: Question) -> list[LeftOut]:
+    """Return that products in FP8 were not tried, where the profile has rates of them: they change what is learned."""
+    recipes = [recipe for recipe, products in PRODUCTS.items() if products in {t.dtype for t in question.hardware.gemm}]
+    if question.fp8 != "none" or question.dtype != "bf16" or not recipes:
+        return []
+    option = f"--fp8 {' or '.join(recipes)}"
+    return [LeftOut(what="products in FP8, which change what is learned", option=option)]
 
 
 def _micro_batches_left_out(question: Question) -> list[LeftOut]:

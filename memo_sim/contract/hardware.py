@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
-from memo_sim.contract.knobs import DtypeName, FrameworkLibrary
+from memo_sim.contract.knobs import DtypeName, FrameworkLibrary, ProductDtype
 from memo_sim.contract.units import Degree, NonNegative, PerNode, Rate, Width
 
 LEAST_DIVISOR = 1e-30
@@ -109,10 +109,10 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured matrix products ``(m x k) @ (k x n)`` of one pass and dtype; each row is [m, n, k, FLOP/s].
 
     For fprop and dgrad, m is the number of tokens. For wgrad, m x n is the weight's shape and k is the number of
-    tokens.
+    tokens. A product in FP8 has both operands contiguous along k, whatever its pass.
     """
 
-    dtype: DtypeName
+    dtype: ProductDtype
     gemm_pass: GemmPass
     rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=4, max_length=4)]], msgspec.Meta(min_length=1)]
     source: str

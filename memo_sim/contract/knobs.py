@@ -33,6 +33,21 @@ if TYPE_CHECKING:
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 """Dtype of parameters, activations and products."""
+Fp8Recipe = Literal["none", "delayed", "tensor", "block", "mx"]
+"""Scales of the layers' products in FP8 (``program/layout/fp8.py``), as in Transformer Engine's recipes.
+
+- none: products in the plan's dtype.
+- delayed: one scale a tensor, from the largest values of earlier steps.
+- tensor: one scale a tensor, from the tensor itself (current scaling), which is read once more for its largest value.
+- block: one scale for 128 values of a row of activations and gradients, and for 128 x 128 values of a weight.
+- mx: MXFP8, one scale of 8 bits for 32 values."""
+Fp8Layouts = Literal["tn", "any"]
+"""Layouts that a device's FP8 products take.
+
+- tn: both operands must be contiguous along the dimension that is summed (Hopper), so backward needs transposed copies.
+- any: every layout (Blackwell)."""
+ProductDtype = Literal["fp32", "bf16", "fp16", "fp8-tensor", "fp8-block", "fp8-mx"]
+"""Kind of a product in a profile: the dtype of its operands, for FP8 with the granularity of its scales."""
 Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise"]
 """What backward recomputes.
 
@@ -281,6 +296,14 @@ class LayerChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """Low-rank adapters (``contract/adapters.py``, ``parse_adapters``)."""
+
+    def __str__(self) -> str:
+        return "none, or as r=16,alpha=32,targets=qkv+proj+ffn"
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How rows spread over experts (``contract/units.py``, ``parse_expert_load``)."""
 
@@ -309,6 +332,7 @@ Kind = (
     | LayerChoice
     | Load
     | DocumentLengths
+    | LowRank
 )
 """What values a knob has; ``str()`` says it in a table."""
 
@@ -360,6 +384,8 @@ class Knob:
     on_command_line: bool = True
     unless_given: str = ""
     """Where the command line chooses a value that is not given: how. The default is then that of Python alone."""
+    called: str = ""
+    """Its option and argument, where these are not named for the field: ``lora`` of ``adapters``."""
     name: str = ""
     default: object = None
     """Of the pin; None: left to the search, or to the system."""
@@ -377,7 +403,7 @@ class Knob:
     @property
     def argument(self) -> str:
         """The keyword argument of the Python functions, named as the option: ``loss_chunk``."""
-        return self.name.removesuffix("_tokens")
+        return self.called or self.name.removesuffix("_tokens")
 
 
 _DECLARED = "knob"
@@ -393,9 +419,10 @@ def _knob(
     needs: str = "",
     on_command_line: bool = True,
     unless_given: str = "",
+    called: str = "",
 ) -> T:
     """Return a dataclass field that carries the declaration of the knob it is named for."""
-    declared = Knob(kind, help, at, labels, needs, on_command_line, unless_given)
+    declared = Knob(kind, help, at, labels, needs, on_command_line, unless_given, called)
     return field(default=default, metadata={_DECLARED: declared})
 
 
@@ -732,6 +759,14 @@ class Chosen:
         " step is given; forwards of the reference model and generation are not part of it.",
     )
     """Not searched: it changes what is learned."""
+    fp8: Fp8Recipe = _knob(
+        "none",
+        _one_of(Fp8Recipe),
+        "Linear products of layers in FP8, by Transformer Engine's recipes; attention, routers, experts, the embedding"
+        " and the classifier stay in bf16. tensor: one scale a tensor, from its values (current scaling). delayed: from"
+        " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec does not run it.",
+    )
+    """Not searched: it changes what is learned."""
     loss: Loss = _knob(
         "auto",
         _one_of(Loss),
@@ -782,6 +817,15 @@ class Chosen:
         " documents: they cut each document, so that all have equal work (Transformer Engine's THD).",
     )
     """Not searched: it is a choice of the framework's data loader."""
+    adapters: str = _knob(
+        "none",
+        LowRank(),
+        "Low-rank adapters of rank r, which alone are trained: all weights of the model are frozen, and there is no"
+        " dropout. alpha: r unless given; the scale is alpha/r, with rslora alpha/sqrt(r). targets: qkv+proj+ffn unless"
+        " given, or some of q, k, v, proj, gate, up, down.",
+        called="lora",
+    )
+    """Not searched: it changes what is learned."""
     micro_batch: int = _knob(
         1,
         Whole(1, MOST_SEQUENCES),

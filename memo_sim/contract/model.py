@@ -231,8 +231,8 @@ class Model(
             wanted = "silu or gelu_tanh" if self.gated else "gelu or gelu_tanh"
             raise ValueError(f"activation of the {self.family} family must be {wanted}, not {self.activation}")
         self._check_pattern()
-        if self.mixture and (not self.gated or (self.linear_bias and not self.mixture.bias)):
-            raise ValueError("experts belong to the llama family, with linear_bias only where they have biases too")
+        if self.mixture and (not self.gated or self.linear_bias):
+            raise ValueError("experts belong to the llama family without biases in its products")
         if self.mixture and (self.post_norms or self.activation != "silu"):
             raise ValueError("experts are gated by silu, without norms behind attention and MLP")
         if self.post_norms and (self.family != "llama" or self.linear_bias or self.proj_bias):
@@ -342,11 +342,10 @@ class Model(
         norms += (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
         norms += self.hidden if self.proj_bias and not self.linear_bias else 0
         qkv_bias = self.q_width + 2 * self.kv_width if self.qkv_bias else 0
-        projection = self.hidden if self.linear_bias else 0
         if shape.experts is not None:
-            return norms + qkv_bias + projection + shape.experts.vector_params(self.hidden, active=active)
-        mlp = self.hidden + (2 if self.gated else 1) * shape.ffn_hidden if self.linear_bias else 0
-        return norms + qkv_bias + projection + mlp
+            return norms + qkv_bias + shape.experts.vector_params(self.hidden, active=active)
+        linear_bias = 2 * self.hidden + (2 if self.gated else 1) * shape.ffn_hidden if self.linear_bias else 0
+        return norms + qkv_bias + linear_bias
 
     def layer_params(self, number: int) -> int:
         """Return the weights of a layer, counted from 0."""

@@ -14,6 +14,7 @@ from memo_sim.contract.knobs import (
     CpExchange,
     DocumentCuts,
     DtypeName,
+    Fp8Recipe,
     GradSums,
     Loss,
     MemoryPolicy,
@@ -83,6 +84,7 @@ class Knobs(TypedDict, total=False):
     zero_params: ZeroParams | None
     grad_sums: GradSums | None
     objective: Objective | None
+    fp8: Fp8Recipe | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None
@@ -90,5 +92,6 @@ class Knobs(TypedDict, total=False):
     expert_load: str | None
     documents: str | None
     document_cuts: DocumentCuts | None
+    lora: str | None
     micro_batch: int | None
     global_batch: int | None

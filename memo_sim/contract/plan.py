@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from memo_sim.contract.adapters import Adapters, AdaptersText, adapters_of
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
 from memo_sim.contract.documents import Documents, attended_share
 from memo_sim.contract.errors import did_you_mean
@@ -21,6 +22,8 @@ from memo_sim.contract.knobs import (
     CpExchange,
     DocumentCuts,
     DtypeName,
+    Fp8Layouts,
+    Fp8Recipe,
     GradSums,
     Loss,
     MemoryPolicy,
@@ -278,8 +281,14 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     One chunk of queries is on the device at a time, with one chunk of keys and values. The other chunks wait in host
     memory (FPDT, Yao et al. 2024)."""
+    adapters: AdaptersText = "none"
+    """Low-rank adapters (LoRA), which are trained in place of the model's weights (``contract/adapters.py``)."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
+    fp8: Fp8Recipe = "none"
+    """Scales of the layers' linear products in FP8 (``program/layout/fp8.py``); none: products in ``dtype``."""
+    fp8_layouts: Fp8Layouts = "tn"
+    """Layouts that the device's FP8 products take: they decide which copies of tensors there are."""
     libraries: Libraries | None = None
     """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False
@@ -317,6 +326,24 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
 
     @property
+    def lora(self) -> Adapters | None:
+        """The adapters; None where all weights are trained."""
+        return adapters_of(self.adapters)
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of one step, which MFU counts (``Model.step_flops``); of packed documents, only their own pairs.
+
+        With adapters: 4 for each frozen weight and token (forward, gradient of the input), 6 for each of an adapter.
+        """
+        share, lora = attended_share(self.documents, self.seq_tokens), self.lora
+        whole = self.model.step_flops(self.seq_tokens, self.global_batch, attended=share)
+        if lora is None:
+            return whole
+        more = 6.0 * lora.params(self.model) - 2.0 * self.model.mfu_params
+        return whole + self.global_batch * self.seq_tokens * more
+
+    @property
     def local_tokens(self) -> int:
         """Tokens of one micro-batch on one rank, outside the sequence-parallel regions."""
         return self.micro_batch * self.seq_tokens // (self.layout.ring * self.layout.ulysses)
@@ -335,12 +362,6 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def offload_inputs(self) -> bool:
         """Whether full recompute keeps every layer's input in host memory between forward and backward."""
         return self.recompute == "full" and self.swapped_tokens == self.local_tokens
-
-    @property
-    def step_flops(self) -> float:
-        """Model FLOPs of one step (``Model.step_flops``); of packed documents, only the pairs that they attend."""
-        share = attended_share(self.documents, self.seq_tokens)
-        return self.model.step_flops(self.seq_tokens, self.global_batch, attended=share)
 
     @property
     def micro_batches(self) -> int:
@@ -458,7 +479,9 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention: str = ""
     """Attention kernel."""
     executable: bool = True
-    """Whether memo-exec has this attention kernel; the others are priced only."""
+    """Whether memo-exec has this attention kernel and these products; the others are priced only."""
+    fp8: Fp8Recipe = "none"
+    """Scales of the layers' products in FP8, which memo-exec does not run."""
     mlp_chunk_tokens: Tokens = 0
     mlp_rebuild: MlpRebuild = "block"
     attention_chunk_tokens: Tokens = 0

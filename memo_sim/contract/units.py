@@ -68,7 +68,7 @@ _LAYER_CHOICE = re.compile(LAYER_CHOICE)
 _EXPERT_LOAD = re.compile(EXPERT_LOAD)
 _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1, "e4m3": 1, "e5m2": 1}
 
 
 def parse_tokens(text: str, *, option: str = "--seq-len", least: int = 1) -> int:

@@ -21,11 +21,13 @@ from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
 from memo_sim.program.ir.work import (
+    AdapterGemm,
     Attention,
     BatchedGemm,
     Collective,
     Copy,
     Exchange,
+    Fp8Gemm,
     Gemm,
     GroupedGemm,
     HostUpdate,
@@ -121,11 +123,15 @@ class Pricer:
             self.outside |= earlier
         return found
 
-    def _price(self, work: Work) -> float:  # noqa: PLR0911 - one return per kind of work
+    def _price(self, work: Work) -> float:  # noqa: PLR0911, PLR0912 - one return per kind of work
         kernels = self._kernels
         match work:
             case WidenedGemm():
                 return self._pace * self._widened(work)
+            case Fp8Gemm():
+                return self._pace * self._in_fp8(work)
+            case AdapterGemm():
+                return self._pace * self._adapter(work)
             case Gemm():
                 return self._pace * self._gemm(work)
             case BatchedGemm():
@@ -173,6 +179,31 @@ class Pricer:
         times = 2 if work.gemm_pass == "dgrad" else 1
         product = Gemm(work.m, work.n, work.k, work.gemm_pass, dtype)
         return self._gemm(product) + times * self._kernels.rowwise.stream_seconds(moved_bytes)
+
+    def _in_fp8(self, work: Fp8Gemm) -> float:
+        """Return the seconds of a product in FP8.
+
+        Every pass reads both operands along the dimension that is summed, so a profile has rates of one pass.
+        """
+        model = self._kernels.gemm.of(work.operands, "fprop")
+        shape = (work.m, work.n, work.k)
+        seconds = max(self._floor_s, work.flops / (model.rate(*shape) * self._kernels.sustained))
+        if not model.covers(*shape) and seconds > self._floor_s:
+            self.outside.add(f"gemm.{work.operands}")
+        if model.thinner(*shape):
+            moved_bytes = work.m * work.k + work.k * work.n + DTYPE_BYTES[work.dtype] * work.m * work.n
+            seconds = max(seconds, self._kernels.rowwise.stream_seconds(moved_bytes))
+        return seconds
+
+    def _adapter(self, work: AdapterGemm) -> float:
+        """Return the seconds of a product with one side of an adapter: thin, so at least the time to move its operands.
+
+        Each target is a kernel; all of them together have the rate of one product with the columns of all.
+        """
+        seconds = self._gemm(Gemm(work.m, work.n, work.k, work.gemm_pass, work.dtype))
+        moved_bytes = work.elements * DTYPE_BYTES[work.dtype]
+        launches = max(1, len(work.columns)) * self._floor_s
+        return max(seconds, launches, self._kernels.rowwise.stream_seconds(moved_bytes))
 
     def _batched(self, work: BatchedGemm) -> float:
         """Return the seconds of a batched product.

@@ -819,7 +819,7 @@ def _attention(arguments: Settings, parallel: Parallel) -> Any:
 def _explain(arguments: Settings, accelerate: Settings, deepspeed: Settings, *, policy: bool) -> None:
     """Say why options that would change time or memory are left out."""
     on = [key for key in _ADAPTERS if arguments.has(key)]
-    arguments.ignore(on, "memo has no adapters: the job is priced as training of all parameters")
+    arguments.ignore(on, "no framework's adapters are known: priced as training of all parameters")
     on = [key for key in _QUANTIZED if arguments.has(key)]
     arguments.ignore(on, "memo has no quantized weights: the job is priced in its dtype")
     if not arguments.flag("packing"):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, AttentionName
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.knobs import Recompute, States
+from memo_sim.contract.knobs import Fp8Recipe, Recompute, States
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.framework import LIMITED, Saying
@@ -36,6 +36,14 @@ ATTENTION: dict[AttentionName, tuple[str, int | None]] = {
 MODULES: dict[str, Recompute] = {"core_attn": "selective", "layernorm": "norms", "mlp": "mlp"}
 """Selective recompute of one of ``recompute_modules``, as a policy of memo."""
 
+FP8: dict[Fp8Recipe, tuple[str, str]] = {
+    "delayed": ("hybrid", "delayed"),
+    "tensor": ("hybrid", "tensorwise"),
+    "block": ("e4m3", "blockwise"),
+    "mx": ("e4m3", "mxfp8"),
+}
+"""``fp8`` (the option ``--fp8-format``) and ``fp8_recipe`` of each recipe."""
+
 LLAMA3_SCALING = (1.0, 4.0, 8192)
 """What ``--use-rope-scaling`` fixes: the two frequency factors, and the original positions
 (``core/models/common/embeddings/rotary_pos_embedding.py``)."""
@@ -53,6 +61,7 @@ _KEPT = (
     "libraries",
     "cuda_graphs",
     "states",
+    "fp8",
 )
 """Knobs that an exported job takes from the plan; the others are changed below, or left to Megatron."""
 
@@ -182,7 +191,11 @@ def _batch(job: Job) -> Settings:
         "global_batch_size": job.global_batch,
     }
     dtype = job.pins.dtype
-    return {**said, dtype: True} if dtype in ("bf16", "fp16") else said
+    if dtype in ("bf16", "fp16"):
+        said[dtype] = True
+    if job.fp8 != "none":
+        said["fp8"], said["fp8_recipe"] = FP8[job.fp8]
+    return said
 
 
 def _parallel(job: Job) -> Settings:
@@ -314,6 +327,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.expert_load": Saying("none", (), "memo writes no options of experts"),
+    "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),
     "model.experts": Saying("none", (), "memo writes no options of experts"),
     "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),
@@ -363,6 +377,8 @@ SAYINGS: dict[str, Saying] = {
     "decisions.memory_policy": Saying("none", (), _OWN_ALLOCATOR),
     "decisions.allocator_limit_gib": LIMITED,
     "decisions.host_allocator": Saying("own", (), _OWN),
+    "decisions.fp8": Saying("exact", ("fp8", "fp8_recipe"), "tensorwise, blockwise and mxfp8 need a Megatron of 2025"),
+    "decisions.fp8_layouts": Saying("own", (), "the device decides it"),
     "decisions.states": Saying(
         "exact",
         ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload"),

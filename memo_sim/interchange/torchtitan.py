@@ -46,8 +46,8 @@ _TWO_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "Dua
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)(?:[= ]+|$)([^\s\\]*)")
 _NAMED = re.compile(r"--(module|config)[= ]+([\w.]+)")
 _CONVERTED = {
-    True: "memo has no adapters: the job is priced as training of all parameters",
-    False: "memo has no 8-bit products: the job is priced in bf16",
+    True: "no framework's adapters are known: priced as training of all parameters",
+    False: "memo does not read 8-bit products: the job is priced in bf16; --fp8 prices them",
 }
 _DATA = ("checkpoint", "dataloader", "validator", "metrics", "profiler", "lr_scheduler", "comm", "tokenizer")
 
@@ -667,7 +667,7 @@ def _explain_ignored(settings: Settings) -> None:
     converters = str(settings.values.get("model_spec.converters", ""))
     settings.ignore("model_spec.converters", _CONVERTED.get("LoRA" in converters, ""))
     quantized = [key for key in settings.values if "float8" in key.lower() or "mx" in key.lower() or "quantize" in key]
-    settings.ignore(quantized, "memo has no 8-bit products: the job is priced in bf16")
+    settings.ignore(quantized, "memo does not read 8-bit products: the job is priced in bf16; --fp8 prices them")
     settings.ignore(
         ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree"), "memo has no experts"
     )

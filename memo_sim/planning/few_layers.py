@@ -145,7 +145,7 @@ class _FewLayers:
         lengths = [len(program.templates[i.template].instructions) for i in program.instances]
         self._instance = np.repeat(np.arange(len(lengths)), lengths)
         self._lane = _by_instruction(program, lambda _, i: i.lane).astype(np.int64)
-        self._inside = self._of_instances([not _template(program, i).kind.of_step for i in program.instances])
+        self._inside = self._of_instances([_in_every_micro_batch(_template(program, i)) for i in program.instances])
         self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
         self._middle_buffers = _of_layers(program, middle, decisions.model.layer_kinds)
         self._seconds = _by_instruction(program, lambda _, i: pricer.seconds(i.work)) * self._inside
@@ -226,6 +226,11 @@ class _FewLayers:
 
 def _template(program: Program, instance: Instance) -> Template:
     return program.templates[instance.template]
+
+
+def _in_every_micro_batch(template: Template) -> bool:
+    """Return whether instances belong to a micro-batch's pass; FP8 copies of weights may serve all micro-batches."""
+    return not template.kind.of_step and template.kind is not TemplateKind.QUANTIZE
 
 
 def _is_layer_forward(template: Template) -> bool:

@@ -342,13 +342,13 @@ class LowerBounds:
 
         With pipeline stages, only those of layers, on the stage that has the least of them.
         """
-        model, layout = decisions.model, decisions.layout
+        model, layout, adapters = decisions.model, decisions.layout, decisions.lora
         ends = []
         if layout.pp == 1:
-            ends.append(Optimizer(decisions, embed_block(model, layout.tp), BlockKind.EMBED, 1))
-            ends.append(Optimizer(decisions, head_block(model, layout.tp), BlockKind.HEAD, 1))
+            ends.append(Optimizer(decisions, embed_block(model, layout.tp, adapters=adapters), BlockKind.EMBED, 1))
+            ends.append(Optimizer(decisions, head_block(model, layout.tp, adapters=adapters), BlockKind.HEAD, 1))
         layers = [
-            Optimizer(decisions, layer_block(model, layout.divided, shape), BlockKind.LAYER, 1)
+            Optimizer(decisions, layer_block(model, layout.divided, shape, adapters=adapters), BlockKind.LAYER, 1)
             for shape in model.layer_shapes
         ]
         absent = absent_states(decisions)

@@ -41,7 +41,8 @@ def experts(question: Question, simulation: Simulation) -> list[str]:
         alike = stage.per_instruction(lambda i: _balanced_s(i, of, rows, pricer))
         own, others = (float(np.sum(each * stage.weights)) for each in (stage.seconds * products, alike))
         taken, even = max((taken, even), (own, others))
-    text = f"Experts: a token goes to {of.per_token} of {of.count}, and uses {active_weights(decisions.model)}, which"
+    chosen = f"{of.per_token} of {of.count}" + (" and a shared one" if of.shared else "")
+    text = f"Experts: a token goes to {chosen}, and uses {active_weights(decisions.model)}, which"
     text += f" MFU counts. The products of all experts take {format_seconds(taken)} of a rank's step."
     if decisions.expert_load == BALANCED:
         return [f"{text} Every expert is taken to get {rows / of.count:,.0f} rows; --expert-load says otherwise."]

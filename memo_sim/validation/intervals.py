@@ -125,7 +125,7 @@ def setting_of(system: str, decisions: Decisions, hardware: Hardware, prediction
         allocation_retries=prediction.allocation_retries > 0,
         seq_tokens=decisions.seq_tokens,
         devices=decisions.layout.devices,
-        kernels={**kernels, "dtype": decisions.dtype},
+        kernels={**kernels, "dtype": decisions.dtype + (f" with FP8 ({decisions.fp8})" * (decisions.fp8 != "none"))},
     )
 
 

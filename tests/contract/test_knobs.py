@@ -33,6 +33,7 @@ from memo_sim.contract.knobs import (
     Length,
     Listed,
     Load,
+    LowRank,
     Mark,
     Numbers,
     OneOf,
@@ -56,7 +57,7 @@ ELSEWHERE = {
 NO_KNOBS = {
     *("model", "seq_tokens", "layout", "kernels"),  # what is asked, and what holds knobs
     *("swapped_tokens", "subsequence_swapped_tokens"),  # alpha, in tokens
-    *("head_groups", "host_allocator", "deterministic"),  # no question pins them
+    *("head_groups", "host_allocator", "deterministic", "fp8_layouts"),  # no question pins them
 }
 DERIVED = {"alpha", "offload_inputs"}
 """Knobs that follow from ``swapped_tokens`` in a plan."""
@@ -72,6 +73,7 @@ VALUES = {
     LayerChoice: str,
     Load: str,
     DocumentLengths: NoneType,  # no plan has documents unless asked
+    LowRank: str,
 }
 
 

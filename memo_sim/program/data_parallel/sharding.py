@@ -59,6 +59,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Rowwise
+from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import layers_by_kind
 from memo_sim.program.layout.swap_schedule import LayerPass
@@ -97,6 +98,7 @@ FOR_BACKWARD = (
     TemplateKind.BACKWARD_RESIDENT,
     TemplateKind.REGATHER,
     TemplateKind.COPY_OUT_AGAIN,
+    TemplateKind.QUANTIZE_AGAIN,
 )
 """The templates that use the parameters gathered for a layer's backward."""
 
@@ -130,6 +132,8 @@ class Sharding:
         """The names of blocks whose parameters are sharded."""
         self.copied_out = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.copied_out)
         """The names of blocks whose gathered parameters are copied out (FSDP2)."""
+        self.quantised = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.quantised)
+        """The names of blocks of whose matrices products read FP8 copies."""
         # Deferred weight gradients come after the last backward. Those of helper stages come after the owner's backward
         # (``pipeline/owner_stage.py``).
         late = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
@@ -146,11 +150,12 @@ class Sharding:
         for kind, optimizer in self.optimizers.items():
             elements, block, of = optimizer.block.elements, optimizer.kind, optimizer.layer_kind
             if kind in self.grads:
+                trained = optimizer.block.trained_elements
                 name = f"whole_grads.{kind}"
                 summed, flat = optimizer.grad_dtype, f"flat_grads.{kind}"
                 dtypes = {name: self.decisions.dtype, flat: optimizer.reduce_dtype}
                 for each, dtype in dtypes.items() if optimizer.flattened else [(name, summed)]:
-                    holds, size = FamilyKind.WHOLE_GRADS, (dtype, elements, 1, uses[kind])
+                    holds, size = FamilyKind.WHOLE_GRADS, (dtype, trained, 1, uses[kind])
                     found.append(Family(each, BufferClass.TRANSIENT, *size, kind=holds, block=block, layer_kind=of))
             if kind in self.params:
                 count = 2 * uses[kind] if block is BlockKind.LAYER else uses[kind]
@@ -161,6 +166,10 @@ class Sharding:
                     found.append(Family(full, BufferClass.GATHERED, *size, kind=holds, block=block, layer_kind=of))
                 if optimizer.cast:
                     found.append(_cast_shard(optimizer, dtype))
+                if kind in self.quantised:
+                    copied = (ACTIVATIONS, copied_elements(self.decisions, optimizer.block), 1, count)
+                    full = f"params_fp8.{kind}"
+                    found.append(Family(full, BufferClass.GATHERED, *copied, kind=holds, block=block, layer_kind=of))
         return found
 
     def whole(self, families: Families) -> Families:
@@ -178,10 +187,14 @@ class Sharding:
             if kind in self.grads:
                 cleared = optimizer.zero(self.whole(families), fresh=optimizer.flattened)
                 scattered = optimizer.reduce(self.whole(families))
-                assert scattered is not None  # blocks in self.grads have replicas
+                assert cleared is not None  # blocks in self.grads are trained
+                assert scattered is not None  # and have replicas
                 found.append(replace(cleared, name=f"{kind}.clear", kind=TemplateKind.CLEAR))
                 found.append(replace(scattered, name=f"{kind}.scatter", kind=TemplateKind.SCATTER))
                 found.append(self._add(kind, families))
+            if kind in self.quantised:
+                seen = self.whole(families)
+                found += [optimizer.quantise(seen, again=again) for again in (False, True)[: 1 + (kind in self.params)]]
             if kind in self.params:
                 found.append(self._gather(kind, families, Phase.GATHER))
                 if optimizer.kind is BlockKind.LAYER:
@@ -290,7 +303,7 @@ class Sharding:
             found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, block, grads, s))
             if self.stage.ends_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/head", m, self.layers, True, head, head, s))
-            if self.stage.begins_model(v.layer) and v.backward:
+            if self.stage.begins_model(v.layer) and v.backward and not self.optimizers["embed"].frozen:
                 found.append(Use(f"{at}/embed", m, -1, True, (), ("embed",), s))
         return found
 
@@ -299,8 +312,12 @@ class Sharding:
 
         Uses without such templates may be missing.
         """
-        uses, found = self.uses(layer_passes) if self.params or self.grads or self.reduced_early else [], {}
+        found: dict[tuple[str, bool], Around] = {}
+        needed = self.params or self.grads or self.reduced_early or self.quantised
+        uses = self.uses(layer_passes) if needed else []
         waiting: list[Placed] = []
+        cached = set[int]()
+        """Layers whose FP8 copies were made in this step, where every use reads the same."""
         for i, use in enumerate(uses):
             starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch
             following = [u for u in uses[i + 1 : i + 2] if u.micro_batch == use.micro_batch]
@@ -310,6 +327,9 @@ class Sharding:
             else:
                 gathered.insert(0, self._copied_out(use))
             before, after = [p for placed in gathered for p in placed], list[Placed]()
+            if use.layer not in cached:
+                before += self._quantised(use)
+                cached |= {use.layer} if not self.params else set()
             reduced = self._reduced(use)
             if use.grads:
                 kinds = tuple(kind for kind in use.grads if kind in self.grads)
@@ -334,6 +354,12 @@ class Sharding:
         again = use.backward and self._of_layer(use)
         kinds = tuple(kind for kind in use.params if kind in self.copied_out)
         return _placed(use, kinds, "copy_out_again" if again else "copy_out")
+
+    def _quantised(self, use: Use) -> list[Placed]:
+        """Return what makes the FP8 copies of the parameters of ``use``."""
+        again = use.backward and any(kind in self.params for kind in use.params)
+        kinds = tuple(kind for kind in use.params if kind in self.quantised)
+        return _placed(use, kinds, "quantize_again" if again else "quantize")
 
     def _of_layer(self, use: Use) -> bool:
         return 0 <= use.layer < self.layers

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
-from memo_sim.contract.knobs import DtypeName
+from memo_sim.contract.knobs import DtypeName, ProductDtype
 from memo_sim.contract.model import pairs_in_window
 
 Mask = Literal["none", "causal"]
@@ -48,6 +48,32 @@ class WidenedGemm(Gemm):
 
     narrow: DtypeName
     """Dtype of that operand in the plan's buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Gemm(Gemm):
+    """A product with operands in FP8; ``dtype`` is that of its result."""
+
+    operands: ProductDtype
+    """Kind of its operands in a profile, by the granularity of their scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterGemm(Gemm):
+    """A product with one side of a low-rank adapter: one kernel for each of its targets.
+
+    FLOPs are those of all targets: the columns of all of them together are one dimension.
+    """
+
+    columns: tuple[tuple[int, int], ...] = ()
+    """(First feature, features) of each target in the result of the product that is adapted; empty: all at once."""
+    adds: bool = False
+    """Whether the result is added to what its buffer holds."""
+
+    @property
+    def elements(self) -> int:
+        """Elements read and written."""
+        return self.m * self.k + self.k * self.n + (1 + self.adds) * self.m * self.n
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ WEIGHT_GRADIENT, NARROW_WEIGHT_GRADIENT = "classifier.product", "classifier.prod
 
 def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Access | None:
     found = block.find(name)
-    if found is None:
+    if found is None or (gradient and found.frozen):
         return None
     rows = Rows(slot, found.first, found.elements)
     return accumulates(rows) if gradient else reads(rows)
@@ -127,14 +127,15 @@ def head(
     ``embed_block`` has the classifier's weights when embeddings are tied.
     """
     builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD)
-    rollout = (ROLLOUT,) if decisions.objective == "grpo" else ()
-    for name in ("head.x", "input.labels", *rollout, "params.head", "grads.head", "loss", "grad.x"):
+    frozen, rollout = decisions.lora is not None, (ROLLOUT,) if decisions.objective == "grpo" else ()
+    grads = () if frozen else ("grads.head",)
+    for name in ("head.x", "input.labels", *rollout, "params.head", *grads, "loss", "grad.x"):
         builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
     if decisions.loss_metrics:
         builder.bind(families["logits"], slot="logits")
     if tied:
-        for name in ("params.embed", "grads.embed"):
+        for name in ("params.embed", *["grads.embed"] * (not frozen)):
             builder.bind(families[name], slot=name)
     classifier = _Classifier(builder, decisions, shape, embed_block if tied and embed_block else head_block, tied)
     norm = _FinalNorm(builder, decisions, shape, head_block)
@@ -151,7 +152,7 @@ def head(
         for first in range(0, tokens, chunk):
             rows = Rows(full.slot, first, min(chunk, tokens - first))
             classifier.loss(rows, start + first)
-            if not decisions.loss_chunk_tokens:
+            if not decisions.loss_chunk_tokens and not frozen:
                 # Here the gather is the shard's last reader. Memory peaks with whole logits, so it is more important to
                 # free the shard than to avoid a wait for this gather (``gather_again``).
                 rows = writer.gather_again("norm", shard, "final_again", 0, tokens=room)
@@ -315,6 +316,8 @@ class _Classifier:
             weight=self.weight,
             out=writes(Rows("d_final", rows.first, tokens)),
         )
+        if self.grad is None:  # the classifier is frozen
+            return
         builder.emit(
             f"classifier.wgrad{suffix}",
             "linear.wgrad",

@@ -20,7 +20,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.expert_load import measured_shares, shown_load
-from memo_sim.program.layout.parameters import without_masters
+from memo_sim.program.layout.parameters import gradient_dtype, without_masters
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -210,12 +210,52 @@ _MODULE_EXPERTS = replace(
     chosen=lambda d: d.model.mixture is not None and d.modules == "huggingface",
     hint="cp, dp and ZeRO go with them under full recompute (--system trl-fsdp2)",
 )
+_FP8 = _Feature(
+    name="FP8",
+    chosen=lambda d: d.fp8 != "none",
+    beside="beside products in FP8",
+    setting=lambda d: f"fp8 {d.fp8}",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, swapping and subsequences go with FP8; or leave --fp8 out",
+)
+IN_FP8 = (
+    _FP8.allows("decisions.dtype", "bf16", because="quantisation reads bf16"),
+    _FP8.allows("layout.metp", 1, because="METP would pass FP8 copies of its weights round the ring"),
+    _FP8.allows("layout.tp_overlap", "none", because="chunks would each be quantised by themselves"),
+    _FP8.allows("layout.multiplexed", False, because="helper stages would need the FP8 copies of the owner's weights"),
+    _FP8.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would have to keep gradients in FP8",
+        when=lambda d: d.fp8 != "none" and _staged(d),
+    ),
+    _FP8.allows("decisions.attention_chunk_tokens", 0, because="chunks of attention would each be quantised"),
+    _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
+    _FP8.allows(
+        "decisions.recompute",
+        *("none", "full", "selective", "tokenwise"),
+        because="what other modes rebuild is kept in FP8 alone",
+    ),
+    _FP8.allows(
+        "decisions.modules", "auto", "operators", because="memo has no list of what FP8 modules of transformers save"
+    ),
+    _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
+    _FP8.allows(
+        "decisions.grad_sums", "auto", "params", "fp32", because="autocast casts fp32 weights to bf16, not to FP8"
+    ),
+)
 _DOCUMENTS = _Feature(
     name="packed documents",
     chosen=lambda d: d.documents is not None,
     beside="beside packed documents",
     setting="documents",
     hint="tp, cp (ring or all-gather), Ulysses, pp, dp, ZeRO and every recompute mode go with --documents",
+)
+_ADAPTERS = _Feature(
+    name="adapters",
+    chosen=lambda d: d.lora is not None,
+    beside="beside low-rank adapters",
+    setting=lambda d: f"adapters {d.adapters}",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, subsequences and every recompute but operators go with --lora",
 )
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
@@ -505,12 +545,14 @@ EXPERTS = (
     ),
     Rule(
         name="selection bias: gradients",
-        breaks=lambda d: d.model.mixture is not None and d.model.mixture.selection_rate > 0 and d.states == "pure-bf16",
+        breaks=lambda d: (
+            d.model.mixture is not None and d.model.mixture.selection_rate > 0 and gradient_dtype(d) == "bf16"
+        ),
         what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
         where="decisions.states",
-        got=lambda d: d.states,
+        got=lambda d: f"gradients in bf16 with states {d.states}",
         wanted="gradients in fp32 for a selection bias that moves",
-        hint="--states fp32, or a model with selection_rate 0",
+        hint="--grad-sums fp32, or a model with selection_rate 0",
     ),
     Rule(
         name="load of experts: model",
@@ -721,10 +763,80 @@ DOCUMENTS = (
     ),
 )
 
+ADAPTERS_WITHOUT_ATTENTION_CHUNKS = _ADAPTERS.allows(
+    "decisions.attention_chunk_tokens", 0, because="chunks would need the order of their gradients changed"
+)
+ADAPTERS = (
+    Rule(
+        name="adapters: model",
+        breaks=lambda d: (
+            d.lora is not None
+            and not any(d.lora.targets_of(product, d.model) for product in ("qkv", "proj", "ffn_up", "ffn_down"))
+        ),
+        what="the model has none of the products that adapters are given for",
+        where="decisions.adapters",
+        got=lambda d: f"{d.adapters} with a model without a gate",
+        wanted="a target among q, k, v, proj, up and down",
+        hint="--lora r=16,targets=up",
+    ),
+    Rule(
+        name="adapters: experts",
+        breaks=lambda d: d.lora is not None and d.model.mixture is not None,
+        what="adapters have no lowering beside experts",
+        where="decisions.adapters",
+        got=lambda d: f"{d.adapters} with a model with experts",
+        wanted="none, or a model without experts",
+        hint="leave --lora out: an adapter of every expert would need grouped products of its own",
+    ),
+    _ADAPTERS.allows("layout.metp", 1, because="METP's rings would carry the adapters with the weights"),
+    _ADAPTERS.allows(
+        "layout.tp_overlap", "none", because="the chunks of a product would each need their part of the adapter"
+    ),
+    _ADAPTERS.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="frozen products leave hardly any weight gradients to defer",
+        when=lambda d: d.lora is not None and _staged(d),
+    ),
+    _ADAPTERS.allows("layout.multiplexed", False, because="helper stages would need the gradients of the adapters"),
+    _ADAPTERS.allows(
+        "decisions.recompute",
+        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        because="every second product would be rebuilt without its adapter",
+    ),
+    ADAPTERS_WITHOUT_ATTENTION_CHUNKS,
+    _ADAPTERS.allows(
+        "decisions.memory_policy",
+        *("planned", "caching"),
+        because="no framework's tensors and kernels of adapters are known: --system memo, any or every-layout",
+    ),
+    _ADAPTERS.allows(
+        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of adapters are known"
+    ),
+    _ADAPTERS.allows(
+        "decisions.kernels.attention",
+        wanted="a flash kernel",
+        because="memo has not derived what plain attention keeps beside frozen products",
+        when=lambda d: d.lora is not None and d.kernels.attention == "plain",
+    ),
+    _ADAPTERS.allows(
+        "layout.cp_exchange",
+        *("ring", "all_gather"),
+        because="memo has not derived what ring self-attention keeps beside frozen products",
+    ),
+    _ADAPTERS.allows(
+        "decisions.loss",
+        *("auto", "blocks", "fused", "eager-fp32", "vocab-parallel"),
+        because="checkpointed losses make the gradient of a classifier, which is frozen",
+    ),
+)
+
 RULES = (
     *EXPERTS,
+    *IN_FP8,
     *WINDOWED,
     *DOCUMENTS,
+    *ADAPTERS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(

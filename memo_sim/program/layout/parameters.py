@@ -6,14 +6,27 @@ optimizer therefore sees two runs (decay, no decay), while a checkpoint sees nam
 
 For some vectors each tensor-parallel rank computes only a part of the gradient. They come last, so that one all-reduce
 completes them.
+
+With low-rank adapters (``contract/adapters.py``) a layer's block begins with them: first the sides that tensor
+parallelism divides, then those that every rank has whole, whose gradients ranks compute in part. All that follows is
+frozen, and so are embedding and head; gradients and states of a block end with its trained elements:
+
+    [ B of qkv, ffn_up | A of proj, ffn_down ][ A of qkv, ffn_up | B of proj, ffn_down ][ matrices | vectors ]
+      divided                                   whole on every rank                       frozen
+
+A product whose output features are divided (qkv, ffn_up) has B divided by rows and A whole; one whose input features
+are divided (proj, ffn_down) has A divided by columns and B whole. The A's of a product's targets (Q, K and V; gate and
+up) lie one below the other, and so do their B's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import prod
 
+from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import Decisions
@@ -39,6 +52,8 @@ class Parameter:
     first: int
     decay: bool
     part: Part = Part.WHOLE
+    frozen: bool = False
+    """Whether it is not trained, and so has neither gradient nor optimizer states."""
 
     @property
     def elements(self) -> int:
@@ -59,24 +74,31 @@ class Block:
         return sum(p.elements for p in self.parameters)
 
     @property
+    def trained_elements(self) -> int:
+        """Number of elements that are trained, which come first."""
+        return sum(p.elements for p in self.parameters if not p.frozen)
+
+    @property
     def decayed_elements(self) -> int:
-        """Number of elements with weight decay, which come first."""
-        return sum(p.elements for p in self.parameters if p.decay)
+        """Number of trained elements with weight decay, which come first."""
+        return sum(p.elements for p in self.parameters if p.decay and not p.frozen)
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Return the number of elements, at the block's end, whose gradients tensor-parallel ranks must sum."""
+        """Return the number of trained elements, the last ones, whose gradients tensor-parallel ranks must sum."""
         least = Part.TOKENS if sequence_parallel else Part.HEADS
-        return sum(p.elements for p in self.parameters if p.part >= least)
+        return sum(p.elements for p in self.parameters if p.part >= least and not p.frozen)
 
     def runs(self) -> list[tuple[str, int, int]]:
         """Return (name, first element, elements) of the ranges that an optimizer updates alike; none is empty.
 
-        decay and no_decay: parameters with and without weight decay. selection: the bias of a router's choice.
+        decay and no_decay: parameters with and without weight decay. selection: the bias of a router's choice. frozen:
+        what is not trained.
         """
         decayed = self.decayed_elements
         bias = self.find(SELECTION_BIAS)
         selection = bias.elements if bias else 0
-        ends = {"decay": decayed, "selection": decayed + selection, "no_decay": self.elements}
+        ends = {"decay": decayed, "selection": decayed + selection, "no_decay": self.trained_elements}
+        ends[FROZEN] = self.elements
         firsts = (0, *ends.values())
         return [(name, at, end - at) for (name, end), at in zip(ends.items(), firsts, strict=False) if end > at]
 
@@ -85,6 +107,8 @@ class Block:
         return next((p for p in self.parameters if p.name == name), None)
 
 
+FROZEN = "frozen"
+"""The run of a block's parameters that are not trained, behind those that are."""
 POST_NORMS = ("post_attn", "post_mlp")
 """The norms behind attention and MLP, before the residual sums (``Model.post_norms``)."""
 SELECTION_BIAS = "selection.bias"
@@ -95,34 +119,78 @@ Matrices = list[tuple[str, tuple[int, ...]]]
 Vectors = list[tuple[str, int, Part]]
 
 
-def _block(name: str, matrices: Matrices, vectors: Vectors) -> Block:
-    first = 0
+def _block(
+    name: str, matrices: Matrices, vectors: Vectors, adapters: Adapters | None, sides: Sequence[Parameter] = ()
+) -> Block:
+    """Return a block; with ``adapters`` only ``sides`` of them, which come first, are trained."""
+    first, frozen = 0, adapters is not None
     parameters = []
+    for side in sides:
+        parameters.append(replace(side, first=first))
+        first += side.elements
     for label, shape in matrices:
-        parameters.append(Parameter(label, shape, first, decay=True))
+        parameters.append(Parameter(label, shape, first, decay=True, frozen=frozen))
         first += prod(shape)
     for label, width, part in sorted(vectors, key=lambda vector: vector[2]):
-        parameters.append(Parameter(label, (width,), first, decay=False, part=part))
+        parameters.append(Parameter(label, (width,), first, decay=False, part=part, frozen=frozen))
         first += width
     return Block(name, tuple(parameters))
 
 
-def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
-    """Return the embedding block: this rank's rows of the vocabulary, and learned positions.
+def adapted_columns(
+    model: Model, layer: LayerShape, divided: int, adapters: Adapters, product: str
+) -> tuple[tuple[int, int], ...]:
+    """Return (first feature, features) of each target in a product's result, on one of ``divided`` ranks."""
+    q, kv, f = model.q_width // divided, model.kv_width // divided, layer.ffn_hidden // divided
+    widths = {"q": q, "k": kv, "v": kv, "gate": f, "up": f, "proj": model.hidden, "down": model.hidden}
+    packed = {"qkv": ("q", "k", "v"), "ffn_up": ("gate", "up") if model.gated else ("up",)}
+    found, first = [], 0
+    wanted = adapters.targets_of(product, model)
+    for target in packed.get(product, wanted):
+        if target in wanted:
+            found.append((first, widths[target]))
+        first += widths[target]
+    return tuple(found)
+
+
+def _sides(model: Model, layer: LayerShape, divided: int, adapters: Adapters) -> list[Parameter]:
+    """Return both sides of a layer's adapters: those that ranks divide, then those that every rank has whole."""
+    h, whole, split = model.hidden, list[Parameter](), list[Parameter]()
+    for product, inputs in {
+        "qkv": h,
+        "proj": model.q_width // divided,
+        "ffn_up": h,
+        "ffn_down": layer.ffn_hidden // divided,
+    }.items():
+        columns = adapted_columns(model, layer, divided, adapters, product)
+        if not columns:
+            continue
+        a = Parameter(f"{product}.lora_a", (len(columns) * adapters.rank, inputs), 0, decay=True)
+        b = Parameter(f"{product}.lora_b", (sum(width for _, width in columns), adapters.rank), 0, decay=True)
+        one, other = (b, a) if product in ("qkv", "ffn_up") else (a, b)
+        split.append(one)
+        whole.append(replace(other, part=Part.HEADS))
+    return split + whole
+
+
+def embed_block(model: Model, tp: int, *, positions: bool = True, adapters: Adapters | None = None) -> Block:
+    """Return the embedding block: this rank's rows of the vocabulary, and learned positions; frozen with ``adapters``.
 
     ``positions`` is false for the copy on the last pipeline stage, whose tied classifier reads only the token rows.
     """
     matrices: Matrices = [("tokens.weight", (-(-model.vocab // tp), model.hidden))]
     if model.learned_positions and positions:
         matrices.append(("positions.weight", (model.max_positions, model.hidden)))
-    return _block("embed", matrices, [])
+    return _block("embed", matrices, [], adapters)
 
 
-def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer") -> Block:
+def layer_block(
+    model: Model, tp: int, layer: LayerShape, *, name: str = "layer", adapters: Adapters | None = None
+) -> Block:
     """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
 
     The experts' matrices lie one after the other, each with its gate before its up half. ``name``: the block's name,
-    which differs by layer kind.
+    which differs by layer kind. ``adapters``: they are trained, and come first.
     """
     h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
@@ -148,7 +216,7 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
         vectors.append(("qkv.bias", q + 2 * kv, Part.WHOLE))
     if model.linear_bias or model.proj_bias:
         vectors.append(("proj.bias", h, Part.TOKENS))
-    if model.linear_bias and experts is None:
+    if model.linear_bias:
         vectors += [("ffn_up.bias", up, Part.WHOLE), ("ffn_down.bias", h, Part.TOKENS)]
     if model.sinks:
         vectors.append(("sinks", model.heads // tp, Part.WHOLE))
@@ -156,7 +224,7 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
         vectors += [(f"{name}.weight", h, Part.TOKENS) for name in POST_NORMS]
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
-    return _block(name, matrices, vectors)
+    return _block(name, matrices, vectors, adapters, _sides(model, layer, tp, adapters) if adapters else ())
 
 
 def _of_experts(experts: Experts, hidden: int, tp: int) -> Vectors:
@@ -172,15 +240,18 @@ def _of_experts(experts: Experts, hidden: int, tp: int) -> Vectors:
     return found
 
 
-def head_block(model: Model, tp: int) -> Block:
-    """Return the block of the final norm and of the classifier, unless the classifier is tied to the embedding."""
+def head_block(model: Model, tp: int, *, adapters: Adapters | None = None) -> Block:
+    """Return the block of the final norm and of the classifier, unless the classifier is tied to the embedding.
+
+    Frozen with ``adapters``.
+    """
     matrices: Matrices = []
     if not model.tied_embeddings:
         matrices.append(("classifier.weight", (-(-model.vocab // tp), model.hidden)))
     vectors: Vectors = [("norm.weight", model.hidden, Part.TOKENS)]
     if model.family == "gpt":
         vectors.append(("norm.bias", model.hidden, Part.TOKENS))
-    return _block("head", matrices, vectors)
+    return _block("head", matrices, vectors, adapters)
 
 
 def without_masters(decisions: Decisions) -> bool:

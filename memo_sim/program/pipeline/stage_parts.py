@@ -45,8 +45,8 @@ class StageParts:
 
     @property
     def tied_with_another(self) -> bool:
-        """Whether another stage holds the token embedding too."""
-        tied = self.stage.stages > 1 and self.decisions.model.tied_embeddings
+        """Whether another stage adds to the gradient of the token embedding, which it holds too."""
+        tied = self.stage.stages > 1 and self.decisions.model.tied_embeddings and self.decisions.lora is None
         return tied and BlockKind.EMBED in self.blocks
 
 
@@ -104,12 +104,12 @@ def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: in
 
 def _blocks(decisions: Decisions, stage: Stage) -> dict[str, Block]:
     """Return the parameter blocks that the stage holds, by name."""
-    layout, model = decisions.layout, decisions.model
+    layout, model, adapters = decisions.layout, decisions.model, decisions.lora
     found = []
     if stage.first or (stage.last and model.tied_embeddings):
-        found.append(embed_block(model, layout.tp, positions=stage.first))
+        found.append(embed_block(model, layout.tp, positions=stage.first, adapters=adapters))
     kinds = layers_by_kind(model, stage)
-    found += [layer_block(model, layout.divided, kind.shape, name=kind.block) for kind in kinds]
+    found += [layer_block(model, layout.divided, kind.shape, name=kind.block, adapters=adapters) for kind in kinds]
     if stage.last:
-        found.append(head_block(model, layout.tp))
+        found.append(head_block(model, layout.tp, adapters=adapters))
     return {block.name: block for block in found}

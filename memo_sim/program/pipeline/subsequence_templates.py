@@ -32,6 +32,7 @@ from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import Subsequence
+from memo_sim.program.operators.fp8_operands import WEIGHTS
 from memo_sim.program.operators.operators import OperatorWriter
 from memo_sim.program.pipeline.stage_p2p import StageP2P
 
@@ -233,7 +234,9 @@ class SubsequenceTemplates:
         """Yield the templates of embedding and head, if the stage has them."""
         if self.stage.first:
             entered = {**seen, "skeletal.x": seen["stage.x"]} if self.own else seen
-            for end in (embed_forward, embed_backward):
+            for end in (embed_forward, embed_backward)[
+                : 1 if self.decisions.lora else 2
+            ]:  # a frozen one has no backward
                 yield self._by_family(end(self.decisions, self.shape, self.blocks[BlockKind.EMBED], entered))
         if self.stage.last:
             embed = self.blocks.get(BlockKind.EMBED)
@@ -268,6 +271,8 @@ class SubsequenceTemplates:
         phase, number = Phase.BACKWARD if gradients else Phase.FORWARD, of.layers.number
         builder = TemplateBuilder(name, phase, kind, BlockKind.LAYER, number)
         builder.bind(seen[f"params.{of.block.name}"], slot="params")
+        if self.decisions.fp8 != "none":
+            builder.bind(seen[f"params_fp8.{of.block.name}"], slot=WEIGHTS)
         if gradients:
             builder.bind(seen[f"grads.{of.block.name}"], slot="grads")
             deferred = of.deferred_of_kept if held is of.keeping else of.deferred

@@ -53,15 +53,15 @@ def partial_sums(v: Values, name: str) -> list[str]:
     return [*(f"{name}.{part}" for part in parts[:-1]), whole_name]
 
 
-def add_shared(call: Call, first: int, tokens: int, result: Value, row: int) -> None:
+def add_shared(call: Call, role: str, first: int, tokens: int, result: Value, row: int) -> None:  # noqa: PLR0917
     """Check a product of the shared expert that is added to the sum of the experts."""
     before = "d_norm2.experts" if result.name == SHARED_NORM else partial_sums(call.values, "down")[-2]
-    for low, high, old, at in call.rows("out", first, tokens):
+    for low, high, old, at in call.rows(role, first, tokens):
         here = row + low - first
         sound = old is not None and old == result._replace(name=before) and at == here
         if old is not None and not sound:
-            call.wrong("out", old, at, f"{before} of layer {result.layer}, row {here}")
-        call.put("out", low, high - low, result if sound else None, here)
+            call.wrong(role, old, at, f"{before} of layer {result.layer}, row {here}")
+        call.put(role, low, high - low, result if sound else None, here)
 
 
 def _all(call: Call, role: str, count: int) -> Value | None:

@@ -94,12 +94,14 @@ def add_gradient(  # noqa: PLR0917 - a sum and one more term of it
 ) -> None:
     """Add the terms of ``tokens`` rows to the gradient of a parameter, which ``role`` holds."""
     parameter = call.values.parameter(kind, name, found[0])
+    if parameter is not None and parameter.frozen:
+        parameter = None
     if not call.has(role):
         if parameter is not None:
             call.fault(f"{role} is not given: the gradient of {name}")
         return
     if parameter is None:
-        call.fault(f"{role}: the model has no parameter {name}")
+        call.fault(f"{role}: the model trains no parameter {name}")
         return
     layer, micro_batch, _, row = found
     buffer, operand = call.buffers[role], call.operands[role]

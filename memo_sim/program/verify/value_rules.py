@@ -34,7 +34,15 @@ from memo_sim.program.verify import value_experts as experts
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import ParameterKey, Sum, Value, add_range
-from memo_sim.program.verify.value_terms import chain, gradient_before_heads, gradient_name, joined, product_name, whole
+from memo_sim.program.verify.value_terms import (
+    WITHOUT_ADAPTER,
+    chain,
+    gradient_before_heads,
+    gradient_name,
+    joined,
+    product_name,
+    whole,
+)
 
 if TYPE_CHECKING:
     from memo_sim.program.verify.values import Values
@@ -143,10 +151,11 @@ def linear(call: Call) -> None:
         result = value._replace(name=out, part=held)
         if summed and call.values.layout.metp > 1:
             result = result._replace(part=None, terms=frozenset({held}))
-        if added and name == "shared_down":
-            experts.add_shared(call, first, tokens, result, row)
-        elif added:
-            add_terms(call, "out", first, tokens, result, row)
+        if kind is LAYER and _adapted(call, name):
+            result = result._replace(terms=WITHOUT_ADAPTER)
+        add = experts.add_shared if name == "shared_down" else add_terms
+        if added:
+            add(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
         if call.instruction.op == "linear.to_gate":
@@ -241,6 +250,9 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
 def dgrad(call: Call) -> None:
     """Check the gradient of the input of a product; the gradient that it reads says of which."""
     v = call.values
+    if _low_rank(call, "grad"):
+        _adapter_dgrad(call)
+        return
     for first, tokens, [(given, row)] in call.pieces("grad"):
         value = None if given is None else whole(call, "grad", given, row, tokens)
         found = None if value is None else _gradient_of(call, value)
@@ -261,12 +273,121 @@ def dgrad(call: Call) -> None:
         result = Value(out, layer, value.micro_batch, held)
         if summed and v.layout.metp > 1:
             result = result._replace(part=None, terms=frozenset({held}))
-        if call.instruction.op == "linear.dgrad.add" and name == "shared_up":
-            experts.add_shared(call, first, tokens, result, row)
-        elif call.instruction.op == "linear.dgrad.add":
-            add_terms(call, "out", first, tokens, result, row)
+        if kind is LAYER and _adapted(call, name):
+            result = result._replace(terms=WITHOUT_ADAPTER)
+        add = experts.add_shared if name == "shared_up" else add_terms
+        if call.instruction.op == "linear.dgrad.add":
+            add(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
+
+
+# Adapters: ``low.qkv`` are the low-rank rows of a product's input, ``d_low.qkv`` their gradient
+
+
+def _adapted(call: Call, product: str) -> bool:
+    """Return whether a product has a low-rank adapter."""
+    return call.values.parameter(LAYER, f"{product}.lora_a", None) is not None
+
+
+def _low_rank(call: Call, role: str) -> bool:
+    """Return whether rows are the gradient of an adapter's low-rank rows."""
+    return any(value is not None and value.name.startswith("d_low.") for _, _, value, _ in call.rows(role))
+
+
+def _complete(call: Call, first: int, tokens: int, wanted: Value, row: int) -> None:
+    """Let rows of ``out``, which hold ``wanted`` without its adapter, hold all of it."""
+    for low, high, old, at in call.rows("out", first, tokens):
+        here = row + low - first
+        fits = old is not None and old == wanted._replace(terms=WITHOUT_ADAPTER) and at == here
+        if old is not None and not fits:
+            call.fault(f"out holds {old} (row {at}), not {wanted} (row {here}) without its adapter")
+        call.put("out", low, high - low, wanted if fits else None, here)
+
+
+def adapter_low(call: Call) -> None:
+    """Check the low-rank rows of a product's input."""
+    for first, tokens, [(given, row)] in call.pieces("x"):
+        value = None if given is None else whole(call, "x", given, row, tokens)
+        found = None if value is None else _product_of(call, value)
+        if value is None or found is None:
+            if value is not None:
+                call.wrong("x", value, row, "the input of a product")
+            call.put("out", first, tokens, None)
+            continue
+        weight(call, "weight", f"{found[0]}.lora_a", value.layer)
+        call.put("out", first, tokens, value._replace(name=f"low.{found[0]}"), row)
+
+
+def adapter_add(call: Call) -> None:
+    """Check what an adapter adds to its product."""
+    partial = "~" if call.values.tp > 1 else ""
+    made = {"qkv": product_name(call.values), "proj": f"proj{partial}", "ffn_up": "up", "ffn_down": f"down{partial}"}
+    for first, tokens, [(value, row)] in call.pieces("x"):
+        product = "" if value is None else value.name.removeprefix("low.")
+        if value is None or product not in made or product == value.name:
+            if value is not None:
+                call.wrong("x", value, row, "the low-rank rows of a product")
+            continue
+        weight(call, "weight", f"{product}.lora_b", value.layer)
+        _complete(call, first, tokens, value._replace(name=made[product]), row)
+
+
+def adapter_low_gradient(call: Call) -> None:
+    """Check the gradient of the low-rank rows, from that of the product's result."""
+    for first, tokens, [(given, row)] in call.pieces("grad"):
+        value = None if given is None else whole(call, "grad", given, row, tokens)
+        found = None if value is None else _gradient_of(call, value)
+        if value is None or found is None:
+            if value is not None:
+                call.wrong("grad", value, row, "the gradient of a product")
+            call.put("out", first, tokens, None)
+            continue
+        layer = value.layer - found[3]
+        weight(call, "weight", f"{found[0]}.lora_b", layer)
+        call.put("out", first, tokens, Value(f"d_low.{found[0]}", layer, value.micro_batch), row)
+
+
+def _adapter_dgrad(call: Call) -> None:
+    """Check what an adapter adds to the gradient of its product's input."""
+    partial = "~" if call.values.tp > 1 else ""
+    made = {"qkv": f"d_norm1{partial}", "proj": "d_attn", "ffn_up": f"d_norm2{partial}", "ffn_down": "d_act"}
+    for first, tokens, [(value, row)] in call.pieces("grad"):
+        if value is None:
+            continue
+        product = value.name.removeprefix("d_low.")
+        held = weight(call, "weight", f"{product}.lora_a", value.layer)
+        _complete(call, first, tokens, Value(made[product], value.layer, value.micro_batch, held), row)
+
+
+def adapter_outer_gradient(call: Call) -> None:
+    """Check the gradient of B, from that of the product's result and the low-rank rows."""
+    for _, tokens, values in call.pieces("grad", "x"):
+        grad, row = values[0]
+        value = None if grad is None else whole(call, "grad", grad, row, tokens)
+        product = None if value is None else _gradient_of(call, value)
+        if value is None or product is None:
+            if value is not None:
+                call.wrong("grad", value, row, "the gradient of a product")
+            continue
+        wanted: dict[str, Wanted] = {"grad": (value.name, product[3]), "x": f"low.{product[0]}"}
+        found = agree(call, wanted, [(value, row), values[1]], tokens)
+        if found is not None:
+            add_gradient(call, "out", f"{product[0]}.lora_b", found, tokens)
+
+
+def _adapter_wgrad(call: Call) -> None:
+    """Check the gradient of A, from that of the low-rank rows and the product's input."""
+    full = call.values.full
+    inputs = {"qkv": f"norm1{full}", "proj": "attn", "ffn_up": f"norm2{full}", "ffn_down": "act"}
+    for _, tokens, values in call.pieces("grad", "x"):
+        grad, _ = values[0]
+        if grad is None or values[1][0] is None:
+            continue
+        product = grad.name.removeprefix("d_low.")
+        found = agree(call, {"grad": grad.name, "x": inputs[product]}, values, tokens)
+        if found is not None:
+            add_gradient(call, "out", f"{product}.lora_a", found, tokens)
 
 
 def _source(part: object) -> object:
@@ -279,6 +400,9 @@ def _source(part: object) -> object:
 def wgrad(call: Call) -> None:
     """Check the gradient of a weight, and add its rows to the sum."""
     v = call.values
+    if _low_rank(call, "grad"):
+        _adapter_wgrad(call)
+        return
     for _, tokens, values in call.pieces("grad", "x"):
         grad, row = values[0]
         if grad is None or values[1][0] is None:
@@ -754,9 +878,9 @@ def reduce_gradients(call: Call) -> None:
     _reduced(call, call.buffers["tensor"], "replicas")
 
 
-def _all_of(call: Call, role: str) -> None:
-    """Check that an operand is all of its buffer."""
-    operand, elements = call.operands[role], call.family(role).tokens
+def _all_of(call: Call, role: str, count: int | None = None) -> None:
+    """Check that an operand is all of its buffer, or its first ``count`` elements."""
+    operand, elements = call.operands[role], call.family(role).tokens if count is None else count
     if (operand.first, operand.tokens) != (0, elements):
         call.fault(f"{role} is [{operand.first}, {operand.first + operand.tokens}), not all of {elements} elements")
 
@@ -788,7 +912,7 @@ def _used(call: Call, buffer: int) -> None:
     """Check that gradients were summed over ranks; with ZeRO 2 and 3, each use was before it was added."""
     v, family = call.values, call.family("grads")
     block = v.block_of(buffer) if family.kind is FamilyKind.GRADS else None
-    whole_block = block is not None and family.tokens == block.elements
+    whole_block = block is not None and family.tokens == block.trained_elements
     missing = v.unreduced(buffer) if family.kind is FamilyKind.GRADS and whole_block else []
     tied = v.model.tied_embeddings and v.layout.pp > 1 and family.block is EMBED
     if tied and family.kind is FamilyKind.GRADS and (buffer, "stages") not in v.reduced:
@@ -836,9 +960,10 @@ def nothing(call: Call) -> None:
 
 
 def params_gather(call: Call) -> None:
-    """Gather a block of parameters from the ranks' shards."""
+    """Gather a block of parameters from the ranks' shards; of parameters that ranks updated, the trained ones."""
     if not call.has("full"):
-        _all_of(call, "tensor")
+        block = call.values.block_of(call.buffers["tensor"])
+        _all_of(call, "tensor", block.trained_elements if block else None)
         call.values.reduced.add((call.buffers["tensor"], "gathered"))
         return
     rows = call.rows("shard")
@@ -859,6 +984,13 @@ def params_move(source: str, target: str) -> Rule:
             call.put(target, first, end - first, value, row)
 
     return rule
+
+
+def quantise(call: Call) -> None:
+    """Carry values to their copies in FP8, by rows and by columns."""
+    for first, end, value, row in call.rows("x"):
+        for copy in ("out", "columns"):
+            call.put(copy, first, end - first, value, row)
 
 
 def recv(call: Call) -> None:
@@ -929,6 +1061,10 @@ RULES: dict[str, Rule] = {
     "rms_norm": norm,
     "linear": linear,
     "linear.add": linear,
+    "lora.a": adapter_low,
+    "lora.b": adapter_add,
+    "lora.b.dgrad": adapter_low_gradient,
+    "lora.b.wgrad": adapter_outer_gradient,
     "linear.to_gate": linear,
     "linear.from_gate": linear,
     "residual_add": residual_add,
@@ -1002,6 +1138,9 @@ RULES: dict[str, Rule] = {
     "params.all_gather": params_gather,
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),
+    "params.quantize": quantise,
+    "fp8.quantize": quantise,
+    "fp8.transpose": quantise,
     **attention.RULES,
     **experts.RULES,
 }

@@ -124,11 +124,13 @@ class Values:
         self.layers = [n for run in range(stage, runs, layout.pp) for n in range(ends[run], ends[run + 1])]
         self.first_stage, self.last_stage = stage == 0, stage == layout.pp - 1
         self._ends = {
-            BlockKind.EMBED: embed_block(model, layout.tp, positions=self.first_stage),
-            BlockKind.HEAD: head_block(model, layout.tp),
+            BlockKind.EMBED: embed_block(model, layout.tp, positions=self.first_stage, adapters=decisions.lora),
+            BlockKind.HEAD: head_block(model, layout.tp, adapters=decisions.lora),
         }
         self._kinds = model.layer_kinds
-        self._layer_blocks = [layer_block(model, layout.divided, shape) for shape in model.layer_shapes]
+        self._layer_blocks = [
+            layer_block(model, layout.divided, shape, adapters=decisions.lora) for shape in model.layer_shapes
+        ]
 
     def block(self, kind: BlockKind, layer: int) -> Block:
         """Return the parameters of the embedding, of the head, or of a layer."""
@@ -226,7 +228,8 @@ class Values:
                     yield f"end: the gradient norm is without that of {name}"
                 done = self.updated.get((family.block, layer), [])
                 shards = (self.layout.zero_ranks or self.replicas(family.block)) if self.layout.zero in (1, 2) else 1
-                held = family.kind is FamilyKind.PARAMS and shards > 1
+                trained = self.block(family.block, layer).trained_elements > 0
+                held = family.kind is FamilyKind.PARAMS and shards > 1 and trained
                 if held and (buffer, "gathered") not in self.reduced:
                     yield f"end: the parameters of {name} were not gathered"
                 if family.kind is FamilyKind.MOMENT1 and done != [(0, family.tokens)]:
@@ -265,7 +268,7 @@ class Values:
             for index in range(family.count):
                 buffer = self._base[number] + index
                 layer = self.layer_of(buffer)
-                for parameter in self.block(family.block, layer).parameters:
+                for parameter in (p for p in self.block(family.block, layer).parameters if not p.frozen):
                     yield from self._missing_terms(buffer, (family.block, layer, parameter.name))
 
     def _missing_terms(self, buffer: int, key: ParameterKey) -> Iterator[str]:

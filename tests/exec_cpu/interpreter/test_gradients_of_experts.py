@@ -14,12 +14,23 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from memo_exec.commands.run import load_of_experts
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.kernels.experts import check_device
-from memo_exec.training import weights
+from memo_exec.training import huggingface, weights
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.model import Experts
 from memo_sim.program.layout.expert_load import nearest_load
 from tests.exec_cpu.interpreter.replayed import TOLERANCE, assert_gradients_equal_autograds
-from tests.exec_cpu.small import DEEPSEEK, EXPERT_MODELS, batch, decide, gradients, llama, one_step, play, scalars
+from tests.exec_cpu.small import (
+    DEEPSEEK,
+    EXPERT_MODELS,
+    WHOLE_MODELS,
+    batch,
+    decide,
+    gradients,
+    llama,
+    one_step,
+    play,
+    scalars,
+)
 from tests.pairs import covering
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -255,6 +266,41 @@ def test_the_selection_bias_moves_towards_even_loads(states: str) -> None:
         assert moved.abs().max() > 0
         torch.testing.assert_close(after[key], before[key] + moved)
     assert record.grad_norm == pytest.approx(square**0.5, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The explicitly set RoPE")
+@pytest.mark.parametrize("name", WHOLE_MODELS)
+def test_whole_models_read_from_and_written_to_transformers(name: str, tmp_path: Any) -> None:
+    """All gradients are those of transformers, with alpha of a half, and the weights come back as they were."""
+    decisions = decide(WHOLE_MODELS[name], recompute="tokenwise", swapped_tokens=128)
+    batches = batch(decisions, ignored=0.2)
+    with play(decisions) as interpreter:
+        weights.save(interpreter, tmp_path)
+        before = {key: value.clone() for key, value in weights.named_parameters(interpreter).items()}
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="eager", experts_implementation="eager"
+        ).double()
+        record = interpreter.run_step(batches, scalars(batches, lr=0.0))
+        found = gradients(interpreter)
+        for value in weights.named_parameters(interpreter).values():
+            value.zero_()
+        weights.load(interpreter, tmp_path)
+        after = weights.named_parameters(interpreter)
+        assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+    ids, labels = (each.view(2, -1) for each in batches[0])
+    logits = theirs(input_ids=ids).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    (loss * scalars(batches).loss_scale).backward()
+    assert record.loss == pytest.approx(float(loss.detach() * scalars(batches).loss_scale), rel=1e-6)
+    stored, checked = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}, 0
+    for entry in huggingface.entries(decisions.model):
+        if entry.ours.endswith("selection.bias"):
+            continue
+        wanted = torch.cat([entry.read(stored[part].grad) for part, _ in entry.parts])
+        error = (found[entry.ours] - wanted).abs().max() / wanted.abs().max()
+        assert error <= TOLERANCE, entry.ours
+        checked += 1
+    assert checked == len([key for key in found if not key.endswith("selection.bias")])
 
 
 def test_a_gpu_is_refused_what_its_products_do_not_take() -> None:

@@ -19,7 +19,7 @@ from memo_sim.validation.intervals import LEVEL
 from memo_sim.validation.validate import validate
 from tests.refusals import refused
 
-SLOW = {"memo-table3", "vtrain-multi", "korthikanti"}
+SLOW = {"memo-table3", "vtrain-multi", "korthikanti", "mcore-fp8"}
 """These sets take minutes: layouts are searched, or many stages and micro-batches are simulated."""
 IN_PART = {"vtrain-single": 6, "mpt-a100": 4, "mpt-h100": 4, "internevo": 4, "trl": 4}
 """Sets of rows that are alike: the default run checks every so many of them."""
@@ -85,6 +85,7 @@ HELD = {
     "vtrain-multi": lambda: [
         c for c in rows_of("vtrain-multi", "megatron-lm") if c.question.integers["pp"] <= MOST_STAGES
     ][::4],
+    "mcore-fp8": lambda: rows_of("mcore-fp8", "megatron-lm")[:1],
     **{name: partial(every, name, step) for name, step in IN_PART.items()},
 }
 """Rows of the other sets that the default run checks: some of MEMO's, and a few others that take seconds."""

@@ -42,7 +42,7 @@ DEEPSEEK = Experts(
 GPT_OSS = Experts(count=8, per_token=2, hidden=192, router_bias=True, bias=True, activation="clamped", z_loss=0.001)
 ROUTED = {
     "deepseek": EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[LayerShape(ffn_hidden=640, experts=DEEPSEEK)] * 3]),
-    "gpt-oss": msgspec.structs.replace(EXPERTS, experts=GPT_OSS, qkv_bias=True, linear_bias=True),
+    "gpt-oss": msgspec.structs.replace(EXPERTS, experts=GPT_OSS, qkv_bias=True, proj_bias=True),
 }
 HALF = ("tokenwise", 0.5)
 LAYOUTS = {

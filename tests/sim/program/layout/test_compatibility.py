@@ -24,6 +24,7 @@ WINDOW = msgspec.structs.replace(LLAMA, window=256)
 SINKS = msgspec.structs.replace(LLAMA, sinks=True)
 POST_NORMS = msgspec.structs.replace(LLAMA, post_norms=True)
 GEGLU = msgspec.structs.replace(LLAMA, activation="gelu_tanh")
+LORA = "r=8,alpha=8,targets=qkv+proj+ffn"
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
@@ -66,6 +67,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "true with documents",
     ),
     "packed documents: bidirectional": (Layout(), {**PACKED, "model": BIDIRECTIONAL}, "true with documents"),
+    "packed documents: windows": (Layout(), {**PACKED, "model": WINDOW}, "documents with a window of 256 tokens"),
     "packed documents: most": (
         Layout(),
         {"documents": Documents(lengths=((512, 1),), most=2**20)},
@@ -213,8 +215,60 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "huggingface with a model with them",
     ),
     "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
+    "FP8: dtype": (Layout(), {"fp8": "tensor", "dtype": "fp32"}, "fp32 with fp8 tensor"),
+    "FP8: metp": (Layout(metp=2), {"fp8": "block"}, "2 with fp8 block"),
+    "FP8: tp_overlap": (chunked(), {"fp8": "mx"}, "chunked with fp8 mx"),
+    "FP8: multiplexed": (multiplexed(), {"fp8": "tensor"}, "true with fp8 tensor"),
+    "FP8: schedule": (Layout(pp=2, schedule="zero-bubble"), {"fp8": "delayed"}, "zero-bubble with fp8 delayed"),
+    "FP8: attention_chunk_tokens": (Layout(), CHUNKS | {"fp8": "tensor"}, "512 with fp8 tensor"),
+    "FP8: mlp_rebuild": (
+        Layout(),
+        {"fp8": "tensor", "recompute": "full", "mlp_chunk_tokens": 512, "mlp_rebuild": "layer"},
+        "layer with fp8 tensor",
+    ),
+    "FP8: recompute": (Layout(), {"fp8": "tensor", "recompute": "norms"}, "norms with fp8 tensor"),
+    "FP8: modules": (Layout(), SAVED | {"fp8": "tensor", "recompute": "full"}, "huggingface with fp8 tensor"),
+    "FP8: adapters": (Layout(), {"fp8": "tensor", "adapters": LORA}, f"{LORA} with fp8 tensor"),
+    "FP8: grad_sums": (
+        Layout(),
+        {"fp8": "tensor", "grad_sums": "autocast", "memory_policy": "eager"},
+        "autocast with fp8 tensor",
+    ),
     "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
-    "selection bias: gradients": (Layout(), {"model": SELECTING, "states": "pure-bf16"}, "pure-bf16"),
+    "selection bias: gradients": (
+        Layout(),
+        {"model": SELECTING, "states": "pure-bf16"},
+        "gradients in bf16 with states pure-bf16",
+    ),
+    "adapters: model": (
+        Layout(),
+        {"adapters": "r=8,alpha=8,targets=gate"},
+        "r=8,alpha=8,targets=gate with a model without a gate",
+    ),
+    "adapters: experts": (Layout(), {"model": EXPERTS, "adapters": LORA}, f"{LORA} with a model with experts"),
+    "adapters: metp": (Layout(metp=2), {"adapters": LORA}, f"2 with adapters {LORA}"),
+    "adapters: tp_overlap": (chunked(), {"adapters": LORA}, f"chunked with adapters {LORA}"),
+    "adapters: schedule": (
+        Layout(pp=5, schedule="zero-bubble"),
+        {"adapters": LORA},
+        f"zero-bubble with adapters {LORA}",
+    ),
+    "adapters: multiplexed": (multiplexed(), {"adapters": LORA}, f"true with adapters {LORA}"),
+    "adapters: recompute": (
+        Layout(),
+        {"recompute": "operators", "adapters": LORA},
+        f"operators with adapters {LORA}",
+    ),
+    "adapters: attention_chunk_tokens": (Layout(), {**CHUNKS, "adapters": LORA}, f"512 with adapters {LORA}"),
+    "adapters: memory_policy": (Layout(), {"memory_policy": "eager", "adapters": LORA}, f"eager with adapters {LORA}"),
+    "adapters: rowwise": (
+        Layout(),
+        {"kernels": Kernels(rowwise="compiled"), "adapters": LORA},
+        f"compiled with adapters {LORA}",
+    ),
+    "adapters: attention": (Layout(), {"kernels": PLAIN, "adapters": LORA}, f"plain with adapters {LORA}"),
+    "adapters: cp_exchange": (Layout(cp=2, cp_exchange="rsa"), {"adapters": LORA}, f"rsa with adapters {LORA}"),
+    "adapters: loss": (Layout(), {"loss": "checkpointed", "adapters": LORA}, f"checkpointed with adapters {LORA}"),
     "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: subsequences": (Layout(subsequences=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: modules": (
