@@ -37,6 +37,7 @@ from memo_sim.reasons.documents import documents
 from memo_sim.reasons.experts import experts
 from memo_sim.reasons.fp8 import fp8
 from memo_sim.reasons.metp import metp
+from memo_sim.reasons.policy import policy
 from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.reasons.subsequences import balance, heuristic, subsequences
 from memo_sim.views.plan_table import layout_label, short_of
@@ -120,6 +121,7 @@ def explain(
         *_ulysses(simulation),
         *_tp_chunks(simulation),
         *experts(question, simulation),
+        *policy(simulation),
         *fp8(question, simulation),
         *documents(question, simulation),
         *_alpha(alike),
