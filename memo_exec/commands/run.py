@@ -133,9 +133,8 @@ def run_options(named: Mapping[str, Any]) -> RunOptions:
     except msgspec.ValidationError as error:
         raise UsageError("not a value of a hyperparameter", got=str(error)) from None
     chosen = {name: value for name, value in given.items() if name in RunOptions.__dataclass_fields__}
-    chosen |= {
-        name: Path(chosen[name]) for name in ("data", "tokenizer", "weights", "adapters", "save") if name in chosen
-    }
+    paths = ("data", "tokenizer", "weights", "adapters", "save")
+    chosen |= {name: Path(chosen[name]) for name in paths if name in chosen}
     return RunOptions(hyperparameters=hyperparameters, **chosen)
 
 
@@ -607,6 +606,8 @@ def _remarks(training: Training, *, debug: bool) -> Iterator[str]:
         yield interpreter.below.report().line()
     if interpreter.decisions.model.mixture is not None:
         yield load_of_experts(interpreter)
+    if training.overflow is not None:
+        yield training.overflow.line()
     if interpreter.decisions.documents is not None and training.records:
         yield documents_of(training)
     if debug:

@@ -32,7 +32,7 @@ class Policy:
     def weigh(self, rows: slice, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and ``-d loss / d log-probability`` of a block of rows, each (rows, 1), in the scratch."""
         scalars = self._scalars
-        advantages, drawn, reference = self._rollout[rows].split(1, dim=1)
+        advantages, drawn, reference = torch.split(self._rollout[rows], 1, dim=1)
         losses, weights, clipped, other = (column[: len(log_probs)] for column in self._columns)
         torch.sub(log_probs, drawn, out=weights).exp_()
         torch.clamp(weights, 1.0 - scalars.clip_ratio, 1.0 + scalars.clip_ratio_high, out=clipped).mul_(advantages)

@@ -21,7 +21,7 @@ from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_sea
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
-from memo_sim.program.layout.expert_load import shown_load
+from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
 from memo_sim.program.layout.fp8 import PRODUCTS
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.shape import shape_of
@@ -30,6 +30,7 @@ from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
+from memo_sim.reasons.windows import attended
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
 
@@ -222,10 +223,11 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(question, decisions),
+        *_windows(decisions),
         *_documents(decisions),
-        *_objective(decisions),
         *_fp8(decisions),
         *_adapters(decisions),
+        *_objective(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -235,8 +237,15 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
 def _rowwise(decisions: Decisions) -> str:
     """Return whose row-wise kernels a plan has; of fused ones, which operator of the model is not among them."""
     text = KERNELS[decisions.kernels.rowwise]
-    torchs = decisions.kernels.rowwise == "triton" and decisions.model.qk_norm and "qk_norm" not in FUSED_KINDS
-    return f"{text} (qk_norm: torch operators)" if torchs else text
+    model = decisions.model
+    own = {
+        "qk_norm": model.qk_norm,
+        "geglu": model.gated and model.activation != "silu",
+        "attention.sink": model.sinks,
+    }
+    torchs = [kind.removeprefix("attention.") for kind, has in own.items() if has and kind not in FUSED_KINDS]
+    fused = decisions.kernels.rowwise == "triton" and torchs
+    return f"{text} ({', '.join(torchs)}: torch operators)" if fused else text
 
 
 def _changes(question: Question) -> list[Assumption]:
@@ -273,6 +282,7 @@ def _states(decisions: Decisions) -> str:
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
+        what += f", those of experts over {layout.expert_replicas}" if layout.ep > 1 else ""
     return what
 
 
@@ -286,11 +296,26 @@ def _batch(question: Question, decisions: Decisions) -> str:
 
 def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
     """Return how tokens spread over experts, which weights MFU counts, and that products were not measured."""
-    if decisions.model.mixture is None:
+    of, layout = decisions.model.mixture, decisions.layout
+    if of is None:
         return []
     load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
-    value = f"load {load}, no row dropped; MFU counts what a token uses: {used}"
-    found = [Assumption(name="experts", value=value, option="--expert-load")]
+    value, option = f"load {load}, no row dropped; MFU counts what a token uses: {used}", "--expert-load"
+    if layout.ep > 1:
+        rows = decisions.local_tokens * of.per_token
+        most = capacity_rows(of, rows, decisions.expert_load, layout.ep, decisions.expert_capacity)
+        whence = "given" if decisions.expert_capacity else f"{MARGIN:g} times what the fullest rank is expected to get"
+        beyond = {
+            "drop": "rows beyond it count as zero, and memo-exec run reports them",
+            "refuse": "a step with rows beyond it is not applied, and ends the run",
+        }
+        value = (
+            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; a rank "
+            f"can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean ({whence}); "
+            f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
+        )
+        option = "--ep, --expert-load, --expert-capacity"
+    found = [Assumption(name="experts", value=value, option=option)]
     if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
         value = f"derived from single {decisions.dtype} products; the profile has none of several experts"
         found.append(Assumption(name="experts' products", value=value))
@@ -303,30 +328,6 @@ def _documents(decisions: Decisions) -> list[Assumption]:
         return []
     value = packed_from(decisions.documents, decisions.seq_tokens)
     return [Assumption(name="documents", value=value, option="--documents")]
-
-
-def _objective(decisions: Decisions) -> list[Assumption]:
-    """Return what a policy's objective needs of a step, and what the logits take in chunks and whole."""
-    if decisions.objective == "next-token":
-        return []
-    shape = shape_of(decisions)
-    chunk = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
-    whole, held = (
-        format_bytes(tokens * shape.vocab * DTYPE_BYTES[dtype])
-        for tokens, dtype in ((shape.tokens, "fp32"), (chunk, decisions.dtype))
-    )
-    share = ", of its part of the vocabulary" if shape.tp > 1 else ""
-    tokens = format_tokens(shape.tokens)
-    if chunk < shape.tokens:
-        logits = f"{held} for {format_tokens(chunk)} tokens at once; in fp32 for all {tokens} they would take {whole}"
-    else:
-        logits = f"{held} for all {tokens} tokens at once, {whole} in fp32; --loss-chunk cuts them"
-    given = format_bytes(ROLLOUT_NUMBERS * FP32_BYTES * shape.tokens)
-    value = (
-        f"GRPO: a step is given advantages and log-probabilities ({given} a micro-batch); generation and forwards of"
-        f" the reference model are not included; logits of a rank{share}: {logits}"
-    )
-    return [Assumption(name="objective", value=value, option="--objective, --loss-chunk")]
 
 
 FP8_SCALES = {
@@ -362,6 +363,36 @@ def _adapters(decisions: Decisions) -> list[Assumption]:
     return [Assumption(name="adapters", value=value, option="--lora")]
 
 
+def _objective(decisions: Decisions) -> list[Assumption]:
+    """Return what a policy's objective needs of a step, and what the logits take in chunks and whole."""
+    if decisions.objective == "next-token":
+        return []
+    shape = shape_of(decisions)
+    chunk = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
+    whole, held = (
+        format_bytes(tokens * shape.vocab * DTYPE_BYTES[dtype])
+        for tokens, dtype in ((shape.tokens, "fp32"), (chunk, decisions.dtype))
+    )
+    share = ", of its part of the vocabulary" if shape.tp > 1 else ""
+    tokens = format_tokens(shape.tokens)
+    if chunk < shape.tokens:
+        logits = f"{held} for {format_tokens(chunk)} tokens at once; in fp32 for all {tokens} they would take {whole}"
+    else:
+        logits = f"{held} for all {tokens} tokens at once, {whole} in fp32; --loss-chunk cuts them"
+    given = format_bytes(ROLLOUT_NUMBERS * FP32_BYTES * shape.tokens)
+    value = (
+        f"GRPO: a step is given advantages and log-probabilities ({given} a micro-batch); generation and forwards of"
+        f" the reference model are not included; logits of a rank{share}: {logits}"
+    )
+    return [Assumption(name="objective", value=value, option="--objective, --loss-chunk")]
+
+
+def _windows(decisions: Decisions) -> list[Assumption]:
+    """Return the windows and sinks of the model's attention."""
+    found = attended(decisions.model, decisions.seq_tokens)
+    return [Assumption(name="attention windows", value=found)] if found else []
+
+
 def _not_read(question: Question) -> list[Assumption]:
     """Return the fields of the model's file that are ignored."""
     if not question.not_read:
@@ -394,6 +425,8 @@ def _open_layouts(question: Question) -> list[LeftOut]:
         more = [
             f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None
         ]
+        if pins.ep is None and question.model.mixture and every.searches_ep > system.searches_ep:
+            more.append("ep above 1")
         if pins.zero is None:
             more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []

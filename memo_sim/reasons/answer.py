@@ -40,6 +40,7 @@ from memo_sim.reasons.metp import metp
 from memo_sim.reasons.policy import policy
 from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.reasons.subsequences import balance, heuristic, subsequences
+from memo_sim.reasons.windows import windows
 from memo_sim.views.plan_table import layout_label, short_of
 
 EXACT = 1e-6
@@ -124,6 +125,7 @@ def explain(
         *policy(simulation),
         *fp8(question, simulation),
         *documents(question, simulation),
+        *windows(simulation),
         *_alpha(alike),
         *_partial_swap(alike),
         *_full_recompute(alike, simulation),

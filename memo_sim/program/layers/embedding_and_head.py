@@ -127,9 +127,9 @@ def head(
     ``embed_block`` has the classifier's weights when embeddings are tied.
     """
     builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD)
-    frozen, rollout = decisions.lora is not None, (ROLLOUT,) if decisions.objective == "grpo" else ()
-    grads = () if frozen else ("grads.head",)
-    for name in ("head.x", "input.labels", *rollout, "params.head", *grads, "loss", "grad.x"):
+    rollout = (ROLLOUT,) if decisions.objective == "grpo" else ()
+    frozen = decisions.lora is not None
+    for name in ("head.x", "input.labels", *rollout, "params.head", *["grads.head"] * (not frozen), "loss", "grad.x"):
         builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
     if decisions.loss_metrics:
