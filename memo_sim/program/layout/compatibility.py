@@ -533,6 +533,7 @@ EXPERTS = (
         wanted="experts without a shared one and biases, whose activation is silu",
         hint="--system any prices memo's own operators",
     ),
+    _MODULE_EXPERTS.allows("layout.ep", 1, because="FSDP2 divides their weights, and gathers them layer by layer"),
     _MODULE_EXPERTS.allows("layout.tp", 1, because="memo knows experts of Hugging Face's modules on one rank alone"),
     Rule(
         name="experts: layer_pattern",

@@ -123,6 +123,18 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         },
         "experts with a shared one, with biases, or with a clamped activation",
     ),
+    "experts of modules: ep": (
+        Layout(dp=2, ep=2),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+            "recompute": "full",
+            "global_batch": 2,
+        },
+        "2 with a model with experts",
+    ),
     "experts of modules: tp": (
         Layout(tp=2),
         {
