@@ -39,14 +39,17 @@ from memo_sim.views.plan_table import layout_label
 BILLION = 1e9
 HOUR_S = 3600.0
 
-STATES: dict[States, str] = {
-    "fp32": "gradients, master weights and AdamW's moments in fp32, on the device",
-    "bf16": "gradients and master weights in fp32, AdamW's moments in bf16, on the device",
-    "host": "gradients in fp32 on the device; master weights and AdamW's moments in fp32 in host memory",
-    "pure-bf16": "gradients and AdamW's moments in bf16, no master weights, on the device",
-    "pure-bf16-fp32-moments": "gradients in bf16, AdamW's moments in fp32, no master weights, on the device",
+STATES: dict[States, tuple[str, str]] = {
+    "fp32": ("gradients, ", "master weights and AdamW's moments in fp32, on the device"),
+    "bf16": ("gradients and ", "master weights in fp32, AdamW's moments in bf16, on the device"),
+    "host": (
+        "gradients in fp32 on the device; ",
+        "master weights and AdamW's moments in fp32 in host memory",
+    ),
+    "pure-bf16": ("gradients and ", "AdamW's moments in bf16, no master weights, on the device"),
+    "pure-bf16-fp32-moments": ("gradients in bf16, ", "AdamW's moments in fp32, no master weights, on the device"),
 }
-"""Where and in which dtype a bf16 model's states are kept."""
+"""Where and in which dtype a bf16 model's states are kept: its gradients, unless they are given, and the rest."""
 
 KERNELS: dict[RowwiseKernel, str] = {
     "torch": "memo-exec's own, one torch operator each",
@@ -275,11 +278,12 @@ def _network(question: Question) -> list[Assumption]:
 
 def _states(decisions: Decisions) -> str:
     layout, pure = decisions.layout, decisions.dtype == "fp32" and decisions.states != "host"
-    what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else STATES[decisions.states]
+    grads, others = STATES[decisions.states]
+    if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32"):
+        grads = f"gradients in {gradient_dtype(decisions)} (--grad-sums), "
+    what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else grads + others
     if decisions.lora is not None:
         what += ", of the adapters alone"
-    if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32") and not pure:
-        what += f"; but gradients are summed in {gradient_dtype(decisions)} (--grad-sums)"
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"

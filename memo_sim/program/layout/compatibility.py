@@ -20,7 +20,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.expert_load import measured_shares, shown_load
-from memo_sim.program.layout.parameters import without_masters
+from memo_sim.program.layout.parameters import gradient_dtype, without_masters
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -246,7 +246,9 @@ IN_FP8 = (
         "decisions.modules", "auto", "operators", because="memo has no list of what FP8 modules of transformers save"
     ),
     _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
-    _FP8.allows("decisions.grad_sums", "auto", "params", because="autocast casts fp32 weights to bf16, not to FP8"),
+    _FP8.allows(
+        "decisions.grad_sums", "auto", "params", "fp32", because="autocast casts fp32 weights to bf16, not to FP8"
+    ),
 )
 _DOCUMENTS = _Feature(
     name="packed documents",
@@ -538,6 +540,7 @@ EXPERTS = (
         wanted="experts without a shared one and biases, whose activation is silu",
         hint="--system any prices memo's own operators",
     ),
+    _MODULE_EXPERTS.allows("layout.ep", 1, because="FSDP2 divides their weights, and gathers them layer by layer"),
     _MODULE_EXPERTS.allows("layout.tp", 1, because="memo knows experts of Hugging Face's modules on one rank alone"),
     Rule(
         name="experts: layer_pattern",
@@ -550,12 +553,14 @@ EXPERTS = (
     ),
     Rule(
         name="selection bias: gradients",
-        breaks=lambda d: d.model.mixture is not None and d.model.mixture.selection_rate > 0 and d.states == "pure-bf16",
+        breaks=lambda d: (
+            d.model.mixture is not None and d.model.mixture.selection_rate > 0 and gradient_dtype(d) == "bf16"
+        ),
         what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
         where="decisions.states",
-        got=lambda d: d.states,
+        got=lambda d: f"gradients in bf16 with states {d.states}",
         wanted="gradients in fp32 for a selection bias that moves",
-        hint="--states fp32, or a model with selection_rate 0",
+        hint="--grad-sums fp32, or a model with selection_rate 0",
     ),
     Rule(
         name="load of experts: model",

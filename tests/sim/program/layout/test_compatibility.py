@@ -127,6 +127,18 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         },
         "experts with a shared one, with biases, or with a clamped activation",
     ),
+    "experts of modules: ep": (
+        Layout(dp=2, ep=2),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+            "recompute": "full",
+            "global_batch": 2,
+        },
+        "2 with a model with experts",
+    ),
     "experts of modules: tp": (
         Layout(tp=2),
         {
@@ -303,7 +315,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "autocast with fp8 tensor",
     ),
     "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
-    "selection bias: gradients": (Layout(), {"model": SELECTING, "states": "pure-bf16"}, "pure-bf16"),
+    "selection bias: gradients": (
+        Layout(),
+        {"model": SELECTING, "states": "pure-bf16"},
+        "gradients in bf16 with states pure-bf16",
+    ),
     "adapters: model": (
         Layout(),
         {"adapters": "r=8,alpha=8,targets=gate"},
