@@ -239,7 +239,9 @@ IN_FP8 = (
         "decisions.modules", "auto", "operators", because="memo has no list of what FP8 modules of transformers save"
     ),
     _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
-    _FP8.allows("decisions.grad_sums", "auto", "params", because="autocast casts fp32 weights to bf16, not to FP8"),
+    _FP8.allows(
+        "decisions.grad_sums", "auto", "fp32", "params", because="autocast casts fp32 weights to bf16, not to FP8"
+    ),
 )
 _DOCUMENTS = _Feature(
     name="packed documents",
