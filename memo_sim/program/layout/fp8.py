@@ -2,8 +2,8 @@
 
 The linear products of a layer (Q K V, projection, both products of a dense MLP) take operands in FP8 and write bf16, as
 Transformer Engine's modules do. Attention, norms, routers, experts (grouped and shared), embedding and classifier stay
-in the plan's dtype. Activations and weights are E4M3; gradients are E5M2 with one scale a tensor (TE's hybrid format), and
-E4M3 with scales of blocks.
+in the plan's dtype. Activations and weights are E4M3; gradients are E5M2 with one scale a tensor (TE's hybrid format),
+and E4M3 with scales of blocks.
 
 A product sums over the features of its operands, a weight's gradient over their tokens. Scales of blocks lie along the
 dimension that is summed, so a tensor has a copy by rows for the first and one by columns for the second. With one scale
