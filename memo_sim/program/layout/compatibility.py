@@ -228,7 +228,6 @@ IN_FP8 = (
         because="deferred weight gradients would have to keep gradients in FP8",
         when=lambda d: d.fp8 != "none" and _staged(d),
     ),
-    _FP8.allows("decisions.attention_chunk_tokens", 0, because="chunks of attention would each be quantised"),
     _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
     _FP8.allows(
         "decisions.recompute",

@@ -63,6 +63,13 @@ def test_blocks_of_the_mlp_and_subsequences_pass_the_checkers() -> None:
     assert faults_of(decide(LLAMA, Layout(pp=2, subsequences=4), fp8="tensor", global_batch=1)) == []
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
+def test_attention_in_chunks_passes_the_checkers(recipe: tuple[Fp8Recipe, Fp8Layouts]) -> None:
+    fields = {"fp8": recipe[0], "fp8_layouts": recipe[1], "attention_chunk_tokens": 512}
+    for layout in (Layout(tp=2, sequence_parallel=True), Layout(ulysses=2), Layout(dp=2, zero=3)):
+        assert faults_of(decide(LLAMA, layout, ("full", 1.0), mlp_chunk_tokens=512, **fields)) == []
+
+
 def program(recipe: Fp8Recipe, layouts: Fp8Layouts = "tn", **fields: Any) -> Program:
     layout, policy = fields.pop("layout", None), fields.pop("policy", HALF)
     return lower(decide(LLAMA, layout, policy, fp8=recipe, fp8_layouts=layouts, **fields))[0]
