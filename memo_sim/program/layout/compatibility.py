@@ -235,7 +235,6 @@ IN_FP8 = (
         because="deferred weight gradients would have to keep gradients in FP8",
         when=lambda d: d.fp8 != "none" and _staged(d),
     ),
-    _FP8.allows("decisions.attention_chunk_tokens", 0, because="chunks of attention would each be quantised"),
     _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
     _FP8.allows(
         "decisions.recompute",
@@ -247,7 +246,7 @@ IN_FP8 = (
     ),
     _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
     _FP8.allows(
-        "decisions.grad_sums", "auto", "params", "fp32", because="autocast casts fp32 weights to bf16, not to FP8"
+        "decisions.grad_sums", "auto", "fp32", "params", because="autocast casts fp32 weights to bf16, not to FP8"
     ),
 )
 _DOCUMENTS = _Feature(

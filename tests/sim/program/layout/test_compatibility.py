@@ -300,7 +300,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "FP8: tp_overlap": (chunked(), {"fp8": "mx"}, "chunked with fp8 mx"),
     "FP8: multiplexed": (multiplexed(), {"fp8": "tensor"}, "true with fp8 tensor"),
     "FP8: schedule": (Layout(pp=2, schedule="zero-bubble"), {"fp8": "delayed"}, "zero-bubble with fp8 delayed"),
-    "FP8: attention_chunk_tokens": (Layout(), CHUNKS | {"fp8": "tensor"}, "512 with fp8 tensor"),
     "FP8: mlp_rebuild": (
         Layout(),
         {"fp8": "tensor", "recompute": "full", "mlp_chunk_tokens": 512, "mlp_rebuild": "layer"},
