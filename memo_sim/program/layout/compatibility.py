@@ -20,7 +20,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.expert_load import measured_shares, shown_load
-from memo_sim.program.layout.parameters import without_masters
+from memo_sim.program.layout.parameters import gradient_dtype, without_masters
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -484,6 +484,11 @@ def _another_number_of_experts(decisions: Decisions) -> bool:
     return of is not None and load.startswith("measured-") and len(measured_shares(load) or ()) != of.count
 
 
+def _moves_selection(decisions: Decisions) -> bool:
+    of = decisions.model.mixture
+    return of is not None and of.selection_rate > 0
+
+
 EXPERTS_WHOLE_MLP = _EXPERTS.allows(
     "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
 )
@@ -543,12 +548,12 @@ EXPERTS = (
     ),
     Rule(
         name="selection bias: gradients",
-        breaks=lambda d: d.model.mixture is not None and d.model.mixture.selection_rate > 0 and d.states == "pure-bf16",
-        what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
+        breaks=lambda d: _moves_selection(d) and (gradient_dtype(d) != "fp32" or without_masters(d)),
+        what="a selection bias moves by small steps, and counts rows in the gradients' place: bf16 holds neither",
         where="decisions.states",
-        got=lambda d: d.states,
-        wanted="gradients in fp32 for a selection bias that moves",
-        hint="--states fp32, or a model with selection_rate 0",
+        got=lambda d: f"states {d.states}, gradients in {gradient_dtype(d)}",
+        wanted="gradients and master weights in fp32",
+        hint="--states fp32 without --grad-sums, or a model with selection_rate 0",
     ),
     Rule(
         name="load of experts: model",

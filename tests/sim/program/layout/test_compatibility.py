@@ -235,7 +235,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "autocast with fp8 tensor",
     ),
     "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
-    "selection bias: gradients": (Layout(), {"model": SELECTING, "states": "pure-bf16"}, "pure-bf16"),
+    "selection bias: gradients": (
+        Layout(),
+        {"model": SELECTING, "states": "pure-bf16"},
+        "states pure-bf16, gradients in bf16",
+    ),
     "adapters: model": (
         Layout(),
         {"adapters": "r=8,alpha=8,targets=gate"},
