@@ -30,16 +30,21 @@ from memo_sim.contract.units import format_percent
 from memo_sim.program.attention.rsa import writes_scores
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layout.compatibility import windowed
 
 TOKENS = 256
 EARLIER = 320
-"""Number of keys before the queries' own keys, in the form "parts"."""
+"""Number of keys before the queries' own keys, in the forms "parts" and "window after earlier keys"."""
 
-Form = Literal["causal", "whole", "parts"]
+WINDOW = 64
+
+Form = Literal["causal", "whole", "parts", "window", "window after earlier keys"]
 FORMS: Mapping[Form, tuple[tuple[Mask, slice], ...]] = {
     "causal": ((CAUSAL, slice(None)),),
     "whole": ((WHOLE, slice(None)),),
     "parts": ((WHOLE, slice(EARLIER)), (CAUSAL, slice(EARLIER, None))),
+    "window": ((Mask(causal=True, window=WINDOW), slice(None)),),
+    "window after earlier keys": ((Mask(causal=True, window=WINDOW), slice(None)),),
 }
 """The calls of each form: the mask of a call, and its keys. Log-sum-exp merges the outputs of several calls."""
 
@@ -70,9 +75,15 @@ def forms_of(decisions: Decisions) -> tuple[Form, ...]:
     layout = decisions.layout
     if writes_scores(decisions):
         return ()
+    model, found = decisions.model, list[Form]()
+    if windowed(decisions):
+        earlier = layout.subsequences > 1 or layout.ring > 1
+        found.append("window after earlier keys" if earlier else "window")
+        if all(0 < shape.window < decisions.seq_tokens for shape in model.layer_shapes):
+            return tuple(found)
     if layout.subsequences > 1:
-        return ("parts",)
-    return (own, "parts") if layout.ring > 1 else (own,)
+        return (*found, "parts")
+    return (*found, own, "parts") if layout.ring > 1 else (*found, own)
 
 
 def attention_fails(
@@ -103,7 +114,8 @@ def attention_fails(
             backend.backward(AttentionBackward(grad, qkv, out, whole, into, mask, deterministic=deterministic))
             grad_q += grads[0]
         masked = form != "whole"
-        wanted = _definition(grad.float(), q.float(), k.float(), v.float(), masked=masked)
+        window = parts[0][0].window
+        wanted = _definition(grad.float(), q.float(), k.float(), v.float(), masked=masked, window=window)
         return _difference((out, whole, grad_q, *grads[1:]), wanted)
 
     return _tried(play)
@@ -113,7 +125,7 @@ def _operands(
     heads: Heads, form: Form, made: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """Return Q, K, V and the tensors for their gradients, as views of packed tensors like those of a step."""
-    if form == "parts":
+    if form in ("parts", "window after earlier keys"):
         q = made(1, TOKENS, heads.heads, heads.head_dim)
         kv = made(1, EARLIER + TOKENS, 2, heads.kv_heads, heads.head_dim)
         k, v = kv.unbind(2)
@@ -157,7 +169,7 @@ def _tried(play: Callable[[], str]) -> str:
         return f"a trial call failed: {type(error).__name__}: {first[:MOST_TEXT]}"
 
 
-def _definition(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> list[Tensor]:
+def _definition(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, masked: bool, window: int) -> list[Tensor]:
     """Return output, log-sum-exp and the gradients of Q, K, V, computed from the definition of attention.
 
     All are fp32 and (1, tokens, heads, head_dim); the log-sum-exp lacks the last dimension. The queries belong to the
@@ -167,8 +179,11 @@ def _definition(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, masked: bool) 
     queries, incoming = (x[0].transpose(0, 1) for x in (q, grad))
     keys, values = (x[0].transpose(0, 1).repeat_interleave(shared, 0) for x in (k, v))
     pairs = (q.shape[1], k.shape[1])
-    later = torch.ones(pairs, dtype=torch.bool, device=q.device).triu(1 + pairs[1] - pairs[0]) & masked
-    scores = (queries @ keys.mT * scale).masked_fill(later, -torch.inf)
+    every = torch.ones(pairs, dtype=torch.bool, device=q.device)
+    hidden = every.triu(1 + pairs[1] - pairs[0]) & masked
+    if window:
+        hidden |= every.tril(pairs[1] - pairs[0] - window)
+    scores = (queries @ keys.mT * scale).masked_fill(hidden, -torch.inf)
     weights = scores.softmax(-1)
     out = weights @ values
     slopes = weights * (incoming @ values.mT - (incoming * out).sum(-1, keepdim=True)) * scale

@@ -2,7 +2,7 @@
 
 Kept: the activation policy with its cuts (swapped fraction, row blocks, chunks, subsequences, groups of layers), the
 kinds of parallel ranks, the schedule, ZeRO and states, the family of the model with its biases and ratios of heads.
-Reduced: layers, widths, vocabulary, tokens, micro-batches, and ranks beyond ``MOST_RANKS``.
+Reduced: layers, widths, vocabulary, tokens, windows, micro-batches, and ranks beyond ``MOST_RANKS``.
 
 - Layers: four on one rank, so that each of two rounding buffers is used twice, and kept, rebuilt and grouped layers all
   occur. With pipeline stages three for each stage, or two for each of several chunks.
@@ -56,6 +56,7 @@ GRANULES = 4
 """Granules of a rank's micro-batch of which some are swapped; 2 where the whole sequence would be longer than
 ``LONG_TOKENS``."""
 
+LEAST_WINDOW = 17
 LONG_TOKENS = 2048
 MOST_PARTS = 3
 """Row blocks of the MLP, chunks of attention and of the loss."""
@@ -142,6 +143,10 @@ def _experts_shown(d: Decisions) -> str:
     return f"{experts.per_token} of {experts.count}{groups}, {experts.hidden} wide{shared}{said}"
 
 
+def _windows_shown(d: Decisions) -> str:
+    return ", ".join(str(shape.window or "none") for shape in d.model.layer_shapes) if d.model.windowed else "none"
+
+
 _DEGREES: tuple[tuple[str, Callable[[Decisions], str]], ...] = tuple(
     (axis, lambda d, axis=axis: str(getattr(d.layout, axis)))  # type: ignore[misc]
     for axis in AXES
@@ -153,6 +158,7 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("head size", lambda d: str(d.model.head_dim)),
     ("MLP width", lambda d: ", ".join(str(shape.ffn_hidden) for shape in d.model.layer_shapes)),
     ("experts", _experts_shown),
+    ("attention windows", _windows_shown),
     ("vocabulary", lambda d: str(d.model.vocab)),
     ("tokens of a sequence", lambda d: str(d.seq_tokens)),
     ("tokens of a document", lambda d: f"{d.documents.mean:,.0f} (mean)" if d.documents else "a sequence's"),
@@ -339,7 +345,7 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
         """Return a layer whose MLP is as wide beside the widest as the plan's."""
         width = max(16, 16 * round(ratio * (shape.ffn_hidden / model.ffn_hidden) * hidden / divided / 16))
         experts = _experts(shape.experts, divided) if shape.experts else None
-        return LayerShape(ffn_hidden=divided * width, experts=experts)
+        return msgspec.structs.replace(shape, ffn_hidden=divided * width, experts=experts)
 
     scaling = model.rope_scaling
     if scaling is not None:
@@ -359,7 +365,21 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
         head_dim=head_dim,
         vocab=VOCAB // layout.tp * layout.tp if model.vocab % plan.layout.tp == 0 else VOCAB + 1,
         rope_scaling=scaling,
+        query_scalar=model.query_scalar * head_dim / model.head_dim,
     )
+
+
+def _with_windows(plan: Decisions, here: Decisions) -> Model:
+    """Return the model with windows as long beside its chunks of a sequence as the plan's, but not very short ones."""
+    model, chunk = here.model, here.seq_tokens // (2 * here.layout.cp if here.layout.cp > 1 else 1)
+
+    def scaled(window: int) -> int:
+        if not 0 < window < plan.seq_tokens:
+            return window and max(window, here.seq_tokens)
+        return min(max(LEAST_WINDOW, round(window * here.seq_tokens / plan.seq_tokens)), chunk - 1)
+
+    shapes = [model.layer(number) for number in range(model.layers)]
+    return model.of_layers([msgspec.structs.replace(shape, window=scaled(shape.window)) for shape in shapes])
 
 
 def _experts(experts: Experts, divided: int) -> Experts:
@@ -439,6 +459,8 @@ def _with_tokens(plan: Decisions, here: Decisions) -> Decisions:
     here = msgspec.structs.replace(here, model=model, seq_tokens=tokens)
     if plan.documents is not None:
         here = msgspec.structs.replace(here, documents=plan.documents.scaled(tokens / plan.seq_tokens))
+    if model.windowed:
+        here = msgspec.structs.replace(here, model=_with_windows(plan, here))
     loss = _parts(plan.loss_chunk_tokens, plan.local_tokens)[0]
     here = msgspec.structs.replace(
         here,

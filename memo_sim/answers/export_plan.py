@@ -18,6 +18,7 @@ from memo_sim.contract.errors import Infeasible, MemoError, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.interchange import Export, Launcher, LostDecision, OwnDecision
 from memo_sim.contract.knobs import KNOBS
+from memo_sim.contract.model import Model
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Decisions, Plan, Prediction
 from memo_sim.contract.summary import DeviceMemory
@@ -156,6 +157,20 @@ def search_line(decisions: Decisions, system: str, cluster: str, model: str) -> 
     return f"memo-sim what-if {model} {asked} --system {system} -o plan.json"
 
 
+def _unwritten(model: Model) -> str:
+    """Return what of a model's layers no exporter writes; empty where it is nothing."""
+    asked = {
+        "attention windows": model.windowed,
+        "attention sinks": model.sinks,
+        "norms behind attention and MLP": model.post_norms,
+        "FFNs gated by gelu": model.gated and model.activation != "silu",
+        "scaled embeddings": model.scaled_embeddings,
+        "a query scalar": bool(model.query_scalar),
+        "a bias of the attention projection alone": model.proj_bias and not model.linear_bias,
+    }
+    return ", ".join(what for what, has in asked.items() if has)
+
+
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware, named: str) -> _There:
     """Return the fastest of the nearest jobs that fits, or the one that is nearest to fitting; equal ones first."""
     found, refused = list[_There](), list[MemoError]()
@@ -182,6 +197,14 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             got=decisions.objective,
             wanted="next-token",
             hint="memo-exec runs the plan itself, on given rollouts",
+        )
+    if unwritten := _unwritten(decisions.model):
+        raise UsageError(
+            f"memo writes no framework's options of {unwritten}",
+            where="model",
+            got=decisions.model.name,
+            wanted="a model whose tokens attend to all tokens before them, in Llama's or GPT's layers",
+            hint="memo-exec runs the plan itself",
         )
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)

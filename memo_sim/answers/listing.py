@@ -37,7 +37,9 @@ def _models() -> Iterator[tuple[str, str]]:
         model = load_model(name)
         size = f"{model.layers} layers x {model.hidden}, {model.heads} heads ({model.kv_heads} kv)"
         used = f", {model.active_params / 1e9:.3g} B of them for a token" if model.mixture else ""
-        yield name, f"{model.family}, {size}, {model.total_params / 1e9:.3g} B parameters{used}"
+        several = sorted({shape.window for shape in model.layer_shapes if shape.window})
+        seen = f", windows of {', '.join(f'{window:,}' for window in several)}" if several else ""
+        yield name, f"{model.family}, {size}, {model.total_params / 1e9:.3g} B parameters{used}{seen}"
 
 
 def _clusters() -> Iterator[tuple[str, str]]:

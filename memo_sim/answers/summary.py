@@ -30,6 +30,7 @@ from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
+from memo_sim.reasons.windows import attended
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
 
@@ -219,6 +220,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(question, decisions),
+        *_windows(decisions),
         *_documents(decisions),
         *_fp8(decisions),
         *_adapters(decisions),
@@ -232,8 +234,15 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
 def _rowwise(decisions: Decisions) -> str:
     """Return whose row-wise kernels a plan has; of fused ones, which operator of the model is not among them."""
     text = KERNELS[decisions.kernels.rowwise]
-    torchs = decisions.kernels.rowwise == "triton" and decisions.model.qk_norm and "qk_norm" not in FUSED_KINDS
-    return f"{text} (qk_norm: torch operators)" if torchs else text
+    model = decisions.model
+    own = {
+        "qk_norm": model.qk_norm,
+        "geglu": model.gated and model.activation != "silu",
+        "attention.sink": model.sinks,
+    }
+    torchs = [kind.removeprefix("attention.") for kind, has in own.items() if has and kind not in FUSED_KINDS]
+    fused = decisions.kernels.rowwise == "triton" and torchs
+    return f"{text} ({', '.join(torchs)}: torch operators)" if fused else text
 
 
 def _changes(question: Question) -> list[Assumption]:
@@ -356,6 +365,12 @@ def _objective(decisions: Decisions) -> list[Assumption]:
         f" the reference model are not included; logits of a rank{share}: {logits}"
     )
     return [Assumption(name="objective", value=value, option="--objective, --loss-chunk")]
+
+
+def _windows(decisions: Decisions) -> list[Assumption]:
+    """Return the windows and sinks of the model's attention."""
+    found = attended(decisions.model, decisions.seq_tokens)
+    return [Assumption(name="attention windows", value=found)] if found else []
 
 
 def _not_read(question: Question) -> list[Assumption]:

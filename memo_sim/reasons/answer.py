@@ -39,6 +39,7 @@ from memo_sim.reasons.fp8 import fp8
 from memo_sim.reasons.metp import metp
 from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.reasons.subsequences import balance, heuristic, subsequences
+from memo_sim.reasons.windows import windows
 from memo_sim.views.plan_table import layout_label, short_of
 
 EXACT = 1e-6
@@ -122,6 +123,7 @@ def explain(
         *experts(question, simulation),
         *fp8(question, simulation),
         *documents(question, simulation),
+        *windows(simulation),
         *_alpha(alike),
         *_partial_swap(alike),
         *_full_recompute(alike, simulation),

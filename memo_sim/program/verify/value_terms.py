@@ -120,10 +120,12 @@ def shown(terms: object) -> str:
 
 def _is_whole(call: Call, value: Value, first: int, end: int) -> bool:  # noqa: PLR0911 - one return a kind of sum
     v, terms, name = call.values, value.terms, value.name.rstrip("^|")
-    if terms in ({WINDOW}, WITHOUT_ADAPTER):
-        return terms == {WINDOW}
+    if terms == WITHOUT_ADAPTER:
+        return False
     if name == "d_kv" and (window := window_of(v, value.layer)):
         return _windows_keys_are_whole(v, terms, (first, end), window)
+    if terms == {WINDOW}:
+        return True
     if isinstance(terms, Packed):
         queries = _queries_are_whole(v, terms.queries, first, end)
         if isinstance(terms.keys, frozenset) and v.layout.ring > 1 and v.layout.cp_exchange != "rsa":

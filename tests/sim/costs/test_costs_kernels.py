@@ -16,7 +16,7 @@ from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.costs.gemm import GemmModel, GemmRates
 from memo_sim.costs.pricing import Pricer
-from memo_sim.program.ir.work import Attention, Gemm, Mask
+from memo_sim.program.ir.work import Attention, Gemm, Mask, WindowedAttention
 from tests.refusals import refused
 
 PROFILES = ("a800-sxm4-80gb", "a100-sxm4-80gb")
@@ -174,6 +174,26 @@ class TestAttention:
 
     def rate(self, work: Attention) -> float:
         return work.flops / self.rates.seconds(work, set())
+
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_a_window_is_priced_by_the_tiles_that_it_touches(self, backward: bool) -> None:
+        """1,024 keys are nine tiles of 128 in each row but the first eight: 9 x 512 - 36 tiles of 512 rows."""
+
+        def windowed(window: int, tokens: int = 65_536, k_tokens: int = 0) -> WindowedAttention:
+            keys = k_tokens or tokens
+            return WindowedAttention(1, tokens, keys, "causal", 32, 8, 128, backward, "flash2", "bf16", window)
+
+        work = windowed(1024)
+        keys = -(-(9 * 512 - 36) * 128 // 512)
+        sides = (keys, 65_536) if backward else (65_536, keys)
+        alike = Attention(1, *sides, "none", 32, 8, 128, backward, "flash2", "bf16")
+        assert self.rates.seconds(work, set()) == self.rates.seconds(alike, set())
+        times = [self.rates.seconds(windowed(window), set()) for window in (128, 1024, 8192, 65_535)]
+        assert times == sorted(times)
+        full = self.rates.seconds(call(65_536, 32, backward=backward), set())
+        assert times[-1] == pytest.approx(full, rel=0.15)
+        ends_of_halves = 2 * self.rates.seconds(windowed(1024, 32_768, 32_768 + 1023), set())
+        assert ends_of_halves == pytest.approx(times[1], rel=0.1)
 
     @pytest.mark.parametrize("profile", PROFILES)
     def test_table_points_are_exact(self, profile: str) -> None:
