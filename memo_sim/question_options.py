@@ -25,6 +25,7 @@ from memo_sim.contract.knobs import (
     CountOrAuto,
     Degree,
     DocumentLengths,
+    Factor,
     Flag,
     Fraction,
     Knob,
@@ -161,8 +162,9 @@ def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
             attributes["type"] = click.IntRange(1)
         case Whole(least, most):
             attributes["type"] = click.IntRange(least, most)
-        case Fraction():
-            attributes["type"] = Finite(0, 1)
+        case Fraction() | Factor():
+            top = knob.kind.most if isinstance(knob.kind, Factor) else 1
+            attributes["type"] = Finite(0, top, min_open=isinstance(knob.kind, Factor))
         case OneOf(words):
             attributes["type"] = click.Choice(words)
         case CountOrAuto() | Numbers() | LayerChoice() | Load() | DocumentLengths() | LowRank():

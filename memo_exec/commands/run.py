@@ -606,6 +606,8 @@ def _remarks(training: Training, *, debug: bool) -> Iterator[str]:
         yield interpreter.below.report().line()
     if interpreter.decisions.model.mixture is not None:
         yield load_of_experts(interpreter)
+    if training.overflow is not None:
+        yield training.overflow.line()
     if interpreter.decisions.documents is not None and training.records:
         yield documents_of(training)
     if debug:

@@ -156,11 +156,14 @@ class _Block:
         """Yield the gradients that this rank counts in the gradient norm.
 
         Gradients that all tensor-parallel (or METP) ranks hold are counted once, by the first of these ranks. If these
-        ranks share the block's states by ZeRO, each rank counts its own share.
+        ranks share the block's states by ZeRO, each rank counts its own share. Where ranks divide experts, the norm is
+        summed over all ranks with the same parameters of the rest: the first of those with the same block counts it.
         """
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
         leads = self.mesh.at(self.mesh.layout.weights_group) == 0
         counted = self.trained if leads or shares else self.divided
+        if self.mesh.layout.ep > 1 and self.optimizer.shards == 1 and self.mesh.at(self.optimizer.group):
+            counted = []
         runs = [run for name, run in self.runs.items() if name != FROZEN]
         own = runs if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.trained_elements, 0)]
         for operand in operands:

@@ -99,7 +99,7 @@ class Interpreter:
         self.schedule = schedule(own_program(program, decisions, self.mesh), placement=placement, edges=edges)
         if self.device.type == "cuda" and decisions.deterministic:
             make_deterministic()
-        self.context = Context(decisions, self.device, rank=rank, groups=groups)
+        self.context = Context(decisions, self.device, rank=rank, groups=groups, debug=debug)
         store = CachingStore if placement is None else ArenaStore
         self.store = store(self.schedule, self.device, poison=debug)
         pinned = self.device.type == "cuda"

@@ -65,6 +65,8 @@ class Context:
     """This process's rank in the layout; it decides which tokens the rows of a buffer are."""
     groups: Groups = field(default_factory=dict)
     """Process groups by lane and kind of group; empty if the layout has one device."""
+    debug: bool = False
+    """Whether reads of NaN are faults, so that rows which no product writes must not hold what was there before."""
 
     def __post_init__(self) -> None:
         """Allocate the constants once, so that no kernel allocates them."""
@@ -97,6 +99,9 @@ class Context:
         """By layer and expert: rows, summed over micro-batches."""
         self._ends: list[Ends] = [self._drawn_ends()] if self.decisions.documents else []
         """For each micro-batch of the step, where its documents end; the drawn ones until a step brings its own."""
+        self.overflow = torch.zeros(3, dtype=torch.int64, device=self.device)
+        """With expert parallelism: dispatched rows that were dropped, the most rows that one layer sent to a rank, and
+        all dispatched rows, of all forwards so far."""
         self.merging = self._merging()
         """Scratch bytes for merging partial attention results; None if the plan merges nothing."""
 

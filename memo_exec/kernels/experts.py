@@ -67,9 +67,10 @@ def linear(call: Call) -> None:
     weight = _weights(call, out.shape[1], x.shape[1])
     if in_one_call(x):
         out.copy_(torch._grouped_mm(x, weight.transpose(1, 2), offs=_offsets(call)))
-        return
-    for expert, rows in _runs(call):
-        torch.mm(x[rows], weight[expert].t(), out=out[rows])
+    else:
+        for expert, rows in _runs(call):
+            torch.mm(x[rows], weight[expert].t(), out=out[rows])
+    _clear_empty_seats(call, out)
 
 
 def linear_dgrad(call: Call) -> None:
@@ -78,9 +79,20 @@ def linear_dgrad(call: Call) -> None:
     weight = _weights(call, grad.shape[1], out.shape[1])
     if in_one_call(grad):
         out.copy_(torch._grouped_mm(grad, weight, offs=_offsets(call)))
-        return
-    for expert, rows in _runs(call):
-        torch.mm(grad[rows], weight[expert], out=out[rows])
+    else:
+        for expert, rows in _runs(call):
+            torch.mm(grad[rows], weight[expert], out=out[rows])
+    _clear_empty_seats(call, out)
+
+
+def _clear_empty_seats(call: Call, out: Tensor) -> None:
+    """Zero the rows of no expert, where ranks divide experts and debug mode looks for NaN.
+
+    Otherwise they keep what was there before. Row-wise kernels work on them too, and nothing reads what they make.
+    """
+    if call.context.debug and call.context.decisions.layout.ep > 1:
+        first, count = _rows(call)
+        out[max(0, int(call["ends"][-1]) - first) : count].zero_()
 
 
 def linear_wgrad(call: Call) -> None:
@@ -106,9 +118,9 @@ def linear_wgrad(call: Call) -> None:
 
 def swiglu(call: Call) -> None:
     """``out = probability * silu(gate) * up``; the probability is that of the row's token for its expert."""
-    x, out, order = call.matrix("x"), call.matrix("out"), call["order"]
+    x, out = call.matrix("x"), call.matrix("out")
     scratch, count = call.scratch(), min(len(out), NORM_ROWS)
-    weights = _probabilities(call, scratch.take(len(order)))
+    weights = _probabilities(call, scratch.take(len(out)))
     wide = None if out.dtype == torch.float32 else scratch.take(count, out.shape[1])
     for block in blocks_of(len(out)):
         gate, up = torch.split(x[block], out.shape[1], dim=1)
@@ -126,9 +138,9 @@ def swiglu_backward(call: Call) -> None:
     With g the gradient of the weighted activation and p the row's probability: the activation's gradient is p * g, and
     the probability's is the sum of g * silu(gate) * up over the row. So the second product's result is not needed.
     """
-    grad, order = call.matrix("grad"), call["order"]
+    grad = call.matrix("grad")
     scratch, count = call.scratch(), min(len(grad), NORM_ROWS)
-    weights, sums = _probabilities(call, scratch.take(len(order))), scratch.take(len(order), 1)
+    weights, sums = _probabilities(call, scratch.take(len(grad))), scratch.take(len(grad), 1)
     wide, factor = scratch.take(count, grad.shape[1]), scratch.take(count, grad.shape[1])
     for block in blocks_of(len(grad)):
         gate, up = torch.split(call["x"][block], grad.shape[1], dim=1)
@@ -141,7 +153,7 @@ def swiglu_backward(call: Call) -> None:
         work.copy_(grad[block]).mul_(weight)
         grad_gate.copy_(other.copy_(up).mul_(work))
         aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-    call["grad_probs"].view(-1).index_copy_(0, order, sums.view(-1))
+    _give_probabilities(call, sums)
 
 
 CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
@@ -150,9 +162,9 @@ CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
 
 def clamped(call: Call) -> None:
     """``out = probability * (up + 1) * gate * sigmoid(1.702 * gate)``, with both halves clamped."""
-    x, out, order = call.matrix("x"), call.matrix("out"), call["order"]
+    x, out = call.matrix("x"), call.matrix("out")
     scratch, count = call.scratch(), min(len(out), NORM_ROWS)
-    weights = _probabilities(call, scratch.take(len(order)))
+    weights = _probabilities(call, scratch.take(len(out)))
     wide, other = scratch.take(count, out.shape[1]), scratch.take(count, out.shape[1])
     for block in blocks_of(len(out)):
         gate, up = torch.split(x[block], out.shape[1], dim=1)
@@ -169,9 +181,9 @@ def clamped_backward(call: Call) -> None:
     With a the clamped gate, u the clamped up and s = sigmoid(1.702 a): the activation's gradient for the gate is
     (u + 1) * (s + 1.702 a s (1 - s)), and for up it is a * s.
     """
-    grad, order = call.matrix("grad"), call["order"]
+    grad = call.matrix("grad")
     scratch, count = call.scratch(), min(len(grad), NORM_ROWS)
-    weights, sums = _probabilities(call, scratch.take(len(order))), scratch.take(len(order), 1)
+    weights, sums = _probabilities(call, scratch.take(len(grad))), scratch.take(len(grad), 1)
     every = [scratch.take(count, grad.shape[1]) for _ in range(5)]
     for block in blocks_of(len(grad)):
         gate, up = torch.split(call["x"][block], grad.shape[1], dim=1)
@@ -191,7 +203,15 @@ def clamped_backward(call: Call) -> None:
         unit.copy_(up).clamp_(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1.0)
         given.mul_(work).mul_(unit)
         grad_gate.copy_(given.mul_(torch.le(wide.copy_(gate), CLAMP_LIMIT, out=wide)))
-    call["grad_probs"].view(-1).index_copy_(0, order, sums.view(-1))
+    _give_probabilities(call, sums)
+
+
+def _give_probabilities(call: Call, sums: Tensor) -> None:
+    """Write the gradient of each row's probability to its slot, or (rows of several ranks) as they go back there."""
+    if "order" in call.tensors:
+        call["grad_probs"].view(-1).index_copy_(0, call["order"], sums.view(-1))
+    else:
+        call["grad_probs"].copy_(sums.view(-1))
 
 
 def bias(call: Call) -> None:
@@ -290,7 +310,9 @@ def _scattered(call: Call, every: Tensor, block: slice) -> Tensor:
 
 
 def _probabilities(call: Call, out: Tensor) -> Tensor:
-    """Write the probability of every dispatched row; return them as one column."""
+    """Write the probability of every dispatched row; return them as one column. Rows of several ranks bring theirs."""
+    if (gates := call.get("gates")) is not None:
+        return gates.view(-1, 1)
     torch.index_select(call["probs"].view(-1), 0, call["order"], out=out)
     return out.unsqueeze(1)
 

@@ -26,6 +26,15 @@ def grad_norm(call: Call) -> None:
             else:  # a dot product of bf16 would be rounded to bf16
                 torch.linalg.vector_norm(piece, dtype=cell.dtype, out=cell[0]).square_()
             call["out"].add_(cell)
+    if _refuses_overflow(call):
+        # 0 without an overflow, infinite with one: the norm is summed over all ranks, and no rank applies the update.
+        cell.copy_(call.context.overflow[:1]).clamp_(max=1.0).neg_().add_(1.0).reciprocal_().sub_(1.0)
+        call["out"].add_(cell)
+
+
+def _refuses_overflow(call: Call) -> bool:
+    """Return whether a step in which an expert's rows exceed the capacity is not applied."""
+    return call.context.decisions.expert_overflow == "refuse"
 
 
 def adamw_decay(call: Call) -> None:
@@ -98,4 +107,12 @@ def _fused(call: Call, run: Run, weight_decay: float, scale: Tensor | None) -> N
         amsgrad=False,
         maximize=False,
         grad_scale=scale,
+        found_inf=_refused(call) if _refuses_overflow(call) else None,
     )
+
+
+def _refused(call: Call) -> Tensor:
+    """Return 1 where the norm of all gradients is infinite, and the update is not applied; else 0."""
+    cell = call.context.cell(call.instruction.lane, 3)
+    cell.copy_(call["norm"]).mul_(0.0)
+    return torch.ne(cell, cell, out=cell)[0]

@@ -28,6 +28,7 @@ from memo_exec.kernels.documents import check_room, squares
 from memo_exec.training import checkpoint, run_folder
 from memo_exec.training.conversations import Conversations
 from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
+from memo_exec.training.expert_overflow import Overflow
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.rollouts import MadeUp
 from memo_sim.contract.errors import UsageError
@@ -92,6 +93,8 @@ class Training:
     """Fingerprint of the frozen weights (``checkpoint.base_of``)."""
     last_saved: Path | None = None
     """The newest good checkpoint: written by this run, or resumed from."""
+    overflow: Overflow | None = None
+    """Dispatched rows beyond the capacity of experts, since the run began or was resumed."""
     times_s: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
     """For every record: the step's time on each rank in seconds."""
 
@@ -111,6 +114,8 @@ class Training:
 
         Raises:
             UsageError: when the loss, the gradient norm or a state becomes NaN or infinite.
+            Infeasible: when a step has more rows for a rank's experts than the plan has places for, and the plan
+                refuses such steps.
         """
         saved = self.step
         self.stopped_by = int(max(asked for (asked,) in self.world.numbers(self.asked)))
@@ -133,7 +138,11 @@ class Training:
         self.attended += squares(batch.documents)
         scalars, documents = self._scalars(number, batch), self._documents(batch)
         record = self.interpreter.run_step(self._micro_batches(batch), scalars, documents)
-        by_rank = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes)
+        overflow = self.interpreter.context.overflow.tolist() if decisions.layout.ep > 1 else (0, 0, 0)
+        by_rank = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes, *overflow)
+        self.overflow = Overflow.of([counts for _, _, _, *counts in by_rank], decisions)
+        if decisions.expert_overflow == "refuse" and self.overflow is not None and self.overflow.dropped:
+            raise self.overflow.refusal(number, self._after_refusal())
         if not (isfinite(record.loss) and isfinite(record.grad_norm)):
             raise UsageError(
                 "the loss or the gradient norm is not a number any more",
@@ -145,9 +154,14 @@ class Training:
         self.losses.append(record.loss)
         self.grad_norms.append(record.grad_norm)
         self.records.append(record)
-        self.stopped_by = int(max(asked for asked, _, _ in by_rank))
-        self.times_s.append([seconds for _, seconds, _ in by_rank])
-        return self._figure(record, max(self.times_s[-1]), int(max(peak for _, _, peak in by_rank)))
+        self.stopped_by = int(max(asked for asked, *_ in by_rank))
+        self.times_s.append([seconds for _, seconds, *_ in by_rank])
+        return self._figure(record, max(self.times_s[-1]), int(max(peak for _, _, peak, *_ in by_rank)))
+
+    def _after_refusal(self) -> str:
+        """Say where a run can go on whose last step was not applied."""
+        saved = f"; the last good checkpoint is {self.last_saved}" if self.last_saved is not None else ""
+        return f"--expert-overflow drop counts rows beyond the capacity as zero{saved}"
 
     def _after_bad_step(self) -> str:
         saved = f"the last good checkpoint is {self.last_saved}; " if self.last_saved is not None else ""

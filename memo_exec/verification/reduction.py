@@ -165,6 +165,8 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("sequences of a micro-batch", lambda d: str(d.micro_batch)),
     ("micro-batches", lambda d: str(d.micro_batches)),
     *_DEGREES,
+    ("ep", lambda d: str(d.layout.ep)),
+    ("capacity of experts", lambda d: f"{d.expert_capacity:g}" if d.expert_capacity else "from the load"),
     ("ranks of ZeRO", lambda d: str(d.layout.shards)),
     ("layers of stages", lambda d: ", ".join(map(str, layers_of_runs(d))) if d.layout.pp > 1 else ""),
     ("recomputed layers", lambda d: d.recompute_layers),
@@ -242,8 +244,27 @@ def _layout(decisions: Decisions, most_ranks: int) -> Layout:
             hint="verify a plan of the same policy with fewer kinds of ranks",
         )
     replicas = degrees["cp"] * degrees["ulysses"] * degrees["dp"]
+    shared = _expert_degree(decisions, replicas)
     shards = layout.zero_ranks and (layout.zero_ranks if replicas == layout.replicas else max(1, replicas // copies))
-    return msgspec.structs.replace(layout, **degrees, zero_ranks=shards)
+    return msgspec.structs.replace(layout, **degrees, ep=shared, zero_ranks=shards)
+
+
+def _expert_degree(decisions: Decisions, replicas: int) -> int:
+    """Return how many of ``replicas`` ranks share the few experts of the small model."""
+    wanted, mixture = decisions.layout.ep, decisions.model.mixture
+    if wanted == 1 or mixture is None:
+        return 1
+    count = min(mixture.count, EXPERTS)
+    found = max(d for d in range(1, min(wanted, count) + 1) if replicas % d == count % d == 0)
+    if found == 1:
+        raise CannotRun(
+            "no number of the small plan's ranks divides its experts",
+            where="$.decisions.layout.ep",
+            got=f"ep {wanted}, {count} experts on {replicas} ranks",
+            wanted="an even --ep",
+            hint="verify a plan of the same policy with --ep 2",
+        )
+    return found
 
 
 def _policy(decisions: Decisions, layout: Layout, dtype: DtypeName, attention: str) -> Decisions:
@@ -271,6 +292,9 @@ def _policy(decisions: Decisions, layout: Layout, dtype: DtypeName, attention: s
         replay_allocator=False,
         libraries=None,
         kernels=kernels,
+        # No row is dropped, because ranks of another layout, and plain autograd, drop other rows or none.
+        expert_capacity=float(layout.ep) if layout.ep > 1 else 0.0,
+        expert_overflow=decisions.expert_overflow,
     )
 
 

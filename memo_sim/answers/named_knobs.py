@@ -12,6 +12,7 @@ from memo_sim.contract.knobs import (
     CountOrAuto,
     Degree,
     DocumentLengths,
+    Factor,
     Flag,
     Fraction,
     Knob,
@@ -71,7 +72,7 @@ def _type(knob: Knob, annotation: str) -> str:
     match knob.kind:
         case Degree() | Whole():
             own = "int"
-        case Fraction():
+        case Fraction() | Factor():
             own = "float"
         case Switch() | Flag():
             own = "bool"

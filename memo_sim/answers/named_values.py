@@ -32,6 +32,7 @@ from memo_sim.contract.knobs import (
     CountOrAuto,
     Degree,
     DocumentLengths,
+    Factor,
     Flag,
     Fraction,
     Knob,
@@ -54,6 +55,7 @@ from memo_sim.planning.presets import known_system
 from memo_sim.planning.question import Question, with_memory
 
 Values = Mapping[str, Any]
+LEAST_FACTOR = 1e-6
 
 MOST_DIGITS = 18
 """Digits of a number that are read; one with more is out of every range."""
@@ -248,8 +250,8 @@ def checked(knob: Knob, given: Any) -> Any:
             value = _whole(given, least, most)
         case CountOrAuto(most):
             value = "auto" if given == "auto" else _whole(_digits(given), 1, most)
-        case Fraction():
-            value = float(given) if _in_range(given, 0, 1) else None
+        case Fraction() | Factor():
+            value = _real(given, knob.kind)
         case Switch() | Flag():
             value = given if isinstance(given, bool) else None
         case OneOf(words):
@@ -301,6 +303,12 @@ def _refusal(knob: Knob, given: Any) -> UsageError:
 def _whole(given: Any, least: int, most: int | None) -> int | None:
     """Return a whole number in a range; None where it is something else."""
     return int(given) if isinstance(given, Integral) and _in_range(given, least, most) else None
+
+
+def _real(given: Any, kind: Fraction | Factor) -> float | None:
+    """Return a number of a kind; None where it is something else. A factor is above 0."""
+    most, least = (kind.most, LEAST_FACTOR) if isinstance(kind, Factor) else (1.0, 0.0)
+    return float(given) if _in_range(given, least, most) else None
 
 
 def _in_range(given: Any, least: float, most: float | None) -> bool:

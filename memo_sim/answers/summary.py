@@ -21,7 +21,7 @@ from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_sea
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
-from memo_sim.program.layout.expert_load import shown_load
+from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
 from memo_sim.program.layout.fp8 import PRODUCTS
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.shape import shape_of
@@ -278,6 +278,7 @@ def _states(decisions: Decisions) -> str:
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
+        what += f", those of experts over {layout.expert_replicas}" if layout.ep > 1 else ""
     return what
 
 
@@ -291,11 +292,26 @@ def _batch(question: Question, decisions: Decisions) -> str:
 
 def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
     """Return how tokens spread over experts, which weights MFU counts, and that products were not measured."""
-    if decisions.model.mixture is None:
+    of, layout = decisions.model.mixture, decisions.layout
+    if of is None:
         return []
     load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
-    value = f"load {load}, no row dropped; MFU counts what a token uses: {used}"
-    found = [Assumption(name="experts", value=value, option="--expert-load")]
+    value, option = f"load {load}, no row dropped; MFU counts what a token uses: {used}", "--expert-load"
+    if layout.ep > 1:
+        rows = decisions.local_tokens * of.per_token
+        most = capacity_rows(of, rows, decisions.expert_load, layout.ep, decisions.expert_capacity)
+        whence = "given" if decisions.expert_capacity else f"{MARGIN:g} times what the fullest rank is expected to get"
+        beyond = {
+            "drop": "rows beyond it count as zero, and memo-exec run reports them",
+            "refuse": "a step with rows beyond it is not applied, and ends the run",
+        }
+        value = (
+            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; a rank "
+            f"can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean ({whence}); "
+            f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
+        )
+        option = "--ep, --expert-load, --expert-capacity"
+    found = [Assumption(name="experts", value=value, option=option)]
     if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
         value = f"derived from single {decisions.dtype} products; the profile has none of several experts"
         found.append(Assumption(name="experts' products", value=value))
@@ -405,6 +421,8 @@ def _open_layouts(question: Question) -> list[LeftOut]:
         more = [
             f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None
         ]
+        if pins.ep is None and question.model.mixture and every.searches_ep > system.searches_ep:
+            more.append("ep above 1")
         if pins.zero is None:
             more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []

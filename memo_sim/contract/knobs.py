@@ -164,6 +164,11 @@ Overlap = Literal["none", "gradients", "both"]
 - none: gradients are reduced over replicas, and parameters gathered, after the step's last gradient.
 - gradients: each block's gradients are reduced after its last backward.
 - both: in addition, ZeRO 1 gathers parameters at the start of the next step, block by block, ahead of its forward."""
+ExpertOverflow = Literal["drop", "refuse"]
+"""What happens to rows beyond the capacity of expert parallelism.
+
+- drop: they count as zero, and the run reports their number.
+- refuse: the step's update is not applied, and the run ends with the capacity to plan for."""
 TpOverlap = Literal["none", "chunked"]
 """Whether a layer's products overlap with the all-gathers before them and the reduce-scatters behind them.
 
@@ -201,6 +206,7 @@ MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16
 MOST_WINDOW = 64
 MOST_LIMIT_GIB = 2**20
+MOST_CAPACITY = 1_000.0
 MOST_METRICS = 16
 """More is a typo."""
 MOST_ZERO = 3
@@ -319,6 +325,16 @@ class DocumentLengths:
         return "mean=TOKENS,max=TOKENS or a file of lengths"
 
 
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A number above 0 that something is multiplied by."""
+
+    most: float
+
+    def __str__(self) -> str:
+        return f"above 0, up to {self.most:g}"
+
+
 Kind = (
     Degree
     | Whole
@@ -333,6 +349,7 @@ Kind = (
     | Load
     | DocumentLengths
     | LowRank
+    | Factor
 )
 """What values a knob has; ``str()`` says it in a table."""
 
@@ -487,6 +504,14 @@ class Pins:
         needs="ulysses",
     )
     """Not searched."""
+    ep: int | None = _knob(
+        None,
+        Whole(1),
+        "Expert parallelism: this many consecutive ranks of cp x ulysses x dp divide the experts, and exchange rows by"
+        " all-to-all. It needs no devices of its own.",
+        at="layout",
+        labels=(Part("ep"),),
+    )
     metp: int | None = _knob(
         None,
         Degree(),
@@ -802,6 +827,18 @@ class Chosen:
         "A model with experts: how its tokens spread over them. balanced: evenly. zipf-S: the n-th fullest expert gets"
         " rows in proportion to n**-S, at most one of every token. A file: as in the run that wrote it. It changes"
         " how long products take.",
+    )
+    expert_capacity: float = _knob(
+        0.0,
+        Factor(MOST_CAPACITY),
+        "With --ep: rows that a rank can send to each of its ranks, over the mean. It sizes buffers and all-to-alls.",
+        unless_given="1.25 x what the fullest rank gets under --expert-load",
+    )
+    expert_overflow: ExpertOverflow = _knob(
+        "drop",
+        _one_of(ExpertOverflow),
+        "With --ep: rows beyond the capacity count as zero (drop), or the step is not applied and the run ends with the"
+        " capacity to plan for (refuse).",
     )
     documents: Documents | None = _knob(
         None,

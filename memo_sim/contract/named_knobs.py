@@ -14,6 +14,7 @@ from memo_sim.contract.knobs import (
     CpExchange,
     DocumentCuts,
     DtypeName,
+    ExpertOverflow,
     Fp8Recipe,
     GradSums,
     Loss,
@@ -44,6 +45,7 @@ class Knobs(TypedDict, total=False):
     cp_exchange: CpExchange | None
     ulysses: int | None
     uneven_heads: bool | None
+    ep: int | None
     metp: int | None
     overlap_exchanges: bool | None
     keep_norms: bool | None
@@ -90,6 +92,8 @@ class Knobs(TypedDict, total=False):
     streams: Streams | None
     modules: Modules | None
     expert_load: str | None
+    expert_capacity: float | None
+    expert_overflow: ExpertOverflow | None
     documents: str | None
     document_cuts: DocumentCuts | None
     lora: str | None

@@ -15,6 +15,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
 from memo_sim.contract.documents import Documents, attended_share
 from memo_sim.contract.errors import did_you_mean
 from memo_sim.contract.knobs import (
+    MOST_CAPACITY,
     MOST_LIMIT_GIB,
     MOST_METRICS,
     MOST_WINDOW,
@@ -22,6 +23,7 @@ from memo_sim.contract.knobs import (
     CpExchange,
     DocumentCuts,
     DtypeName,
+    ExpertOverflow,
     Fp8Layouts,
     Fp8Recipe,
     GradSums,
@@ -72,6 +74,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     - tp: tensor-parallel degree; with ``sequence_parallel``, its ranks share the tokens outside the products.
     - cp: context-parallel degree; its ranks share each sequence and exchange keys and values (``cp_exchange``).
     - ulysses: degree of Ulysses; its ranks change from token shards to head shards around attention, by all-to-all.
+    - ep: degree of expert parallelism; its ranks, which are consecutive ones of cp x ulysses x dp, divide the experts.
     - metp: degree of METP; its ranks share the tokens and weights of each layer, and exchange weights meanwhile.
     - pp: number of pipeline stages.
     - dp: data-parallel degree: replicas that play different sequences.
@@ -106,6 +109,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     With overlap, a stage receives one pass ahead and sends during its next pass. Without, it sends right after each
     pass (Megatron-LM's 1F1B)."""
     dp: Degree = 1
+    ep: Degree = 1
+    """Consecutive ranks of cp x ulysses x dp that divide the experts of a layer; it needs no devices of its own."""
     zero: ZeroLevel = 0
     zero_ranks: ZeroRanks = 0
     """Consecutive replicas that one ZeRO group has; 0 means all replicas."""
@@ -124,6 +129,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def replicas(self) -> int:
         """Number of ranks that hold the same parameters of a layer; ZeRO shards over these ranks."""
         return self.cp * self.ulysses * self.dp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of ranks that hold the same experts of a layer."""
+        return self.replicas // self.ep
 
     @property
     def shards(self) -> int:
@@ -271,7 +281,11 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     expert_load: ExpertLoad = "balanced"
     """How the tokens of a model with experts are expected to spread over them (``layout/expert_load.py``).
 
-    It changes prices only: every size of a program is the same for all loads."""
+    It changes prices. Sizes are the same for all loads, but with ``ep`` above 1 the capacity follows from it."""
+    expert_capacity: Annotated[float, msgspec.Meta(ge=0.0, le=MOST_CAPACITY)] = 0.0
+    """Rows that a rank of ``ep`` can send to each rank, over the mean; 0: from the load (``layout/expert_load.py``)."""
+    expert_overflow: ExpertOverflow = "drop"
+    """What happens to rows beyond the capacity: dropped and counted, or the step is refused."""
     documents: Documents | None = None
     """The lengths of the documents that sequences are packed from; None: a sequence is one document."""
     document_cuts: DocumentCuts = "sequence"

@@ -240,6 +240,8 @@ class Pricer:
         the rows of each are rounded up to whole tiles. The kernel reads and writes each expert's weight once, which is
         its shortest time when experts have few rows. Copying its result to where the plan has it comes on top.
         """
+        if not work.rows:  # a row block of seats that nothing takes (expert parallelism)
+            return self._floor_s + self._kernels.rowwise.stream_seconds(work.copied_bytes)
         if work.gemm_pass == "wgrad":
             mean = max(1, round(work.rows / max(1, work.experts)))
             seconds = self._gemm(Gemm(work.experts * work.n, work.k, mean, "wgrad", work.dtype))

@@ -12,6 +12,7 @@ _NO_SUBSEQUENCES = "it plays whole sequences"
 _NO_ARENA = "its memory is that of PyTorch's caching allocator"
 _NO_SWAP = "it swaps no tokens of a layer's tensors"
 
+_NO_EXPERTS = "memo writes no options of experts"
 _COMMON: dict[str, Saying] = {
     "layout.cp_exchange": Saying("own", lost="its ranks gather all keys and values"),
     "layout.ulysses": Saying("none", lost="it has no all-to-all around attention; its context parallelism gathers"),
@@ -48,9 +49,12 @@ _COMMON: dict[str, Saying] = {
     "decisions.mlp_chunk_tokens": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.mlp_rebuild": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.attention_chunk_tokens": Saying("none", lost="its attention runs on the whole sequence"),
+    "layout.ep": Saying("none", lost=_NO_EXPERTS),
     "decisions.documents": Saying("none", lost="memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", lost="memo writes no options of packed documents"),
-    "decisions.expert_load": Saying("none", lost="memo writes no options of experts"),
+    "decisions.expert_load": Saying("none", lost=_NO_EXPERTS),
+    "decisions.expert_capacity": Saying("none", lost=_NO_EXPERTS),
+    "decisions.expert_overflow": Saying("none", lost=_NO_EXPERTS),
     "decisions.fp8": Saying("none", lost="memo writes no options of FP8: its products would run in bf16"),
     "decisions.fp8_layouts": Saying("own", lost="the device decides it"),
     "decisions.adapters": Saying("none", lost="memo writes no options of adapters"),
@@ -58,7 +62,7 @@ _COMMON: dict[str, Saying] = {
     "decisions.libraries": Saying("own", lost="what is installed decides it"),
     "decisions.replay_allocator": Saying("none", lost=_NO_ARENA),
     "model.bidirectional": Saying("none", lost="it trains causal models"),
-    "model.experts": Saying("none", lost="memo writes no options of experts"),
+    "model.experts": Saying("none", lost=_NO_EXPERTS),
     "model.layer_pattern": Saying("none", lost="its models have layers of one kind"),
 }
 

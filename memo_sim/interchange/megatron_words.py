@@ -302,6 +302,7 @@ _NO_PARTS = "Megatron plays a sequence whole"
 _OWN = "Megatron's own"
 _LOSSES = "its loss divides the vocabulary over tp, unfused, or fused outside of deterministic mode"
 
+_NO_EXPERTS = "memo writes no options of experts"
 SAYINGS: dict[str, Saying] = {
     "model.family": Saying("exact", ("normalization", "gated_linear_unit")),
     "model.layers": Saying("exact", ("num_layers",)),
@@ -326,9 +327,12 @@ SAYINGS: dict[str, Saying] = {
     "model.bidirectional": Saying("none", (), "GPT has causal attention alone"),
     "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
-    "decisions.expert_load": Saying("none", (), "memo writes no options of experts"),
+    "layout.ep": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_load": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_capacity": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_overflow": Saying("none", (), _NO_EXPERTS),
     "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),
-    "model.experts": Saying("none", (), "memo writes no options of experts"),
+    "model.experts": Saying("none", (), _NO_EXPERTS),
     "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),
     "layout.tp": Saying("exact", ("tensor_model_parallel_size",)),

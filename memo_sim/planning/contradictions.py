@@ -69,6 +69,7 @@ def check_pins(question: Question) -> None:
     _check_inputs(question)
     _check_early_stop(question)
     _check_adamw(question)
+    _check_capacity(question)
     check_rules(OF_OPTIONS, _pinned(question))
 
 
@@ -91,6 +92,19 @@ def check_rules(rules: Sequence[Rule], decisions: Decisions) -> None:
         if rule.breaks(decisions):
             error = rule.refusal(decisions)
             raise UsageError(error.what, got=error.got, wanted=error.wanted, hint=error.hint)
+
+
+def _check_capacity(question: Question) -> None:
+    """Refuse a capacity of experts, or what happens beyond it, where no plan divides experts."""
+    given = [n for n in ("expert_capacity", "expert_overflow") if getattr(question, n) != KNOBS[n].default]
+    shared = question.pins.ep is None and question.preset.searches_ep
+    if given and not shared and question.pins.ep in (None, 1):
+        raise UsageError(
+            f"{KNOBS[given[0]].option} has no effect without expert parallelism",
+            got=f"{KNOBS[given[0]].option} {getattr(question, given[0])} with ep {question.pins.ep or 1}",
+            wanted="--ep 2 or more",
+            hint="add --ep, or leave it out: a rank with all experts has a place for every row",
+        )
 
 
 def _check_degrees(question: Question) -> None:

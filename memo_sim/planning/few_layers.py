@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import LayerShape
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
 from memo_sim.program.analysis.edges import derive_edges
@@ -107,12 +108,13 @@ class Passes:
         few = repeated_layers(layers, windows=1, beside=2 * ENDS)
         if decisions.recompute_layers != ALL or not few.times:
             few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
+        least = _least_dp(decisions.layout)
         alone = msgspec.structs.replace(
             decisions,
             model=decisions.model.of_layers(few.shapes),
             layout=msgspec.structs.replace(
                 decisions.layout,
-                dp=1,
+                dp=least,
                 pp=1,
                 pp_layers=(),
                 zero=0,
@@ -121,7 +123,7 @@ class Passes:
                 virtual_stages=1,
                 multiplexed=False,
             ),
-            global_batch=decisions.micro_batch,
+            global_batch=least * decisions.micro_batch,
             states="fp32",
             zero_params="auto",
             loss_metrics=0,
@@ -222,6 +224,11 @@ class _FewLayers:
         """Return the peak bytes without states; ``sizes`` includes the repeated buffers."""
         once = _live(self._lives, self._lives.bytes, device=device)[self._inside].max(initial=0)
         return int(max(once, _live(self._lives, sizes, device=device)[self._all_kept].max(initial=0)))
+
+
+def _least_dp(layout: Layout) -> int:
+    """Return the least data parallelism with which ranks that divide experts make up whole groups."""
+    return layout.ep // gcd(layout.ep, layout.cp * layout.ulysses)
 
 
 def _template(program: Program, instance: Instance) -> Template:

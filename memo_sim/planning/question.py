@@ -93,6 +93,8 @@ class Question(Chosen):
             zero_params=self._zero_params(layout),
             grad_sums=self.grad_sums,
             expert_load=self.expert_load,
+            expert_capacity=self.expert_capacity if layout.ep > 1 else 0.0,
+            expert_overflow=self.expert_overflow if layout.ep > 1 else "drop",
             documents=self.documents,
             document_cuts=self.document_cuts if layout.ring > 1 or self.documents is None else "sequence",
             adapters=self.adapters,

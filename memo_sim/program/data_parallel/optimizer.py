@@ -8,6 +8,9 @@ same parameters (cp x ulysses x dp).
     zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
+The experts of a layer that ranks divide (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep. Their states
+are divided over those.
+
 With ``zero_ranks``, the states are divided over groups of that many replicas. Gradients are reduce-scattered inside a
 group, and each shard is all-reduced between the groups. Parameters are gathered inside a group. So do torch's HSDP
 (``_fsdp_collectives.py``, foreach_reduce) and Megatron-LM with several distributed optimizer instances
@@ -50,7 +53,7 @@ from memo_sim.program.layout.parameters import (
     moment_dtype,
     without_masters,
 )
-from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
+from memo_sim.program.layout.rank_order import EXPERT_GRADS, GRADS, REPLICATE, SHARD, degree
 from memo_sim.program.operators.fp8_operands import quantisation
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
@@ -76,8 +79,11 @@ class Optimizer:
     def group(self) -> Group:
         """The group of ranks that hold the same parameters.
 
-        METP divides only the parameters of layers, so its ranks share the embedding and the head (``ends``).
+        METP divides only the parameters of layers, so its ranks share the embedding and the head (``ends``). Fewer
+        ranks hold the same experts than hold the rest of a layer, where ranks divide these (``expert_grads``).
         """
+        if self.kind is BlockKind.EXPERTS:
+            return EXPERT_GRADS
         return "ends" if self.decisions.layout.whole_ends and self.kind is not BlockKind.LAYER else "grads"
 
     @property
@@ -559,10 +565,14 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     for name in ("grad_norm", "loss"):
         builder.bind(families[name])
     weights = layout.weights_group
+    shared: tuple[Group, int] = (GRADS if layout.shards == replicas else SHARD, layout.shards)
+    # Ranks that divide experts add up the norms of their own (``memo_exec/distributed/own_program.py`` says who counts
+    # the rest).
+    shared = (GRADS, replicas) if layout.ep > 1 else shared
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
         ("grad_norm", weights, degree(weights, layout), layout.whole_ends),
-        ("grad_norm", GRADS if layout.shards == replicas else SHARD, layout.shards, True),
+        ("grad_norm", *shared, True),
         ("grad_norm", "pp", layout.pp, True),
         ("loss", weights, degree(weights, layout), layout.whole_ends),
         ("loss", "grads", replicas, True),

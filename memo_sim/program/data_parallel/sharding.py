@@ -119,8 +119,12 @@ class Sharding:
         """``optimizers``: by the names of their blocks."""
         self.stage = stage
         self.kinds = layers_by_kind(decisions.model, stage)
-        self.blocks = {layer: kind.block for kind in self.kinds for layer in kind.layers}
-        """By layer: the name of its block."""
+        self.blocks = {
+            layer: tuple(name for name in (kind.block, kind.experts_block) if name in optimizers)
+            for kind in self.kinds
+            for layer in kind.layers
+        }
+        """By layer: the names of its blocks."""
         self.decisions = decisions
         self.optimizers = optimizers
         self.micro_batches = micro_batches
@@ -146,7 +150,8 @@ class Sharding:
     def families(self) -> list[Family]:
         """Return the buffers of whole gradients and parameters, one for each use."""
         m, found = self.micro_batches * self.subsequences, []
-        uses = {"embed": m * self.embed_uses, "head": m} | {each.block: m * len(each.layers) for each in self.kinds}
+        uses = {"embed": m * self.embed_uses, "head": m}
+        uses |= {name: m * len(k.layers) for k in self.kinds for name in (k.block, k.experts_block)}
         for kind, optimizer in self.optimizers.items():
             elements, block, of = optimizer.block.elements, optimizer.kind, optimizer.layer_kind
             if kind in self.grads:
@@ -158,7 +163,7 @@ class Sharding:
                     holds, size = FamilyKind.WHOLE_GRADS, (dtype, trained, 1, uses[kind])
                     found.append(Family(each, BufferClass.TRANSIENT, *size, kind=holds, block=block, layer_kind=of))
             if kind in self.params:
-                count = 2 * uses[kind] if block is BlockKind.LAYER else uses[kind]
+                count = 2 * uses[kind] if block.of_layer else uses[kind]
                 dtype, holds = self.decisions.dtype, FamilyKind.GATHERED
                 for name in ("gathered", "copied_out") if optimizer.copied_out else ("gathered",):
                     size = (dtype, elements, 1, count)
@@ -197,11 +202,11 @@ class Sharding:
                 found += [optimizer.quantise(seen, again=again) for again in (False, True)[: 1 + (kind in self.params)]]
             if kind in self.params:
                 found.append(self._gather(kind, families, Phase.GATHER))
-                if optimizer.kind is BlockKind.LAYER:
+                if optimizer.kind.of_layer:
                     found.append(self._gather(kind, families, Phase.REGATHER))
                 if optimizer.copied_out:
                     found.append(self._copy_out(kind, families, Phase.GATHER))
-                    if optimizer.kind is BlockKind.LAYER:
+                    if optimizer.kind.of_layer:
                         found.append(self._copy_out(kind, families, Phase.REGATHER))
         return found
 
@@ -298,7 +303,7 @@ class Sharding:
             m, s, at = v.micro_batch, v.subsequence, f"m{v.micro_batch}/s{v.subsequence}"
             if self.stage.begins_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/embed", m, -1, False, ("embed",), (), s))
-            block = (self.blocks[v.layer],)
+            block = self.blocks[v.layer]
             grads = block if v.backward else ()
             found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, block, grads, s))
             if self.stage.ends_model(v.layer) and not v.backward:
@@ -333,9 +338,9 @@ class Sharding:
             reduced = self._reduced(use)
             if use.grads:
                 kinds = tuple(kind for kind in use.grads if kind in self.grads)
-                before += _placed(use, kinds, "clear")
-                after = _placed(use, kinds, "scatter") + waiting
-                waiting = _placed(use, kinds, "add")
+                before += self._placed(use, kinds, "clear")
+                after = self._placed(use, kinds, "scatter") + waiting
+                waiting = self._placed(use, kinds, "add")
                 if kinds:  # a shard is reduced after its last add, whole gradients at once
                     waiting, reduced = waiting + reduced, []
             if not following:
@@ -347,19 +352,29 @@ class Sharding:
         """Return the gathers of the sharded parameters of ``use``."""
         again = use.backward and self._of_layer(use)
         kinds = tuple(kind for kind in use.params if kind in self.params)
-        return _placed(use, kinds, "regather" if again else "gather")
+        return self._placed(use, kinds, "regather" if again else "gather")
 
     def _copied_out(self, use: Use) -> list[Placed]:
         """Return the copies of the gathered parameters of ``use``, for blocks whose parameters FSDP2 copies out."""
         again = use.backward and self._of_layer(use)
         kinds = tuple(kind for kind in use.params if kind in self.copied_out)
-        return _placed(use, kinds, "copy_out_again" if again else "copy_out")
+        return self._placed(use, kinds, "copy_out_again" if again else "copy_out")
+
+    def _placed(self, use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:
+        """Return one template for each block; the tied embedding's use at the head has its own place."""
+        tied = f"{use.place}.embed"
+        places = [
+            tied if kind == "embed" and "head" in (*use.params, *use.grads) else self.place_of(kind, use.place)
+            for kind in kinds
+        ]
+        m, layer, s = use.micro_batch, use.layer, use.subsequence
+        return [Placed(f"{kind}.{what}", at, m, layer, s) for kind, at in zip(kinds, places, strict=True)]
 
     def _quantised(self, use: Use) -> list[Placed]:
         """Return what makes the FP8 copies of the parameters of ``use``."""
         again = use.backward and any(kind in self.params for kind in use.params)
         kinds = tuple(kind for kind in use.params if kind in self.quantised)
-        return _placed(use, kinds, "quantize_again" if again else "quantize")
+        return self._placed(use, kinds, "quantize_again" if again else "quantize")
 
     def _of_layer(self, use: Use) -> bool:
         return 0 <= use.layer < self.layers
@@ -374,7 +389,12 @@ class Sharding:
         spanning = self.stage.stages > 1 and self.decisions.model.tied_embeddings
         early = [kind for kind in use.grads if kind in self.reduced_early]
         complete = [kind for kind in early if kind != "embed" or (use.layer < 0 and not spanning)]
-        return [Placed(f"{kind}.reduce", f"step/{use.place.rpartition('/')[2]}", 0, use.layer) for kind in complete]
+        place = f"step/{use.place.rpartition('/')[2]}"
+        return [Placed(f"{kind}.reduce", self.place_of(kind, place), 0, use.layer) for kind in complete]
+
+    def place_of(self, kind: str, place: str) -> str:
+        """Return the place of a block's own templates; a layer's experts, where ranks divide them, have another."""
+        return f"{place}.experts" if self.optimizers[kind].kind is BlockKind.EXPERTS else place
 
 
 def _cast_shard(optimizer: Optimizer, dtype: DtypeName) -> Family:
@@ -386,11 +406,3 @@ def _cast_shard(optimizer: Optimizer, dtype: DtypeName) -> Family:
         block=optimizer.kind,
         layer_kind=optimizer.layer_kind,
     )
-
-
-def _placed(use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:
-    """Return one template for each block; the tied embedding's use at the head has its own place."""
-    tied = f"{use.place}.embed"
-    places = [tied if kind == "embed" and "head" in (*use.params, *use.grads) else use.place for kind in kinds]
-    m, layer, s = use.micro_batch, use.layer, use.subsequence
-    return [Placed(f"{kind}.{what}", at, m, layer, s) for kind, at in zip(kinds, places, strict=True)]

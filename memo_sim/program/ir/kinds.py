@@ -39,6 +39,13 @@ class BlockKind(StrEnum):
     EMBED = "embed"
     LAYER = "layer"
     HEAD = "head"
+    EXPERTS = "experts"
+    """The experts of a layer, where ranks divide them (``Layout.ep``)."""
+
+    @property
+    def of_layer(self) -> bool:
+        """Whether every layer of a kind has such a block."""
+        return self in (BlockKind.LAYER, BlockKind.EXPERTS)
 
 
 class TemplateKind(StrEnum):

@@ -13,13 +13,17 @@ from memo_sim.contract.knobs import DtypeName, ProductDtype
 from memo_sim.contract.model import pairs_in_window
 
 Mask = Literal["none", "causal"]
-Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied"]
+Group = Literal[
+    "tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied", "ep", "expert_grads"
+]
 """The ranks that take part. The collectives of a group have a lane of their own (``ir/instruction.py``).
 
 - ``grads``: all ranks with the same parameters of a layer (ulysses x cp x dp).
 - ``ends``: all ranks with the same embedding and head (metp x ulysses x cp x dp); used only with METP.
 - ``shard``: the ranks of ``grads`` that ZeRO divides over, where these are not all (``Layout.zero_ranks``).
 - ``replicate``: the ranks of ``grads`` that hold the same shard, one of every ``shard`` group.
+- ``ep``: consecutive ranks of ``grads`` that divide the experts of a layer.
+- ``expert_grads``: the ranks of ``grads`` with the same experts, one of every ``ep`` group.
 - ``pp``: one rank of every pipeline stage.
 - ``tied``: one rank of the first stage and one of the last.
 - The others are the groups of one parallelism.

@@ -68,8 +68,8 @@ class ExpertMlp:
     def __init__(self, writer: OperatorWriter, experts: Experts) -> None:
         self.writer, self.shape, self.experts = writer, writer.shape, experts
         self.builder = writer.builder
-        self.rows = self.shape.dispatched
-        """Number of dispatched rows."""
+        self.rows = self.shape.expert_rows
+        """Number of dispatched rows; with expert parallelism, of rows that the rank can receive."""
         self.shared = SharedExpert(writer)
         self.clamped = experts.activation == "clamped"
         self.activation = "experts.clamped" if self.clamped else "experts.swiglu"
@@ -98,7 +98,8 @@ class ExpertMlp:
         for i, (first, tokens) in enumerate(blocks):
             if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
                 self.writer.suffix = f".r{i}"
-            self._first_half(source, (first * self.experts.per_token, tokens * self.experts.per_token))
+            ends = [at * self.rows // self.shape.tokens for at in (first, first + tokens)]
+            self._first_half(source, (ends[0], ends[1] - ends[0]))
             self.shared.first_half(source, (first, tokens))
         if self.builder.kind is TemplateKind.FORWARD:
             self.writer.suffix = ""
@@ -176,8 +177,8 @@ class ExpertMlp:
 
     def _first_half(self, source: Rows, rows: RowBlock) -> None:
         """Write dispatch of ``source``, first product and activation of a range of dispatched rows."""
-        writer, phase = self.writer, self.builder.phase
-        dispatched = Rows(writer.own(f"{phase}.dispatched", self.rows, self.shape.hidden), *rows)
+        writer = self.writer
+        dispatched = self._dispatched(rows)
         self._dispatch("dispatch", source, dispatched)
         up, width = Rows("up", *rows), self.shape.expert_width
         self._product("experts_up", dispatched, up)
@@ -203,10 +204,17 @@ class ExpertMlp:
             table.expert_activation_workspace_bytes(rows[1], width, writer.dtype, clamped=self.clamped),
             features=width,
             x=reads(up),
-            probs=reads(self._tokens("route_probs")),
-            order=reads(Rows("route_order", *rows)),
+            **self._weights_of(rows),
             out=writes(Rows("act", *rows)),
         )
+
+    def _dispatched(self, rows: RowBlock) -> Rows:
+        """Return a range of the experts' input rows; add the buffer at its first use."""
+        return Rows(self.writer.own(f"{self.builder.phase}.dispatched", self.rows, self.shape.hidden), *rows)
+
+    def _weights_of(self, rows: RowBlock) -> dict[str, Access]:
+        """Return the operands that tell the activation by which probability each row is multiplied."""
+        return {"probs": reads(self._tokens("route_probs")), "order": reads(Rows("route_order", *rows))}
 
     def _route(self, source: Rows) -> None:
         """Write the router's product of ``source``, and what it decides: experts, probabilities, order and places."""
@@ -236,16 +244,17 @@ class ExpertMlp:
             probs=writes(self._tokens("route_probs")),
             experts=writes(self._tokens("route_experts")),
         )
-        by_expert = Rows(self._own("by_expert", "int64", self.rows, 1).slot, *self._all)
-        order, kernel = Rows("route_order", *self._all), writer.decisions.kernels.attention
-        index_bytes = INDEX * self.rows
+        slots = shape.dispatched
+        by_expert = self._own("by_expert", "int64", slots, 1)
+        order, kernel = self._order, writer.decisions.kernels.attention
+        index_bytes = INDEX * slots
         self._emit(
             "sort",
             "experts.sort",
-            self.rows,
+            slots,
             4 * index_bytes,
             4 * index_bytes,
-            table.sort_workspace_bytes(self.rows, kernel),
+            table.sort_workspace_bytes(slots, kernel),
             experts=reads(self._tokens("route_experts")),
             sorted=writes(by_expert),
             order=writes(order),
@@ -253,14 +262,14 @@ class ExpertMlp:
         self._emit(
             "places",
             "experts.places",
-            self.rows,
+            slots,
             2 * index_bytes,
             2 * index_bytes,
-            table.places_workspace_bytes(self.rows, count),
+            table.places_workspace_bytes(slots, count),
             order=reads(order),
             sorted=reads(by_expert),
-            places=writes(self._tokens("route_places")),
-            ends=writes(self._ends),
+            places=writes(self._places),
+            ends=writes(self._all_ends),
         )
 
     def _router_backward(self, d_logits: Rows, source: Rows, d_norm: Rows) -> None:
@@ -318,13 +327,14 @@ class ExpertMlp:
             probs=reads(self._tokens("route_probs")),
             scores=reads(self._tokens("route_scores")),
             experts=reads(self._tokens("route_experts")),
-            ends=reads(self._ends),
+            ends=reads(self._all_ends),
             lse=reads(self._tokens("route_lse")) if self.experts.z_loss else None,
             out=writes(d_logits),
             loads=self.writer.grad(SELECTION_BIAS),
         )
 
     def _activation_backward(self, grad: Rows, d_up: Rows, d_probs: Rows) -> None:
+        """Write the gradients of the first product, and of the probabilities of all tokens."""
         size = self.writer.size * self.shape.expert_width * self.rows
         self._emit(
             "act.bwd",
@@ -336,8 +346,7 @@ class ExpertMlp:
             features=self.shape.expert_width,
             grad=reads(grad),
             x=reads(Rows("up", *self._all)),
-            probs=reads(self._tokens("route_probs")),
-            order=reads(Rows("route_order", *self._all)),
+            **self._weights_of(self._all),
             grad_x=writes(d_up),
             grad_probs=writes(d_probs),
         )
@@ -403,7 +412,7 @@ class ExpertMlp:
             self._dispatch_scratch(name, out),
             features=self.shape.hidden,
             x=reads(source),
-            order=reads(Rows("route_order", out.first, out.tokens)),
+            order=reads(self._slots(out)),
             out=writes(out),
             **self._read_besides(name),
         )
@@ -421,7 +430,7 @@ class ExpertMlp:
     def _combine_scratch(self, name: str, out: Rows) -> int:
         """Return the scratch of the sum ``name``, in bytes."""
         del name
-        return table.combine_workspace_bytes(out.tokens, self.shape.hidden, self.writer.dtype)
+        return table.combine_workspace_bytes(out.tokens, self.shape.hidden, self.writer.dtype, seats=self.shape.ep > 1)
 
     def _combine(self, name: str, source: str, out: Rows) -> None:
         """Emit the sum of each token's dispatched rows."""
@@ -435,20 +444,28 @@ class ExpertMlp:
             self._combine_scratch(name, out),
             features=self.experts.per_token * self.shape.hidden,
             x=reads(Rows(source, *self._all)),
-            places=reads(self._tokens("route_places")),
+            places=reads(self._seats),
             out=writes(out),
         )
+
+    def _weight(self, name: str) -> Access | None:
+        """Return the weights of the rank's experts as a read operand."""
+        return self.writer.param(name)
+
+    def _weight_grad(self, name: str) -> Access | None:
+        """Return their gradients as an accumulated operand."""
+        return self.writer.grad(name)
 
     def _product(self, name: str, x: Rows, out: Rows) -> None:
         """Emit the product of dispatched rows with their experts' weights."""
         n, k = self.builder.features(out.slot), self.builder.features(x.slot)
-        operands = {"x": reads(x), "weight": self.writer.param(f"{name}.weight"), "ends": reads(self._ends)}
+        operands = {"x": reads(x), "weight": self._weight(f"{name}.weight"), "ends": reads(self._ends)}
         self._grouped(name, "experts.linear", out, n, k, **operands, out=writes(out))
 
     def _dgrad(self, name: str, grad: Rows, out: Rows) -> None:
         """Emit the gradient of a product's input."""
         n, k = self.builder.features(out.slot), self.builder.features(grad.slot)
-        operands = {"grad": reads(grad), "weight": self.writer.param(f"{name}.weight"), "ends": reads(self._ends)}
+        operands = {"grad": reads(grad), "weight": self._weight(f"{name}.weight"), "ends": reads(self._ends)}
         self._grouped(f"{name}.dgrad", "experts.linear.dgrad", out, n, k, **operands, out=writes(out))
 
     def _grouped(self, name: str, op: str, rows: Rows, n: int, k: int, **operands: Access | None) -> None:
@@ -467,16 +484,16 @@ class ExpertMlp:
     def _result_bytes(self, elements: int) -> int:
         """Return the scratch of a grouped product with a result of so many elements."""
         kernel = self.writer.decisions.kernels.attention
-        return table.grouped_workspace_bytes(elements, self.writer.dtype, self.experts.count, kernel)
+        return table.grouped_workspace_bytes(elements, self.writer.dtype, self.shape.own_experts, kernel)
 
     def _wgrad(self, name: str, grad: Rows, x: Rows) -> None:
         """Emit the gradients of all experts' weights, ``m`` output features by ``n`` input features each."""
         m, n = self.builder.features(grad.slot), self.builder.features(x.slot)
         writer, into = self.writer, gradient_dtype(self.writer.decisions)
-        kernel, builder = writer.decisions.kernels.attention, self.builder
+        kernel, builder, count = writer.decisions.kernels.attention, self.builder, self.shape.own_experts
         wide = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
-        result = self._result_bytes(self.experts.count * m * n)
-        added = (writer.size + 2 * DTYPE_BYTES[into]) * self.experts.count * m * n
+        result = self._result_bytes(count * m * n)
+        added = (writer.size + 2 * DTYPE_BYTES[into]) * count * m * n
         builder.emit(
             f"{name}.wgrad{writer.suffix}",
             "experts.linear.wgrad",
@@ -485,7 +502,7 @@ class ExpertMlp:
             grad=reads(grad),
             x=reads(x),
             ends=reads(self._ends),
-            out=writer.grad(f"{name}.weight"),
+            out=self._weight_grad(f"{name}.weight"),
             wide=builder.scratch(f"{name}.wgrad.wide{writer.suffix}", wide),
             workspace=builder.scratch(f"{name}.wgrad.result{writer.suffix}", result),
         )
@@ -524,8 +541,33 @@ class ExpertMlp:
         return Rows(slot, 0, self.shape.tokens)
 
     @property
-    def _ends(self) -> Rows:
+    def _all_ends(self) -> Rows:
+        """Where the rows of each expert end, of all that the rank dispatches."""
         return Rows("route_ends", 0, self.experts.count)
+
+    @property
+    def _ends(self) -> Rows:
+        """Where the rows of each of the rank's experts end."""
+        return self._all_ends
+
+    @property
+    def _order(self) -> Rows:
+        """The slot of each dispatched row, in the order of experts."""
+        return Rows("route_order", *self._all)
+
+    def _slots(self, rows: Rows) -> Rows:
+        """The slot that each of these rows is a copy of."""
+        return Rows("route_order", rows.first, rows.tokens)
+
+    @property
+    def _seats(self) -> Rows:
+        """The row of each slot among those that come back from the experts."""
+        return self._places
+
+    @property
+    def _places(self) -> Rows:
+        """The dispatched row of each slot."""
+        return self._tokens("route_places")
 
     def _own(self, name: str, dtype: str, tokens: int, features: int) -> Rows:
         """Return all rows of a buffer of the template; add the buffer at its first use."""

@@ -1,5 +1,7 @@
 """Offsets and shapes of the parameters in their block: ``embed``, one block for each layer, and ``head``.
 
+With expert parallelism a layer has a second block, ``experts``: other ranks hold the same than those of the rest.
+
 A block is a flat range of elements (features 1): first the matrices, which have weight decay, then the vectors. An
 optimizer therefore sees two runs (decay, no decay), while a checkpoint sees names. Names inside a layer are memo's own;
 ``memo_exec`` maps them to those of Hugging Face.
@@ -185,12 +187,19 @@ def embed_block(model: Model, tp: int, *, positions: bool = True, adapters: Adap
 
 
 def layer_block(
-    model: Model, tp: int, layer: LayerShape, *, name: str = "layer", adapters: Adapters | None = None
+    model: Model,
+    tp: int,
+    layer: LayerShape,
+    *,
+    name: str = "layer",
+    ep: int = 1,
+    adapters: Adapters | None = None,
 ) -> Block:
     """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
 
     The experts' matrices lie one after the other, each with its gate before its up half. ``name``: the block's name,
-    which differs by layer kind. ``adapters``: they are trained, and come first.
+    which differs by layer kind. ``ep``: where ranks divide the experts, these are in a block of their own
+    (``experts_block``), and the router stays here. ``adapters``: they are trained, and come first.
     """
     h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
@@ -199,11 +208,8 @@ def layer_block(
     if (experts := layer.experts) is None:
         matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
     else:
-        inside = experts.hidden // tp
-        matrices += [
-            ("experts_up.weight", (experts.count * 2 * inside, h)),
-            ("experts_down.weight", (experts.count * h, inside)),
-        ]
+        if ep == 1:
+            matrices += _experts(experts, h, tp, ep)
         if experts.shared:
             beside = experts.shared // tp
             matrices += [("shared_up.weight", (2 * beside, h)), ("shared_down.weight", (h, beside))]
@@ -216,7 +222,7 @@ def layer_block(
         vectors.append(("qkv.bias", q + 2 * kv, Part.WHOLE))
     if model.linear_bias or model.proj_bias:
         vectors.append(("proj.bias", h, Part.TOKENS))
-    if model.linear_bias:
+    if model.linear_bias and experts is None:
         vectors += [("ffn_up.bias", up, Part.WHOLE), ("ffn_down.bias", h, Part.TOKENS)]
     if model.sinks:
         vectors.append(("sinks", model.heads // tp, Part.WHOLE))
@@ -225,6 +231,24 @@ def layer_block(
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
     return _block(name, matrices, vectors, adapters, _sides(model, layer, tp, adapters) if adapters else ())
+
+
+def experts_block(model: Model, tp: int, ep: int, experts: Experts | None, *, name: str = "experts") -> Block | None:
+    """Return the block of one rank's experts; None without expert parallelism, or in a layer without experts.
+
+    Rank r of ``ep`` has the experts [r x count / ep, (r + 1) x count / ep), and of each the features of its rank of tp.
+    """
+    return None if ep == 1 or experts is None else rank_experts_block(model, tp, ep, experts, name=name)
+
+
+def rank_experts_block(model: Model, tp: int, ep: int, experts: Experts, *, name: str = "experts") -> Block:
+    """Return the block of one rank's experts, or (``ep`` 1) of all of them."""
+    return _block(name, _experts(experts, model.hidden, tp, ep), [], None)
+
+
+def _experts(experts: Experts, hidden: int, tp: int, ep: int) -> Matrices:
+    count, inside = experts.count // ep, experts.hidden // tp
+    return [("experts_up.weight", (count * 2 * inside, hidden)), ("experts_down.weight", (count * hidden, inside))]
 
 
 def _of_experts(experts: Experts, hidden: int, tp: int) -> Vectors:

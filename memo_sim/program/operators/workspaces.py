@@ -403,10 +403,29 @@ def dispatch_workspace_bytes(rows: int) -> int:
     return _pieces(8 * rows)
 
 
-def combine_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of summing each token's rows: for a block of tokens, row numbers, a row, and two in fp32."""
+def send_order_workspace_bytes(rows: int, slots: int, ranks: int) -> int:
+    """Return the scratch of seating dispatched rows: for each row sent and each slot a few numbers, and some a rank."""
+    return _pieces(*[8 * rows] * 3, *[8 * slots] * 2, *[8 * ranks] * 3, slots)
+
+
+def receive_order_workspace_bytes(rows: int, ranks: int, experts: int) -> int:
+    """Return the scratch of ordering received rows by expert: numbers of each row, and of each rank and expert."""
+    return _pieces(*[8 * rows] * 4, *[8 * ranks * (experts + 1)] * 4)
+
+
+def gates_backward_workspace_bytes(slots: int) -> int:
+    """Return the scratch of bringing gradients of probabilities back: each slot's row, and whether it has one."""
+    return _pieces(8 * slots, slots)
+
+
+def combine_workspace_bytes(rows: int, features: int, dtype: str, *, seats: bool = False) -> int:
+    """Return the scratch of summing each token's rows: for a block of tokens, row numbers, a row, and two in fp32.
+
+    ``seats``: also whether each slot has a row.
+    """
     block = min(rows, NORM_ROWS)
-    return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype) * 2)
+    missing = (block,) if seats else ()
+    return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype) * 2, *missing)
 
 
 def expert_bias_workspace_bytes(rows: int, features: int, dtype: str) -> int:

@@ -114,8 +114,12 @@ class StageOrder:
 
     def _step_blocks(self) -> list[tuple[str, str, int]]:
         """Return (name, place, layer) of every parameter block, in the model's order."""
-        names, blocks = self._parts.sharding.blocks, self._parts.blocks
-        layers = [(names[i], f"step/l{number}", i) for i, number in enumerate(self._stage.layers)]
+        sharding, blocks = self._parts.sharding, self._parts.blocks
+        layers = [
+            (name, sharding.place_of(name, f"step/l{number}"), i)
+            for i, number in enumerate(self._stage.layers)
+            for name in sharding.blocks[i]
+        ]
         before, after = ([(end, f"step/{end}", 0)] * (end in blocks) for end in ("embed", "head"))
         return [*before, *layers, *after]
 

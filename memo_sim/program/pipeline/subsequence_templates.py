@@ -22,6 +22,7 @@ from memo_sim.program.ir.instruction import BufferClass, Families, Family, Templ
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.embedding_and_head import embed_backward, embed_forward, head
+from memo_sim.program.layers.expert_exchange import GRADS, PARAMS
 from memo_sim.program.layers.kinds import Layer, layer_kind
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.weight_gradients import DeferredWeightGradients
@@ -273,6 +274,11 @@ class SubsequenceTemplates:
         builder.bind(seen[f"params.{of.block.name}"], slot="params")
         if self.decisions.fp8 != "none":
             builder.bind(seen[f"params_fp8.{of.block.name}"], slot=WEIGHTS)
+        shared = of.layers.experts_block
+        if f"params.{shared}" in seen:
+            builder.bind(seen[f"params.{shared}"], slot=PARAMS)
+            if gradients:
+                builder.bind(seen[f"grads.{shared}"], slot=GRADS)
         if gradients:
             builder.bind(seen[f"grads.{of.block.name}"], slot="grads")
             deferred = of.deferred_of_kept if held is of.keeping else of.deferred

@@ -1,5 +1,12 @@
 """What the ops of experts read, make and add (``value_rules.py``).
 
+With expert parallelism ranks send rows to each other. The checker follows a tensor from the order in which it is sent
+(``x.sent``) to that in which it arrives (``x.arrived``); ranks run the same program, so what arrives is what is sent.
+
+    norm2 - dispatched.sent - dispatched.arrived - dispatched - up - act - expert_out - expert_out.sent - .arrived
+    route_experts, route_order, route_places - route_seats, route_sent, route_ends.sent - .arrived - route_arrived,
+    route_own_ends      route_probs - gates.sent - gates.arrived - gates      d_gates - .sent - .arrived - d_probs
+
 Rows of these values are dispatched rows, ``per_token`` for each token, and a dispatched row of one tensor is that of
 every other. Which token a row is of is decided while the step runs. So the checker asks that a copy to experts may read
 every token, and that a sum over experts may read every dispatched row.
@@ -17,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.parameters import SELECTION_BIAS
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, rowwise, weight
@@ -85,9 +93,26 @@ def _decided(call: Call, role: str, wanted: Value, count: int) -> None:
 
 
 def _ends(call: Call, value: Value) -> None:
+    experts, ep = call.values.model.mixture, call.values.layout.ep
+    assert experts is not None
+    name = "route_ends" if ep == 1 else "route_own_ends"
+    _decided(call, "ends", Value(name, value.layer, value.micro_batch), experts.count // ep)
+
+
+def _all_ends(call: Call, value: Value) -> None:
     experts = call.values.model.mixture
     assert experts is not None
     _decided(call, "ends", Value("route_ends", value.layer, value.micro_batch), experts.count)
+
+
+def _exchanged(call: Call) -> bool:
+    """Return whether ranks divide the experts."""
+    return call.values.layout.ep > 1
+
+
+def _block(call: Call) -> BlockKind:
+    """Return the block of parameters that has the experts."""
+    return BlockKind.EXPERTS if _exchanged(call) else BlockKind.LAYER
 
 
 def _partial(call: Call, name: str) -> str:
@@ -142,24 +167,29 @@ def dispatch(call: Call) -> None:
         if source is not None and made is not None and order is not None:
             name, after = made
             value = Value(name, source.layer - after, source.micro_batch)
-            wanted = ("route_order", value.layer, value.micro_batch)
+            by = "route_sent" if _exchanged(call) else "route_order"
+            wanted = (by, value.layer, value.micro_batch)
             if (order.name, order.layer, order.micro_batch) != wanted:
-                call.wrong("order", order, row, f"route_order of layer {value.layer}, micro-batch {value.micro_batch}")
+                call.wrong("order", order, row, f"{by} of layer {value.layer}, micro-batch {value.micro_batch}")
                 value = None
+            elif _exchanged(call):
+                value = value._replace(name=f"{name}.sent")
         call.put("out", first, tokens, value, row)
 
 
 def combine(call: Call) -> None:
     """Check the sum of each token's dispatched rows."""
-    source = _all(call, "x", call.values.dispatched)
-    name = SUMMED.get(source.name) if source is not None else None
+    source = _all(call, "x", call.values.expert_rows)
+    end, by = (".arrived", "route_seats") if _exchanged(call) else ("", "route_places")
+    known = {f"{name}{end}": made for name, made in SUMMED.items()}
+    name = known.get(source.name) if source is not None else None
     if source is not None and name is None:
-        call.wrong("x", source, 0, " or ".join(SUMMED))
+        call.wrong("x", source, 0, " or ".join(known))
     for first, tokens, [(found, row)] in call.pieces("places"):
         value = None
         if source is not None and name is not None and found is not None:
-            if found != source._replace(name="route_places"):
-                call.wrong("places", found, row, f"route_places of layer {source.layer}")
+            if found != source._replace(name=by):
+                call.wrong("places", found, row, f"{by} of layer {source.layer}")
             else:
                 value = source._replace(name=partial_sums(call.values, name)[0])
         call.put("out", first, tokens, value, row)
@@ -184,7 +214,7 @@ def _product(call: Call, role: str, products: Mapping[str, tuple[str, ...]]) -> 
                 call.wrong(role, value, row, " or ".join(products))
             call.put("out", first, tokens, None)
             continue
-        weight(call, "weight", f"{made[0]}.weight", value.layer)
+        weight(call, "weight", f"{made[0]}.weight", value.layer, _block(call))
         _ends(call, value)
         _same_rows(call, role, first, row)
         name = partial_sums(call.values, "up")[0] if made[1] == "up" else made[1]
@@ -211,17 +241,23 @@ def wgrad(call: Call) -> None:
         _same_rows(call, "grad", first, row)
         found = agree(call, {"grad": value.name, "x": made[2]}, values, tokens)
         if found is not None:
-            add_gradient(call, "out", f"{made[0]}.weight", found, tokens)
+            add_gradient(call, "out", f"{made[0]}.weight", found, tokens, kind=_block(call))
 
 
 def activation(call: Call) -> None:
     """Check the activation, which is multiplied by each row's probability."""
+    if _exchanged(call):
+        rowwise(call, {"x": "up", "gates": "gates"}, {"out": "act"})
+        return
     for found in rowwise(call, {"x": "up", "order": "route_order"}, {"out": "act"}):
         _decided(call, "probs", Value("route_probs", found[0], found[1]), call.values.tokens)
 
 
 def activation_backward(call: Call) -> None:
     """Check its backward; the gradients of the probabilities are complete when it has every dispatched row."""
+    if _exchanged(call):
+        rowwise(call, {"grad": "d_act", "x": "up", "gates": "gates"}, {"grad_x": "d_up", "grad_probs": "d_gates"})
+        return
     every = rowwise(call, {"grad": "d_act", "x": "up", "order": "route_order"}, {"grad_x": "d_up"})
     value = None
     for layer, micro_batch, _, row in every:
@@ -237,7 +273,7 @@ def route_backward(call: Call) -> None:
     wanted = {"grad": _partial(call, "d_probs"), **{name: f"route_{name}" for name in names}}
     tokens = call.tokens("grad")
     for found in rowwise(call, {**wanted}, {"out": _partial(call, "d_router")}):
-        _ends(call, Value("", found[0], found[1]))
+        _all_ends(call, Value("", found[0], found[1]))
         add_gradient(call, "loads", SELECTION_BIAS, found, tokens)
 
 
@@ -306,7 +342,101 @@ def out_bias_wgrad(call: Call) -> None:
             add_gradient(call, "out", "experts_down.bias", found, tokens)
 
 
+def seats(call: Call) -> None:
+    """Check the seats of slots among the rows that are sent, which need what the router decided for all tokens."""
+    v = call.values
+    value = _all(call, "experts", v.tokens)
+    if value is not None and value.name != "route_experts":
+        call.wrong("experts", value, 0, "route_experts")
+        value = None
+    if value is not None:
+        _decided(call, "places", value._replace(name="route_places"), v.tokens)
+        _decided(call, "order", value._replace(name="route_order"), v.dispatched)
+        _all_ends(call, value)
+    for role, name in (("seats", "route_seats"), ("sent", "route_sent"), ("sent_ends", "route_ends.sent")):
+        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name))
+
+
+def gates(call: Call) -> None:
+    """Check the copy of probabilities to the rows that are sent."""
+    value = _all(call, "order", call.values.expert_rows)
+    if value is not None and value.name != "route_sent":
+        call.wrong("order", value, 0, "route_sent")
+        value = None
+    if value is not None:
+        _decided(call, "probs", value._replace(name="route_probs"), call.values.tokens)
+    call.put("out", 0, call.tokens("out"), None if value is None else value._replace(name="gates.sent"))
+
+
+def exchange(call: Call) -> None:
+    """Check an exchange of rows between ranks that divide experts: all that are sent to them arrive."""
+    value = _all(call, "send", call.family("send").tokens)
+    if value is not None and not value.name.endswith(".sent"):
+        call.wrong("send", value, 0, "rows in the order in which they are sent")
+        value = None
+    if call.tokens("recv") != call.tokens("send"):
+        call.fault(f"sends {call.tokens('send')} rows and receives {call.tokens('recv')}")
+    arrived = None if value is None else value._replace(name=value.name.removesuffix(".sent") + ".arrived")
+    call.put("recv", 0, call.tokens("recv"), arrived)
+
+
+def arrivals(call: Call) -> None:
+    """Check the order of arrived rows by expert, which needs the numbers of rows that every rank sends."""
+    experts = call.values.model.mixture
+    assert experts is not None
+    value = _all(call, "arrived_ends", experts.count)
+    if value is not None and value.name != "route_ends.arrived":
+        call.wrong("arrived_ends", value, 0, "route_ends.arrived")
+        value = None
+    for role, name in (("order", "route_arrived"), ("ends", "route_own_ends")):
+        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name))
+
+
+def arrange(call: Call) -> None:
+    """Check the copy of arrived rows to the order of experts."""
+    source = _all(call, "x", call.values.expert_rows)
+    if source is not None and not source.name.endswith(".arrived"):
+        call.wrong("x", source, 0, "rows that arrived")
+        source = None
+    for first, tokens, [(order, row)] in call.pieces("order"):
+        value = None
+        if source is not None and order is not None:
+            if order != source._replace(name="route_arrived"):
+                call.wrong("order", order, row, f"route_arrived of layer {source.layer}")
+            else:
+                value = source._replace(name=source.name.removesuffix(".arrived"))
+        call.put("out", first, tokens, value, row)
+
+
+def arrange_back(call: Call) -> None:
+    """Check the copy of experts' rows to the order in which they are sent back."""
+    source = _all(call, "x", call.values.expert_rows)
+    if source is not None:
+        _decided(call, "order", source._replace(name="route_arrived"), call.values.expert_rows)
+    sent = None if source is None else source._replace(name=f"{source.name}.sent")
+    call.put("out", 0, call.tokens("out"), sent)
+
+
+def gates_backward(call: Call) -> None:
+    """Check the gradients of probabilities, which come back from the experts of every slot."""
+    value = _all(call, "x", call.values.expert_rows)
+    if value is not None and value.name != "d_gates.arrived":
+        call.wrong("x", value, 0, "d_gates.arrived")
+        value = None
+    if value is not None:
+        _decided(call, "seats", value._replace(name="route_seats"), call.values.tokens)
+    made = None if value is None else value._replace(name=_partial(call, "d_probs"))
+    call.put("out", 0, call.tokens("out"), made)
+
+
 RULES: dict[str, Rule] = {
+    "experts.seats": seats,
+    "experts.gates": gates,
+    "experts.gates.bwd": gates_backward,
+    "experts.all_to_all": exchange,
+    "experts.arrivals": arrivals,
+    "experts.arrange": arrange,
+    "experts.arrange.back": arrange_back,
     "router": router,
     "router.dgrad": router_dgrad,
     "router.wgrad": router_wgrad,
