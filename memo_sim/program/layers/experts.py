@@ -170,8 +170,7 @@ class ExpertMlp:
 
     def _dispatched_again(self, source: Rows) -> Rows:
         """Write the copy of ``source`` to dispatched rows once more, for the gradient of the first product's weight."""
-        own = self.writer.own(f"{self.builder.phase}.dispatched", self.rows, self.shape.hidden)
-        dispatched = Rows(own, *self._all)
+        dispatched = self._dispatched(self._all)
         self._dispatch("dispatch.again", source, dispatched)
         return dispatched
 
