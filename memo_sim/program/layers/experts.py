@@ -153,13 +153,7 @@ class ExpertMlp:
         self.shared.backward(upstream)
         d_logits = self._own("d_logits", "fp32", shape.tokens, experts.count)
         self._route_backward(d_probs, d_logits)
-        d_rows = writer.own("d_dispatched", self.rows, shape.hidden)
-        self._dgrad("experts_up", d_up, Rows(d_rows, *whole))
-        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
-        dispatched = self._dispatched_again(source)
-        self._wgrad("experts_up", d_up, dispatched)
-        d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
-        self._combine("dispatch.bwd", d_rows, d_norm)
+        source, d_norm = self._first_product_backward(d_up)
         self.shared.input_gradient(source, d_norm)
         self._router_backward(d_logits, source, d_norm)
         summed = writer.scatter("d_norm2", d_norm)
@@ -167,6 +161,17 @@ class ExpertMlp:
         writer.norm_backward(
             "norm2", grad=summed, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
         )
+
+    def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:
+        """Write the gradients of the first product's weight and of its input; return the norm and its gradient."""
+        writer, shape, tokens = self.writer, self.shape, (0, self.shape.tokens)
+        d_rows = Rows(writer.own("d_dispatched", self.rows, shape.hidden), *self._all)
+        self._dgrad("experts_up", d_up, d_rows)
+        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
+        self._wgrad("experts_up", d_up, self._dispatched_again(source))
+        d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
+        self._combine("dispatch.bwd", d_rows.slot, d_norm)
+        return source, d_norm
 
     def _dispatched_again(self, source: Rows) -> Rows:
         """Write the copy of ``source`` to dispatched rows once more, for the gradient of the first product's weight."""
@@ -431,8 +436,8 @@ class ExpertMlp:
         del name
         return table.combine_workspace_bytes(out.tokens, self.shape.hidden, self.writer.dtype, seats=self.shape.ep > 1)
 
-    def _combine(self, name: str, source: str, out: Rows) -> None:
-        """Emit the sum of each token's dispatched rows."""
+    def _combine(self, name: str, source: str, out: Rows, **kept: Access) -> None:
+        """Emit the sum of each token's dispatched rows; ``kept``: operands whose memory nothing may take before it."""
         row = self.shape.hidden * self.writer.size
         self._emit(
             name,
@@ -445,6 +450,7 @@ class ExpertMlp:
             x=reads(Rows(source, *self._all)),
             places=reads(self._seats),
             out=writes(out),
+            **kept,
         )
 
     def _weight(self, name: str) -> Access | None:
