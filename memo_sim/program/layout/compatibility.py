@@ -492,6 +492,11 @@ def _another_number_of_experts(decisions: Decisions) -> bool:
     return of is not None and load.startswith("measured-") and len(measured_shares(load) or ()) != of.count
 
 
+def _moves_selection(decisions: Decisions) -> bool:
+    of = decisions.model.mixture
+    return of is not None and of.selection_rate > 0
+
+
 EXPERTS_WHOLE_MLP = _EXPERTS.allows(
     "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
 )
@@ -552,14 +557,12 @@ EXPERTS = (
     ),
     Rule(
         name="selection bias: gradients",
-        breaks=lambda d: (
-            d.model.mixture is not None and d.model.mixture.selection_rate > 0 and gradient_dtype(d) == "bf16"
-        ),
-        what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
+        breaks=lambda d: _moves_selection(d) and (gradient_dtype(d) != "fp32" or without_masters(d)),
+        what="a selection bias moves by small steps, and counts rows in the gradients' place: bf16 holds neither",
         where="decisions.states",
-        got=lambda d: f"gradients in bf16 with states {d.states}",
-        wanted="gradients in fp32 for a selection bias that moves",
-        hint="--grad-sums fp32, or a model with selection_rate 0",
+        got=lambda d: f"states {d.states}, gradients in {gradient_dtype(d)}",
+        wanted="gradients and master weights in fp32",
+        hint="--states fp32 without --grad-sums, or a model with selection_rate 0",
     ),
     Rule(
         name="load of experts: model",

@@ -317,7 +317,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "selection bias: gradients": (
         Layout(),
         {"model": SELECTING, "states": "pure-bf16"},
-        "gradients in bf16 with states pure-bf16",
+        "states pure-bf16, gradients in bf16",
     ),
     "adapters: model": (
         Layout(),
