@@ -150,7 +150,7 @@ def model_type(model: Model) -> str:
         "no model type of Hugging Face has this shape",
         got=model.name,
         wanted="a GPT-2 with learned positions and biases, a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma 3, a Mixtral "
-        "or a Qwen3-MoE; layers that differ in windows alone",
+        "or a Qwen3-MoE; layers of one kind, windows aside",
         hint="use checkpoints, which can store any model",
     )
 
