@@ -74,11 +74,21 @@ def cli() -> None:
 @click.option(
     "--data",
     type=FILE,
-    help="Training data: text (its bytes are the tokens), or token ids in .npy, .bin or .ids [default: a text of "
-    "Shakespeare].",
+    help="Training data: text (its bytes are the tokens), token ids in .npy, .bin or .ids, or conversations in .jsonl, "
+    "of which the assistant's tokens are targets [default: a text of Shakespeare].",
+)
+@click.option(
+    "--tokenizer",
+    type=DIRECTORY,
+    help="Folder with the tokenizer and chat template of the model, which make tokens of conversations.",
 )
 @click.option(
     "--weights", type=DIRECTORY, help="Start from the Hugging Face safetensors in this folder, not from random weights."
+)
+@click.option(
+    "--adapters",
+    type=DIRECTORY,
+    help="A plan with --lora: start from the adapters in this PEFT folder, not from random ones.",
 )
 @click.option(
     "--steps",
@@ -102,6 +112,17 @@ def cli() -> None:
 )
 @click.option("--weight-decay", type=Finite(0), help="Weight decay of matrices and embeddings [default: 0.1].")
 @click.option("--clip", type=Finite(0), help="Largest global norm of the gradients; 0 = no clipping [default: 1].")
+@click.option(
+    "--clip-ratio",
+    type=Finite(0, 1, max_open=True),
+    help="Objective grpo: a token's ratio of probabilities counts down to 1 - this and up to 1 + this [default: 0.2].",
+)
+@click.option(
+    "--clip-ratio-high", type=Finite(0), help="Objective grpo: up to 1 + this instead [default: --clip-ratio]."
+)
+@click.option(
+    "--kl-weight", type=Finite(0), help="Objective grpo: weight of the KL term against the reference [default: 0]."
+)
 @click.option("--beta1", type=Finite(0, 1, max_open=True), help="AdamW's beta1 [default: 0.9].")
 @click.option("--beta2", type=Finite(0, 1, max_open=True), help="AdamW's beta2 [default: 0.95].")
 @click.option("--eps", type=Finite(0, min_open=True), help="AdamW's epsilon [default: 1e-8].")
@@ -126,6 +147,12 @@ def cli() -> None:
     "--trace", "trace_path", type=FILE, help="Write the predicted and the measured timeline for ui.perfetto.dev."
 )
 @click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
+@click.option(
+    "--expert-load",
+    "expert_load_path",
+    type=FILE,
+    help="A model with experts: write how many rows each of them got, for --expert-load of memo-sim.",
+)
 @click.option("--report", type=FILE, help="Write the measured step beside its prediction as one HTML page.")
 @click.option(
     "--debug", is_flag=True, help="Check the program first, then every value, copy and order of a step (slow)."
@@ -152,12 +179,16 @@ def run_command(**options: Any) -> None:
     for name in ("trace_path", "measured_path"):
         options[name] = options[name] and of_rank(options[name])
     chosen = run_options(options if typed("save_every") else options | {"save_every": None})
-    read = (options["plan"], options["data"], options["weights"])
-    check_outputs(options["trace_path"], options["measured_path"], options["report"], read=read)
+    read = (options["plan"], options["data"], options["weights"], options["adapters"])
+    load_path = options["expert_load_path"]
+    check_outputs(options["trace_path"], options["measured_path"], options["report"], load_path, read=read)
     _check_report(options["report"])
+    _check_load(load_path, options["plan"])
     outcome = run(options["plan"], chosen, tell=lambda figure: say(figure.line()), note=say)
     if outcome is None:
         return
+    if load_path is not None and outcome.rank == 0:
+        _write_load(outcome, load_path)
     if not outcome.stopped_by and outcome.rank == 0:
         _print_comparison(outcome.comparison, as_json=options["as_json"])
     _write_traces(outcome, options["trace_path"], options["measured_path"])
@@ -169,6 +200,28 @@ def run_command(**options: Any) -> None:
         sys.exit(SIGNALLED + outcome.stopped_by)
     if outcome.rank == 0:
         _check_tolerance(outcome.comparison, options["tolerance"])
+
+
+def _check_load(path: Path | None, plan_path: Path) -> None:
+    """Refuse to write the load of experts of a model that has none, before the run.
+
+    Raises:
+        UsageError: when the plan's model has no experts.
+    """
+    from memo_sim.contract import codec
+    from memo_sim.contract.plan import Plan
+
+    if path is not None and codec.read(plan_path, Plan).decisions.model.mixture is None:
+        raise UsageError("the plan's model has no experts", where="--expert-load", hint="leave --expert-load out")
+
+
+def _write_load(outcome: Outcome, path: Path) -> None:
+    """Write the load of experts, and say how to use it."""
+    from memo_sim.contract import codec
+
+    assert outcome.expert_load is not None  # ``_check_load``
+    codec.write(path, outcome.expert_load)
+    say(f"wrote the rows of every expert to {path}; memo-sim what-if ... --expert-load {path} prices them")
 
 
 @cli.command("verify")

@@ -24,11 +24,14 @@ from memo_sim.contract.knobs import (
     POWER_W,
     CountOrAuto,
     Degree,
+    DocumentLengths,
+    Factor,
     Flag,
     Fraction,
     Knob,
     LayerChoice,
     Load,
+    LowRank,
     Numbers,
     OneOf,
     RowwiseKernel,
@@ -87,6 +90,15 @@ PRICE = click.option(
     help="Price of a GPU for an hour, in any currency, or one for each kind or cluster: h100=2.5,h200=3.5. The answer"
     " then has prices of a step and of a billion tokens.",
 )
+METAVARS: dict[type, str] = {
+    LowRank: "r=N,...",
+    CountOrAuto: "N|auto",
+    Numbers: "N,N,...",
+    LayerChoice: "all|every-N|first-K|groups-N",
+    Load: "balanced|zipf-S",
+    DocumentLengths: "mean=TOKENS,max=TOKENS|FILE",
+}
+"""What help shows for values of knobs that are text."""
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
 
 
@@ -150,23 +162,18 @@ def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
             attributes["type"] = click.IntRange(1)
         case Whole(least, most):
             attributes["type"] = click.IntRange(least, most)
-        case Fraction():
-            attributes["type"] = Finite(0, 1)
+        case Fraction() | Factor():
+            top = knob.kind.most if isinstance(knob.kind, Factor) else 1
+            attributes["type"] = Finite(0, top, min_open=isinstance(knob.kind, Factor))
         case OneOf(words):
             attributes["type"] = click.Choice(words)
-        case CountOrAuto():
-            attributes["metavar"] = "N|auto"
-        case Numbers():
-            attributes["metavar"] = "N,N,..."
-        case LayerChoice():
-            attributes["metavar"] = "all|every-N|first-K|groups-N"
-        case Load():
-            attributes["metavar"] = "balanced|zipf-S"
+        case CountOrAuto() | Numbers() | LayerChoice() | Load() | DocumentLengths() | LowRank():
+            attributes["metavar"] = METAVARS[type(knob.kind)]
         case Switch():
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
             attributes |= {"is_flag": True, "show_default": False}
-    if several and not isinstance(knob.kind, Numbers | Switch | Flag):
+    if several and not isinstance(knob.kind, Numbers | DocumentLengths | LowRank | Switch | Flag):
         attributes["type"] = Several(attributes.get("type", click.STRING))
         shown = "|".join(knob.kind.words) if isinstance(knob.kind, OneOf) else attributes.get("metavar", "N")
         attributes["metavar"] = f"{shown},..."

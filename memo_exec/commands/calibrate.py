@@ -220,6 +220,8 @@ def _operators(grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel
         found += _thinned([o for o in mine if grid.wanted(o)])
     parts = operators_of(grids.subsequences(grid, attention[0]))
     found += _thinned([o for o in parts if o.instruction.op in grids.OF_PARTS and grid.wanted(o)])
+    several = operators_of(grids.with_experts(grid, attention[0]))
+    found += _thinned([o for o in several if o.instruction.op.startswith(grids.OF_EXPERTS) and grid.wanted(o)])
     for kernel in attention:
         for head_dim in grid.head_dims:
             found += grids.attention_operators(grid, kernel, head_dim)

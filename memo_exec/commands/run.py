@@ -37,19 +37,23 @@ from memo_exec.machine.placement_file import checked_placement, refuse_eager
 from memo_exec.machine.program_checks import check_programs
 from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observe.observed import Observed
-from memo_exec.training import checkpoint, run_folder, weights
-from memo_exec.training.dataset import load_dataset
+from memo_exec.training import checkpoint, peft_folder, run_folder, weights
+from memo_exec.training.conversations import Conversations, load_conversations
+from memo_exec.training.dataset import Dataset, load_dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.loop import StepFigure, Training
+from memo_exec.training.rollouts import MadeUp, load_rollouts
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
+from memo_sim.contract.documents import attended_share, packed
 from memo_sim.contract.errors import CannotRun, UsageError
+from memo_sim.contract.expert_load import LayerLoad, MeasuredLoad
 from memo_sim.contract.files import check_regular
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.trace import Trace
-from memo_sim.contract.units import counted
+from memo_sim.contract.units import counted, format_percent
 from memo_sim.program.ir.program import Program
-from memo_sim.program.layout.expert_load import nearest_load
+from memo_sim.program.layout.expert_load import nearest_load, shown_load
 from memo_sim.program.lower import lower
 from memo_sim.views.busy import busy_by
 
@@ -66,14 +70,22 @@ HYPERPARAMETERS = {
     "warmup_steps": "warmup_steps",
     "decay_steps": "decay_steps",
     "final_fraction": "final_fraction",
+    "clip_ratio": "clip_ratio",
+    "clip_ratio_high": "clip_ratio_high",
+    "kl_weight": "kl_weight",
 }
 """Options, and the fields of ``Hyperparameters`` that they set."""
+
+OF_A_POLICY = ("clip_ratio", "clip_ratio_high", "kl_weight")
+"""Hyperparameters of a policy's objective."""
 
 LEAST = {"steps": 1, "save_every": 1, "seed": 0}
 """Least values of options that are whole numbers."""
 
 WEIGHTS = "weights"
 """The folder in ``--save`` for the trained weights as Hugging Face files."""
+ADAPTERS = "adapters"
+"""The folder in ``--save`` for trained adapters, as PEFT reads them."""
 SOURCE = "source_config.json"
 """The file in ``--save`` with the config.json of the weights that the run began from."""
 
@@ -84,7 +96,10 @@ class RunOptions:
 
     steps: int = 10
     data: Path | None = None
+    tokenizer: Path | None = None
+    """The folder of the tokenizer that makes tokens of conversations."""
     weights: Path | None = None
+    adapters: Path | None = None
     seed: int | None = None
     save: Path | None = None
     save_every: int = 10
@@ -118,7 +133,8 @@ def run_options(named: Mapping[str, Any]) -> RunOptions:
     except msgspec.ValidationError as error:
         raise UsageError("not a value of a hyperparameter", got=str(error)) from None
     chosen = {name: value for name, value in given.items() if name in RunOptions.__dataclass_fields__}
-    chosen |= {name: Path(chosen[name]) for name in ("data", "weights", "save") if name in chosen}
+    paths = ("data", "tokenizer", "weights", "adapters", "save")
+    chosen |= {name: Path(chosen[name]) for name in paths if name in chosen}
     return RunOptions(hyperparameters=hyperparameters, **chosen)
 
 
@@ -133,6 +149,8 @@ class Outcome:
     """The number of the signal that ended the run early; 0 when it played all its steps."""
     steps: int
     """How many steps have ended, including those before a resume."""
+    expert_load: MeasuredLoad | None
+    """The rows of every expert on all ranks, since this run began or was resumed; None for a model without experts."""
     rank: int = 0
     """The rank whose timeline ``measured`` is."""
 
@@ -158,7 +176,7 @@ def run(
         KeyboardInterrupt: when a signal came before the first step had ended.
     """
     launch, plan = launched(), codec.read(plan_path, Plan)
-    _check_inputs(options)
+    _check_inputs(options, plan.decisions)
     if launch.world > 1:
         side_by_side()
     program = preflight.checked_program(plan, where=str(plan_path), rank=launch.rank)
@@ -175,14 +193,17 @@ def run(
     placement = checked_placement(plan, program, plan_path)
     needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
     note(needs.line())
-    dataset = load_dataset(options.data, plan.decisions.model.vocab)
+    saved, state = _checkpoint(options, note)
+    base = state.hyperparameters if state is not None else Hyperparameters()
+    hyperparameters = msgspec.structs.replace(base, **options.hyperparameters)
+    dataset = _data(options, plan.decisions, hyperparameters)
     if short := dataset.short_of(plan.decisions.seq_tokens):
         note(short)
-    saved, state = _checkpoint(options, note)
+    frozen = checkpoint.base_of(options.weights) if plan.decisions.lora is not None else ""
     if saved is not None and state is not None:
         checkpoint.check(state, plan.decisions, dataset.sha256, where=saved)
+        _refuse_other_base(frozen, state)
         _refuse_other_seed(options, state)
-    base = state.hyperparameters if state is not None else Hyperparameters()
     seed = state.data.seed if state is not None else options.seed or 0
     with (
         ExitStack() as open_until_end,
@@ -203,9 +224,10 @@ def run(
             plan=plan,
             interpreter=interpreter,
             dataset=dataset,
-            hyperparameters=msgspec.structs.replace(base, **options.hyperparameters),
+            hyperparameters=hyperparameters,
             seed=seed,
             world=world,
+            base=frozen,
         )
         _refuse_other_checkpoints(world, state)
         if options.save is not None:
@@ -213,35 +235,108 @@ def run(
             _keep_source(options, training, resumed=state is not None)
         _begin(training, options, saved, state)
         if options.save is not None and training.step == options.steps:
-            _save_weights(training, options.save, note)
-            note(f"all {options.steps} steps had been played already; the weights are in {options.save / WEIGHTS}")
+            _save_weights(training, options, note)
+            folder = options.save / _result(plan.decisions)
+            note(f"all {options.steps} steps had been played already; the weights are in {folder}")
             return None
         with _signals(training, note):
             training.run(options.steps, save=options.save, save_every=options.save_every, tell=tell)
         if not training.records:
             raise KeyboardInterrupt
         if options.save is not None and not training.stopped_by:
-            _save_weights(training, options.save, note)
+            _save_weights(training, options, note)
         for text in _remarks(training, debug=options.debug):
             note(text)
         return _outcome(training, machine, plan_path, predicted)
 
 
-def _check_inputs(options: RunOptions) -> None:
+def _data(
+    options: RunOptions, decisions: Decisions, hyperparameters: Hyperparameters
+) -> Dataset | Conversations | MadeUp:
+    """Return the data of a run: rollouts of a policy, conversations of a .jsonl file, or windows of a file of tokens.
+
+    Raises:
+        BadInput: when it cannot be used.
+        UsageError: when options are not for this data or objective.
+    """
+    if decisions.objective == "grpo":
+        return _rollouts(options, decisions, kl=hyperparameters.kl_weight > 0)
+    if given := [name for name in OF_A_POLICY if name in options.hyperparameters]:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} is for plans with the objective grpo",
+            got=f"a plan with the objective {decisions.objective}",
+            hint="leave it out, or memo-sim what-if ... --objective grpo",
+        )
+    if options.data is not None and options.data.suffix.lower() == ".jsonl":
+        vocab, room = decisions.model.vocab, _room(decisions)
+        return load_conversations(options.data, vocab, decisions.seq_tokens, options.tokenizer, room)
+    if options.tokenizer is not None:
+        raise UsageError(
+            "a tokenizer is for conversations",
+            got=f"--tokenizer {options.tokenizer} with {options.data or 'no --data'}",
+            wanted="--data FILE.jsonl",
+            hint="leave --tokenizer out: other data are tokens already, or bytes",
+        )
+    return load_dataset(options.data, decisions.model.vocab, decisions.documents)
+
+
+def _room(decisions: Decisions) -> int:
+    """Return the most documents of a sequence; 0 where a sequence is one."""
+    return decisions.documents.most_pieces(decisions.seq_tokens) if decisions.documents else 0
+
+
+def _rollouts(options: RunOptions, decisions: Decisions, *, kl: bool) -> Conversations | MadeUp:
+    vocab = decisions.model.vocab
+    if options.tokenizer is not None:
+        raise UsageError(
+            "rollouts are tokens already", got=f"--tokenizer {options.tokenizer}", hint="leave --tokenizer out"
+        )
+    if options.data is None:
+        return MadeUp(load_dataset(None, vocab, decisions.documents), vocab)
+    if options.data.suffix.lower() != ".jsonl":
+        raise UsageError(
+            "the objective grpo needs rollouts",
+            got=str(options.data),
+            wanted="a .jsonl file with prompt_ids, completion_ids, advantage, old_logprobs and ref_logprobs",
+            hint="leave --data out for made-up rollouts",
+        )
+    return load_rollouts(options.data, vocab, decisions.seq_tokens, kl=kl, room=_room(decisions))
+
+
+def _check_inputs(options: RunOptions, decisions: Decisions) -> None:
     """Refuse data and weights that are not there, or that the run would replace, before anything is computed.
 
     Raises:
         BadInput: naming the file.
-        UsageError: when the weights stand where the trained ones go.
+        UsageError: when the weights stand where the trained ones go, or adapters are given to a plan without.
     """
-    save, weights_folder = options.save, options.weights
-    if save and weights_folder and os.path.realpath(weights_folder) == os.path.realpath(save / WEIGHTS):
+    save = options.save
+    for folder in (options.weights, options.adapters):
+        if save and folder and os.path.realpath(folder) == os.path.realpath(save / _result(decisions)):
+            raise UsageError(
+                "the trained weights would replace the weights that the run starts from",
+                where=str(folder),
+                hint="choose another --save directory",
+            )
+    if options.adapters is not None and decisions.lora is None:
         raise UsageError(
-            "the trained weights would replace the weights that the run starts from",
-            where=str(weights_folder),
-            hint="choose another --save directory",
+            "the plan trains no adapters",
+            where="--adapters",
+            got=str(options.adapters),
+            hint="plan with memo-sim what-if --lora r=16, or leave --adapters out",
         )
-    for path in (options.data, options.weights / "config.json" if options.weights else None):
+    if (
+        options.weights is not None
+        and not (options.weights / "config.json").exists()
+        and (options.weights / peft_folder.CONFIG).exists()
+    ):
+        raise UsageError(
+            "--weights names a folder of adapters",
+            where=str(options.weights),
+            hint="--adapters for it, and --weights for the model's own folder",
+        )
+    config = options.weights / "config.json" if options.weights else None
+    for path in (options.data, config, options.adapters / peft_folder.CONFIG if options.adapters else None):
         if path is not None:
             check_regular(path)
 
@@ -253,12 +348,12 @@ def _begin(training: Training, options: RunOptions, saved: Path | None, state: c
         BadInput: when the checkpoint or the weights cannot be used.
         UsageError: when the checkpoint has played more steps than the run is to have.
     """
+    frozen = training.plan.decisions.lora is not None
+    resumed = saved is not None and state is not None
+    if not resumed or frozen:
+        _begin_anew(training, options, adapters=frozen and not resumed)
     if saved is not None and state is not None:
         training.restore(saved, state)
-    elif options.weights is not None:
-        weights.load(training.interpreter, options.weights)
-    else:
-        weights.initialize(training.interpreter, training.seed)
     if training.step > options.steps:
         raise UsageError(
             "the checkpoint has already played more steps",
@@ -266,6 +361,19 @@ def _begin(training: Training, options: RunOptions, saved: Path | None, state: c
             got=f"step {training.step}",
             wanted=f"--steps of {training.step} or more (it counts the steps of the whole run)",
         )
+
+
+def _begin_anew(training: Training, options: RunOptions, *, adapters: bool) -> None:
+    """Read or draw the weights that training starts from; ``adapters``: those of a folder too, or drawn ones."""
+    interpreter = training.interpreter
+    if options.weights is not None:
+        weights.load(interpreter, options.weights)
+        if adapters:
+            weights.initialize(interpreter, training.seed, adapters=True)
+    else:
+        weights.initialize(interpreter, training.seed)
+    if adapters and options.adapters is not None:
+        weights.load_adapters(interpreter, options.adapters)
 
 
 def _use_folder(
@@ -383,19 +491,26 @@ def _keep_source(options: RunOptions, training: Training, *, resumed: bool) -> N
     training.world.by_first(keep)
 
 
-def _save_weights(training: Training, directory: Path, note: Callable[[str], None]) -> None:
+def _result(decisions: Decisions) -> str:
+    """Return the folder in ``--save`` for what was trained: adapters alone, or all weights."""
+    return ADAPTERS if decisions.lora is not None else WEIGHTS
+
+
+def _save_weights(training: Training, options: RunOptions, note: Callable[[str], None]) -> None:
     """Write the trained weights as Hugging Face files. A model that Hugging Face lacks is only in the checkpoint.
 
     With several ranks, the first one reads the whole tensors from the last checkpoint.
     """
 
     def write() -> None:
-        interpreter = training.interpreter
+        interpreter, directory = training.interpreter, options.save
+        assert directory is not None
         saved = checkpoint.latest(directory) if training.world.size > 1 else None
         named = checkpoint.parameters(saved, interpreter) if saved is not None else None
         kept = directory / SOURCE
         source = codec.decode_object(codec.read_raw(kept), where=str(kept)) if kept.exists() else None
-        weights.save(interpreter, directory / WEIGHTS, named=named, source=source)
+        folder = directory / _result(interpreter.decisions)
+        weights.save(interpreter, folder, named=named, source=source, base=options.weights)
 
     try:
         training.world.by_first(write)
@@ -435,6 +550,19 @@ def _refuse_other_seed(options: RunOptions, state: checkpoint.RunState) -> None:
             got=f"--seed {options.seed}",
             wanted=f"--seed {state.data.seed}",
             hint="leave --seed out",
+        )
+
+
+def _refuse_other_base(frozen: str, state: checkpoint.RunState) -> None:
+    """Refuse adapters that were trained on other frozen weights; the seed draws the weights of a run without any."""
+    if frozen != state.base:
+        given, wanted = (f"a folder of fingerprint {each[:16]}" if each else "none" for each in (frozen, state.base))
+        raise UsageError(
+            "the checkpoint's adapters were trained on other frozen weights",
+            where="--weights",
+            got=given,
+            wanted=wanted,
+            hint="--weights with the folder that the run began from, as it was then",
         )
 
 
@@ -478,21 +606,68 @@ def _remarks(training: Training, *, debug: bool) -> Iterator[str]:
         yield interpreter.below.report().line()
     if interpreter.decisions.model.mixture is not None:
         yield load_of_experts(interpreter)
+    if training.overflow is not None:
+        yield training.overflow.line()
+    if interpreter.decisions.documents is not None and training.records:
+        yield documents_of(training)
     if debug:
         steps = counted(len(training.records), "step")
         yield f"debug: {steps} without a fault; the times include the checks, so do not compare them"
 
 
+def documents_of(training: Training) -> str:
+    """Return how many documents sequences had, and which share of a whole sequence's pairs they attended."""
+    decisions = training.plan.decisions
+    assert decisions.documents is not None
+    length, expected = decisions.seq_tokens, packed(decisions.documents, decisions.seq_tokens)
+    planned = sum(map(len, expected)) / len(expected)
+    share = format_percent(training.attended / (training.sequences * length**2))
+    pieces = training.pieces / training.sequences
+    wanted = format_percent(attended_share(decisions.documents, length))
+    data = training.dataset
+    drawn = isinstance(data, MadeUp) or (isinstance(data, Dataset) and data.ends is None)
+    source = "lengths drawn from the plan's" if drawn else "the file's"
+    return (
+        f"documents: {pieces:,.1f} a sequence, {share} of its pairs attended (planned for {planned:,.1f} and {wanted});"
+        f" {source}"
+    )
+
+
 def load_of_experts(interpreter: Interpreter) -> str:
     """Return how uneven the load of this rank's experts was, and the option that prices it."""
-    experts, loads = interpreter.decisions.model.mixture, interpreter.context.loads.tolist()
+    experts, loads = interpreter.decisions.model.mixture, interpreter.context.loads.sum(0).tolist()
     assert experts is not None
     fullest = loads[0] * experts.count / sum(loads)
     near, planned = nearest_load(experts, loads), interpreter.decisions.expert_load
-    asked = "as planned" if near == planned else f"planned as {planned}; --expert-load {near} prices it"
+    asked = "as planned" if near == planned else f"planned as {shown_load(planned)}; --expert-load {near} prices it"
     whose = " of the first rank" if interpreter.decisions.layout.replicas > 1 else ""
     text = f"experts: a layer's fullest got {fullest:.2f} times the mean of its rows{whose}, nearest to {near}"
     return f"{text} ({asked})"
+
+
+def measured_load(training: Training) -> MeasuredLoad | None:
+    """Return the rows of every expert on all ranks; None for a model without experts. Every rank calls it.
+
+    Tensor-parallel ranks route the same tokens, so the first of them counts.
+    """
+    interpreter, model = training.interpreter, training.plan.decisions.model
+    if model.mixture is None:
+        return None
+    context, leads = interpreter.context, interpreter.mesh.at("tp") == 0
+    own = [each.tolist() if leads else [] for each in (context.rows, context.loads)]
+    gathered = [each for each in training.world.gathered(own) if each[0]]
+    rows, loads = (torch.tensor([each[which] for each in gathered]).sum(0).tolist() for which in (0, 1))
+    return MeasuredLoad(
+        model=model.name,
+        experts=model.mixture.count,
+        per_token=model.mixture.per_token,
+        steps=max(1, len(training.records)),
+        layers=[
+            LayerLoad(layer=number, rows=rows[number], by_fullness=loads[number])
+            for number in range(model.layers)
+            if sum(rows[number])
+        ],
+    )
 
 
 def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: Trace | None) -> Outcome:
@@ -529,7 +704,8 @@ def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: T
         comparison = msgspec.structs.replace(comparison, step_s_by_rank=times_s, peak_device_bytes_by_rank=peaks)
     if (below := training.interpreter.below) is not None:
         comparison = msgspec.structs.replace(comparison, allocator=dataclasses.asdict(below.report()))
-    return Outcome(comparison, measured, predicted, training.stopped_by, training.step, world.rank)
+    load = measured_load(training)
+    return Outcome(comparison, measured, predicted, training.stopped_by, training.step, load, world.rank)
 
 
 def machine_text(machine: Machine) -> str:

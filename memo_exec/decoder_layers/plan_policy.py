@@ -23,6 +23,7 @@ _NOT_FOLLOWED: tuple[tuple[str, Callable[[Decisions], object], object, str], ...
     ("layout.subsequences", lambda d: d.layout.subsequences, 1, "a transformers model plays whole sequences"),
     ("offload_window", lambda d: d.offload_window, 0, "layers are swapped one after the other"),
     ("mlp_chunk_tokens", lambda d: d.mlp_chunk_tokens, 0, "the MLP has the row blocks of alpha alone"),
+    ("fp8", lambda d: d.fp8, "none", "a transformers model computes its own products"),
     ("attention_chunk_tokens", lambda d: d.attention_chunk_tokens, 0, "attention runs over all tokens at once"),
 )
 """Decisions that change what a layer saves and when: field, value, the one value that is followed, and why."""

@@ -12,7 +12,8 @@ from memo_sim.program.layout import rank_order as ranks
 class MeshCoordinates:
     """The mesh coordinates of one rank in a layout.
 
-    Groups are ``tp``, ``metp``, ``ulysses``, ``cp``, ``dp``, ``pp``, ``grads``, ``ends``, ``shard`` and ``replicate``.
+    Groups are ``tp``, ``metp``, ``ulysses``, ``cp``, ``dp``, ``pp``, ``grads``, ``ends``, ``shard``, ``replicate``,
+    ``ep`` and ``expert_grads``.
     ``memo_sim.program.layout.rank_order`` says which ranks each group has.
     """
 

@@ -6,9 +6,9 @@ and the buffers stay the same, and so do ids, lives and placements. Under ZeRO a
     grads.reduce_scatter, params.all_gather   one operand per run (decayed, other parameters), not the whole block
     update, add                               this rank's share, at its own offset in buffers of the whole block
     shards.all_reduce                         this rank's share of each run
-    norm                                      only the gradients that no other rank counts
+    norm                                      only the gradients that no other rank counts, and no loads of experts
 
-A run is a contiguous range of a block whose parameters all have weight decay, or all have none.
+A run is a contiguous range of a block that the optimizer updates alike (``Block.runs``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from memo_exec.distributed.mesh import MeshCoordinates
-from memo_exec.distributed.shards import Part, Stretch, divided_elements, optimizer_of, own_runs
+from memo_exec.distributed.shards import Part, Stretch, optimizer_of, own_runs, trained_ranges
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Family, Instruction, Operand, Template
 from memo_sim.program.ir.kinds import FamilyKind, TemplateKind
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.parameters import FROZEN
 from memo_sim.program.lower import lower
 
 _ON_SHARDS = (
@@ -70,7 +71,8 @@ def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
 
 def own_program(program: Program, decisions: Decisions, mesh: MeshCoordinates) -> Program:
     """Return ``program`` with the operands of one rank, whose mesh coordinates are ``mesh``."""
-    if decisions.layout.devices == 1:
+    mixture = decisions.model.mixture
+    if decisions.layout.devices == 1 and not (mixture and mixture.selection_bias):
         return program
     families = {family.name: family for family in program.families}
     return replace(program, templates=tuple(_own_template(t, families, decisions, mesh) for t in program.templates))
@@ -98,9 +100,9 @@ class _Block:
     ) -> None:
         self.optimizer = optimizer = optimizer_of(decisions, part, mesh)
         self.template, self.families, self.mesh = template, families, mesh
-        self.divided = divided_elements(decisions, part, mesh)
-        found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, mesh), strict=True))
-        self.runs: dict[str, Stretch] = found
+        self.trained = trained_ranges(decisions, part, mesh)
+        self.divided = trained_ranges(decisions, part, mesh, divided=True)
+        self.runs = own_runs(optimizer, mesh)
 
     def own(self, instruction: Instruction) -> Instruction:
         """Return the instruction with this rank's operands."""
@@ -129,14 +131,19 @@ class _Block:
         return family.kind in (FamilyKind.GATHERED, FamilyKind.WHOLE_GRADS)
 
     def _by_run(self, operands: tuple[Operand, ...], old: str, new: str) -> Iterator[Operand]:
-        """Yield one operand per run: all of the run if the buffer holds the whole block, else this rank's share."""
-        ends = {"decay": self.optimizer.block.decayed_elements, "no_decay": self.optimizer.block.elements}
+        """Yield one operand per run: all of the run if the buffer holds the whole block, else this rank's share.
+
+        What is frozen is gathered for a use, but not after an update, and has no gradients.
+        """
+        trained = any(operand.role == old for operand in operands)
         for operand in operands:
             role = new if operand.role == old else operand.role
-            for name, first, _ in self.optimizer.runs():
+            for name, first, length in self.optimizer.block.runs():
+                if name == FROZEN and trained:
+                    continue
                 own = self.runs[name]
                 if self._is_whole(operand):
-                    yield replace(operand, role=f"{role}.{name}", first=first, tokens=ends[name] - first)
+                    yield replace(operand, role=f"{role}.{name}", first=first, tokens=length)
                 else:
                     yield replace(operand, role=f"{role}.{name}", first=own.held, tokens=own.count)
 
@@ -149,17 +156,26 @@ class _Block:
         """Yield the gradients that this rank counts in the gradient norm.
 
         Gradients that all tensor-parallel (or METP) ranks hold are counted once, by the first of these ranks. If these
-        ranks share the block's states by ZeRO, each rank counts its own share.
+        ranks share the block's states by ZeRO, each rank counts its own share. Where ranks divide experts, the norm is
+        summed over all ranks with the same parameters of the rest: the first of those with the same block counts it.
         """
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
         leads = self.mesh.at(self.mesh.layout.weights_group) == 0
-        limit = self.optimizer.block.elements if leads or shares else self.divided
-        own = list(self.runs.values()) if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.elements, 0)]
+        counted = self.trained if leads or shares else self.divided
+        if self.mesh.layout.ep > 1 and self.optimizer.shards == 1 and self.mesh.at(self.optimizer.group):
+            counted = []
+        runs = [run for name, run in self.runs.items() if name != FROZEN]
+        own = runs if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.trained_elements, 0)]
         for operand in operands:
             if operand.role != "grads":
                 yield operand
                 continue
-            for i, run in enumerate(own):
-                count = max(0, min(run.first + run.count, limit) - run.first)
-                first = run.first if self._is_whole(operand) else run.held
-                yield replace(operand, role=f"grads.{i}", first=first, tokens=count)
+            found = []
+            for run in own:
+                begin = run.first if self._is_whole(operand) else run.held
+                for first, end in counted:
+                    low, high = max(run.first, first), min(run.first + run.count, end)
+                    if low < high:
+                        found.append((begin + low - run.first, high - low))
+            for i, (first, tokens) in enumerate(found or [(0, 0)]):
+                yield replace(operand, role=f"grads.{i}", first=first, tokens=tokens)

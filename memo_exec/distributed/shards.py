@@ -16,11 +16,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memo_exec.distributed.mesh import MeshCoordinates, Share
+from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.kinds import BlockKind
-from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import (
+    FROZEN,
+    SELECTION_BIAS,
+    Block,
+    Parameter,
+    embed_block,
+    head_block,
+    layer_block,
+    rank_experts_block,
+)
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.stage_layers import layers_by_kind
 
@@ -55,8 +65,16 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Which part of a parameter a rank has: its coordinate among the ranks that divide features, and its experts."""
+
+    part: int
+    experts: range
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the model whose parameters lie in one block: the embedding, the head, or a layer of one kind."""
+    """A part of the model whose parameters lie in one block: embedding, head, a layer of one kind, or its experts."""
 
     kind: BlockKind
     layers: int = 0
@@ -70,40 +88,54 @@ def parts_of(decisions: Decisions, mesh: MeshCoordinates) -> list[tuple[Part, st
     """
     stage = stages_of(decisions)[mesh.at("pp")]
     embed, head = ((Part(kind), str(kind), (str(kind),)) for kind in (BlockKind.EMBED, BlockKind.HEAD))
-    layers = [
-        (
-            Part(BlockKind.LAYER, each.number or 0),
-            each.block,
-            tuple(f"layer.{stage.layers[layer]}" for layer in each.layers),
-        )
-        for each in layers_by_kind(decisions.model, stage)
-    ]
+    layers = []
+    for each in layers_by_kind(decisions.model, stage):
+        names = tuple(f"layer.{stage.layers[layer]}" for layer in each.layers)
+        layers.append((Part(BlockKind.LAYER, each.number or 0), each.block, names))
+        if decisions.layout.ep > 1 and each.shape.experts is not None:
+            layers.append((Part(BlockKind.EXPERTS, each.number or 0), each.experts_block, names))
     return [embed, *layers, head]
 
 
-def block_of(model: Model, degree: int, part: Part, mesh: MeshCoordinates) -> Block:
-    """Return a block's parameters, divided by ``degree``.
+def block_of(decisions: Decisions, degree: int, part: Part, mesh: MeshCoordinates, *, own: bool) -> Block:
+    """Return a block's parameters, divided by ``degree``; ``own``: only the rank's own experts.
 
     The embedding of a later pipeline stage (a copy of a tied one) has no learned positions.
     """
+    model, adapters = decisions.model, decisions.lora
     if part.kind is BlockKind.EMBED:
-        return embed_block(model, degree, positions=mesh.at("pp") == 0)
+        return embed_block(model, degree, positions=mesh.at("pp") == 0, adapters=adapters)
     if part.kind is BlockKind.HEAD:
-        return head_block(model, degree)
-    return layer_block(model, degree, model.layer_shapes[part.layers])
+        return head_block(model, degree, adapters=adapters)
+    shape, ep = model.layer_shapes[part.layers], mesh.layout.ep
+    if part.kind is BlockKind.EXPERTS:
+        assert shape.experts is not None  # other layers have no such part
+        return rank_experts_block(model, degree, ep if own else 1, shape.experts)
+    return layer_block(model, degree, shape, ep=ep, adapters=adapters)
 
 
 def _own_block(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> Block:
     """Return the parameters of one rank's block. METP divides only those of layers."""
     layout = decisions.layout
-    return block_of(decisions.model, layout.divided if part.kind is BlockKind.LAYER else layout.tp, part, mesh)
+    return block_of(decisions, layout.divided if part.kind.of_layer else layout.tp, part, mesh, own=True)
 
 
-def whole_block(model: Model, kind: BlockKind, layer: int = 0) -> Block:
-    """Return a block with whole parameters, as a single process has it; ``layer``: the layer whose block it is."""
+def whole_block(model: Model, kind: BlockKind, layer: int = 0, adapters: Adapters | None = None) -> Block:
+    """Return a block with whole parameters, as a single process has it; ``layer``: the layer whose block it is.
+
+    Experts that ranks divide are among the parameters of their layer.
+    """
     if kind is BlockKind.LAYER:
-        return layer_block(model, 1, model.layer(layer))
-    return {BlockKind.EMBED: embed_block, BlockKind.HEAD: head_block}[kind](model, 1)
+        return layer_block(model, 1, model.layer(layer), adapters=adapters)
+    return {BlockKind.EMBED: embed_block, BlockKind.HEAD: head_block}[kind](model, 1, adapters=adapters)
+
+
+def whole_parameters(model: Model, adapters: Adapters | None = None) -> dict[str, Parameter]:
+    """Return every parameter of the model, whole, by the name that shards have: ``layer.3/qkv.weight``."""
+    blocks = {str(kind): whole_block(model, kind, 0, adapters) for kind in (BlockKind.EMBED, BlockKind.HEAD)}
+    for layer in range(model.layers):
+        blocks[f"layer.{layer}"] = whole_block(model, BlockKind.LAYER, layer, adapters)
+    return {f"{name}/{each.name}": each for name, block in blocks.items() for each in block.parameters}
 
 
 def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
@@ -113,23 +145,26 @@ def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
 
 def optimizer_of(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> Optimizer:
     """Return the ``Optimizer`` of a block, which says how its states are divided."""
-    count = len(layers_of(decisions, mesh)) if part.kind is BlockKind.LAYER else 1
+    count = len(layers_of(decisions, mesh)) if part.kind.of_layer else 1
     return Optimizer(decisions, _own_block(decisions, part, mesh), part.kind, count)
 
 
-def divided_elements(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> int:
-    """Return how many leading elements of a block belong to parameters that tensor parallelism or METP divides.
+def trained_ranges(
+    decisions: Decisions, part: Part, mesh: MeshCoordinates, *, divided: bool = False
+) -> list[tuple[int, int]]:
+    """Return (first element, end) of the ranges of a block whose parameters gradients train.
 
-    Raises:
-        ValueError: when a divided parameter comes after one that every rank holds whole.
+    ``divided``: only of the parameters that tensor parallelism or METP divides.
     """
-    count = 0
+    found: list[tuple[int, int]] = []
     for own, whole in _paired(decisions, part, mesh):
-        if own.shape != whole.shape:
-            if own.first != count:
-                raise ValueError(f"{own.name} is divided, but comes after parameters that every rank holds whole")
-            count = own.first + own.elements
-    return count
+        if own.name == SELECTION_BIAS or own.frozen or (divided and own.shape == whole.shape):
+            continue
+        if found and found[-1][1] == own.first:
+            found[-1] = (found[-1][0], own.first + own.elements)
+        else:
+            found.append((own.first, own.first + own.elements))
+    return found
 
 
 def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Part) -> list[Stretch]:
@@ -142,56 +177,72 @@ def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Par
     optimizer = optimizer_of(decisions, part, mesh)
     in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
     whole = state == "params" and in_place and not optimizer.gathered_late
+    block = optimizer.block
     if optimizer.shards == 1 or whole:
-        return [Stretch(0, optimizer.block.elements, 0)]
-    return [Stretch(run.first, run.count, run.first if in_place else run.held) for run in own_runs(optimizer, mesh)]
+        return [Stretch(0, block.elements if state == "params" else block.trained_elements, 0)]
+    runs = own_runs(optimizer, mesh)
+    if state != "params" or in_place:
+        runs.pop(FROZEN, None)
+    found = [Stretch(run.first, run.count, run.first if in_place else run.held) for run in runs.values()]
+    if state == "params" and in_place:  # what is frozen is whole on every rank
+        found.append(Stretch(block.trained_elements, block.elements - block.trained_elements, block.trained_elements))
+    return found
 
 
-def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
-    """Return this rank's share of the decayed and of the other parameters, with its offset in a buffer of shares."""
-    block, found = optimizer.block, []
-    ends = {"decay": block.decayed_elements, "no_decay": block.elements}
-    held = 0
-    for name, first, size in optimizer.runs():
-        start, count = Share(ends[name] - first, optimizer.shards).of(
-            mesh.at(optimizer.shard_group) if optimizer.shards > 1 else 0
-        )
-        found.append(Stretch(first + start, count, held))
-        held += size
+def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> dict[str, Stretch]:
+    """Return this rank's share of each run of a block (``Block.runs``), with its offset in a buffer of shares."""
+    held, found = 0, {}
+    for name, first, length in optimizer.block.runs():
+        start, count = Share(length, optimizer.shards).of(mesh.at(optimizer.shard_group) if optimizer.shards > 1 else 0)
+        found[name] = Stretch(first + start, count, held)
+        held += -(-length // optimizer.shards)
     return found
 
 
 def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Part) -> list[Shard]:
     """Return the shards (rectangles) of a block's parameters in a rank's buffer of ``state``."""
-    model, rank = decisions.model, mesh.at(decisions.layout.weights_group)
+    count = decisions.model.mixture.count if decisions.model.mixture else 0
+    first, count = mesh.at("ep") * count // decisions.layout.ep, count // decisions.layout.ep
+    place = Place(mesh.at(decisions.layout.weights_group), range(first, first + count))
     found: list[Shard] = []
     for stretch in stretches(decisions, mesh, state, part):
         for own, whole in _paired(decisions, part, mesh):
             low, high = max(stretch.first, own.first), min(stretch.first + stretch.count, own.first + own.elements)
             if low < high:
                 held = Stretch(low, high - low, stretch.held + low - stretch.first)
-                found += _rectangles(own, whole, model, rank, held)
+                found += _rectangles(own, whole, decisions, place, held)
     return found
 
 
 def _paired(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> list[tuple[Parameter, Parameter]]:
     """Return pairs of each parameter as this rank holds it and the whole parameter."""
-    own, whole = _own_block(decisions, part, mesh), block_of(decisions.model, 1, part, mesh)
+    own, whole = _own_block(decisions, part, mesh), block_of(decisions, 1, part, mesh, own=False)
     return list(zip(own.parameters, whole.parameters, strict=True))
 
 
-def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> list[Strip]:
+def _strips(decisions: Decisions, own: Parameter, whole: Parameter, place: Place) -> list[Strip]:
     """Return, part by part, the rows of the whole tensor that a rank's rows are. Ignores columns."""
+    model = decisions.model
     if own.shape[0] == whole.shape[0]:
         return [Strip(0, own.shape[0], 0)]
+    part_rank = place.part
+    if own.name.startswith("experts_"):
+        return _strips_of_experts(own, whole, model, place)
     if own.name in ("tokens.weight", "classifier.weight"):
         first = part_rank * own.shape[0]
         return [Strip(0, max(0, min(own.shape[0], whole.shape[0] - first)), first)]
     halves = (whole.shape[0] // 2,) * 2 if model.gated else (whole.shape[0],)  # gate and up
-    every = model.mixture.count if model.mixture else 0
-    packed = {"experts_up": (whole.shape[0] // (2 * every),) * 2 * every} if every else {}
-    packed |= {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": halves}
-    parts = packed.get(own.name.partition(".")[0], (whole.shape[0],))
+    packed: dict[str, tuple[int, ...]] = {
+        "qkv": (model.q_width, model.kv_width, model.kv_width),
+        "ffn_up": halves,
+        "shared_up": halves,
+    }
+    product, _, side = own.name.partition(".")
+    parts = packed.get(product, (whole.shape[0],))
+    if side == "lora_b" and decisions.lora is not None:
+        heads = {"q": model.q_width, "k": model.kv_width, "v": model.kv_width}
+        targets = decisions.lora.targets_of(product, model)
+        parts = tuple(heads.get(target, whole.shape[0] // len(targets)) for target in targets)
     ratio = whole.shape[0] // own.shape[0]
     found, here, there = [], 0, 0
     for part in parts:
@@ -201,11 +252,24 @@ def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> l
     return found
 
 
-def _rectangles(own: Parameter, whole: Parameter, model: Model, part_rank: int, held: Stretch) -> Iterator[Shard]:
+def _strips_of_experts(own: Parameter, whole: Parameter, model: Model, place: Place) -> list[Strip]:
+    """Return the rows of each of a rank's experts: its features of the gate and of the up half, or all rows."""
+    assert model.mixture is not None  # it has experts
+    halves = 2 if own.name.startswith("experts_up") else 1
+    rows, there = own.shape[0] // (halves * len(place.experts)), whole.shape[0] // (halves * model.mixture.count)
+    inside = place.part * rows if rows < there else 0
+    return [
+        Strip((here * halves + half) * rows, rows, (expert * halves + half) * there + inside)
+        for here, expert in enumerate(place.experts)
+        for half in range(halves)
+    ]
+
+
+def _rectangles(own: Parameter, whole: Parameter, decisions: Decisions, place: Place, held: Stretch) -> Iterator[Shard]:
     """Yield the elements ``held`` of the block, which all belong to ``own``, as rectangles of ``whole``."""
     width = own.shape[1] if len(own.shape) > 1 else 1
-    column = part_rank * width if len(own.shape) > 1 and own.shape[1] != whole.shape[1] else 0
-    for strip in _strips(model, own, whole, part_rank):
+    column = place.part * width if len(own.shape) > 1 and own.shape[1] != whole.shape[1] else 0
+    for strip in _strips(decisions, own, whole, place):
         start = own.first + strip.first * width
         first, end = max(held.first, start), min(held.first + held.count, start + strip.rows * width)
         while first < end:

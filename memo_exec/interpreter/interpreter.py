@@ -31,6 +31,8 @@ from memo_exec.interpreter.record import StepRecord, device_curve, host_curve, w
 from memo_exec.interpreter.streams import StreamTimekeeper, make_deterministic
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
+from memo_exec.kernels.call import Ends
+from memo_exec.kernels.documents import check_documents, check_room, own_ends
 from memo_exec.kernels.experts import check_device
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.memory.binding import Bound, LateFree, Touch, late_frees, schedule
@@ -97,7 +99,7 @@ class Interpreter:
         self.schedule = schedule(own_program(program, decisions, self.mesh), placement=placement, edges=edges)
         if self.device.type == "cuda" and decisions.deterministic:
             make_deterministic()
-        self.context = Context(decisions, self.device, rank=rank, groups=groups)
+        self.context = Context(decisions, self.device, rank=rank, groups=groups, debug=debug)
         store = CachingStore if placement is None else ArenaStore
         self.store = store(self.schedule, self.device, poison=debug)
         pinned = self.device.type == "cuda"
@@ -129,15 +131,21 @@ class Interpreter:
             return host
         return self.store.view(number, 0, self.schedule.family(number).tokens)
 
-    def run_step(self, batch: Sequence[tuple[Tensor, Tensor]], scalars: StepScalars) -> StepRecord:
+    def run_step(
+        self, batch: Sequence[tuple[Tensor, ...]], scalars: StepScalars, documents: Sequence[Ends] = ()
+    ) -> StepRecord:
         """Play the program once and return what it measured.
 
-        ``batch`` has (ids, shifted labels) of every micro-batch; the loss ignores the label -100.
+        ``batch`` has (ids, shifted labels) of every micro-batch; the loss ignores the label -100. With a policy's
+        objective it has (tokens, 3) numbers of the rollout besides (``memo_exec/kernels/policy.py``). ``documents`` has
+        the ends of packed documents of every micro-batch, for a plan that packs them; the plan's drawn ones if empty.
 
         Raises:
+            UsageError: when a sequence has more documents than the plan has room for.
             ValueError: when the batch has another shape than the program's, or a kernel moved or resized an operand.
         """
         self._load(batch)
+        self._load_documents(documents)
         self.context.scalars = scalars
         self.store.begin_step()
         self._kept.clear()
@@ -188,18 +196,44 @@ class Interpreter:
                 raise
             # The device has failed, as the first error says, so it cannot be waited for.
 
-    def _load(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _load(self, batch: Sequence[tuple[Tensor, ...]]) -> None:
         tokens = self.decisions.local_tokens
+        policy = self.decisions.objective == "grpo"
+        inputs = {"input.ids": 1, "input.labels": 1} | ({"input.rollout": 3} if policy else {})
         if len(batch) != self.program.micro_batches:
             raise ValueError(f"{len(batch)} micro-batches given, the program plays {self.program.micro_batches}")
-        for i, pair in enumerate(batch):
-            for name, values in zip(("input.ids", "input.labels"), pair, strict=True):
-                if values.numel() != tokens:
-                    raise ValueError(f"{name} of micro-batch {i} has {values.numel()} tokens, wanted {tokens}")
+        for i, given in enumerate(batch):
+            if len(given) != len(inputs):
+                raise ValueError(f"micro-batch {i} has {len(given)} inputs, wanted {', '.join(inputs)}")
+            for (name, numbers), values in zip(inputs.items(), given, strict=True):
+                if values.numel() != numbers * tokens:
+                    raise ValueError(
+                        f"{name} of micro-batch {i} has {values.numel()} numbers, wanted {numbers * tokens}"
+                    )
                 if name in self.program.family_bases:  # only the first stage has ids and only the last one labels
-                    self.buffer(name, i).copy_(values.reshape(-1))
+                    buffer = self.buffer(name, i)
+                    buffer.copy_(values.reshape(buffer.shape))
         for name in ("loss", "grad_norm"):
             self.buffer(name).zero_()
+
+    def _load_documents(self, documents: Sequence[Ends]) -> None:
+        """Keep the ends of documents on the host, and write those of this rank's rows of attention to the device."""
+        decisions = self.decisions
+        if decisions.documents is None:
+            return
+        if documents and len(documents) != self.program.micro_batches:
+            raise ValueError(f"documents of {len(documents)} micro-batches, not of {self.program.micro_batches}")
+        if documents:
+            self.context.bring(documents)
+        for i in range(self.program.micro_batches):
+            ends = self.context.ends(i)
+            if len(ends) != decisions.micro_batch or any(each[-1] != decisions.seq_tokens for each in ends):
+                raise ValueError(f"documents of micro-batch {i} do not fill its sequences")
+            check_room(decisions, ends)
+            every = own_ends(self.context, i)
+            target = self.buffer("input.documents", i)
+            target.fill_(every[-1])  # documents beyond the last one are empty
+            target[: len(every)] = torch.tensor(every, dtype=target.dtype)
 
     def _play(self, lane: Lane, bounds: list[Bound], progress: Progress) -> None:
         """Play one lane's instructions; any error stops the other lanes."""
@@ -300,7 +334,15 @@ class Interpreter:
         tensors = fixed.copy()
         for touch in moving:
             tensors[touch.role] = self._view(touch)
-        return Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset)
+        return Call(
+            bound.instruction,
+            self.context,
+            tensors,
+            bound.subsequence,
+            bound.offset,
+            micro_batch=bound.micro_batch,
+            layer=bound.layer,
+        )
 
     def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
         """Return what serves the compute lane's allocations, or None when torch's own allocator does."""
@@ -366,6 +408,7 @@ def _refuse(
     if missing:
         raise CannotRun("some operators of the program have no kernel", got=", ".join(missing))
     check_device(decisions, device)
+    check_documents(decisions)
     kernel = decisions.kernels.attention
     fitting = [name for name in BACKENDS if (name == "torch-flash-cpu") == (device.type == "cpu")]
     if kernel not in fitting:

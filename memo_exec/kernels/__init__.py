@@ -23,6 +23,7 @@ from memo_exec.kernels import (
     dispatch,
     divided_loss,
     embedding,
+    expert_exchange,
     experts,
     framework_loss,
     linear,
@@ -57,7 +58,7 @@ def _plain_or_fused(plain: Kernel, module: str) -> Kernel:
     name = plain.__name__
 
     def play(call: Call) -> None:
-        fused = call.context.decisions.kernels.rowwise == "triton"
+        fused = call.context.decisions.kernels.rowwise == "triton" and "rollout" not in call.tensors
         (_fused(module, name) if fused else plain)(call)
 
     return play
@@ -73,8 +74,8 @@ def _divided(plain: Kernel, divided: Kernel) -> Kernel:
 
 
 def _fused_loss(call: Call) -> None:
-    """Compute the loss in one kernel; on the CPU, which has none, with torch in row blocks that are written over."""
-    fused = call.context.device.type == "cuda"
+    """Compute the loss in one kernel; with torch in row blocks that are written over on the CPU, and of a policy."""
+    fused = call.context.device.type == "cuda" and "rollout" not in call.tensors
     (_fused("triton_loss", "cross_entropy") if fused else loss.cross_entropy)(call)
 
 
@@ -93,6 +94,10 @@ _PLAIN: Mapping[str, Kernel] = {
     "linear.dgrad": linear.linear_dgrad,
     "linear.dgrad.add": linear.linear_dgrad_add,
     "linear.wgrad": linear.linear_wgrad,
+    "lora.a": linear.lora_a,
+    "lora.b": linear.lora_b,
+    "lora.b.dgrad": linear.lora_b_dgrad,
+    "lora.b.wgrad": linear.lora_b_wgrad,
     "linear.wgrad.product": linear.linear_wgrad_product,
     "bias.bwd": linear.bias_backward,
     "gelu": activation.gelu,
@@ -141,6 +146,21 @@ _PLAIN: Mapping[str, Kernel] = {
     "experts.linear.wgrad": experts.linear_wgrad,
     "experts.swiglu": experts.swiglu,
     "experts.swiglu.bwd": experts.swiglu_backward,
+    "experts.seats": expert_exchange.seats,
+    "experts.gates": expert_exchange.gates,
+    "experts.gates.bwd": expert_exchange.gates_backward,
+    "experts.arrivals": expert_exchange.arrivals,
+    "experts.arrange": expert_exchange.arrange,
+    "experts.arrange.back": expert_exchange.arrange_back,
+    "experts.all_to_all": expert_exchange.all_to_all,
+    "experts.clamped": experts.clamped,
+    "experts.clamped.bwd": experts.clamped_backward,
+    "experts.bias": experts.bias,
+    "experts.bias.bwd": experts.bias_backward,
+    "experts.out_bias": experts.out_bias,
+    "experts.out_bias.dgrad": experts.out_bias_dgrad,
+    "experts.out_bias.wgrad": experts.out_bias_wgrad,
+    "router.balance": routing.balance,
     "residual_add": move.residual_add,
     "cross_entropy": loss.cross_entropy,
     "cross_entropy.fused": _divided(_fused_loss, divided_loss.divided_cross_entropy),

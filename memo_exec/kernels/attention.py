@@ -8,7 +8,9 @@ A call has one of three sets of operands:
 
 A backend is a module with the functions ``forward`` and ``backward``. They take (batch, tokens, heads, head_dim) views
 and an fp32 log-sum-exp of (batch, tokens, heads). A ``Mask`` says which keys a query sees, ``scale`` is the factor on
-the scores.
+the scores. Packed documents are calls of their own, on views of their rows (``documents.py``).
+A backend may have ``forward_packed`` and ``backward_packed`` besides, which take all documents of a rank's own rows in
+one call (varlen).
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from memo_exec.kernels.attention_backend import AttentionBackward, Mask
+from memo_exec.kernels.attention_backend import CAUSAL, AttentionBackward, Mask, Packing
 from memo_exec.kernels.call import Call
+from memo_exec.kernels.documents import segments
 from memo_sim.program.ir.work import Attention, WindowedAttention
 
 BACKENDS = {
@@ -41,16 +44,25 @@ def attention(call: Call) -> None:
     work, backend = _work(call), _backend(call)
     q, k, v = _operands(call, work)
     out, lse = call["out"].view(q.shape), call.matrix("lse").view(q.shape[:3])
-    for queries, keys in _groups(call, work):
-        backend.forward(
-            q[:, :, queries],
-            k[:, :, keys],
-            v[:, :, keys],
-            out[:, :, queries],
-            lse[:, :, queries],
-            mask=_mask(work),
-            scale=call.context.model.score_scale,
-        )
+    if (packing := _packing(call, work, backend)) is not None:
+        for queries, keys in _groups(call, work):
+            mine = q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries], lse[:, :, queries]
+            backend.forward_packed(*mine, packing=packing, scale=call.context.model.score_scale)
+        return
+    if _leaves_rows(call, work):
+        out.zero_()  # a merge leaves the rows of queries without keys as they were
+        lse.fill_(-torch.inf)
+    for at, own, of in _documents(call, work):
+        for queries, keys in _groups(call, work):
+            backend.forward(
+                q[at, own, queries],
+                k[at, of, keys],
+                v[at, of, keys],
+                out[at, own, queries],
+                lse[at, own, queries],
+                mask=_mask(work),
+                scale=call.context.model.score_scale,
+            )
 
 
 def attention_backward(call: Call) -> None:
@@ -67,19 +79,61 @@ def attention_backward(call: Call) -> None:
         grad_q, (grad_k, grad_v) = call["grad_q"].view(q.shape), _keys(call["grad_kv"], work)
     grad, out = (_queries(torch.unflatten(call[role], 1, q.shape[2:]), work) for role in ("grad", "out"))
     lse = _queries(call.matrix("lse"), work)
-    for queries, keys in _groups(call, work):
-        backend.backward(
-            AttentionBackward(
-                grad[:, :, queries],
-                (q[:, :, queries], k[:, :, keys], v[:, :, keys]),
-                out[:, :, queries],
-                lse[:, :, queries],
-                (grad_q[:, :, queries], grad_k[:, :, keys], grad_v[:, :, keys]),
-                mask=_mask(work),
-                scale=call.context.model.score_scale,
-                deterministic=call.context.decisions.deterministic,
+    if (packing := _packing(call, work, backend)) is not None:
+        for queries, keys in _groups(call, work):
+            backend.backward_packed(
+                AttentionBackward(
+                    grad[:, :, queries],
+                    (q[:, :, queries], k[:, :, keys], v[:, :, keys]),
+                    out[:, :, queries],
+                    lse[:, :, queries],
+                    (grad_q[:, :, queries], grad_k[:, :, keys], grad_v[:, :, keys]),
+                    mask=CAUSAL,
+                    scale=call.context.model.score_scale,
+                    deterministic=call.context.decisions.deterministic,
+                ),
+                packing,
             )
-        )
+        return
+    if _leaves_rows(call, work):
+        for gradient in (grad_q, grad_k, grad_v):
+            gradient.zero_()
+    for at, own, of in _documents(call, work):
+        for queries, keys in _groups(call, work):
+            backend.backward(
+                AttentionBackward(
+                    grad[at, own, queries],
+                    (q[at, own, queries], k[at, of, keys], v[at, of, keys]),
+                    out[at, own, queries],
+                    lse[at, own, queries],
+                    (grad_q[at, own, queries], grad_k[at, of, keys], grad_v[at, of, keys]),
+                    mask=_mask(work),
+                    scale=call.context.model.score_scale,
+                    deterministic=call.context.decisions.deterministic,
+                )
+            )
+
+
+def _documents(call: Call, work: Attention) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield (sequences, queries, keys) of each document, or of all sequences where a sequence is one document."""
+    if call.context.decisions.documents is None:
+        yield slice(None), slice(None), slice(None)
+        return
+    for part in segments(call, work):
+        yield slice(part.sequence, part.sequence + 1), part.queries, part.keys
+
+
+def _packing(call: Call, work: Attention, backend: ModuleType) -> Packing | None:
+    """Return the documents of a rank's own rows, for backends that take them in one call; None for other calls."""
+    if call.context.decisions.documents is None or work.mask == "none" or not hasattr(backend, "forward_packed"):
+        return None
+    lengths = [part.queries.stop - part.queries.start for part in segments(call, work)]
+    return Packing(call["documents"][: len(lengths) + 1], max(lengths))
+
+
+def _leaves_rows(call: Call, work: Attention) -> bool:
+    """Return whether some rows may have no keys or no queries in this call: documents that lie on one rank alone."""
+    return call.context.decisions.documents is not None and work.mask == "none"
 
 
 def _work(call: Call) -> Attention:

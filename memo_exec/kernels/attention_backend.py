@@ -32,6 +32,21 @@ class Mask:
         return (self.window - 1 if self.window else -1, 0 if self.window else -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Documents of the rows of one call, each with as many keys as queries."""
+
+    ends: Tensor
+    """Where they begin, and the end of the last one, in rows of all sequences; int32, on the device."""
+    longest: int
+    """Rows of the longest one."""
+
+
+def packed_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return views of (batch, tokens, ...) tensors as (rows, ...), as varlen calls take them."""
+    return tuple(tensor.flatten(0, 1) for tensor in tensors)
+
+
 CAUSAL, WHOLE = Mask(causal=True), Mask(causal=False)
 
 

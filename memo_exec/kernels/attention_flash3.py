@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memo_exec.kernels.attention_backend import AttentionBackward, Mask, scale_of
+from memo_exec.kernels.attention_backend import AttentionBackward, Mask, Packing, packed_rows, scale_of
 
 WINDOW = frozenset({"window_size_left", "window_size_right"})
 FORWARD_ARGUMENTS = frozenset({"q", "k", "v", "out", "softmax_scale", "is_causal", "num_splits"}) | WINDOW
@@ -69,6 +69,44 @@ def backward(call: AttentionBackward) -> None:
         deterministic=call.deterministic,
         **_window(call.mask),
     )
+
+
+def forward_packed(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, packing: Packing, scale: float | None = None
+) -> None:
+    """Write the output and its log-sum-exp of packed documents, in one call. Not yet run on a GPU."""
+    rows = packed_rows(q, k, v)
+    _, logsumexp, *_ = _operators().fwd(
+        *rows,
+        out=out.flatten(0, 1),
+        softmax_scale=scale_of(q, scale),
+        is_causal=True,
+        num_splits=1,
+        **_varlen(packing),
+    )
+    lse.flatten(0, 1).copy_(logsumexp.transpose(0, 1))
+
+
+def backward_packed(call: AttentionBackward, packing: Packing) -> None:
+    """Write the gradients of Q, K, V of packed documents, in one call. Not yet run on a GPU."""
+    dq, dk, dv = packed_rows(*call.grads)
+    _operators().bwd(
+        *packed_rows(call.grad, *call.qkv, call.out),
+        call.lse.flatten(0, 1).transpose(0, 1).contiguous(),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        softmax_scale=scale_of(call.out, call.scale),
+        is_causal=True,
+        deterministic=call.deterministic,
+        **_varlen(packing),
+    )
+
+
+def _varlen(packing: Packing) -> dict[str, Any]:
+    """Return the arguments that say where documents end."""
+    found: dict[str, Any] = {f"cu_seqlens_{side}": packing.ends for side in "qk"}
+    return found | {f"max_seqlen_{side}": packing.longest for side in "qk"}
 
 
 def _window(mask: Mask) -> dict[str, int]:

@@ -6,7 +6,7 @@ if the buffer has one feature. Ranges of parameter blocks are flat too; the kern
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -17,6 +17,7 @@ from torch import Tensor
 from memo_exec.distributed.groups import Groups
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.kernels.frequencies import inverse_frequencies, unscaled_frequencies
+from memo_sim.contract.documents import packed
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
@@ -26,6 +27,9 @@ from memo_sim.program.layout.heads import divided_heads, shares
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.token_order import clipped, clipped_runs, row_blocks, shard_runs, token_runs
 from memo_sim.program.operators.workspaces import SCRATCH_ALIGNMENT_BYTES, merge_scratch_bytes
+
+Ends = tuple[tuple[int, ...], ...]
+"""For each sequence of a micro-batch, where its documents end; the last end is that of the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,12 @@ class StepScalars:
     weight_decay: float = 0.1
     clip: float | None = None
     """Largest allowed global norm of the gradients; None means no clipping."""
+    clip_ratio: float = 0.2
+    """Of a policy's objective: the ratio of probabilities is clipped below 1 - this ..."""
+    clip_ratio_high: float = 0.2
+    """... and above 1 + this."""
+    kl_weight: float = 0.0
+    """Of a policy's objective: the weight of the KL term against the reference model."""
 
 
 @dataclass
@@ -55,6 +65,8 @@ class Context:
     """This process's rank in the layout; it decides which tokens the rows of a buffer are."""
     groups: Groups = field(default_factory=dict)
     """Process groups by lane and kind of group; empty if the layout has one device."""
+    debug: bool = False
+    """Whether reads of NaN are faults, so that rows which no product writes must not hold what was there before."""
 
     def __post_init__(self) -> None:
         """Allocate the constants once, so that no kernel allocates them."""
@@ -80,8 +92,16 @@ class Context:
         self.shares = shares(self.heads, self.kv_heads, self.decisions.layout.ulysses)
         """The heads of each rank of Ulysses."""
         mixture = self.model.mixture
-        self.loads = torch.zeros(mixture.count if mixture else 0, dtype=torch.int64, device=self.device)
-        """Rows of a layer's fullest expert, of the next one, and so on, summed over all layers that were routed."""
+        sizes = (self.model.layers, mixture.count) if mixture else (0, 0)
+        self.loads = torch.zeros(*sizes, dtype=torch.int64, device=self.device)
+        """By layer: rows of a micro-batch's fullest expert, of the next one, and so on, summed over micro-batches."""
+        self.rows = torch.zeros_like(self.loads)
+        """By layer and expert: rows, summed over micro-batches."""
+        self._ends: list[Ends] = [self._drawn_ends()] if self.decisions.documents else []
+        """For each micro-batch of the step, where its documents end; the drawn ones until a step brings its own."""
+        self.overflow = torch.zeros(3, dtype=torch.int64, device=self.device)
+        """With expert parallelism: dispatched rows that were dropped, the most rows that one layer sent to a rank, and
+        all dispatched rows, of all forwards so far."""
         self.merging = self._merging()
         """Scratch bytes for merging partial attention results; None if the plan merges nothing."""
 
@@ -93,13 +113,38 @@ class Context:
         size = merge_scratch_bytes(heads, model.head_dim, self.decisions.dtype)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
-        """Yield (rows, sequence position of the first row) for each contiguous run in rows [first, first + rows).
+    def _drawn_ends(self) -> Ends:
+        """Return the ends of the documents that the plan's figures are drawn for."""
+        decisions = self.decisions
+        assert decisions.documents is not None
+        drawn = packed(decisions.documents, decisions.seq_tokens)
+        return tuple(tuple(accumulate(drawn[i % len(drawn)])) for i in range(decisions.micro_batch))
+
+    def bring(self, ends: Sequence[Ends]) -> None:
+        """Keep where the documents of a step's micro-batches end."""
+        self._ends = list(ends)
+
+    def ends(self, micro_batch: int) -> Ends:
+        """Return where the documents of a micro-batch end; empty where a sequence is one document."""
+        return self._ends[micro_batch % len(self._ends)] if self._ends else ()
+
+    def positions(
+        self, first: int, rows: int, *, shard: bool = False, micro_batch: int = 0
+    ) -> Iterator[tuple[slice, int]]:
+        """Yield (rows, position of the first in its document) for each contiguous run in rows [first, first + rows).
 
         The yielded rows count from ``first``. With ``shard``, rows are those of the sequence-parallel token shard.
         """
+        ends, length = self.ends(micro_batch), self.decisions.seq_tokens
         for run in clipped(self._shard_runs if shard else self.runs, first, rows):
-            yield slice(run.row - first, run.row - first + run.tokens), run.token % self.decisions.seq_tokens
+            sequence, token = divmod(run.token, length)
+            row, last = run.row - first, token + run.tokens
+            begin = 0
+            for end in ends[sequence] if ends else (length,):
+                low, high = max(token, begin), min(last, end)
+                if low < high:
+                    yield slice(row + low - token, row + high - token), low - begin
+                begin = end
 
     def start(self, subsequence: int, offset: int = 0, *, shard: bool = False) -> int:
         """Return the index of a subsequence's row ``offset`` among all the rank's rows, or in its token shard."""
@@ -120,7 +165,7 @@ class Context:
 class Call:
     """One kernel call.
 
-    The layer's tensors hold the rows of ``subsequence``, starting at its row ``offset``.
+    The layer's tensors hold the rows of ``subsequence``, starting at its row ``offset``. ``layer`` is its number.
     """
 
     instruction: Instruction
@@ -128,6 +173,8 @@ class Call:
     tensors: dict[str, Tensor]
     subsequence: int = 0
     offset: int = 0
+    micro_batch: int = 0
+    layer: int = 0
 
     def __getitem__(self, role: str) -> Tensor:
         """Return the operand with this role."""
@@ -158,7 +205,7 @@ class Call:
     def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
         """Yield what ``Context.positions`` yields, with ``first`` counted within the call's subsequence."""
         start = self.context.start(self.subsequence, self.offset, shard=shard)
-        return self.context.positions(first + start, rows, shard=shard)
+        return self.context.positions(first + start, rows, shard=shard, micro_batch=self.micro_batch)
 
     @property
     def row_blocks(self) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memo_exec.kernels.call import Call, Scratch
 from memo_exec.kernels.loss import IGNORED, gradient_of
+from memo_exec.kernels.policy import policy_of
 from memo_sim.program.operators.workspaces import LOSS_ROWS
 
 
@@ -57,23 +58,28 @@ def divided_cross_entropy(call: Call) -> None:
     rows, width = logits.shape
     first, columns = own_columns(call, width)
     numbers = call["stats"].view(3, rows)
-    pieces = _Pieces(call.scratch(), min(rows, LOSS_ROWS), width, wide=logits.dtype != torch.float32)
+    scratch, most = call.scratch(), min(rows, LOSS_ROWS)
+    pieces = _Pieces(scratch, most, width, wide=logits.dtype != torch.float32)
+    policy = policy_of(call, scratch, most)
     for start in range(0, rows, LOSS_ROWS):
         block = slice(start, min(rows, start + LOSS_ROWS))
         n = block.stop - start
         targets, absent = pieces.targets(labels[block], first, columns)
         all_sum, ignored = pieces.largest[:n], pieces.ignored(labels[block])
         torch.log(numbers[1, block].unsqueeze(1), out=all_sum).add_(numbers[0, block].unsqueeze(1))
-        losses = torch.sub(all_sum, numbers[2, block].unsqueeze(1), out=pieces.chosen[:n]).masked_fill_(ignored, 0.0)
-        torch.sum(losses, 0, out=pieces.total)
+        losses, weights = torch.sub(all_sum, numbers[2, block].unsqueeze(1), out=pieces.chosen[:n]), None
+        if policy is not None:
+            losses, weights = policy.weigh(block, losses.neg_())
+        torch.sum(losses.masked_fill_(ignored, 0.0), 0, out=pieces.total)
         call["loss"].add_(pieces.total, alpha=scale)
         work = grad[block] if pieces.wide is None else pieces.wide[:n]
         source = logits[block] if pieces.wide is None else work.copy_(logits[block])
         torch.sub(source, all_sum, out=work).exp_()
         work[:, columns:].zero_()
-        work.mul_(pieces.chosen[:n].fill_(scale).masked_fill_(ignored, 0.0))
+        column = pieces.chosen[:n].fill_(scale)
+        work.mul_((column if weights is None else column.mul_(weights)).masked_fill_(ignored, 0.0))
         # A token without a target counts as absent on every rank.
-        work.scatter_add_(1, targets, pieces.chosen[:n].fill_(-scale).masked_fill_(absent, 0.0))
+        work.scatter_add_(1, targets, column.neg_().masked_fill_(absent, 0.0))
         if pieces.wide is not None:
             grad[block].copy_(work)
 

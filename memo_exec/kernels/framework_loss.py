@@ -19,6 +19,10 @@ from torch import Tensor
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.divided_loss import own_columns, place_targets
 from memo_exec.kernels.loss import IGNORED
+from memo_exec.kernels.policy import policy_of
+
+_ALL = slice(None)
+"""The rows of a call: all at once."""
 
 
 def log_softmax(call: Call) -> None:
@@ -27,12 +31,13 @@ def log_softmax(call: Call) -> None:
 
 
 def nll(call: Call) -> None:
-    """``loss -= scale * sum of the targets' log-probabilities``."""
+    """``loss -= scale * sum of the targets' log-probabilities``; of a policy, ``scale`` times its objective."""
     log_probs = call.matrix("log_probs")
     targets = _Targets(call, log_probs.shape[1])
-    picked = torch.gather(log_probs, 1, targets.columns, out=targets.values).masked_fill_(targets.absent, 0.0)
-    torch.sum(picked, 0, out=targets.total)
-    call["loss"].sub_(targets.total, alpha=call.context.scalars.loss_scale)
+    picked = torch.gather(log_probs, 1, targets.columns, out=targets.values)
+    losses = picked.neg_() if targets.policy is None else targets.policy.weigh(_ALL, picked)[0]
+    torch.sum(losses.masked_fill_(targets.absent, 0.0), 0, out=targets.total)
+    call["loss"].add_(targets.total, alpha=call.context.scalars.loss_scale)
 
 
 def metrics(call: Call) -> None:
@@ -52,11 +57,14 @@ def metrics(call: Call) -> None:
 
 
 def nll_backward(call: Call) -> None:
-    """``grad = 0``, and ``-scale`` at the targets."""
+    """``grad = 0``, and ``-scale`` at the targets, times their weights in a policy's objective."""
     grad = call.matrix("grad").zero_()
     targets = _Targets(call, grad.shape[1])
-    counted = targets.values.fill_(-call.context.scalars.loss_scale).masked_fill_(targets.absent, 0.0)
-    grad.scatter_(1, targets.columns, counted)
+    counted = targets.values.fill_(-call.context.scalars.loss_scale)
+    if targets.policy is not None:
+        picked = torch.gather(call.matrix("log_probs"), 1, targets.columns, out=counted)
+        counted = targets.policy.weigh(_ALL, picked)[1].mul_(-call.context.scalars.loss_scale)
+    grad.scatter_(1, targets.columns, counted.masked_fill_(targets.absent, 0.0))
 
 
 def log_softmax_backward(call: Call) -> None:
@@ -93,6 +101,8 @@ def softmax(call: Call) -> None:
     targets = _Targets(call, logits.shape[1])
     logits.div_(sums[0].unsqueeze(1))
     losses = torch.log(sums[0].unsqueeze(1), out=targets.values).sub_(sums[1].unsqueeze(1))
+    if targets.policy is not None:
+        losses = targets.policy.weigh(_ALL, losses.neg_())[0]
     torch.sum(losses.masked_fill_(targets.uncounted(), 0.0), 0, out=targets.total)
     call["loss"].add_(targets.total, alpha=call.context.scalars.loss_scale)
 
@@ -103,6 +113,10 @@ def gradient(call: Call) -> None:
     targets = _Targets(call, logits.shape[1])
     logits.scatter_add_(1, targets.columns, targets.values.fill_(-1.0).masked_fill_(targets.absent, 0.0))
     scale = targets.values.fill_(call.context.scalars.loss_scale)
+    if targets.policy is not None:
+        sums = call["sums"].view(2, -1)
+        log_probs = torch.log(sums[0].unsqueeze(1), out=scale).neg_().add_(sums[1].unsqueeze(1))
+        scale = targets.policy.weigh(_ALL, log_probs)[1].mul_(call.context.scalars.loss_scale)
     logits.mul_(scale.masked_fill_(targets.uncounted(), 0.0))
 
 
@@ -114,6 +128,7 @@ class _Targets:
         first, self.width = own_columns(call, vocab)
         self.columns, self.absent = scratch.take(rows, 1, dtype=torch.int64), scratch.take(rows, 1, dtype=torch.bool)
         self.values, self.total = scratch.take(rows, 1), scratch.take(1)
+        self.policy = policy_of(call, scratch, rows)
         place_targets(self._labels, first, self.width, self.columns, self.absent)
 
     def uncounted(self) -> Tensor:

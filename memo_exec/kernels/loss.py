@@ -1,4 +1,4 @@
-"""Cross entropy and its gradient, computed in row blocks.
+"""Cross entropy, or a policy's objective, and its gradient, computed in row blocks.
 
 loss = scale x sum over counted targets of (logsumexp - target's logit). ``scale`` is 1 / number of counted targets in
 the global batch, so the losses of micro-batches, chunks and ranks add up. A target with the label -100 is not counted.
@@ -6,13 +6,19 @@ the global batch, so the losses of micro-batches, chunks and ranks add up. A tar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call, Scratch
+from memo_exec.kernels.policy import policy_of
 from memo_sim.program.operators.workspaces import LOSS_ROWS
 
 IGNORED = -100
+Weigh = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Losses and weights of rows from their log-probabilities (``policy.py``)."""
 
 
 def cross_entropy(call: Call) -> None:
@@ -22,10 +28,13 @@ def cross_entropy(call: Call) -> None:
     """
     logits, grad, labels = call.matrix("logits"), gradient_of(call), call["labels"]
     rows, vocab = logits.shape
-    pieces = _Pieces(call.scratch(), min(rows, LOSS_ROWS), vocab, wide=logits.dtype != torch.float32)
+    scratch, most = call.scratch(), min(rows, LOSS_ROWS)
+    pieces = _Pieces(scratch, most, vocab, wide=logits.dtype != torch.float32)
+    policy, scale = policy_of(call, scratch, most), call.context.scalars.loss_scale
     for first in range(0, rows, LOSS_ROWS):
         block = slice(first, min(rows, first + LOSS_ROWS))
-        pieces.play(logits[block], labels[block], grad[block], call["loss"], call.context.scalars.loss_scale)
+        weigh = partial(policy.weigh, block) if policy else None
+        pieces.play(logits[block], labels[block], grad[block], call["loss"], scale, weigh)
 
 
 def gradient_of(call: Call) -> Tensor:
@@ -43,7 +52,9 @@ class _Pieces:
         self.total = scratch.take(1)
         self.wide = scratch.take(rows, vocab) if wide else None
 
-    def play(self, logits: Tensor, labels: Tensor, grad: Tensor, loss: Tensor, scale: float) -> None:
+    def play(  # noqa: PLR0917 - one block of each operand
+        self, logits: Tensor, labels: Tensor, grad: Tensor, loss: Tensor, scale: float, weigh: Weigh | None
+    ) -> None:
         n = len(logits)
         targets, ignored = self.targets[:n], self.ignored[:n]
         largest, sums, chosen, losses = self.largest[:n], self.sums[:n], self.chosen[:n], self.losses[:n]
@@ -55,11 +66,17 @@ class _Pieces:
         torch.sub(source, largest, out=work)
         torch.gather(work, 1, targets, out=chosen)
         torch.sum(work.exp_(), 1, keepdim=True, out=sums)
-        torch.log(sums, out=losses).sub_(chosen).masked_fill_(ignored, 0.0)
-        torch.sum(losses, 0, out=self.total)
+        torch.log(sums, out=losses).sub_(chosen)
+        weights = None
+        if weigh is not None:
+            weighed, weights = weigh(losses.neg_())
+            losses.copy_(weighed)
+        torch.sum(losses.masked_fill_(ignored, 0.0), 0, out=self.total)
         loss.add_(self.total, alpha=scale)
-        work.mul_(sums.reciprocal_().mul_(scale).masked_fill_(ignored, 0.0))
+        # From here on, the column of losses has each row's weight in the gradient.
+        torch.mul(weights, scale, out=losses) if weights is not None else losses.fill_(scale)
+        work.mul_(sums.reciprocal_().mul_(losses.masked_fill_(ignored, 0.0)))
         torch.gather(work, 1, targets, out=chosen)
-        work.scatter_(1, targets, chosen.sub_(losses.fill_(scale).masked_fill_(ignored, 0.0)))
+        work.scatter_(1, targets, chosen.sub_(losses))
         if self.wide is not None:
             grad.copy_(work)

@@ -82,7 +82,7 @@ def _backward(call: Call, *, centred: bool) -> None:
     grad, x, out = call.matrix("grad"), call.matrix("x"), call.matrix("out")
     rows, features = x.shape
     stats, weight, residual = call["stats"].view(rows, -1), call["weight"], call.get("residual_grad")
-    grad_weight, grad_bias = call["grad_weight"], call.get("grad_bias")
+    grad_weight, grad_bias = call.get("grad_weight"), call.get("grad_bias")
     narrow = x.dtype != torch.float32
     scratch, count = call.scratch(), min(rows, NORM_ROWS)
     hats = scratch.take(count, features)
@@ -102,8 +102,9 @@ def _backward(call: Call, *, centred: bool) -> None:
             torch.sum(upstream, 0, out=total)
             grad_bias.add_(total)
         torch.mul(upstream, hat, out=work)
-        torch.sum(work, 0, out=total)
-        grad_weight.add_(total)
+        if grad_weight is not None:
+            torch.sum(work, 0, out=total)
+            grad_weight.add_(total)
         torch.mean(work.mul_(weight), 1, keepdim=True, out=hat_mean)
         upstream = work.copy_(incoming) if narrow else incoming
         torch.mul(upstream, weight, out=work)

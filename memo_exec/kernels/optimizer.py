@@ -8,6 +8,9 @@ from torch import Tensor
 from memo_exec.kernels.call import Call
 from memo_sim.program.operators.workspaces import ADAMW_ELEMENTS
 
+Run = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Parameters or their master copy, gradients, first moments, second moments."""
+
 DOT_ELEMENTS = 2**24
 """Elements per dot product; the results are added one by one."""
 
@@ -23,6 +26,15 @@ def grad_norm(call: Call) -> None:
             else:  # a dot product of bf16 would be rounded to bf16
                 torch.linalg.vector_norm(piece, dtype=cell.dtype, out=cell[0]).square_()
             call["out"].add_(cell)
+    if _refuses_overflow(call):
+        # 0 without an overflow, infinite with one: the norm is summed over all ranks, and no rank applies the update.
+        cell.copy_(call.context.overflow[:1]).clamp_(max=1.0).neg_().add_(1.0).reciprocal_().sub_(1.0)
+        call["out"].add_(cell)
+
+
+def _refuses_overflow(call: Call) -> bool:
+    """Return whether a step in which an expert's rows exceed the capacity is not applied."""
+    return call.context.decisions.expert_overflow == "refuse"
 
 
 def adamw_decay(call: Call) -> None:
@@ -39,22 +51,30 @@ def _adamw(call: Call, weight_decay: float) -> None:
     params = call["params"]
     master = call.get("master")
     updated = params if master is None else master
-    grads, moments = call["grads"], (call["moment1"], call["moment2"])
+    run = (updated, call["grads"], call["moment1"], call["moment2"])
     scale = _grad_scale(call)
-    if moments[0].dtype == updated.dtype:
-        _fused(call, (updated, grads, *moments), weight_decay, scale)
+    if len({tensor.dtype for tensor in run}) == 1:
+        _fused(call, run, weight_decay, scale)
     else:
-        scratch, count = call.scratch(), min(len(updated), ADAMW_ELEMENTS)
-        wide = scratch.take(count), scratch.take(count)
-        for first in range(0, len(updated), count):
-            part = slice(first, min(len(updated), first + count))
-            n = part.stop - first
-            block = wide[0][:n].copy_(moments[0][part]), wide[1][:n].copy_(moments[1][part])
-            _fused(call, (updated[part], grads[part], *block), weight_decay, scale)
-            moments[0][part].copy_(block[0])
-            moments[1][part].copy_(block[1])
+        _in_fp32(call, run, weight_decay, scale)
     if master is not None:
         params.copy_(master)
+
+
+def _in_fp32(call: Call, run: Run, weight_decay: float, scale: Tensor | None) -> None:
+    """Update a run of several dtypes block by block, with a copy in fp32 of each tensor that is in bf16.
+
+    Parameters and moments are rounded to the nearest bf16 number when they are copied back."""
+    scratch, count = call.scratch(), min(len(run[0]), ADAMW_ELEMENTS)
+    wide = [None if tensor.dtype == torch.float32 else scratch.take(count) for tensor in run]
+    for first in range(0, len(run[0]), count):
+        parts = [tensor[first : first + count] for tensor in run]
+        block = [p if w is None else w[: len(p)].copy_(p) for p, w in zip(parts, wide, strict=True)]
+        params, grads, moment1, moment2 = block
+        _fused(call, (params, grads, moment1, moment2), weight_decay, scale)
+        for part, computed in zip(parts, block, strict=True):
+            if part is not computed and computed is not grads:
+                part.copy_(computed)
 
 
 def _grad_scale(call: Call) -> Tensor | None:
@@ -67,8 +87,8 @@ def _grad_scale(call: Call) -> Tensor | None:
     return cell[0]
 
 
-def _fused(call: Call, run: tuple[Tensor, ...], weight_decay: float, scale: Tensor | None) -> None:
-    """Run torch's fused AdamW on ``run``: (parameters, gradients, first moments, second moments)."""
+def _fused(call: Call, run: Run, weight_decay: float, scale: Tensor | None) -> None:
+    """Run torch's fused AdamW on ``run``, whose tensors have one dtype."""
     params, grads, moment1, moment2 = run
     scalars = call.context.scalars
     step = call.context.cell(call.instruction.lane, 2).fill_(float(scalars.step))
@@ -87,4 +107,12 @@ def _fused(call: Call, run: tuple[Tensor, ...], weight_decay: float, scale: Tens
         amsgrad=False,
         maximize=False,
         grad_scale=scale,
+        found_inf=_refused(call) if _refuses_overflow(call) else None,
     )
+
+
+def _refused(call: Call) -> Tensor:
+    """Return 1 where the norm of all gradients is infinite, and the update is not applied; else 0."""
+    cell = call.context.cell(call.instruction.lane, 3)
+    cell.copy_(call["norm"]).mul_(0.0)
+    return torch.ne(cell, cell, out=cell)[0]

@@ -59,8 +59,9 @@ def qk_norm_backward(call: Call) -> None:
         grad = outer if wide is None else wide[:n].copy_(outer)
         torch.mul(grad, hat, out=work)
         for part, weight, name in _parts(call, work):
-            torch.sum(part, (0, 1), out=total)
-            call[name].add_(total)
+            if (summed := call.get(name)) is not None:
+                torch.sum(part, (0, 1), out=total)
+                summed.add_(total)
             part.mul_(wide_weight.copy_(weight))
         torch.mean(work, -1, keepdim=True, out=mean)
         for part, weight, _ in _parts(call, grad):

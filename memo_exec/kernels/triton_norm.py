@@ -86,7 +86,8 @@ def _backward(call: Call, *, centred: bool) -> None:
         BLOCK=block,
         num_warps=warps(block),
     )
-    call["grad_weight"].add_(torch.sum(parts[0], 0, out=total))
+    if (grad_weight := call.get("grad_weight")) is not None:
+        grad_weight.add_(torch.sum(parts[0], 0, out=total))
     if grad_bias is not None:
         grad_bias.add_(torch.sum(parts[1], 0, out=total))
 

@@ -53,6 +53,9 @@ class Bound:
     subsequence: int = 0
     offset: int = 0
     """The subsequence's row at which its buffers begin."""
+    micro_batch: int = 0
+    layer: int = -1
+    """Number of the layer in the model; -1 for the embedding and what belongs to no layer."""
     waits: list[Wait] = field(default_factory=list)
     births: list[int] = field(default_factory=list)
     deaths: list[tuple[int, tuple[Wait, ...]]] = field(default_factory=list)
@@ -218,7 +221,17 @@ def _bind(program: Program, columns: Columns) -> list[Bound]:
             touches.append(Touch(operand.role, buffers[row], first[row], rows[row], operand.mode, part))
             row += 1
         _refuse_aliases(name, touches)
-        bound.append(Bound(number, instruction, tuple(touches), instance.subsequence, instance.first))
+        bound.append(
+            Bound(
+                number,
+                instruction,
+                tuple(touches),
+                instance.subsequence,
+                instance.first,
+                micro_batch=instance.micro_batch,
+                layer=instance.layer,
+            )
+        )
     return bound
 
 

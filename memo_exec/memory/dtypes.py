@@ -8,7 +8,7 @@ TORCH_DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "int64": torch.int64,
     "int32": torch.int32,
+    "int64": torch.int64,
     "uint8": torch.uint8,
 }

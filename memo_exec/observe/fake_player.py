@@ -233,6 +233,6 @@ class _FakePlayer:
         self.watch.events = events
         self.watch.ignore(*self._constants, *tensors.values())
         with self.watch:
-            call = Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset)
+            call = Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset, bound.micro_batch)
             self.kernels[bound.instruction.op](call)
         return events

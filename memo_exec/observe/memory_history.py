@@ -18,6 +18,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.arena.requests import buffer_names
 from memo_sim.program.ir.instruction import BufferClass
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layers.loss import ROLLOUT_NUMBERS
 
 
 def observe_cuda(decisions: Decisions, program: Program) -> Observed:
@@ -30,7 +31,8 @@ def observe_cuda(decisions: Decisions, program: Program) -> Observed:
     device = torch.device("cuda", torch.cuda.current_device())
     with Interpreter(decisions, program, device=device) as interpreter:
         tokens = torch.zeros(decisions.local_tokens, dtype=torch.int64)
-        batch = [(tokens, tokens)] * program.micro_batches
+        rollout = (torch.zeros(len(tokens), ROLLOUT_NUMBERS),) if decisions.objective == "grpo" else ()
+        batch = [(tokens, tokens, *rollout)] * program.micro_batches
         interpreter.run_step(batch, StepScalars())  # libraries allocate the memory that they keep
         torch.cuda.memory._record_memory_history(context=None, clear_history=True)
         try:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from memo_exec.probes.operators import Operator
 from memo_sim.contract.knobs import DtypeName, RowwiseKernel
-from memo_sim.contract.model import Family, Model
+from memo_sim.contract.model import Experts, Family, Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.ir.instruction import Instruction, Lane
-from memo_sim.program.ir.work import Attention, Gemm, Mask, Rowwise
+from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, Mask, Rowwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,10 @@ class Grid:
     """Rows of logits per loss chunk, as in a plan; 0 means all tokens of a sequence."""
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
+    experts: tuple[tuple[int, int], ...]
+    """(Experts of a layer, features inside each), measured at ``expert_widths`` and ``expert_lengths``."""
+    expert_widths: tuple[int, ...]
+    expert_lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
     heads: tuple[int, ...]
     attention_lengths: tuple[int, ...]
@@ -53,7 +59,7 @@ class Grid:
     def wanted(self, operator: Operator) -> bool:
         """Return whether an operator is small enough to be timed."""
         work = operator.instruction.work
-        if isinstance(work, Gemm):
+        if isinstance(work, Gemm | GroupedGemm):
             return work.flops <= self.most_flops
         return isinstance(work, Rowwise) and work.moved_bytes <= self.most_bytes
 
@@ -64,6 +70,9 @@ CPU = Grid(
     loss_chunk_tokens=0,
     widths=(64, 128, 256, 512, 1024),
     lengths=(128, 512, 2048, 8192),
+    experts=((4, 96), (16, 64)),
+    expert_widths=(128, 512),
+    expert_lengths=(512, 4096),
     head_dims=(32, 64, 128),
     heads=(1, 8),
     attention_lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
@@ -81,6 +90,9 @@ CUDA = Grid(
     loss_chunk_tokens=4096,
     widths=(512, 1024, 2048, 4096, 8192),
     lengths=(1024, 4096, 16384, 65536),
+    experts=((8, 4096), (32, 2880), (128, 768)),
+    expert_widths=(2048, 4096),
+    expert_lengths=(4096, 32768),
     head_dims=(64, 128),
     heads=(4, 32, 256),
     attention_lengths=(1024, 4096, 16384, 65536, 131072, 262144),
@@ -94,6 +106,8 @@ CUDA = Grid(
 )
 
 
+OF_EXPERTS = "experts."
+"""How the names of the operators of experts begin; the router's products are plain ones in fp32."""
 OF_PARTS = frozenset({"qkv.split", "qkv.join", "attention.merge", "grad.accumulate"})
 """Row-wise operators that occur only if attention runs in parts (subsequences, rings)."""
 
@@ -128,6 +142,21 @@ def subsequences(grid: Grid, kernel: str) -> Iterator[Decisions]:
                 kernels=Kernels(attention=kernel),
                 dtype=grid.dtype,
             )
+
+
+def with_experts(grid: Grid, kernel: str) -> Iterator[Decisions]:
+    """Yield decisions with experts, whose operators (``OF_EXPERTS``) are to be timed; two of them for each token."""
+    for count, inside in grid.experts:
+        for width in grid.expert_widths:
+            for tokens in grid.expert_lengths:
+                model = _model("llama", width, grid.head_dims[len(grid.head_dims) // 2], grid.vocab)
+                yield Decisions(
+                    model=msgspec.structs.replace(model, experts=Experts(count=count, per_token=2, hidden=inside)),
+                    seq_tokens=tokens,
+                    loss_chunk_tokens=min(tokens, grid.loss_chunk_tokens),
+                    kernels=Kernels(attention=kernel),
+                    dtype=grid.dtype,
+                )
 
 
 def middle(grid: Grid, kernel: str) -> Decisions:

@@ -32,6 +32,9 @@ FRESH_ROLES = ("grad", "logits", "y", "x", "qkv", "source", "part", "grad_q")
 NOISE_NUMBERS = 2**22
 """Random numbers that fill all operands repeatedly; drawing new ones would take longer than the operators."""
 
+ROUTED = ("ends", "experts", "sorted", "order", "places")
+"""Roles of what a router decides: numbers of rows and experts, which must lie in their ranges."""
+
 MOST_OPERAND_SETS = 12
 """Largest number of operand sets that repeats cycle through."""
 
@@ -147,9 +150,27 @@ class Bench:
     def _tensors(self, operator: Operator) -> dict[str, Tensor]:
         return {role: self._tensor(role, shape, dtype, operator) for role, shape, dtype in operator.operands}
 
+    def _routed(self, role: str, shape: tuple[int, ...], operator: Operator) -> Tensor:
+        """Return what a router decides when every expert gets equally many rows."""
+        mixture = operator.decisions.model.mixture
+        assert mixture is not None
+        rows, size = operator.decisions.local_tokens * mixture.per_token, prod(shape)
+        numbers = torch.arange(size, device=self.device)
+        if role == "ends":
+            return (numbers + 1) * rows // mixture.count
+        if role == "experts":
+            return (numbers % mixture.count).view(shape)
+        if role == "sorted":
+            return numbers * mixture.count // size
+        if size % mixture.count == 0:
+            numbers = numbers.view(-1, mixture.count).t().flatten()
+        return numbers.view(shape)
+
     def _tensor(self, role: str, shape: tuple[int, ...], dtype: str, operator: Operator) -> Tensor:
         """Return a tensor with realistic values: no denormals, no infinities, token ids inside the vocabulary."""
         kind = TORCH_DTYPES[dtype]
+        if role in ROUTED and operator.decisions.model.mixture is not None:
+            return self._routed(role, shape, operator).to(kind)
         if not kind.is_floating_point:
             vocab = operator.decisions.model.vocab
             return torch.randint(0, vocab, shape, device=self.device, dtype=kind, generator=self.generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -11,9 +12,10 @@ from memo_exec.machine.machine import Machine, library_versions
 from memo_exec.probes import memory
 from memo_exec.probes.copy_rates import Copies, rate_of
 from memo_exec.probes.overlap import Slowed
-from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
+from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, grouped_tables, rowwise_curves
 from memo_exec.probes.timing import Sample
 from memo_sim.contract.hardware import CollectiveTable, Curve, Hardware, Quantity, Source
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.program.ir.instruction import Lane
 
 OPERATORS, COPIES, MEMORY, HOST, SYSTEM = "operators", "copies", "memory", "host", "system"
@@ -27,6 +29,8 @@ PEAK_BF16_FLOPS = {
     "NVIDIA B200": 2250e12,
 }
 """Dense peaks from NVIDIA's data sheets, by the device name that CUDA reports; published MFUs are relative to these."""
+
+DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,8 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
     curves = rowwise_curves(found.timed, OPERATORS)
     fused = rowwise_curves(found.timed, OPERATORS, "triton")
     gemm = gemm_tables(found.timed, OPERATORS)
-    peaks = {
-        dtype: Quantity(value=max(row[3] for t in gemm if t.dtype == dtype for row in t.rows), source=OPERATORS)
-        for dtype in {t.dtype for t in gemm}
-    }
+    fastest = {name: [row[3] for t in gemm if t.dtype == name for row in t.rows] for name in DTYPES}
+    peaks = {name: Quantity(value=max(rates), source=OPERATORS) for name, rates in fastest.items() if rates}
     if machine.name in PEAK_BF16_FLOPS:
         peaks["bf16"] = Quantity(value=PEAK_BF16_FLOPS[machine.name], source=DATASHEET)
     pinned = found.host_allocated
@@ -78,6 +80,7 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
         reserve_bytes={item: Quantity(value=float(size), source=SYSTEM) for item, size in found.reserve_bytes.items()},
         communicator_bytes=_communicators(shared) if shared else None,
         gemm=gemm,
+        grouped_gemm=grouped_tables(found.timed, OPERATORS),
         attention=attention_tables(found.timed, OPERATORS),
         memory_bound_bytes_per_s=curves["copy"],
         rowwise_bytes_per_s=curves,

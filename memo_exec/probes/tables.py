@@ -12,9 +12,9 @@ from math import exp, log, log2
 from statistics import fmean
 
 from memo_exec.probes.timing import Sample
-from memo_sim.contract.hardware import AttentionTable, Curve, GemmPass, GemmTable
+from memo_sim.contract.hardware import AttentionTable, Curve, GemmPass, GemmTable, GroupedGemmTable
 from memo_sim.contract.knobs import RowwiseKernel
-from memo_sim.program.ir.work import Attention, Gemm, Rowwise, Work
+from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, Rowwise, Work
 
 POINTS_PER_OCTAVE = 2
 
@@ -55,6 +55,26 @@ def gemm_tables(timed: list[Timed], source: str) -> list[GemmTable]:
         spread = fmean(t.spread for ts in by_work.values() for t in ts)
         tables.append(
             GemmTable(dtype=first.dtype, gemm_pass=gemm_pass, rows=sorted(rows), source=source, spread=spread)
+        )
+    return tables
+
+
+def grouped_tables(timed: list[Timed], source: str) -> list[GroupedGemmTable]:
+    """Return one table per pass and dtype of the products of several experts."""
+    groups: dict[tuple[str, GemmPass], list[tuple[GroupedGemm, Timed]]] = defaultdict(list)
+    for each in timed:
+        if isinstance(each.work, GroupedGemm):
+            groups[each.work.dtype, each.work.gemm_pass].append((each.work, each))
+    tables = []
+    for (_, gemm_pass), found in sorted(groups.items()):
+        seconds: dict[tuple[float, ...], list[float]] = defaultdict(list)
+        for work, each in found:
+            seconds[work.experts, work.rows, work.n, work.k].append(each.seconds)
+        rows = [[*map(float, shape), 2.0 * shape[1] * shape[2] * shape[3] / fmean(s)] for shape, s in seconds.items()]
+        spread = fmean(each.spread for _, each in found)
+        dtype = found[0][0].dtype
+        tables.append(
+            GroupedGemmTable(dtype=dtype, gemm_pass=gemm_pass, rows=sorted(rows), source=source, spread=spread)
         )
     return tables
 

@@ -8,6 +8,8 @@
 - ``run.json`` has the SHA-256 of every stored file and of itself. All are compared before a checkpoint is used.
 - A state with a NaN or an infinity is never saved, so it cannot replace a good checkpoint.
 - Gradients are not saved, because a step starts by zeroing them.
+- Of a run that trains adapters, only they are saved. A resumed run reads or draws the frozen weights again, and
+  ``base`` tells whether they are the same.
 - The stored tensors do not depend on the layout, so a run can resume with another layout (``checkpoint_shards``).
 - Ranks on several nodes need a directory that all of them see.
 - Checkpoints of older versions can be read. They have no sums (``memo.checkpoint/1``); the oldest, which one process
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.distributed.mesh import MeshCoordinates
-from memo_exec.distributed.shards import whole_block
+from memo_exec.distributed.shards import whole_block, whole_parameters
 from memo_exec.distributed.world import World
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.memory.dtypes import TORCH_DTYPES
@@ -36,6 +38,7 @@ from memo_exec.training import run_folder, weights
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.weights import Held
 from memo_sim.contract import codec
+from memo_sim.contract.adapters import AdaptersText
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.knobs import DtypeName, States
 from memo_sim.contract.model import Model
@@ -52,6 +55,10 @@ STATES = ("params", "master", "moment1", "moment2")
 
 FINITE_AT_ONCE = 2**22
 """How many elements are tested at once, because a GPU's memory may be planned to its last GiB."""
+
+
+ENDS_BYTES = 2**20
+"""Bytes at each end of a file of frozen weights that its fingerprint reads."""
 
 
 class NotFinite(UsageError):
@@ -89,15 +96,44 @@ class RunState(
     """The SHA-256 of every file of the state, by its name. Empty in checkpoints of version 1."""
     identity: str = ""
     """The SHA-256 of this document with this field empty. Empty in checkpoints of version 1."""
+    adapters: AdaptersText = "none"
+    """The plan's adapters, which alone are stored."""
+    base: str = ""
+    """Fingerprint of the frozen weights' folder (``base_of``); empty where they were drawn, or none are frozen."""
 
 
 def state_of(interpreter: Interpreter) -> dict[str, list[Held]]:
     """Return this rank's shards of the states in a checkpoint, by name, such as ``master/layer.3/qkv.weight``."""
     found: dict[str, list[Held]] = {}
+    frozen = interpreter.decisions.lora is not None
     for kind in STATES:
         for held in weights.held_by(interpreter, kind):
-            found.setdefault(f"{kind}/{held.name}", []).append(held)
+            if not frozen or weights.is_adapter(held.name):
+                found.setdefault(f"{kind}/{held.name}", []).append(held)
     return found
+
+
+def base_of(folder: Path | None) -> str:
+    """Return a fingerprint of a folder of weights: of its config.json, and of each file's name, size and both ends.
+
+    Empty without a folder.
+
+    Raises:
+        BadInput: when it cannot be read.
+    """
+    if folder is None:
+        return ""
+    digest = hashlib.sha256(codec.read_raw(folder / "config.json"))
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(ENDS_BYTES))
+                file.seek(max(0, path.stat().st_size - ENDS_BYTES))
+                digest.update(file.read(ENDS_BYTES))
+    except OSError as error:
+        raise BadInput("the weights cannot be read", where=str(folder), got=error.strerror) from None
+    return digest.hexdigest()
 
 
 def save(directory: Path, run: RunState, interpreter: Interpreter, world: World) -> Path:
@@ -261,6 +297,7 @@ def check(run: RunState, decisions: Decisions, data_sha256: str, *, where: Path)
         ("states", run.states, decisions.states),
         ("seq_tokens", run.seq_tokens, decisions.seq_tokens),
         ("global_batch", run.global_batch, decisions.global_batch),
+        ("adapters", run.adapters, decisions.adapters),
         ("data.sha256", run.data.sha256, data_sha256),
     )
     for name, saved, wanted in pairs:
@@ -343,20 +380,16 @@ def load_state(checkpoint: Path, interpreter: Interpreter, world: World) -> None
 
 
 def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
-    """Return the whole parameters of a checkpoint by name. Only one process has to call this.
+    """Return the whole trained parameters of a checkpoint by name. Only one process has to call this.
 
     Raises:
         BadInput: when the checkpoint is broken.
     """
     from memo_exec.training import checkpoint_shards as stored
 
-    dtype, model = TORCH_DTYPES[interpreter.decisions.dtype], interpreter.decisions.model
-    found = {}
-    for kind in BlockKind:
-        count = model.layers if kind is BlockKind.LAYER else 1
-        for layer, block in enumerate([f"layer.{i}" for i in range(count)] if kind is BlockKind.LAYER else [kind]):
-            for each in whole_block(model, kind, layer).parameters:
-                found[f"{block}/{each.name}"] = torch.empty(each.shape, dtype=dtype)
+    dtype, decisions = TORCH_DTYPES[interpreter.decisions.dtype], interpreter.decisions
+    every = whole_parameters(decisions.model, decisions.lora)
+    found = {name: torch.empty(each.shape, dtype=dtype) for name, each in every.items() if not each.frozen}
     held = {f"params/{name}": [Held(name, value.shape, (0,) * value.dim(), value)] for name, value in found.items()}
     stored.read(checkpoint / STATE_DIRECTORY, held, World())
     return found

@@ -1,10 +1,11 @@
 """Reads and writes weights as Hugging Face directories: GPT-2, Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3's text
-models, Mixtral and Qwen3-MoE.
+models, Mixtral, Qwen3-MoE and GPT-OSS.
 
 - Our matrices are (out, in). Q, K, V are packed into one, and so are [gate; up].
 - GPT-2 stores matrices as (in, out), because it uses Conv1D.
 - Phi-3 packs Q, K, V and [gate; up] as we do; the others store them separately.
-- The experts of a layer are one tensor here, and a tensor for every expert and matrix there.
+- The experts of a layer are one tensor here, and a tensor for every expert and matrix there. GPT-OSS has one tensor
+  too, of (in, out) matrices, with the features of gate and up in turn.
 - A tied classifier is not stored.
 - Gemma stores the weights of norms minus one.
 """
@@ -27,7 +28,7 @@ from torch import Tensor
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.files import check_regular
-from memo_sim.contract.huggingface import config_of, model_from_config, model_type
+from memo_sim.contract.huggingface import GPT_OSS, config_of, model_from_config, model_type
 from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 
@@ -45,11 +46,36 @@ class Entry:
     transposed: bool = False
     less_one: bool = False
     """Whether the stored values are ours minus one."""
+    experts: int = 0
+    """The experts of one stored tensor (experts, in features, out features), or (experts, out features) of biases."""
+    in_turn: bool = False
+    """Whether gate and up features take turns in it."""
 
     def stored_shape(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
         """Return the stored shape of a part with ``rows`` rows of our tensor, which has ``shape``."""
+        if self.experts:
+            return (self.experts, *shape[1:], rows // self.experts)
         own = (rows, *shape[1:])
         return own[::-1] if self.transposed else own
+
+    def read(self, part: Tensor) -> Tensor:
+        """Return a stored part in our form."""
+        if self.less_one:
+            part = part.float() + 1
+        if self.experts:
+            part = torch.cat((part[..., ::2], part[..., 1::2]), dim=-1) if self.in_turn else part
+            return part.mT.flatten(0, 1) if part.dim() > 2 else part.flatten()
+        return part.t() if self.transposed else part
+
+    def stored(self, part: Tensor) -> Tensor:
+        """Return rows of our tensor in the stored form."""
+        if self.less_one:
+            part = (part.float() - 1).to(part.dtype)
+        if self.experts:
+            part = part.view(self.experts, -1, *part.shape[1:])
+            part = part.mT if part.dim() > 2 else part
+            return torch.stack(part.chunk(2, dim=-1), dim=-1).flatten(-2) if self.in_turn else part
+        return part.t() if self.transposed else part
 
 
 def entries(model: Model, kind: str = "") -> list[Entry]:
@@ -84,6 +110,8 @@ def _products(model: Model, kind: str, layer: LayerShape) -> dict[str, list[tupl
         "qkv": [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
         "proj": [("self_attn.o_proj", h)],
     }
+    if layer.experts is not None and kind == GPT_OSS:
+        return attention
     if layer.experts is not None:
         return attention | _experts(layer.experts, h, mixtral=kind == "mixtral")
     mlp = {"ffn_up": [("mlp.gate_proj", f), ("mlp.up_proj", f)], "ffn_down": [("mlp.down_proj", h)]}
@@ -118,12 +146,27 @@ def _llama(model: Model, kind: str) -> list[Entry]:
                 found.append(
                     Entry(f"layer.{i}/{ours}.bias", tuple((f"{at}{name}.bias", rows) for name, rows in theirs))
                 )
+        if kind == GPT_OSS:
+            found += _gpt_oss(model, i)
         found += [
             Entry(f"layer.{i}/{ours}.weight", ((f"{at}{name}.weight", rows),), less_one=shifted)
             for ours, name, rows in norms
         ]
     found.append(Entry("head/norm.weight", (("model.norm.weight", h),), less_one=shifted))
     return found + _classifier(model)
+
+
+def _gpt_oss(model: Model, number: int) -> list[Entry]:
+    """Return the entries of a GPT-OSS's sinks, router and experts in one layer."""
+    of, ours, at = model.layer(number).experts, f"layer.{number}/", f"model.layers.{number}."
+    assert of is not None  # every layer of a GPT-OSS has experts
+    found = [Entry(f"{ours}sinks", ((f"{at}self_attn.sinks", model.heads),))]
+    found += [Entry(f"{ours}router.{each}", ((f"{at}mlp.router.{each}", of.count),)) for each in ("weight", "bias")]
+    for name, theirs, rows in (("up", "gate_up_proj", 2 * of.hidden), ("down", "down_proj", model.hidden)):
+        for each, end in (("weight", ""), ("bias", "_bias")):
+            part = (f"{at}mlp.experts.{theirs}{end}", of.count * rows)
+            found.append(Entry(f"{ours}experts_{name}.{each}", (part,), experts=of.count, in_turn=name == "up"))
+    return found
 
 
 def _experts(experts: Experts, hidden: int, *, mixtral: bool) -> dict[str, list[tuple[str, int]]]:
@@ -180,11 +223,7 @@ def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str
     chosen = {entry.ours: entry for entry in entries(model, _check_config(directory, model))}
     stored = _find(directory, [chosen[name] for name in wanted], model)
     for name in wanted:
-        parts = [_tensor(*stored[part]) for part, _ in chosen[name].parts]
-        if chosen[name].transposed:
-            parts = [part.t() for part in parts]
-        if chosen[name].less_one:
-            parts = [part.float() + 1 for part in parts]
+        parts = [chosen[name].read(_tensor(*stored[part])) for part, _ in chosen[name].parts]
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -217,10 +256,10 @@ Stored = tuple[Path, str]
 def _find(directory: Path, chosen: list[Entry], model: Model) -> dict[str, Stored]:
     """Return the file and name of each stored part, after checking names and shapes."""
     shapes = _shapes_in(directory)
-    files = {name: (file, name) for file, name in shapes}
+    files, shape_of = {name: (file, name) for file, name in shapes}, _shapes_of(model)
     found: dict[str, Stored] = {}
     for entry in chosen:
-        own = _shapes_of(model)[entry.ours.partition("/")[2]]
+        own = shape_of[entry.ours]
         for part, rows in entry.parts:
             stored = files.get(part) or files.get(part.removeprefix("transformer."))  # GPT-2 files may lack the prefix
             if stored is None:
@@ -257,8 +296,11 @@ def _shapes_in(directory: Path) -> dict[Stored, tuple[int, ...]]:
 
 
 def _shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
-    blocks = (embed_block(model, 1), layer_block(model, 1, model.layer(0)), head_block(model, 1))
-    return {p.name: p.shape for block in blocks for p in block.parameters}
+    """Return the shape of each of our tensors, by its name."""
+    kinds = [layer_block(model, 1, shape) for shape in model.layer_shapes]
+    blocks = {"embed": embed_block(model, 1), "head": head_block(model, 1)}
+    blocks |= {f"layer.{number}": kinds[kind] for number, kind in enumerate(model.layer_kinds)}
+    return {f"{name}/{p.name}": p.shape for name, block in blocks.items() for p in block.parameters}
 
 
 def _tensor(file: Path, name: str) -> Tensor:
@@ -303,12 +345,12 @@ def write(
             where |= dict.fromkeys(parts, name)
         if len(shards) > 1:
             total = sum(t.nbytes for t in tensors.values())
-            _write_json(
+            write_json(
                 directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
             )
         dtype = next(iter(tensors.values())).dtype
         fields = config_of(model, positions) if source is None else published(model, positions, source, dtype)
-        _write_json(directory / "config.json", fields)
+        write_json(directory / "config.json", fields)
     except OSError as error:
         raise UsageError("cannot write the weights", where=str(directory), got=str(error)) from None
 
@@ -328,14 +370,12 @@ def _shards(chosen: list[Entry], tensors: dict[str, Tensor]) -> list[list[Entry]
 def _stored(entry: Entry, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     first = 0
     for name, rows in entry.parts:
-        part = value[first : first + rows].detach()
-        if entry.less_one:
-            part = (part.float() - 1).to(part.dtype)
-        yield name, (part.t() if entry.transposed else part).cpu().contiguous().clone()
+        yield name, entry.stored(value[first : first + rows].detach()).cpu().contiguous().clone()
         first += rows
 
 
-def _write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a document in place of a file, or where there is none."""
     fresh = path.with_name(f".{path.name}")
     fresh.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
     os.replace(fresh, path)

@@ -32,6 +32,12 @@ class Hyperparameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     warmup_steps: Tokens = 0
     decay_steps: Tokens = 0
     final_fraction: Fraction = 0.1
+    clip_ratio: BelowOne = 0.2
+    """Of a policy's objective (``kernels/policy.py``): the ratio of probabilities is clipped below 1 - this."""
+    clip_ratio_high: NonNegative | None = None
+    """... and above 1 + this; null: as ``clip_ratio``."""
+    kl_weight: NonNegative = 0.0
+    """Of a policy's objective: the weight of the KL term against the reference model."""
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step; the first step has the number 1."""

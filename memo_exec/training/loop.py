@@ -23,9 +23,14 @@ from memo_exec.distributed.world import World
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import StepScalars
+from memo_exec.kernels.call import Ends
+from memo_exec.kernels.documents import check_room, squares
 from memo_exec.training import checkpoint, run_folder
+from memo_exec.training.conversations import Conversations
 from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
+from memo_exec.training.expert_overflow import Overflow
 from memo_exec.training.hyperparameters import Hyperparameters
+from memo_exec.training.rollouts import MadeUp
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import GIB, format_percent, format_seconds
@@ -63,13 +68,19 @@ class Training:
 
     plan: Plan
     interpreter: Interpreter
-    dataset: Dataset
+    dataset: Dataset | Conversations | MadeUp
     hyperparameters: Hyperparameters
     seed: int
     step: int = 0
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
+    sequences: int = 0
+    """Packed sequences that this process has drawn."""
+    pieces: int = 0
+    """Documents in all of them."""
+    attended: int = 0
+    """Sum of the squares of their tokens."""
     asked: int = 0
     """The number of the signal that this process received; 0 for none."""
     stopped_by: int = 0
@@ -78,8 +89,12 @@ class Training:
     """The ranks of this run."""
     run_id: str = field(default_factory=run_folder.new_run)
     """The identifier that the checkpoints of this run and of its resumed runs share."""
+    base: str = ""
+    """Fingerprint of the frozen weights (``checkpoint.base_of``)."""
     last_saved: Path | None = None
     """The newest good checkpoint: written by this run, or resumed from."""
+    overflow: Overflow | None = None
+    """Dispatched rows beyond the capacity of experts, since the run began or was resumed."""
     times_s: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
     """For every record: the step's time on each rank in seconds."""
 
@@ -99,6 +114,8 @@ class Training:
 
         Raises:
             UsageError: when the loss, the gradient norm or a state becomes NaN or infinite.
+            Infeasible: when a step has more rows for a rank's experts than the plan has places for, and the plan
+                refuses such steps.
         """
         saved = self.step
         self.stopped_by = int(max(asked for (asked,) in self.world.numbers(self.asked)))
@@ -115,8 +132,17 @@ class Training:
         decisions = self.plan.decisions
         number = self.step + 1
         batch = self.dataset.batch(self.seed, number, decisions.global_batch, decisions.seq_tokens)
-        record = self.interpreter.run_step(self._micro_batches(batch), self._scalars(number, batch))
-        by_rank = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes)
+        check_room(decisions, batch.documents, self.dataset.path)
+        self.sequences += len(batch.documents)
+        self.pieces += sum(map(len, batch.documents))
+        self.attended += squares(batch.documents)
+        scalars, documents = self._scalars(number, batch), self._documents(batch)
+        record = self.interpreter.run_step(self._micro_batches(batch), scalars, documents)
+        overflow = self.interpreter.context.overflow.tolist() if decisions.layout.ep > 1 else (0, 0, 0)
+        by_rank = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes, *overflow)
+        self.overflow = Overflow.of([counts for _, _, _, *counts in by_rank], decisions)
+        if decisions.expert_overflow == "refuse" and self.overflow is not None and self.overflow.dropped:
+            raise self.overflow.refusal(number, self._after_refusal())
         if not (isfinite(record.loss) and isfinite(record.grad_norm)):
             raise UsageError(
                 "the loss or the gradient norm is not a number any more",
@@ -128,24 +154,36 @@ class Training:
         self.losses.append(record.loss)
         self.grad_norms.append(record.grad_norm)
         self.records.append(record)
-        self.stopped_by = int(max(asked for asked, _, _ in by_rank))
-        self.times_s.append([seconds for _, seconds, _ in by_rank])
-        return self._figure(record, max(self.times_s[-1]), int(max(peak for _, _, peak in by_rank)))
+        self.stopped_by = int(max(asked for asked, *_ in by_rank))
+        self.times_s.append([seconds for _, seconds, *_ in by_rank])
+        return self._figure(record, max(self.times_s[-1]), int(max(peak for _, _, peak, *_ in by_rank)))
+
+    def _after_refusal(self) -> str:
+        """Say where a run can go on whose last step was not applied."""
+        saved = f"; the last good checkpoint is {self.last_saved}" if self.last_saved is not None else ""
+        return f"--expert-overflow drop counts rows beyond the capacity as zero{saved}"
 
     def _after_bad_step(self) -> str:
         saved = f"the last good checkpoint is {self.last_saved}; " if self.last_saved is not None else ""
         return f"{saved}use a lower --lr, or more --warmup-steps"
 
-    def _micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, ...]]:
         """Return this rank's micro-batches: its sequences of the global batch, in order, and of these its tokens."""
         decisions, context = self.plan.decisions, self.interpreter.context
         shares, share, size = decisions.layout.dp, context.mesh.at("dp"), decisions.micro_batch
         tokens = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in context.runs])
         parts = []
-        for whole in (batch.ids, batch.labels):
+        for whole in (batch.ids, batch.labels, *(() if batch.rollout is None else (batch.rollout,))):
             own = torch.chunk(torch.from_numpy(whole), shares)[share]
-            parts.append([sequences.reshape(-1)[tokens] for sequences in torch.split(own, size)])
+            parts.append([sequences.flatten(0, 1)[tokens] for sequences in torch.split(own, size)])
         return list(zip(*parts, strict=True))
+
+    def _documents(self, batch: Batch) -> list[Ends]:
+        """Return where the documents of this rank's micro-batches end; all ranks of a sequence have the same."""
+        size, count = self.plan.decisions.micro_batch, self.plan.decisions.micro_batches
+        first = self.interpreter.context.mesh.at("dp") * count
+        numbers = range(first, first + count) if batch.documents else ()
+        return [batch.documents[n * size : (n + 1) * size] for n in numbers]
 
     def _scalars(self, step: int, batch: Batch) -> StepScalars:
         chosen = self.hyperparameters
@@ -159,13 +197,16 @@ class Training:
             eps=chosen.epsilon,
             weight_decay=chosen.weight_decay,
             clip=chosen.clip or None,
+            clip_ratio=chosen.clip_ratio,
+            clip_ratio_high=chosen.clip_ratio if chosen.clip_ratio_high is None else chosen.clip_ratio_high,
+            kl_weight=chosen.kl_weight,
         )
 
     def _figure(self, record: StepRecord, step_s: float, device_bytes: int) -> StepFigure:
         decisions = self.plan.decisions
         tokens = decisions.global_batch * decisions.seq_tokens
         peak = peak_flops(self.plan)
-        flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
+        flops = decisions.step_flops
         return StepFigure(
             step=self.step,
             loss=record.loss,
@@ -216,6 +257,8 @@ class Training:
             grad_norms=self.grad_norms,
             program_sha256=self.plan.program_sha256,
             run=self.run_id,
+            adapters=decisions.adapters,
+            base=self.base,
         )
 
     def restore(self, saved: Path, run: checkpoint.RunState) -> None:
@@ -239,5 +282,5 @@ def peak_flops(plan: Plan) -> float | None:
     predicted, decisions = plan.prediction, plan.decisions
     if predicted is None or not predicted.mfu or not predicted.step_s:
         return None
-    flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
+    flops = decisions.step_flops
     return flops / (predicted.mfu * predicted.step_s * decisions.layout.devices)

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from memo_exec.distributed.shards import parts_of, shards_of
 from memo_exec.interpreter.interpreter import Interpreter
-from memo_exec.training import huggingface
+from memo_exec.training import huggingface, peft_folder
 
 INIT_STD = 0.02
+RESIDUAL = ("proj.weight", "ffn_down.weight", "experts_down.weight", "shared_down.weight")
+"""The matrices whose product is added to the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,23 @@ class Held:
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.view.shape, strict=True))]
 
 
-def initialize(interpreter: Interpreter, seed: int = 0, *, draw_on: torch.device | str = "cpu") -> None:
+def is_adapter(name: str) -> bool:
+    """Return whether a name is that of a side of an adapter."""
+    return name.endswith((".lora_a", ".lora_b"))
+
+
+def initialize(
+    interpreter: Interpreter, seed: int = 0, *, draw_on: torch.device | str = "cpu", adapters: bool = False
+) -> None:
     """Draw random weights as GPT-2 does.
 
-    ``draw_on`` is the device that draws them; another kind of device draws other numbers.
+    ``draw_on`` is the device that draws them; another kind of device draws other numbers. ``adapters``: draw them
+    alone.
     """
     layers = interpreter.decisions.model.layers
     for name, found in by_name(interpreter).items():
+        if adapters and not is_adapter(name):
+            continue
         whole = initial(name, found[0].whole, layers=layers, seed=seed, device=draw_on)
         for held in found:
             held.view.copy_(held.of(whole))
@@ -54,18 +66,23 @@ def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: 
     """Return the initial value of a parameter in fp32, as GPT-2 draws it.
 
     Matrices are normal with standard deviation 0.02, or 0.02 / sqrt(2 layers) if their product is added to the
-    residual stream. Norms start at 1, biases and sinks at 0. Each tensor has its own generator, seeded by ``seed`` and
-    its name.
+    residual stream. Norms start at 1, biases and sinks at 0. Of adapters, A is uniform as PEFT draws it, and B is zero,
+    so they add nothing at first. Each tensor has its own generator, seeded by ``seed`` and its name.
     """
     last = name.rpartition("/")[2]
     if last.endswith(".bias") or last == "sinks":
         return torch.zeros(*shape, device=device)
     if len(shape) == 1:
         return torch.ones(*shape, device=device)
+    if last.endswith(".lora_b"):
+        return torch.zeros(*shape, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
+    if last.endswith(".lora_a"):
+        bound = 1 / math.sqrt(shape[1])  # of kaiming_uniform_ with a = sqrt(5)
+        return torch.empty(*shape, device=device).uniform_(-bound, bound, generator=generator)
     residual = INIT_STD / math.sqrt(2 * layers)
-    std = residual if last in ("proj.weight", "ffn_down.weight", "experts_down.weight") else INIT_STD
+    std = residual if last in RESIDUAL else INIT_STD
     return torch.normal(0.0, std, tuple(shape), generator=generator, device=device)
 
 
@@ -77,9 +94,23 @@ def load(interpreter: Interpreter, directory: Path) -> None:
             changed then.
         UsageError: when no model type of Hugging Face has this shape.
     """
-    targets = by_name(interpreter)
+    targets = {name: found for name, found in by_name(interpreter).items() if not is_adapter(name)}
     for name, whole in huggingface.read(directory, interpreter.decisions.model, list(targets)):
         for held in targets[name]:
+            held.view.copy_(held.of(whole))
+
+
+def load_adapters(interpreter: Interpreter, directory: Path) -> None:
+    """Read the adapters of a plan that has some from a folder of PEFT.
+
+    Raises:
+        BadInput: when it has other adapters, or a tensor is missing, unknown or of another shape.
+        UsageError: when PEFT has other adapters for the model.
+    """
+    model, adapters, targets = interpreter.decisions.model, interpreter.decisions.lora, by_name(interpreter)
+    assert adapters is not None  # the caller refuses a folder otherwise
+    for name, whole in peft_folder.read(directory, model, adapters):
+        for held in targets.get(name, []):
             held.view.copy_(held.of(whole))
 
 
@@ -89,17 +120,22 @@ def save(
     *,
     named: dict[str, Tensor] | None = None,
     source: dict[str, Any] | None = None,
+    base: Path | None = None,
 ) -> None:
-    """Write a Hugging Face directory that ``transformers`` can load, in the parameters' dtype.
+    """Write a Hugging Face directory that ``transformers`` can load, in the parameters' dtype; of adapters, a PEFT one.
 
-    ``named`` are the whole parameters. Give them when this process does not hold all of them. ``source`` is the
-    config.json of the weights that training began from, whose fields are kept.
+    ``named`` are the whole trained parameters. Give them when this process does not hold all of them. ``source`` is the
+    config.json of the weights that training began from, whose fields are kept, and ``base`` their folder.
 
     Raises:
         UsageError: when no model type of Hugging Face has this shape, or the directory cannot be written.
     """
     decisions = interpreter.decisions
     whole = named_parameters(interpreter) if named is None else named
+    if decisions.lora is not None:
+        kind = source["model_type"] if source is not None else ""
+        peft_folder.write(directory, decisions.model, decisions.lora, whole, base=base, kind=kind)
+        return
     huggingface.write(directory, decisions.model, whole, positions=decisions.seq_tokens, source=source)
 
 

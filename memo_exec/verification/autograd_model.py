@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from memo_exec.kernels import StepScalars
+from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
+from memo_sim.program.layout.parameters import SELECTION_BIAS
 
 HELD_SCORES = 2**23
 """Attention scores of a layer that autograd saves; with more of them one head at a time runs again in its backward."""
@@ -19,13 +22,36 @@ HELD_SCORES = 2**23
 class AutogradModel:
     """The model as a function of named leaf tensors."""
 
-    def __init__(self, model: Model, parameters: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> None:
-        self.model = model
-        self.p = {name: value.detach().clone().to(dtype).requires_grad_() for name, value in parameters.items()}
+    def __init__(
+        self,
+        model: Model,
+        parameters: dict[str, Tensor],
+        dtype: torch.dtype = torch.float64,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """``adapters``: they alone have gradients; their sides are among ``parameters``."""
+        self.model, self.adapters = model, adapters
+        self.p = {name: value.detach().clone().to(dtype) for name, value in parameters.items()}
+        self.trained = {name: p for name, p in self.p.items() if adapters is None or ".lora_" in name}
+        """The leaves that have gradients, by name."""
+        for leaf in self.trained.values():
+            leaf.requires_grad_()
 
-    def loss(self, ids: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Return ``scale`` times the sum of losses; ids and labels are (sequences, tokens)."""
+    def loss(
+        self,
+        ids: Tensor,
+        labels: Tensor,
+        scale: float,
+        rollout: Tensor | None = None,
+        scalars: StepScalars | None = None,
+    ) -> Tensor:
+        """Return ``scale`` times the sum of losses; ids and labels are (sequences, tokens).
+
+        ``rollout``: (sequences, tokens, 3) numbers of a policy's objective, whose constants ``scalars`` has.
+        """
         logits = self.logits(ids)
+        if rollout is not None:
+            return _policy(logits, labels, rollout, scalars or StepScalars()) * scale
         summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
         return summed * scale
 
@@ -58,23 +84,52 @@ class AutogradModel:
         return self._norm(x, name) if self.model.post_norms else x
 
     def _experts(self, x: Tensor, experts: Experts, at: str) -> Tensor:
-        """Return the sum of each token's experts; ``x`` is (tokens, hidden). There is no loss of the experts' balance.
+        """Return the sum of each token's experts; ``x`` is (tokens, hidden). There are no losses of the router.
 
         Scores are computed in fp32 or wider.
         """
-        scores = F.linear(x, self.p[f"{at}router.weight"]).softmax(-1)
-        probs, chosen = scores.topk(experts.per_token)
-        if experts.renormalize:
-            probs = probs / probs.sum(-1, keepdim=True)
+        probs, chosen = self._routed(x, experts, at)
         up = self.p[f"{at}experts_up.weight"].view(experts.count, -1, x.shape[1])
         down = self.p[f"{at}experts_down.weight"].view(experts.count, x.shape[1], -1)
+        biases = [self.p.get(f"{at}experts_{each}.bias") for each in ("up", "down")]
+        up_bias, down_bias = (None if each is None else each.view(experts.count, -1) for each in biases)
         out = torch.zeros_like(x)
         for expert in range(experts.count):
             tokens, place = torch.nonzero(chosen == expert, as_tuple=True)
-            gate, wide = F.linear(x[tokens], up[expert]).chunk(2, dim=-1)
-            part = F.linear(F.silu(gate) * wide, down[expert]) * probs[tokens, place, None]
-            out = out.index_add(0, tokens, part)
+            gate, wide = F.linear(x[tokens], up[expert], None if up_bias is None else up_bias[expert]).chunk(2, dim=-1)
+            if experts.activation == "clamped":
+                gate = gate.clamp(max=7.0)
+                act = gate * torch.sigmoid(1.702 * gate) * (wide.clamp(-7.0, 7.0) + 1)
+            else:
+                act = F.silu(gate) * wide
+            part = F.linear(act, down[expert], None if down_bias is None else down_bias[expert])
+            out = out.index_add(0, tokens, part * probs[tokens, place, None])
+        if experts.shared:
+            gate, wide = self._linear(x, f"{at}shared_up").chunk(2, dim=-1)
+            out = out + self._linear(F.silu(gate) * wide, f"{at}shared_down")
         return out
+
+    def _routed(self, x: Tensor, experts: Experts, at: str) -> tuple[Tensor, Tensor]:
+        """Return each token's probabilities and experts, (tokens, per_token).
+
+        The selection bias's "gradient" is the number of rows of each expert, as in the programs.
+        """
+        logits, bias = self._linear(x, f"{at}router"), self.p.get(f"{at}{SELECTION_BIAS}")
+        scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
+        rated = scores.detach() + (0 if bias is None else bias.detach())
+        if experts.groups > 1:
+            members = rated.view(len(x), experts.groups, -1)
+            best = members.topk(2, dim=2).values.sum(2).topk(experts.groups_per_token, dim=1).indices
+            outside = torch.ones(len(x), experts.groups, dtype=torch.bool).scatter(1, best, False)
+            rated = members.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+        chosen = rated.topk(experts.per_token).indices
+        probs = scores.gather(1, chosen)
+        if experts.renormalize:
+            probs = probs / probs.sum(-1, keepdim=True)
+        if bias is not None:
+            loads = torch.bincount(chosen.flatten(), minlength=experts.count).to(bias.dtype)
+            bias.grad = loads if bias.grad is None else bias.grad + loads
+        return probs * experts.scale, chosen
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, width = self.p[f"{name}.weight"], x.shape[-1:]
@@ -83,7 +138,25 @@ class AutogradModel:
         return F.rms_norm(x, width, weight, self.model.norm_eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
+        result = F.linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
+        return result if f"{name}.lora_a" not in self.p else result + self._adapter(x, name, result.shape[-1])
+
+    def _adapter(self, x: Tensor, name: str, width: int) -> Tensor:
+        """Return what a product's adapters add to its result of ``width`` features; 0 in those of other targets."""
+        m, adapters = self.model, self.adapters
+        assert adapters is not None  # its sides are there
+        targets = {
+            "qkv": {"q": m.q_width, "k": m.kv_width, "v": m.kv_width},
+            "proj": {"proj": width},
+            "ffn_up": {"gate": width // 2, "up": width // 2} if m.gated else {"up": width},
+            "ffn_down": {"down": width},
+        }[name.rpartition("/")[2]]
+        adapted = {target: rows for target, rows in targets.items() if target in adapters.targets}
+        lows = torch.split(self.p[f"{name}.lora_a"], adapters.rank)
+        outs = torch.split(self.p[f"{name}.lora_b"], list(adapted.values()))
+        added = {t: adapters.scale * F.linear(F.linear(x, a), b) for t, a, b in zip(adapted, lows, outs, strict=True)}
+        nothing = {t: x.new_zeros(*x.shape[:-1], rows) for t, rows in targets.items()}
+        return torch.cat([added.get(t, nothing[t]) for t in targets], dim=-1)
 
     def _attention(self, x: Tensor, at: str, layer: LayerShape) -> Tensor:
         m = self.model
@@ -168,3 +241,15 @@ class AutogradModel:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
         low, high = max(0, ends[0]), min(size - 1, ends[1])
         return min(1.0, max(0.0, (i - low) / ((high - low) or 0.001)))
+
+
+def _policy(logits: Tensor, labels: Tensor, rollout: Tensor, scalars: StepScalars) -> Tensor:
+    """Return the sum of GRPO's losses over the tokens that count, as TRL writes it (``GRPOTrainer``, token level)."""
+    counted = labels != -100
+    chosen = torch.gather(logits.log_softmax(-1), -1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    advantages, drawn, reference = rollout.to(logits.dtype).unbind(-1)
+    ratio = torch.exp(chosen - drawn)
+    clipped = torch.clamp(ratio, 1 - scalars.clip_ratio, 1 + scalars.clip_ratio_high)
+    losses = -torch.min(ratio * advantages, clipped * advantages)
+    kl = torch.exp(reference - chosen) - (reference - chosen) - 1
+    return torch.where(counted, losses + scalars.kl_weight * kl, 0.0).sum()

@@ -8,8 +8,11 @@ negligible, and a fifth of the labels does not count.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from random import Random
 
 import torch
 from torch import Tensor
@@ -19,8 +22,10 @@ from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Kernel, StepScalars
+from memo_exec.kernels.call import Ends
 from memo_exec.machine.rank_placement import first_fit_placement
 from memo_exec.training import weights
+from memo_sim.contract.documents import fill
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.analysis.columns import expand
@@ -28,6 +33,7 @@ from memo_sim.program.analysis.liveness import liveness
 from memo_sim.program.arena.library_workspaces import without_library
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layers.loss import ROLLOUT_NUMBERS
 from memo_sim.program.layout.rank_order import coordinate
 from memo_sim.program.layout.token_order import token_runs
 
@@ -36,6 +42,8 @@ NOISE_STD = 0.08
 
 IGNORED = 0.2
 """Fraction of the labels that the loss does not count."""
+LOG_PROBABILITY_STD = 0.3
+"""Standard deviation of a rollout's log-probabilities around those of tokens that are all equally likely."""
 
 LEARNING_RATE = 1e-2
 EPSILON = 1e-4
@@ -109,9 +117,10 @@ class Play:
                 held.view.copy_(held.of(whole))
         losses, norms, gradients = [], [], []
         for step in range(1, self.steps + 1):
-            ids, labels = global_batch(self.decisions, self.seed, step)
-            scalars = StepScalars(lr=LEARNING_RATE, eps=EPSILON, step=step, loss_scale=1 / counted_targets(labels))
-            record = interpreter.run_step(_own_batch(self.decisions, rank, ids, labels), scalars)
+            inputs = global_batch(self.decisions, self.seed, step)
+            documents = _own_documents(self.decisions, rank, global_documents(self.decisions, self.seed, step))
+            own = _own_batch(self.decisions, rank, inputs)
+            record = interpreter.run_step(own, scalars_of(step, inputs[1]), documents)
             losses.append(record.loss)
             norms.append(record.grad_norm)
             if step == 1:
@@ -128,14 +137,34 @@ def parameter(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Ten
     return weights.initial(name, shape, layers=model.layers, seed=seed) + noise
 
 
-def global_batch(decisions: Decisions, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return ids and labels of a step, each (sequences, tokens); the label -100 does not count."""
+def scalars_of(step: int, labels: Tensor) -> StepScalars:
+    """Return the numbers of a step; those of a policy's objective are not the defaults, and clip some ratios."""
+    return StepScalars(
+        lr=LEARNING_RATE,
+        eps=EPSILON,
+        step=step,
+        loss_scale=1 / counted_targets(labels),
+        clip_ratio=0.1,
+        clip_ratio_high=0.3,
+        kl_weight=0.05,
+    )
+
+
+def global_batch(decisions: Decisions, seed: int, step: int) -> tuple[Tensor, ...]:
+    """Return ids and labels of a step, each (sequences, tokens); the label -100 does not count.
+
+    With a policy's objective, the numbers of its rollout besides, (sequences, tokens, 3).
+    """
     generator = _generator(f"tokens {seed}:{step}")
     shape = (decisions.global_batch, decisions.seq_tokens)
     ids = torch.randint(0, decisions.model.vocab, shape, generator=generator)
     labels = torch.randint(0, decisions.model.vocab, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < IGNORED] = -100
-    return ids, labels
+    if decisions.objective == "next-token":
+        return ids, labels
+    rollout = torch.randn(*shape, ROLLOUT_NUMBERS, generator=generator)
+    rollout[..., 1:].mul_(LOG_PROBABILITY_STD).sub_(math.log(decisions.model.vocab))
+    return ids, labels, rollout
 
 
 def _generator(text: str) -> torch.Generator:
@@ -147,15 +176,30 @@ def counted_targets(labels: Tensor) -> int:
     return int((labels != -100).sum())
 
 
-def _own_batch(decisions: Decisions, rank: int, ids: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _own_batch(decisions: Decisions, rank: int, inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     """Return the micro-batches of a rank: its sequences, and of these its tokens in the order of its rows."""
     chosen = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in token_runs(decisions, rank)])
     share = coordinate("dp", decisions.layout, rank)
     split = []
-    for whole in (ids, labels):
+    for whole in inputs:
         own = torch.chunk(whole, decisions.layout.dp)[share]
-        split.append([part.reshape(-1)[chosen] for part in torch.split(own, decisions.micro_batch)])
+        split.append([part.flatten(0, 1)[chosen] for part in torch.split(own, decisions.micro_batch)])
     return list(zip(*split, strict=True))
+
+
+def global_documents(decisions: Decisions, seed: int, step: int) -> Ends:
+    """Return where the documents of every sequence of a step end; empty where a sequence is one document."""
+    if decisions.documents is None:
+        return ()
+    sequences = fill(decisions.documents.draw(Random(f"documents {seed}:{step}")), decisions.seq_tokens)
+    return tuple(tuple(accumulate(next(sequences))) for _ in range(decisions.global_batch))
+
+
+def _own_documents(decisions: Decisions, rank: int, ends: Ends) -> list[Ends]:
+    """Return the documents of a rank's micro-batches; all ranks that share a sequence have the same."""
+    share, count, size = coordinate("dp", decisions.layout, rank), decisions.micro_batches, decisions.micro_batch
+    own = ends[share * count * size : (share + 1) * count * size]
+    return [own[first : first + size] for first in range(0, len(own), size)]
 
 
 def whole_gradients(ranks: Iterable[Played]) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from memo_exec.kernels.documents import check_documents
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
 from memo_sim.contract.knobs import DtypeName
@@ -28,6 +29,7 @@ from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Layout
 from memo_sim.contract.verdict import Reduction
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.heads import are_even, divided_heads, sharing_ranks
+from memo_sim.program.layout.parameters import gradient_dtype, without_masters
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.rank_order import AXES
 from memo_sim.program.layout.stage import layers_of_runs
@@ -46,7 +48,7 @@ LAYERS_OF_CHUNK = 2
 HEAD_DIM = 16
 HIDDEN = 64
 VOCAB = 96
-EXPERTS, EXPERT_WIDTH = 8, 16
+EXPERTS, EXPERT_WIDTH, GROUPS = 8, 16, 4
 ROWS = 64
 """Rows of a rank's micro-batch where nothing needs whole granules."""
 
@@ -134,8 +136,11 @@ def _experts_shown(d: Decisions) -> str:
     experts = d.model.mixture
     if experts is None:
         return "none"
-    balance = f", balance {experts.balance:g}" if experts.balance else ""
-    return f"{experts.per_token} of {experts.count}, {experts.hidden} wide{balance}"
+    groups = f" in {experts.groups_per_token} of {experts.groups} groups" if experts.groups > 1 else ""
+    shared = f", a shared one {experts.shared} wide" if experts.shared else ""
+    losses = [(name, getattr(experts, name)) for name in ("balance", "z_loss")]
+    said = "".join(f", {name} {value:g}" for name, value in losses if value)
+    return f"{experts.per_token} of {experts.count}{groups}, {experts.hidden} wide{shared}{said}"
 
 
 def _windows_shown(d: Decisions) -> str:
@@ -156,9 +161,12 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("attention windows", _windows_shown),
     ("vocabulary", lambda d: str(d.model.vocab)),
     ("tokens of a sequence", lambda d: str(d.seq_tokens)),
+    ("tokens of a document", lambda d: f"{d.documents.mean:,.0f} (mean)" if d.documents else "a sequence's"),
     ("sequences of a micro-batch", lambda d: str(d.micro_batch)),
     ("micro-batches", lambda d: str(d.micro_batches)),
     *_DEGREES,
+    ("ep", lambda d: str(d.layout.ep)),
+    ("capacity of experts", lambda d: f"{d.expert_capacity:g}" if d.expert_capacity else "from the load"),
     ("ranks of ZeRO", lambda d: str(d.layout.shards)),
     ("layers of stages", lambda d: ", ".join(map(str, layers_of_runs(d))) if d.layout.pp > 1 else ""),
     ("recomputed layers", lambda d: d.recompute_layers),
@@ -171,6 +179,7 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("head groups", lambda d: str(d.kernels.head_groups)),
     ("dtype", lambda d: d.dtype),
     ("states", lambda d: d.states),
+    ("sums of gradients", gradient_dtype),
     ("attention kernel", lambda d: d.kernels.attention),
     ("row-wise kernels", lambda d: d.kernels.rowwise),
     ("library workspaces", lambda d: "in the arena" if d.replay_allocator else "torch's allocator"),
@@ -197,6 +206,7 @@ def _check_played(decisions: Decisions) -> None:
             wanted="torch or triton",
             hint="make the plan with memo-sim what-if ... --rowwise torch -o PLAN",
         )
+    check_documents(decisions)
     if not kernel.executed:
         raise CannotRun(
             f"the plan's attention ({kernel.title}) can be priced, not played",
@@ -234,8 +244,27 @@ def _layout(decisions: Decisions, most_ranks: int) -> Layout:
             hint="verify a plan of the same policy with fewer kinds of ranks",
         )
     replicas = degrees["cp"] * degrees["ulysses"] * degrees["dp"]
+    shared = _expert_degree(decisions, replicas)
     shards = layout.zero_ranks and (layout.zero_ranks if replicas == layout.replicas else max(1, replicas // copies))
-    return msgspec.structs.replace(layout, **degrees, zero_ranks=shards)
+    return msgspec.structs.replace(layout, **degrees, ep=shared, zero_ranks=shards)
+
+
+def _expert_degree(decisions: Decisions, replicas: int) -> int:
+    """Return how many of ``replicas`` ranks share the few experts of the small model."""
+    wanted, mixture = decisions.layout.ep, decisions.model.mixture
+    if wanted == 1 or mixture is None:
+        return 1
+    count = min(mixture.count, EXPERTS)
+    found = max(d for d in range(1, min(wanted, count) + 1) if replicas % d == count % d == 0)
+    if found == 1:
+        raise CannotRun(
+            "no number of the small plan's ranks divides its experts",
+            where="$.decisions.layout.ep",
+            got=f"ep {wanted}, {count} experts on {replicas} ranks",
+            wanted="an even --ep",
+            hint="verify a plan of the same policy with --ep 2",
+        )
+    return found
 
 
 def _policy(decisions: Decisions, layout: Layout, dtype: DtypeName, attention: str) -> Decisions:
@@ -258,10 +287,14 @@ def _policy(decisions: Decisions, layout: Layout, dtype: DtypeName, attention: s
         attention_chunk_tokens=0,
         loss_chunk_tokens=0,
         dtype=dtype,
-        states="fp32" if decisions.states == "pure-bf16" and dtype != "bf16" else decisions.states,
+        states="fp32" if without_masters(decisions) and dtype != "bf16" else decisions.states,
+        grad_sums="auto" if dtype != "bf16" else decisions.grad_sums,
         replay_allocator=False,
         libraries=None,
         kernels=kernels,
+        # No row is dropped, because ranks of another layout, and plain autograd, drop other rows or none.
+        expert_capacity=float(layout.ep) if layout.ep > 1 else 0.0,
+        expert_overflow=decisions.expert_overflow,
     )
 
 
@@ -376,11 +409,23 @@ def _with_windows(plan: Decisions, here: Decisions) -> Model:
 def _experts(experts: Experts, divided: int) -> Experts:
     """Return a few narrow experts, of which a token goes to as many as in the plan, if there are so many.
 
-    Their loss of balance is left out: it depends on which tokens a rank has, and plain autograd has none.
+    The losses of the router are left out: plain autograd has none, and the loss of balance depends on which tokens a
+    rank has.
     """
-    count = min(experts.count, EXPERTS)
+    count, grouped = min(experts.count, EXPERTS), experts.groups > 1 and experts.count >= EXPERTS
     chosen = max(1, min(experts.per_token, count - 1)) if experts.per_token < experts.count else count
-    return msgspec.structs.replace(experts, count=count, per_token=chosen, hidden=EXPERT_WIDTH * divided, balance=0.0)
+    groups, taken = (GROUPS, GROUPS // 2) if grouped else (1, 1)
+    return msgspec.structs.replace(
+        experts,
+        count=count,
+        per_token=min(chosen, taken * count // groups),
+        hidden=EXPERT_WIDTH * divided,
+        shared=EXPERT_WIDTH * divided if experts.shared else 0,
+        groups=groups,
+        groups_per_token=taken,
+        balance=0.0,
+        z_loss=0.0,
+    )
 
 
 def _rank_heads(plan: Decisions, layout: Layout) -> tuple[int, int]:
@@ -436,6 +481,8 @@ def _with_tokens(plan: Decisions, here: Decisions) -> Decisions:
     if model.learned_positions:
         model = msgspec.structs.replace(model, max_positions=tokens if plan.model.max_positions else 0)
     here = msgspec.structs.replace(here, model=model, seq_tokens=tokens)
+    if plan.documents is not None:
+        here = msgspec.structs.replace(here, documents=plan.documents.scaled(tokens / plan.seq_tokens))
     if model.windowed:
         here = msgspec.structs.replace(here, model=_with_windows(plan, here))
     loss = _parts(plan.loss_chunk_tokens, plan.local_tokens)[0]

@@ -13,11 +13,13 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import torch
 from torch import Tensor
 
+from memo_exec.distributed.shards import whole_parameters
 from memo_exec.kernels import KERNELS, Kernel, StepScalars
 from memo_exec.verification.autograd_model import AutogradModel
 from memo_exec.verification.local_ranks import play_on_ranks
@@ -27,15 +29,17 @@ from memo_exec.verification.play import (
     Change,
     Play,
     Played,
-    counted_targets,
     global_batch,
+    global_documents,
     parameter,
+    scalars_of,
     unchanged,
     whole_gradients,
 )
 from memo_exec.verification.reduction import keep_everything, reduced, reductions
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Verdict
+from memo_sim.program.layout.parameters import moment_dtype
 from memo_sim.program.lower import lower, program_sha256
 
 KEEP_EVERYTHING, AUTOGRAD = "keep-everything", "autograd"
@@ -194,23 +198,28 @@ def _too_large(here: Decisions) -> str:
 def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed: int, steps: int) -> Values:
     """Train ``steps`` steps with plain autograd and AdamW in fp64, on the weights and tokens of the plan.
 
-    ``shapes``: the shape of every parameter. Parameters start as the plan's dtype rounds them.
+    ``shapes``: the shape of every trained parameter. Parameters start as the plan's dtype rounds them.
     """
+    frozen = {name: each.shape for name, each in whole_parameters(here.model, here.lora).items() if each.frozen}
+    shapes = {**shapes, **frozen}
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(here.dtype, torch.float32)
     initial = {name: parameter(name, shape, here.model, seed).to(dtype) for name, shape in shapes.items()}
-    model = AutogradModel(here.model, initial)
-    optimizer = _AdamW(model.p, narrow=here.states in ("bf16", "pure-bf16"))
+    model = AutogradModel(here.model, initial, adapters=here.lora)
+    optimizer = _AdamW(model.trained, narrow=moment_dtype(here) == "bf16")
     losses, norms, gradients = [], [], {}
     for step in range(1, steps + 1):
-        ids, labels = global_batch(here, seed, step)
-        scale, total = 1 / counted_targets(labels), 0.0
-        for p in model.p.values():
+        inputs = global_batch(here, seed, step)
+        scalars, total = scalars_of(step, inputs[1]), 0.0
+        for p in model.trained.values():
             p.grad = None
-        for sequence, wanted in zip(ids, labels, strict=True):
-            loss = model.loss(sequence[None], wanted[None], scale)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.p.items()}
+        documents = global_documents(here, seed, step) or [(here.seq_tokens,)] * len(inputs[0])
+        for ends, (ids, labels, *rollout) in zip(documents, zip(*inputs, strict=True), strict=True):
+            for first, end in pairwise((0, *ends)):
+                numbers = rollout[0][None, first:end] if rollout else None
+                loss = model.loss(ids[None, first:end], labels[None, first:end], scalars.loss_scale, numbers, scalars)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+        found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.trained.items()}
         losses.append(total)
         norms.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in found.values())))
         if step == 1:

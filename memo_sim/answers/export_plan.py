@@ -11,6 +11,7 @@ import msgspec
 import memo_sim
 from memo_sim.answers.summary import device_memory
 from memo_sim.answers.what_if import price, row
+from memo_sim.contract.adapters import NONE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.codec import encode
 from memo_sim.contract.errors import Infeasible, MemoError, UsageError
@@ -94,9 +95,18 @@ def export_plan(
 
     Raises:
         Infeasible: when the framework can run nothing near to it.
-        UsageError: when the plan does not fit on the cluster's devices.
+        UsageError: when the plan does not fit on the cluster's devices, or trains adapters: no framework's job would
+            come near to it.
     """
     decisions = plan.decisions
+    if decisions.lora is not None:
+        raise UsageError(
+            f"memo writes no job of {framework.title} that trains adapters",
+            where="$.decisions.adapters",
+            got=decisions.adapters,
+            wanted=NONE,
+            hint="memo-exec run trains them, and writes a folder that PEFT reads",
+        )
     part_of(cluster, decisions.layout.devices)
     named, preset = asked or cluster.name, preset_of_shape(decisions.model)
     there = _nearest(decisions, framework, cluster, hardware, named)
@@ -171,6 +181,22 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             got=decisions.model.name,
             wanted="a model without experts",
             hint="memo-exec runs the plan itself",
+        )
+    if decisions.documents:
+        raise UsageError(
+            "memo writes no framework's options of packed documents",
+            where="decisions.documents",
+            got=decisions.documents.source or "documents",
+            wanted="a plan without documents",
+            hint="memo-exec runs the plan itself",
+        )
+    if decisions.objective != "next-token":
+        raise UsageError(
+            "memo writes jobs with the objective next-token alone",
+            where="decisions.objective",
+            got=decisions.objective,
+            wanted="next-token",
+            hint="memo-exec runs the plan itself, on given rollouts",
         )
     if unwritten := _unwritten(decisions.model):
         raise UsageError(

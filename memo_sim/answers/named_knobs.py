@@ -11,12 +11,15 @@ from memo_sim.contract.knobs import (
     Chosen,
     CountOrAuto,
     Degree,
+    DocumentLengths,
+    Factor,
     Flag,
     Fraction,
     Knob,
     LayerChoice,
     Length,
     Load,
+    LowRank,
     Numbers,
     OneOf,
     Pins,
@@ -69,7 +72,7 @@ def _type(knob: Knob, annotation: str) -> str:
     match knob.kind:
         case Degree() | Whole():
             own = "int"
-        case Fraction():
+        case Fraction() | Factor():
             own = "float"
         case Switch() | Flag():
             own = "bool"
@@ -79,7 +82,7 @@ def _type(knob: Knob, annotation: str) -> str:
             own = 'int | Literal["auto"]'
         case Numbers():
             own = "Sequence[int] | str"
-        case LayerChoice() | Load():
+        case LayerChoice() | Load() | DocumentLengths() | LowRank():
             own = "str"
         case OneOf():
             own = annotation.removesuffix(" | None")

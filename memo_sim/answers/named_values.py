@@ -10,12 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
+from memo_sim.contract import codec
+from memo_sim.contract.adapters import parse_adapters
 from memo_sim.contract.boards import with_power
 from memo_sim.contract.catalog import cluster_from_datasheet, fields_not_read, load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.documents import Documents, parse_documents
 from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.expert_load import MeasuredLoad
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import (
     ARGUMENTS,
@@ -26,12 +31,15 @@ from memo_sim.contract.knobs import (
     POWER_W,
     CountOrAuto,
     Degree,
+    DocumentLengths,
+    Factor,
     Flag,
     Fraction,
     Knob,
     LayerChoice,
     Length,
     Load,
+    LowRank,
     Numbers,
     OneOf,
     Pins,
@@ -47,6 +55,7 @@ from memo_sim.planning.presets import known_system
 from memo_sim.planning.question import Question, with_memory
 
 Values = Mapping[str, Any]
+LEAST_FACTOR = 1e-6
 
 MOST_DIGITS = 18
 """Digits of a number that are read; one with more is out of every range."""
@@ -241,23 +250,41 @@ def checked(knob: Knob, given: Any) -> Any:
             value = _whole(given, least, most)
         case CountOrAuto(most):
             value = "auto" if given == "auto" else _whole(_digits(given), 1, most)
-        case Fraction():
-            value = float(given) if _in_range(given, 0, 1) else None
+        case Fraction() | Factor():
+            value = _real(given, knob.kind)
         case Switch() | Flag():
             value = given if isinstance(given, bool) else None
         case OneOf(words):
             value = given if given in words else None
         case Length():
             value = parse_tokens(str(given), option=knob.option, least=0) if _is_length(given) else None
-        case Numbers():
-            value = parse_numbers(_joined(given), option=knob.option)
-        case LayerChoice():
-            value = parse_layer_choice(str(given), option=knob.option)
-        case Load():
-            value = parse_expert_load(str(given), option=knob.option)
+        case _:
+            value = _parsed(knob, given)
     if value is None:
         raise _refusal(knob, given)
     return value
+
+
+def _parsed(knob: Knob, given: Any) -> Any:
+    """Return the value of a knob that is given as text."""
+    match knob.kind:
+        case Numbers():
+            return parse_numbers(_joined(given), option=knob.option)
+        case LayerChoice():
+            return parse_layer_choice(str(given), option=knob.option)
+        case LowRank():
+            return parse_adapters(str(given), option=knob.option)
+        case Load():
+            return _expert_load(str(given), option=knob.option)
+        case DocumentLengths():
+            return given if isinstance(given, Documents) else parse_documents(str(given), option=knob.option)
+
+
+def _expert_load(text: str, *, option: str) -> str:
+    """Return a load of experts; of a file, what a plan writes for it."""
+    if text.endswith(".json") or Path(text).is_file():
+        return codec.read(text, MeasuredLoad).load
+    return parse_expert_load(text, option=option)
 
 
 def _refusal(knob: Knob, given: Any) -> UsageError:
@@ -276,6 +303,12 @@ def _refusal(knob: Knob, given: Any) -> UsageError:
 def _whole(given: Any, least: int, most: int | None) -> int | None:
     """Return a whole number in a range; None where it is something else."""
     return int(given) if isinstance(given, Integral) and _in_range(given, least, most) else None
+
+
+def _real(given: Any, kind: Fraction | Factor) -> float | None:
+    """Return a number of a kind; None where it is something else. A factor is above 0."""
+    most, least = (kind.most, LEAST_FACTOR) if isinstance(kind, Factor) else (1.0, 0.0)
+    return float(given) if _in_range(given, least, most) else None
 
 
 def _in_range(given: Any, least: float, most: float | None) -> bool:

@@ -15,13 +15,20 @@ from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
 from memo_sim.contract.knobs import DEGREES, KNOBS, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.summary import NOT_READ, Assumption, DeviceMemory, HostMemory, LeftOut, PeakKind, Summary
-from memo_sim.contract.units import GIB, MOST_BYTES, counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import DTYPE_BYTES, GIB, MOST_BYTES, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS, Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
+from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
+from memo_sim.program.layout.fp8 import PRODUCTS
+from memo_sim.program.layout.parameters import gradient_dtype
+from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
+from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
+from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
 from memo_sim.reasons.windows import attended
 from memo_sim.views.busy import COMPUTE
@@ -35,6 +42,7 @@ STATES: dict[States, str] = {
     "bf16": "gradients and master weights in fp32, AdamW's moments in bf16, on the device",
     "host": "gradients in fp32 on the device; master weights and AdamW's moments in fp32 in host memory",
     "pure-bf16": "gradients and AdamW's moments in bf16, no master weights, on the device",
+    "pure-bf16-fp32-moments": "gradients in bf16, AdamW's moments in fp32, no master weights, on the device",
 }
 """Where and in which dtype a bf16 model's states are kept."""
 
@@ -159,6 +167,8 @@ def in_words(decisions: Decisions) -> str:
         parts.append(f"{layout.schedule} schedule of {counted(decisions.micro_batches, 'micro-batch', 'es')}")
     if layout.subsequences > 1:
         parts.append(f"{layout.subsequences} subsequences")
+    if decisions.fp8 != "none":
+        parts.append(f"linear products in FP8 ({decisions.fp8})")
     if decisions.loss_chunk_tokens:
         parts.append(f"loss in chunks of {format_tokens(decisions.loss_chunk_tokens)} tokens")
     if decisions.allocator_limit_gib:
@@ -209,8 +219,12 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             value=f"PyTorch, flash-attn and Transformer Engine of {question.hardware.eager_libraries}",
             option="--libraries",
         ),
-        *_experts(decisions),
+        *_experts(question, decisions),
         *_windows(decisions),
+        *_documents(decisions),
+        *_fp8(decisions),
+        *_adapters(decisions),
+        *_objective(decisions),
         *_not_read(question),
         *_network(question),
         *_beyond(simulation),
@@ -259,9 +273,12 @@ def _network(question: Question) -> list[Assumption]:
 def _states(decisions: Decisions) -> str:
     layout, pure = decisions.layout, decisions.dtype == "fp32" and decisions.states != "host"
     what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else STATES[decisions.states]
+    if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32") and not pure:
+        what += f"; but gradients are summed in {gradient_dtype(decisions)} (--grad-sums)"
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
+        what += f", those of experts over {layout.expert_replicas}" if layout.ep > 1 else ""
     return what
 
 
@@ -273,14 +290,97 @@ def _batch(question: Question, decisions: Decisions) -> str:
     return f"{text}; {question.batch_rule}" if question.batch_rule else text
 
 
-def _experts(decisions: Decisions) -> list[Assumption]:
-    """Return how a model's tokens spread over its experts, and which of their weights MFU counts."""
-    if decisions.model.mixture is None:
+def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
+    """Return how tokens spread over experts, which weights MFU counts, and that products were not measured."""
+    of, layout = decisions.model.mixture, decisions.layout
+    if of is None:
+        return []
+    load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
+    value, option = f"load {load}, no row dropped; MFU counts what a token uses: {used}", "--expert-load"
+    if layout.ep > 1:
+        rows = decisions.local_tokens * of.per_token
+        most = capacity_rows(of, rows, decisions.expert_load, layout.ep, decisions.expert_capacity)
+        whence = "given" if decisions.expert_capacity else f"{MARGIN:g} times what the fullest rank is expected to get"
+        beyond = {
+            "drop": "rows beyond it count as zero, and memo-exec run reports them",
+            "refuse": "a step with rows beyond it is not applied, and ends the run",
+        }
+        value = (
+            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; a rank "
+            f"can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean ({whence}); "
+            f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
+        )
+        option = "--ep, --expert-load, --expert-capacity"
+    found = [Assumption(name="experts", value=value, option=option)]
+    if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
+        value = f"derived from single {decisions.dtype} products; the profile has none of several experts"
+        found.append(Assumption(name="experts' products", value=value))
+    return found
+
+
+def _documents(decisions: Decisions) -> list[Assumption]:
+    """Return what sequences are packed from."""
+    if decisions.documents is None:
+        return []
+    value = packed_from(decisions.documents, decisions.seq_tokens)
+    return [Assumption(name="documents", value=value, option="--documents")]
+
+
+FP8_SCALES = {
+    "delayed": "one scale a tensor, from earlier steps",
+    "tensor": "one scale a tensor, from its own values",
+    "block": "scales of 1x128 and 128x128 values",
+    "mx": "MXFP8, scales of 32 values",
+}
+
+
+def _fp8(decisions: Decisions) -> list[Assumption]:
+    """Return what runs in FP8, and against which peak MFU counts."""
+    if decisions.fp8 == "none":
+        return []
+    stays = "attention, experts, embedding and classifier" if decisions.model.mixture else "attention and both ends"
+    value = (
+        f"layers' linear products, {FP8_SCALES[decisions.fp8]}; {stays} in bf16; whether training converges as in bf16"
+        " is not predicted; MFU counts against the bf16 peak; memo-exec does not run it"
+    )
+    return [Assumption(name="FP8", value=value, option="--fp8")]
+
+
+def _adapters(decisions: Decisions) -> list[Assumption]:
+    """Return which low-rank adapters are trained, and which FLOPs MFU counts with them."""
+    lora = decisions.lora
+    if lora is None:
         return []
     value = (
-        f"{decisions.expert_load} load, no row dropped; MFU counts what a token uses: {active_weights(decisions.model)}"
+        f"rank {lora.rank}, scale {lora.scale:.4g}, on {' '.join(lora.targets)}, without dropout:"
+        f" {trained_weights(decisions)} are trained, the others frozen in {decisions.dtype}; MFU counts 4 FLOPs for"
+        " each frozen weight and token (forward, gradient of the input), 6 for an adapter's"
     )
-    return [Assumption(name="experts", value=value, option="--expert-load")]
+    return [Assumption(name="adapters", value=value, option="--lora")]
+
+
+def _objective(decisions: Decisions) -> list[Assumption]:
+    """Return what a policy's objective needs of a step, and what the logits take in chunks and whole."""
+    if decisions.objective == "next-token":
+        return []
+    shape = shape_of(decisions)
+    chunk = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
+    whole, held = (
+        format_bytes(tokens * shape.vocab * DTYPE_BYTES[dtype])
+        for tokens, dtype in ((shape.tokens, "fp32"), (chunk, decisions.dtype))
+    )
+    share = ", of its part of the vocabulary" if shape.tp > 1 else ""
+    tokens = format_tokens(shape.tokens)
+    if chunk < shape.tokens:
+        logits = f"{held} for {format_tokens(chunk)} tokens at once; in fp32 for all {tokens} they would take {whole}"
+    else:
+        logits = f"{held} for all {tokens} tokens at once, {whole} in fp32; --loss-chunk cuts them"
+    given = format_bytes(ROLLOUT_NUMBERS * FP32_BYTES * shape.tokens)
+    value = (
+        f"GRPO: a step is given advantages and log-probabilities ({given} a micro-batch); generation and forwards of"
+        f" the reference model are not included; logits of a rank{share}: {logits}"
+    )
+    return [Assumption(name="objective", value=value, option="--objective, --loss-chunk")]
 
 
 def _windows(decisions: Decisions) -> list[Assumption]:
@@ -307,7 +407,7 @@ def left_out(question: Question) -> list[LeftOut]:
         and (name != "tp_overlap" or question.model.mixture is None)
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
-    found += [*_micro_batches_left_out(question), *_kernels_left_out(question)]
+    found += [*_micro_batches_left_out(question), *_kernels_left_out(question), *_fp8_left_out(question)]
     if knobs:
         found.append(LeftOut(what=f"other values of {', '.join(knobs)}", option="memo-sim explain PLAN changes each"))
     return found
@@ -321,6 +421,8 @@ def _open_layouts(question: Question) -> list[LeftOut]:
         more = [
             f"{name} above 1" for name in every.degrees if name not in system.degrees and getattr(pins, name) is None
         ]
+        if pins.ep is None and question.model.mixture and every.searches_ep > system.searches_ep:
+            more.append("ep above 1")
         if pins.zero is None:
             more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
@@ -337,6 +439,15 @@ def _kernels_left_out(question: Question) -> list[LeftOut]:
     if question.system not in OPEN or question.rowwise is not None or not measured:
         return []
     return [LeftOut(what="kernels of torch.compile, which memo-exec does not run", option="--compile")]
+
+
+def _fp8_left_out(question: Question) -> list[LeftOut]:
+    """Return that products in FP8 were not tried, where the profile has rates of them: they change what is learned."""
+    recipes = [recipe for recipe, products in PRODUCTS.items() if products in {t.dtype for t in question.hardware.gemm}]
+    if question.fp8 != "none" or question.dtype != "bf16" or not recipes:
+        return []
+    option = f"--fp8 {' or '.join(recipes)}"
+    return [LeftOut(what="products in FP8, which change what is learned", option=option)]
 
 
 def _micro_batches_left_out(question: Question) -> list[LeftOut]:
@@ -408,8 +519,9 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
 
 
 def _alike(question: Question) -> bool:
-    """Return whether every layer has the same MLP; others are refused with METP and subsequences (``RULES``)."""
-    return question.model.mixture is None and len(question.model.layer_shapes) == 1
+    """Return whether METP and subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
+    alike = question.model.mixture is None and len(question.model.layer_shapes) == 1
+    return alike and question.documents is None
 
 
 def _has_open_degrees(question: Question) -> bool:

@@ -51,6 +51,8 @@ class AttentionKernel:
     """Whether memo-exec can run it; all of them can be priced."""
     windows: bool = True
     """Whether its calls take a window; plans with windows are refused for the others."""
+    documents: bool = True
+    """Whether one of its calls takes packed documents (flash-attn's varlen, THD), or memo-exec calls it by document."""
 
 
 ATTENTION_KERNELS: dict[str, AttentionKernel] = {
@@ -63,6 +65,7 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
         "FlashAttention 1 in Triton (flash-attn 0.2 to 1.0, flash_attn_triton)",
         executed=False,
         windows=False,
+        documents=False,
     ),
     "flash2": AttentionKernel("flash2", "2023", "FlashAttention-2 (needs the package flash-attn 2)"),
     "flash3": AttentionKernel(
@@ -70,7 +73,9 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
     ),
     "flash4": AttentionKernel("flash4", "2026", "FlashAttention-4 (needs the package flash-attn-4)"),
     "torch-flash": AttentionKernel("flash2", "2024", "FlashAttention-2 inside PyTorch 2.2 and later"),
-    "torch-cudnn": AttentionKernel("cudnn", "2024", "cuDNN's attention inside PyTorch 2.5 and later", windows=False),
+    "torch-cudnn": AttentionKernel(
+        "cudnn", "2024", "cuDNN's attention inside PyTorch 2.5 and later", windows=False, documents=False
+    ),
     "te-fused": AttentionKernel("cudnn", "2023", "cuDNN's attention (needs the package transformer-engine)"),
     "torch-flash-cpu": AttentionKernel("torch-flash-cpu", "2023", "PyTorch's flash attention on the CPU"),
     "plain": AttentionKernel(
@@ -79,6 +84,7 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
         "attention without a flash kernel, which writes every score to memory",
         executed=False,
         windows=False,
+        documents=False,
     ),
 }
 """Every kernel that a plan can name. Of two kernels of one generation, a question gets the first that has a curve."""

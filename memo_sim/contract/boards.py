@@ -58,12 +58,17 @@ def with_power(hardware: Hardware, power_w: float, *, source: Source | None = No
         msgspec.structs.replace(table, rows=[[*shape, rate * factor] for *shape, rate in table.rows])
         for table in hardware.attention
     ]
+    grouped = [
+        msgspec.structs.replace(table, rows=[[*shape, rate * factor] for *shape, rate in table.rows])
+        for table in hardware.grouped_gemm
+    ]
     given = source or Source(kind="assumed", text="given on the command line")
     said = f"{power_w:g} W: products and attention run at {factor:.3f} of their rate at {own.value:g} W"
     return msgspec.structs.replace(
         hardware,
         gemm=gemm,
         attention=attention,
+        grouped_gemm=grouped,
         power_w=Quantity(value=float(power_w), source=OPTION_SOURCE),
         sources={**hardware.sources, OPTION_SOURCE: given},
         provenance={**hardware.provenance, POWER: said},

@@ -360,7 +360,15 @@ class _Maker:
             memory_bytes_per_s=Quantity(value=self.bus_bytes_per_s, source=DATASHEET),
             reserve_bytes={name: kept(item) for name, item in like.reserve_bytes.items()},
             communicator_bytes=kept(like.communicator_bytes),
-            gemm=[self._products(table) for table in like.gemm],
+            gemm=[self._products(table, table.dtype) for table in like.gemm if table.dtype in DTYPE_BYTES],
+            grouped_gemm=[
+                msgspec.structs.replace(
+                    table,
+                    rows=[[*shape, _rounded(rate * self.tensor)] for *shape, rate in table.rows],
+                    source=self.sources.scaled(table.source, self.tensor, "the peak of tensor cores"),
+                )
+                for table in like.grouped_gemm
+            ],
             attention=[
                 msgspec.structs.replace(
                     table,
@@ -430,11 +438,14 @@ class _Maker:
         source = self.sources.own("usable-memory", Source(kind="derived", text=text))
         return Quantity(value=float(int(self.sheet.memory * GIB * share)), source=source)
 
-    def _products(self, table: GemmTable) -> GemmTable:
-        """Return a table of products at the same fraction of the peak, no faster than their operands' bytes."""
+    def _products(self, table: GemmTable, dtype: str) -> GemmTable:
+        """Return a table of products at the same fraction of the peak, no faster than their operands' bytes.
+
+        A data sheet's peaks are those of bf16 and fp32, so products in FP8 are left out.
+        """
         factor = self.vector if table.dtype == "fp32" else self.tensor
         memory = self.like.memory_bound_bytes_per_s.y[-1] * self.bus
-        width = DTYPE_BYTES[table.dtype]
+        width = DTYPE_BYTES[dtype]
         rows = []
         for m, n, k, rate in table.rows:
             intensity = 2.0 * m * n * k / (width * (m * k + k * n + m * n))

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
-from memo_sim.contract.knobs import DtypeName, FrameworkLibrary
+from memo_sim.contract.knobs import DtypeName, FrameworkLibrary, ProductDtype
 from memo_sim.contract.units import Degree, NonNegative, PerNode, Rate, Width
 
 LEAST_DIVISOR = 1e-30
@@ -109,12 +109,26 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured matrix products ``(m x k) @ (k x n)`` of one pass and dtype; each row is [m, n, k, FLOP/s].
 
     For fprop and dgrad, m is the number of tokens. For wgrad, m x n is the weight's shape and k is the number of
-    tokens.
+    tokens. A product in FP8 has both operands contiguous along k, whatever its pass.
+    """
+
+    dtype: ProductDtype
+    gemm_pass: GemmPass
+    rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=4, max_length=4)]], msgspec.Meta(min_length=1)]
+    source: str
+    spread: NonNegative = 0.0
+
+
+class GroupedGemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured products of several experts' rows in one call; each row is [experts, rows, n, k, FLOP/s].
+
+    Every expert has ``rows / experts`` rows; n and k are those of ``program/ir/work.py`` (GroupedGemm). The time
+    includes the copy of the result where a kernel returns a new tensor, as memo-exec plays it.
     """
 
     dtype: DtypeName
     gemm_pass: GemmPass
-    rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=4, max_length=4)]], msgspec.Meta(min_length=1)]
+    rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=5, max_length=5)]], msgspec.Meta(min_length=1)]
     source: str
     spread: NonNegative = 0.0
 
@@ -206,6 +220,8 @@ class Hardware(
     """Device bytes of one communicator by its number of ranks; the layout decides which communicators a plan has."""
     gemm: list[GemmTable]
     attention: list[AttentionTable]
+    grouped_gemm: list[GroupedGemmTable] = []
+    """Products of several experts; empty: their price is derived from ``gemm`` (``costs/grouped.py``)."""
     sustained_gemm: Quantity | None = None
     """Rate of products inside a training step over that of ``gemm``'s rows, which were measured alone; null: 1.
 

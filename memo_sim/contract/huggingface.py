@@ -1,5 +1,5 @@
 """Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3's
-text models, GPT-2, and the mixtures of experts Mixtral and Qwen3-MoE.
+text models, GPT-2, and the mixtures of experts Mixtral, Qwen3-MoE and GPT-OSS.
 
 Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
 belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
@@ -19,14 +19,18 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
 from memo_sim.contract.units import MOST_EXPERTS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
-SUPPORTED = ("gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-WITH_EXPERTS = ("mixtral", "qwen3_moe")
-GEMMA3 = "gemma3_text"
+SUPPORTED = ("gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+GEMMA3, GPT_OSS = "gemma3_text", "gpt_oss"
 ALWAYS_WINDOWED = ("mistral", "mixtral", "phi3")
 """Types whose every layer has the window of ``sliding_window``, which no other field turns off."""
 SLIDING, FULL = "sliding_attention", "full_attention"
-GEMMA3_PATTERN, GEMMA3_THETA, GEMMA3_LOCAL_THETA = 6, 1_000_000.0, 10_000.0
-"""Every how many layers one has no window, and the rotary bases of layers without and with one, where none is given."""
+CLAMPED = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+"""The limit and the slope of GPT-OSS's activation (``Experts.activation``), which memo knows no others of."""
+PATTERNS = {GEMMA3: 6, GPT_OSS: 2}
+"""Every how many layers one has no window, where nothing is given."""
+GEMMA3_THETA, GEMMA3_LOCAL_THETA = 1_000_000.0, 10_000.0
+"""The rotary bases of layers without and with a window, where none is given."""
 
 T = TypeVar("T")
 
@@ -163,7 +167,7 @@ def _type_of(model: Model) -> str | None:
     """
     gemma = (model.post_norms, model.scaled_embeddings, model.norms_from_one)
     if model.bidirectional or model.sinks or not _windows_have_a_type(model):
-        return None
+        return GPT_OSS if _is_gpt_oss(model) else None
     if model.family == "gpt":
         square = model.heads == model.kv_heads and model.q_width == model.hidden
         plain = model.learned_positions and model.qkv_bias and model.linear_bias and not model.qk_norm
@@ -178,8 +182,21 @@ def _type_of(model: Model) -> str | None:
     return None if _feeds_differ(model) else _dense_type(model)
 
 
+def _is_gpt_oss(model: Model) -> bool:
+    """Return whether a model has the shape of a GPT-OSS."""
+    if (experts := model.mixture) is None or not model.sinks:
+        return False
+    sizes = {name: getattr(experts, name) for name in ("count", "per_token", "hidden", "balance")}
+    own = Experts(**sizes, router_bias=True, bias=True, activation="clamped")
+    windows = {shape.window for shape in model.layer_shapes if shape.window}
+    alike = all(shape.experts == own and not shape.rope_theta for shape in model.layer_shapes)
+    plain = not (model.qk_norm or model.query_scalar or model.scaled_embeddings or model.norms_from_one)
+    biased = model.qkv_bias == model.proj_bias and not model.linear_bias
+    return alike and plain and biased and len(windows) <= 1 and model.ffn_hidden == experts.hidden
+
+
 def _type_with_experts(model: Model, experts: Experts) -> str | None:
-    if not _is_mixed(model) or model.qkv_bias:
+    if not _is_mixed(model) or model.qkv_bias or not experts.of_softmax_alone:
         return None
     if model.qk_norm:
         return "qwen3_moe"
@@ -244,10 +261,12 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
     biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
     own = _experts_of(model, kind) if model.mixture is not None else {}
     own |= _windows_of(model, kind)
+    if kind == GPT_OSS:
+        own["attention_bias"] = model.qkv_bias
     if kind == GEMMA3:
         own |= _gemma3_of(model)
     return shared | {
-        "architectures": ["Gemma3ForCausalLM" if kind == GEMMA3 else f"{kind.title().replace('_M', 'M')}ForCausalLM"],
+        "architectures": ["Gemma3ForCausalLM" if kind == GEMMA3 else f"{kind.title().replace('_', '')}ForCausalLM"],
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn_hidden,
         "num_hidden_layers": model.layers,
@@ -269,13 +288,13 @@ def _windows_of(model: Model, kind: str) -> dict[str, Any]:
     window = max(shape.window for shape in model.layer_shapes)
     if kind in ALWAYS_WINDOWED:
         return {"sliding_window": window or None}
-    if not window:
+    if not window and kind != GPT_OSS:
         return {}
     kinds = [SLIDING if model.layer(number).window else FULL for number in range(model.layers)]
     listed = {"sliding_window": window, "layer_types": kinds}
     if kind == "qwen3_moe":
         return {"sliding_window": window, "use_sliding_window": True}
-    return listed if kind == GEMMA3 else listed | {"use_sliding_window": True, "max_window_layers": 0}
+    return listed if kind in (GEMMA3, GPT_OSS) else listed | {"use_sliding_window": True, "max_window_layers": 0}
 
 
 def _gemma3_of(model: Model) -> dict[str, Any]:
@@ -301,6 +320,9 @@ def _experts_of(model: Model, kind: str) -> dict[str, Any]:
         "output_router_logits": experts.balance > 0,
         "router_aux_loss_coef": experts.balance,
     }
+    if kind == GPT_OSS:
+        limits = {"swiglu_limit": CLAMPED["swiglu_limit"], "swiglu_alpha": CLAMPED["swiglu_alpha"]}
+        return shared | limits | {"num_local_experts": experts.count, "intermediate_size": experts.hidden}
     if kind == "mixtral":
         own = {"num_local_experts": experts.count, "intermediate_size": experts.hidden}
         return shared | own
@@ -451,11 +473,12 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     if model_type != "llama" and "num_key_value_heads" not in config.fields:  # the first Llama configs lack this key
         raise config.refusal("num_key_value_heads", "a field that the model's shape needs is missing")
-    if model_type in ("qwen3", "qwen3_moe", GEMMA3) or config.given("head_dim") is not None:
+    if model_type in ("qwen3", "qwen3_moe", GEMMA3, GPT_OSS) or config.given("head_dim") is not None:
         head_dim = config.whole("head_dim")
     else:
         head_dim = _even_split(config, "hidden_size", hidden, heads)
     biased = _all_biased(config, model_type)
+    projected = model_type == GPT_OSS and config.flag("attention_bias", True)
     theta, scaling = _rope(config)
     return {
         "family": "llama",
@@ -469,7 +492,9 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "qkv_bias": biased or model_type == "qwen2",
+        "qkv_bias": biased or projected or model_type == "qwen2",
+        "proj_bias": projected,
+        "sinks": model_type == GPT_OSS,
         "linear_bias": biased,
         "qk_norm": model_type in ("qwen3", "qwen3_moe", GEMMA3),
         "activation": "gelu_tanh" if gemma else "silu",
@@ -527,8 +552,8 @@ def _windowed_layers(config: _Config, model: Model, model_type: str) -> list[boo
                 "layer_types", "these layers are not modelled", wanted=f"{model.layers} times {FULL} or {SLIDING}"
             )
         return [kind == SLIDING for kind in kinds]
-    if model_type == GEMMA3:
-        pattern = config.whole("sliding_window_pattern", GEMMA3_PATTERN, most=MOST_LAYERS)
+    if model_type in (GEMMA3, GPT_OSS):
+        pattern = config.whole("sliding_window_pattern", PATTERNS[model_type], most=MOST_LAYERS)
         return [(number + 1) % pattern > 0 for number in range(model.layers)]
     if model_type == "llama" or not used or window is None:
         return [False] * model.layers
@@ -556,12 +581,15 @@ def _with_dense_layers(config: _Config, model: Model) -> Model:
 
 
 def _experts(config: _Config, model_type: str) -> Experts:
-    """Return the experts of a Mixtral or Qwen3-MoE, which every layer has."""
+    """Return the experts of a Mixtral, Qwen3-MoE or GPT-OSS, which every layer has."""
     balanced = config.flag("output_router_logits", False)
     balance = config.number("router_aux_loss_coef", 0.001, least=0.0)
     if config.number("router_jitter_noise", 0.0, least=0.0):
         raise config.refusal("router_jitter_noise", "noise on the router's input is not modelled", wanted="0")
-    qwen = model_type == "qwen3_moe"
+    qwen, oss = model_type == "qwen3_moe", model_type == GPT_OSS
+    for key, value in CLAMPED.items() if oss else ():
+        if config.number(key, value) != value:
+            raise config.refusal(key, "this activation of experts is not modelled", wanted=f"{value:g}")
     count = "num_experts" if qwen and "num_experts" in config.fields else "num_local_experts"
     return Experts(
         count=config.whole(count, most=MOST_EXPERTS),
@@ -569,6 +597,9 @@ def _experts(config: _Config, model_type: str) -> Experts:
         hidden=config.whole("moe_intermediate_size" if qwen else "intermediate_size"),
         renormalize=config.flag("norm_topk_prob", False) if qwen else True,
         balance=balance if balanced else 0.0,
+        router_bias=oss,
+        bias=oss,
+        activation="clamped" if oss else "silu",
     )
 
 
@@ -580,8 +611,8 @@ def _even_split(config: _Config, key: str, hidden: int, heads: int) -> int:
 
 
 def _all_biased(config: _Config, model_type: str) -> bool:
-    """Return whether every product has a bias. Allowed: all biases, none, or (Qwen2) those of Q, K and V."""
-    if model_type == "qwen2":
+    """Return whether every product has a bias. Allowed: all biases, none, those of Q, K and V (Qwen2), of attention."""
+    if model_type in ("qwen2", GPT_OSS):
         return False
     attention, ffn = config.flag("attention_bias", False), model_type == "llama" and config.flag("mlp_bias", False)
     if attention != ffn:

@@ -24,12 +24,30 @@ This module imports neither msgspec nor click: ``memo-sim --help`` reads it at e
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from memo_sim.contract.attention_kernels import AttentionName, Libraries
 
+if TYPE_CHECKING:
+    from memo_sim.contract.documents import Documents
+
 DtypeName = Literal["fp32", "bf16", "fp16"]
 """Dtype of parameters, activations and products."""
+Fp8Recipe = Literal["none", "delayed", "tensor", "block", "mx"]
+"""Scales of the layers' products in FP8 (``program/layout/fp8.py``), as in Transformer Engine's recipes.
+
+- none: products in the plan's dtype.
+- delayed: one scale a tensor, from the largest values of earlier steps.
+- tensor: one scale a tensor, from the tensor itself (current scaling), which is read once more for its largest value.
+- block: one scale for 128 values of a row of activations and gradients, and for 128 x 128 values of a weight.
+- mx: MXFP8, one scale of 8 bits for 32 values."""
+Fp8Layouts = Literal["tn", "any"]
+"""Layouts that a device's FP8 products take.
+
+- tn: both operands must be contiguous along the dimension that is summed (Hopper), so backward needs transposed copies.
+- any: every layout (Blackwell)."""
+ProductDtype = Literal["fp32", "bf16", "fp16", "fp8-tensor", "fp8-block", "fp8-mx"]
+"""Kind of a product in a profile: the dtype of its operands, for FP8 with the granularity of its scales."""
 Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise"]
 """What backward recomputes.
 
@@ -47,14 +65,15 @@ MemoryPolicy = Literal["planned", "caching", "eager"]
 - caching: PyTorch's caching allocator serves the same requests.
 - eager: that allocator under an eager framework, which requests more (an fp32 loss) and frees later
   (``record_stream``)."""
-States = Literal["fp32", "bf16", "host", "pure-bf16"]
+States = Literal["fp32", "bf16", "host", "pure-bf16", "pure-bf16-fp32-moments"]
 """Dtype and place of gradients and optimizer states; bytes per parameter of a bf16 model, whole on one rank.
 
 - fp32: gradients, master weights and moments in fp32 (2 + 4 + 4 + 8 = 18; 16 where ``ZeroParams`` is cast).
 - bf16: moments in bf16, the rest as fp32 (14).
 - host: as fp32, with master weights and moments in host memory (6 on the device).
 - pure-bf16: no master weights; gradients and moments in bf16 as the parameters (2 + 2 + 4 = 8). That is AdamW on a
-  model that was loaded in bf16, without autocast."""
+  model that was loaded in bf16, without autocast. Every step rounds parameters to the nearest bf16 number.
+- pure-bf16-fp32-moments: the same with moments in fp32 (2 + 2 + 8 = 12)."""
 Sharding = Literal["memo", "fsdp1", "fsdp2"]
 """Whose implementation of ZeRO 2 and 3, with its own passes over parameters and gradients
 (``program/data_parallel/sharding.py``).
@@ -66,7 +85,7 @@ Sharding = Literal["memo", "fsdp1", "fsdp2"]
 ReduceDtype = Literal["auto", "fp32", "bf16"]
 """Dtype in which FSDP sums gradients over ranks.
 
-- auto: that of the sums over micro-batches (``States``): fp32, or bf16 without master weights.
+- auto: that of the sums over micro-batches (``GradSums``): fp32, or bf16 without master weights.
 - fp32, bf16: torchtitan's ``mixed_precision_reduce``, composer's ``PURE``. A rank's own sums stay in theirs."""
 AdamwKernels = Literal["foreach", "fused"]
 """AdamW of a framework (row-wise kernels eager or compiled): torch's default, ten passes over lists of tensors, or one
@@ -83,12 +102,15 @@ ZeroParams = Literal["auto", "stored", "cast"]
 - stored: a rank keeps its shard in the parameters' dtype beside the fp32 shard, and gathers that (DeepSpeed).
 - cast: a rank keeps only the fp32 shard, and casts it before every gather (torch FSDP's ``MixedPrecision``).
 - auto: the system's own, cast with Hugging Face's modules (``Modules``), else stored."""
-GradSums = Literal["auto", "params", "autocast"]
+GradSums = Literal["auto", "params", "fp32", "autocast"]
 """Dtype in which gradients are summed, over micro-batches and over ranks.
 
-- auto: fp32 (with states pure-bf16: bf16), which a product adds to as it writes. Under an eager framework, fp16 where
+- auto: fp32 (without master weights: bf16), which a product adds to as it writes. Under an eager framework, fp16 where
   parameters are fp16, as Megatron-LM has it: a product writes a tensor of its own, and another kernel adds it.
-- params: as in the fp16 case, in the parameters' dtype: ``.grad`` of modules in bf16 (InternEvo).
+- params: in the parameters' dtype. Under an eager framework as in the fp16 case: ``.grad`` of modules in bf16
+  (InternEvo). In memo-exec a product adds to the sum as it writes.
+- fp32: in fp32 also without master weights, and of fp16 parameters (Megatron-LM's
+  ``--accumulate-allreduce-grads-in-fp32``).
 - autocast: in fp32, because parameters are fp32, whole on every rank: torch.autocast casts a layer's weights in every
   forward, and a product's gradient is a narrow tensor that is cast and added (flash-attention's training code)."""
 Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel", "checkpointed", "checkpointed-fp32"]
@@ -107,6 +129,12 @@ Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel", "check
 With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32 and the checkpointed ones,
 which have no such form.
 ``loss_chunk_tokens`` applies to each."""
+Objective = Literal["next-token", "grpo"]
+"""What the loss is of the targets' log-probabilities.
+
+- next-token: their negative sum (pre-training, and fine-tuning, whose data say which tokens are targets).
+- grpo: the clipped policy gradient of PPO and GRPO, and a KL term against a reference model. A step has three numbers
+  in fp32 for every token besides: its advantage, and its log-probabilities when it was drawn and by the reference."""
 Modules = Literal["auto", "operators", "huggingface"]
 """Whose modules an eager framework trains, which decides what autograd saves of a layer.
 
@@ -136,6 +164,11 @@ Overlap = Literal["none", "gradients", "both"]
 - none: gradients are reduced over replicas, and parameters gathered, after the step's last gradient.
 - gradients: each block's gradients are reduced after its last backward.
 - both: in addition, ZeRO 1 gathers parameters at the start of the next step, block by block, ahead of its forward."""
+ExpertOverflow = Literal["drop", "refuse"]
+"""What happens to rows beyond the capacity of expert parallelism.
+
+- drop: they count as zero, and the run reports their number.
+- refuse: the step's update is not applied, and the run ends with the capacity to plan for."""
 TpOverlap = Literal["none", "chunked"]
 """Whether a layer's products overlap with the all-gathers before them and the reduce-scatters behind them.
 
@@ -163,10 +196,17 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Partition = Literal["length", "flops"]
 """How a sequence is divided into subsequences: by equal length, or by equal forward FLOPs (SPPO 4)."""
 
+DocumentCuts = Literal["sequence", "documents"]
+"""Where context-parallel ranks cut packed sequences (``program/layout/documents.py``).
+
+- sequence: into 2 x cp chunks of each sequence, wherever documents end (Megatron-LM's data loader).
+- documents: into 2 x cp chunks of each document, so that all ranks attend equally much (Transformer Engine's THD)."""
+
 MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16
 MOST_WINDOW = 64
 MOST_LIMIT_GIB = 2**20
+MOST_CAPACITY = 1_000.0
 MOST_METRICS = 16
 """More is a typo."""
 MOST_ZERO = 3
@@ -262,14 +302,55 @@ class LayerChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """Low-rank adapters (``contract/adapters.py``, ``parse_adapters``)."""
+
+    def __str__(self) -> str:
+        return "none, or as r=16,alpha=32,targets=qkv+proj+ffn"
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How rows spread over experts (``contract/units.py``, ``parse_expert_load``)."""
 
     def __str__(self) -> str:
-        return "balanced or zipf-S, as zipf-0.5"
+        return "balanced, zipf-S (as zipf-0.5), or a file of memo-exec run --expert-load"
 
 
-Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | LayerChoice | Load
+@dataclass(frozen=True, slots=True)
+class DocumentLengths:
+    """Lengths of the documents of packed sequences (``contract/documents.py``, ``parse_documents``)."""
+
+    def __str__(self) -> str:
+        return "mean=TOKENS,max=TOKENS or a file of lengths"
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A number above 0 that something is multiplied by."""
+
+    most: float
+
+    def __str__(self) -> str:
+        return f"above 0, up to {self.most:g}"
+
+
+Kind = (
+    Degree
+    | Whole
+    | Fraction
+    | OneOf
+    | Switch
+    | Flag
+    | Length
+    | CountOrAuto
+    | Numbers
+    | LayerChoice
+    | Load
+    | DocumentLengths
+    | LowRank
+    | Factor
+)
 """What values a knob has; ``str()`` says it in a table."""
 
 
@@ -320,6 +401,8 @@ class Knob:
     on_command_line: bool = True
     unless_given: str = ""
     """Where the command line chooses a value that is not given: how. The default is then that of Python alone."""
+    called: str = ""
+    """Its option and argument, where these are not named for the field: ``lora`` of ``adapters``."""
     name: str = ""
     default: object = None
     """Of the pin; None: left to the search, or to the system."""
@@ -337,7 +420,7 @@ class Knob:
     @property
     def argument(self) -> str:
         """The keyword argument of the Python functions, named as the option: ``loss_chunk``."""
-        return self.name.removesuffix("_tokens")
+        return self.called or self.name.removesuffix("_tokens")
 
 
 _DECLARED = "knob"
@@ -353,9 +436,10 @@ def _knob(
     needs: str = "",
     on_command_line: bool = True,
     unless_given: str = "",
+    called: str = "",
 ) -> T:
     """Return a dataclass field that carries the declaration of the knob it is named for."""
-    declared = Knob(kind, help, at, labels, needs, on_command_line, unless_given)
+    declared = Knob(kind, help, at, labels, needs, on_command_line, unless_given, called)
     return field(default=default, metadata={_DECLARED: declared})
 
 
@@ -420,6 +504,14 @@ class Pins:
         needs="ulysses",
     )
     """Not searched."""
+    ep: int | None = _knob(
+        None,
+        Whole(1),
+        "Expert parallelism: this many consecutive ranks of cp x ulysses x dp divide the experts, and exchange rows by"
+        " all-to-all. It needs no devices of its own.",
+        at="layout",
+        labels=(Part("ep"),),
+    )
     metp: int | None = _knob(
         None,
         Degree(),
@@ -665,7 +757,8 @@ class Chosen:
         "fp32",
         _one_of(States),
         "fp32: master weights and moments in fp32. bf16: moments in bf16. host: optimizer states and their update on"
-        " the host. pure-bf16: no master weights; gradients and moments in bf16.",
+        " the host. pure-bf16: no master weights; gradients and moments in bf16. pure-bf16-fp32-moments: the same with"
+        " moments in fp32.",
     )
     zero_params: ZeroParams = _knob(
         "auto",
@@ -677,9 +770,26 @@ class Chosen:
     grad_sums: GradSums = _knob(
         "auto",
         _one_of(GradSums),
-        "Memory policy eager: dtype in which gradients are summed, over micro-batches and ranks. params: that of the"
-        " parameters, and a kernel of its own adds what a product wrote (autograd's .grad; InternEvo). autocast: fp32,"
-        " as are whole parameters, which every forward casts. auto: fp32, for fp16 parameters fp16.",
+        "Dtype in which gradients are summed, over micro-batches and ranks. params: that of the parameters; with memory"
+        " policy eager a kernel of its own adds what a product wrote (autograd's .grad; InternEvo). fp32: also without"
+        " master weights. autocast: memory policy eager, fp32, as are whole parameters, which every forward casts."
+        " auto: fp32, without master weights bf16, with memory policy eager for fp16 parameters fp16.",
+    )
+    """Not searched: it changes what is learned."""
+    objective: Objective = _knob(
+        "next-token",
+        _one_of(Objective),
+        "What the loss is of the targets' log-probabilities. next-token: pre-training and supervised fine-tuning. grpo:"
+        " the clipped policy gradient of GRPO and PPO, with a KL term, from advantages and log-probabilities that a"
+        " step is given; forwards of the reference model and generation are not part of it.",
+    )
+    """Not searched: it changes what is learned."""
+    fp8: Fp8Recipe = _knob(
+        "none",
+        _one_of(Fp8Recipe),
+        "Linear products of layers in FP8, by Transformer Engine's recipes; attention, routers, experts, the embedding"
+        " and the classifier stay in bf16. tensor: one scale a tensor, from its values (current scaling). delayed: from"
+        " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec does not run it.",
     )
     """Not searched: it changes what is learned."""
     loss: Loss = _knob(
@@ -715,8 +825,44 @@ class Chosen:
         "balanced",
         Load(),
         "A model with experts: how its tokens spread over them. balanced: evenly. zipf-S: the n-th fullest expert gets"
-        " rows in proportion to n**-S, at most one of every token. It changes how long products take.",
+        " rows in proportion to n**-S, at most one of every token. A file: as in the run that wrote it. It changes"
+        " how long products take.",
     )
+    expert_capacity: float = _knob(
+        0.0,
+        Factor(MOST_CAPACITY),
+        "With --ep: rows that a rank can send to each of its ranks, over the mean. It sizes buffers and all-to-alls.",
+        unless_given="1.25 x what the fullest rank gets under --expert-load",
+    )
+    expert_overflow: ExpertOverflow = _knob(
+        "drop",
+        _one_of(ExpertOverflow),
+        "With --ep: rows beyond the capacity count as zero (drop), or the step is not applied and the run ends with the"
+        " capacity to plan for (refuse).",
+    )
+    documents: Documents | None = _knob(
+        None,
+        DocumentLengths(),
+        "Sequences are packed from several documents, and a token attends to its own document alone."
+        " mean=2k,max=64k: exponential lengths, cut at max. Or a file with one length, or length,count, a line. A"
+        " sequence is one document unless given.",
+    )
+    document_cuts: DocumentCuts = _knob(
+        "sequence",
+        _one_of(DocumentCuts),
+        "Packed documents under context parallelism. sequence: ranks cut each sequence, wherever documents end."
+        " documents: they cut each document, so that all have equal work (Transformer Engine's THD).",
+    )
+    """Not searched: it is a choice of the framework's data loader."""
+    adapters: str = _knob(
+        "none",
+        LowRank(),
+        "Low-rank adapters of rank r, which alone are trained: all weights of the model are frozen, and there is no"
+        " dropout. alpha: r unless given; the scale is alpha/r, with rslora alpha/sqrt(r). targets: qkv+proj+ffn unless"
+        " given, or some of q, k, v, proj, gate, up, down.",
+        called="lora",
+    )
+    """Not searched: it changes what is learned."""
     micro_batch: int = _knob(
         1,
         Whole(1, MOST_SEQUENCES),

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from memo_sim.contract.units import MOST_EXPERTS, MOST_TOKENS, Layers, NonNegative, Positive, Rate, Width
+from memo_sim.contract.units import MOST_EXPERTS, MOST_TOKENS, MOST_WIDTH, Layers, NonNegative, Positive, Rate, Width
 
 Family = Literal["gpt", "llama"]
 MOST_LAYER_KINDS = 64
@@ -55,6 +55,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     A router (one product, in fp32) scores the experts of every token; softmax over all of them gives probabilities, of
     which the ``per_token`` largest choose the experts. A token's output is the sum of their outputs, each times its
     probability (Shazeer et al. 2017; Fedus et al. 2021).
+
+    Other routers: DeepSeek-V3 has sigmoid scores, groups of experts, a selection bias, a scale and a shared expert. A
+    softmax over the chosen experts' logits (GPT-OSS) is the renormalised softmax over all.
     """
 
     count: Annotated[int, msgspec.Meta(ge=2, le=MOST_EXPERTS)]
@@ -71,15 +74,68 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Each layer and micro-batch of a rank has its own, from its own tokens, divided by ``per_token`` as in Megatron-LM
     (transformers has one for all layers together, and does not divide it). Only its gradient is added, not its value to
     the loss that is reported."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits; sigmoid is for each expert by itself (DeepSeek-V3)."""
+    scale: Rate = 1.0
+    """Factor on the probabilities of the chosen experts (``routed_scaling_factor``)."""
+    groups: Annotated[int, msgspec.Meta(ge=1, le=MOST_EXPERTS)] = 1
+    """Groups of neighbouring experts; a group's score is the sum of its two best experts' (``n_group``)."""
+    groups_per_token: Annotated[int, msgspec.Meta(ge=1, le=MOST_EXPERTS)] = 1
+    """The groups with the best scores, from which a token's experts are chosen (``topk_group``)."""
+    selection_bias: bool = False
+    """Whether each expert has a bias on its score that counts for the choice alone, not for the probability."""
+    selection_rate: NonNegative = 0.0
+    """By how much the selection bias rises after a step in which the expert had fewer rows than the mean, or falls.
+
+    DeepSeek-V3 (section 2.1.2) trained with 0.001; 0 leaves the bias as it is."""
+    z_loss: NonNegative = 0.0
+    """Coefficient of the mean over tokens of the squared log-sum-exp of the logits (ST-MoE, equation 5); 0: no loss.
+
+    Only its gradient is added, as with ``balance``."""
+    router_bias: bool = False
+    """Whether the router's product has a bias (GPT-OSS)."""
+    bias: bool = False
+    """Whether both products of every expert have biases (GPT-OSS)."""
+    activation: Literal["silu", "clamped"] = "silu"
+    """silu: silu(gate) x up. clamped (GPT-OSS): gate x sigmoid(1.702 x gate) x (up + 1), with gate at most 7 and up
+    between -7 and 7."""
+    shared: Annotated[int, msgspec.Meta(ge=0, le=MOST_WIDTH)] = 0
+    """Features inside the MLP that every token goes to beside its experts (DeepSeek-V3); 0: there is none."""
 
     def __post_init__(self) -> None:
-        """Refuse tokens that go to more experts than there are."""
+        """Refuse more experts of a token than there are, groups that do not divide, and losses without softmax."""
         if self.per_token > self.count:
             raise ValueError(f"per_token ({self.per_token}) is more than the {self.count} experts")
+        if self.count % self.groups or (self.groups > 1 and self.count < 2 * self.groups):
+            raise ValueError(f"{self.groups} groups do not divide {self.count} experts into groups of two or more")
+        if self.groups_per_token > self.groups:
+            raise ValueError(f"groups_per_token ({self.groups_per_token}) is more than the {self.groups} groups")
+        if self.per_token > self.groups_per_token * self.count // self.groups:
+            most = f"{self.groups_per_token} of {self.groups} groups"
+            raise ValueError(f"per_token ({self.per_token}) is more than the experts of {most}")
+        if self.selection_rate and not self.selection_bias:
+            raise ValueError("selection_rate needs a selection_bias")
+        if self.scores == "sigmoid" and (self.balance or self.z_loss):
+            raise ValueError("balance and z_loss need softmax scores; sigmoid scores have a selection_bias for balance")
+
+    @property
+    def of_softmax_alone(self) -> bool:
+        """Whether there is nothing beside a softmax router and experts gated by silu, as in Mixtral and Qwen3-MoE."""
+        own = {name: getattr(self, name) for name in ("count", "per_token", "hidden", "renormalize", "balance")}
+        return self == Experts(**own)
 
     def params(self, hidden: int, *, active: bool = False) -> int:
-        """Return the weights of a layer's router and experts; ``active``: with only the experts of one token."""
-        return self.count * hidden + (self.per_token if active else self.count) * 3 * hidden * self.hidden
+        """Return the weights of the matrices of a layer's router, experts and shared expert.
+
+        ``active``: with only the experts of one token.
+        """
+        wide = (self.per_token if active else self.count) * self.hidden + self.shared
+        return self.count * hidden + 3 * hidden * wide
+
+    def vector_params(self, hidden: int, *, active: bool = False) -> int:
+        """Return the trained biases of a layer's router and experts; the selection bias is not trained by gradient."""
+        each = 2 * self.hidden + hidden if self.bias else 0
+        return (self.per_token if active else self.count) * each + (self.count if self.router_bias else 0)
 
 
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -280,12 +336,14 @@ class Model(
             return attention + shape.experts.params(self.hidden, active=active)
         return attention + (3 if self.gated else 2) * self.hidden * shape.ffn_hidden
 
-    def vector_params_of(self, shape: LayerShape) -> int:
-        """Return the weights of the norms and biases of a layer of this shape."""
+    def vector_params_of(self, shape: LayerShape, *, active: bool = False) -> int:
+        """Return the weights of norms and biases of a layer of this shape; ``active`` as in ``matrix_params_of``."""
         norms = (4 if self.post_norms else 2) * self.hidden * self._norm_vectors
         norms += (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
         norms += self.hidden if self.proj_bias and not self.linear_bias else 0
         qkv_bias = self.q_width + 2 * self.kv_width if self.qkv_bias else 0
+        if shape.experts is not None:
+            return norms + qkv_bias + shape.experts.vector_params(self.hidden, active=active)
         linear_bias = 2 * self.hidden + (2 if self.gated else 1) * shape.ffn_hidden if self.linear_bias else 0
         return norms + qkv_bias + linear_bias
 
@@ -315,7 +373,10 @@ class Model(
     @property
     def active_params(self) -> int:
         """Trained weights that one token uses: all of them, or without the experts that it does not go to."""
-        return self.total_params - self.layers_matrix_params + self.layers_active_params
+        unused = sum(
+            self.vector_params_of(shape) - self.vector_params_of(shape, active=True) for shape in self._every_layer
+        )
+        return self.total_params - self.layers_matrix_params + self.layers_active_params - unused
 
     @property
     def _norm_vectors(self) -> int:
@@ -330,14 +391,15 @@ class Model(
         """
         return self.layers_active_params + self.vocab * self.hidden
 
-    def step_flops(self, seq_tokens: int, sequences: int = 1) -> float:
+    def step_flops(self, seq_tokens: int, sequences: int = 1, *, attended: float = 1.0) -> float:
         """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 per sequence, with a causal mask.
 
         Without a mask, attention has twice as many FLOPs. With a window, each token counts the keys that it sees.
+        ``attended``: the share of the pairs of a query and a key that packed documents attend.
         """
         pairs = float(seq_tokens) ** 2 * (2.0 if self.bidirectional else 1.0)
         windows = [shape.window for shape in self._every_layer if 0 < shape.window < seq_tokens]
-        attention = 6.0 * (self.layers - len(windows)) * self.q_width * pairs
+        attention = 6.0 * (self.layers - len(windows)) * self.q_width * pairs * attended
         attention += sum(12.0 * self.q_width * pairs_in_window(seq_tokens, seq_tokens, window) for window in windows)
         return sequences * (6.0 * seq_tokens * self.mfu_params + attention)
 

@@ -12,12 +12,16 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.knobs import (
     AdamwKernels,
     CpExchange,
+    DocumentCuts,
     DtypeName,
+    ExpertOverflow,
+    Fp8Recipe,
     GradSums,
     Loss,
     MemoryPolicy,
     MlpRebuild,
     Modules,
+    Objective,
     Overlap,
     Partition,
     Recompute,
@@ -41,6 +45,7 @@ class Knobs(TypedDict, total=False):
     cp_exchange: CpExchange | None
     ulysses: int | None
     uneven_heads: bool | None
+    ep: int | None
     metp: int | None
     overlap_exchanges: bool | None
     keep_norms: bool | None
@@ -80,10 +85,17 @@ class Knobs(TypedDict, total=False):
     states: States | None
     zero_params: ZeroParams | None
     grad_sums: GradSums | None
+    objective: Objective | None
+    fp8: Fp8Recipe | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None
     modules: Modules | None
     expert_load: str | None
+    expert_capacity: float | None
+    expert_overflow: ExpertOverflow | None
+    documents: str | None
+    document_cuts: DocumentCuts | None
+    lora: str | None
     micro_batch: int | None
     global_batch: int | None

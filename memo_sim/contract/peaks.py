@@ -130,6 +130,9 @@ def _rates(hardware: Hardware) -> Iterator[Rate]:
     for number, products in enumerate(hardware.gemm):
         name = f"gemm[{number}] ({products.dtype} {products.gemm_pass})"
         yield name, max(row[3] for row in products.rows), flops_peak(hardware, products.dtype), "FLOP/s"
+    for number, several in enumerate(hardware.grouped_gemm):
+        name = f"grouped_gemm[{number}] ({several.dtype} {several.gemm_pass})"
+        yield name, max(row[4] for row in several.rows), flops_peak(hardware, several.dtype), "FLOP/s"
     for number, calls in enumerate(hardware.attention):
         name = f"attention[{number}] ({calls.kernel} {calls.dtype} {calls.attention_pass})"
         yield name, _fastest_call(calls), flops_peak(hardware, calls.dtype), "FLOP/s"

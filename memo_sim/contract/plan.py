@@ -10,20 +10,28 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from memo_sim.contract.adapters import Adapters, AdaptersText, adapters_of
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
+from memo_sim.contract.documents import Documents, attended_share
 from memo_sim.contract.errors import did_you_mean
 from memo_sim.contract.knobs import (
+    MOST_CAPACITY,
     MOST_LIMIT_GIB,
     MOST_METRICS,
     MOST_WINDOW,
     AdamwKernels,
     CpExchange,
+    DocumentCuts,
     DtypeName,
+    ExpertOverflow,
+    Fp8Layouts,
+    Fp8Recipe,
     GradSums,
     Loss,
     MemoryPolicy,
     MlpRebuild,
     Modules,
+    Objective,
     Overlap,
     Partition,
     Recompute,
@@ -66,6 +74,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     - tp: tensor-parallel degree; with ``sequence_parallel``, its ranks share the tokens outside the products.
     - cp: context-parallel degree; its ranks share each sequence and exchange keys and values (``cp_exchange``).
     - ulysses: degree of Ulysses; its ranks change from token shards to head shards around attention, by all-to-all.
+    - ep: degree of expert parallelism; its ranks, which are consecutive ones of cp x ulysses x dp, divide the experts.
     - metp: degree of METP; its ranks share the tokens and weights of each layer, and exchange weights meanwhile.
     - pp: number of pipeline stages.
     - dp: data-parallel degree: replicas that play different sequences.
@@ -100,6 +109,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     With overlap, a stage receives one pass ahead and sends during its next pass. Without, it sends right after each
     pass (Megatron-LM's 1F1B)."""
     dp: Degree = 1
+    ep: Degree = 1
+    """Consecutive ranks of cp x ulysses x dp that divide the experts of a layer; it needs no devices of its own."""
     zero: ZeroLevel = 0
     zero_ranks: ZeroRanks = 0
     """Consecutive replicas that one ZeRO group has; 0 means all replicas."""
@@ -118,6 +129,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def replicas(self) -> int:
         """Number of ranks that hold the same parameters of a layer; ZeRO shards over these ranks."""
         return self.cp * self.ulysses * self.dp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of ranks that hold the same experts of a layer."""
+        return self.replicas // self.ep
 
     @property
     def shards(self) -> int:
@@ -239,6 +255,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grad_sums: GradSums = "auto"
     """Dtype in which gradients are summed, over micro-batches and over ranks (``layout/parameters.py``)."""
     overlap: Overlap = "none"
+    objective: Objective = "next-token"
+    """What the loss is of the targets' log-probabilities."""
     loss: Loss = "auto"
     """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""
     loss_metrics: Annotated[int, msgspec.Meta(ge=0, le=MOST_METRICS)] = 0
@@ -263,14 +281,28 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     expert_load: ExpertLoad = "balanced"
     """How the tokens of a model with experts are expected to spread over them (``layout/expert_load.py``).
 
-    It changes prices only: every size of a program is the same for all loads."""
+    It changes prices. Sizes are the same for all loads, but with ``ep`` above 1 the capacity follows from it."""
+    expert_capacity: Annotated[float, msgspec.Meta(ge=0.0, le=MOST_CAPACITY)] = 0.0
+    """Rows that a rank of ``ep`` can send to each rank, over the mean; 0: from the load (``layout/expert_load.py``)."""
+    expert_overflow: ExpertOverflow = "drop"
+    """What happens to rows beyond the capacity: dropped and counted, or the step is refused."""
+    documents: Documents | None = None
+    """The lengths of the documents that sequences are packed from; None: a sequence is one document."""
+    document_cuts: DocumentCuts = "sequence"
+    """Where context-parallel ranks cut sequences of several documents (``layout/documents.py``)."""
     attention_chunk_tokens: Tokens = 0
     """Tokens of the sequence in one attention chunk; 0 means no chunks. Only with full recompute.
 
     One chunk of queries is on the device at a time, with one chunk of keys and values. The other chunks wait in host
     memory (FPDT, Yao et al. 2024)."""
+    adapters: AdaptersText = "none"
+    """Low-rank adapters (LoRA), which are trained in place of the model's weights (``contract/adapters.py``)."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
+    fp8: Fp8Recipe = "none"
+    """Scales of the layers' linear products in FP8 (``program/layout/fp8.py``); none: products in ``dtype``."""
+    fp8_layouts: Fp8Layouts = "tn"
+    """Layouts that the device's FP8 products take: they decide which copies of tensors there are."""
     libraries: Libraries | None = None
     """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False
@@ -306,6 +338,24 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(
                 f"subsequence_swapped_tokens sum to {sum(each)}, but swapped_tokens is {self.swapped_tokens}"
             )
+
+    @property
+    def lora(self) -> Adapters | None:
+        """The adapters; None where all weights are trained."""
+        return adapters_of(self.adapters)
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of one step, which MFU counts (``Model.step_flops``); of packed documents, only their own pairs.
+
+        With adapters: 4 for each frozen weight and token (forward, gradient of the input), 6 for each of an adapter.
+        """
+        share, lora = attended_share(self.documents, self.seq_tokens), self.lora
+        whole = self.model.step_flops(self.seq_tokens, self.global_batch, attended=share)
+        if lora is None:
+            return whole
+        more = 6.0 * lora.params(self.model) - 2.0 * self.model.mfu_params
+        return whole + self.global_batch * self.seq_tokens * more
 
     @property
     def local_tokens(self) -> int:
@@ -443,7 +493,9 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention: str = ""
     """Attention kernel."""
     executable: bool = True
-    """Whether memo-exec has this attention kernel; the others are priced only."""
+    """Whether memo-exec has this attention kernel and these products; the others are priced only."""
+    fp8: Fp8Recipe = "none"
+    """Scales of the layers' products in FP8, which memo-exec does not run."""
     mlp_chunk_tokens: Tokens = 0
     mlp_rebuild: MlpRebuild = "block"
     attention_chunk_tokens: Tokens = 0

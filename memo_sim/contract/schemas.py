@@ -11,6 +11,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.difference import Difference
 from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.expert_load import MeasuredLoad
 from memo_sim.contract.explanation import Explanation
 from memo_sim.contract.figure import Figure
 from memo_sim.contract.gpus import Gpus
@@ -41,6 +42,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "requests": Requests,
     "placement": Placement,
     "memory": MemoryReport,
+    "expert_load": MeasuredLoad,
     "trace": Trace,
     "result": Result,
     "results": Results,

@@ -37,9 +37,9 @@ Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 LAYER_CHOICE = r"all|first-[1-9][0-9]{0,3}|(every|groups)-([2-9]|[1-9][0-9]{1,3})"
 LayerChoice = Annotated[str, msgspec.Meta(pattern=f"^({LAYER_CHOICE})$")]
 """Which layers of a stage: all, every N-th, the first K, or all of them in groups of N."""
-EXPERT_LOAD = r"balanced|zipf-[0-4](\.[0-9]{1,2})?"
+EXPERT_LOAD = r"balanced|zipf-[0-4](\.[0-9]{1,2})?|measured(-[0-9]{1,7}){2,1024}"
 ExpertLoad = Annotated[str, msgspec.Meta(pattern=f"^({EXPERT_LOAD})$")]
-"""How rows spread over experts: evenly, or by Zipf's law with an exponent."""
+"""How rows spread over experts: evenly, by Zipf's law with an exponent, or as measured (``expert_load.py``)."""
 MOST_DEVICES = 2**17
 """Devices of a cluster: as many as the largest that are built have, and few enough to try every way to divide them."""
 PerNode = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
@@ -68,7 +68,7 @@ _LAYER_CHOICE = re.compile(LAYER_CHOICE)
 _EXPERT_LOAD = re.compile(EXPERT_LOAD)
 _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1, "e4m3": 1, "e5m2": 1}
 
 
 def parse_tokens(text: str, *, option: str = "--seq-len", least: int = 1) -> int:
@@ -156,14 +156,14 @@ def parse_numbers(text: str, *, option: str) -> tuple[int, ...]:
 
 
 def parse_expert_load(text: str, *, option: str) -> str:
-    """Return ``text`` if it says how rows spread over experts: ``balanced`` or ``zipf-0.5``.
+    """Return ``text`` if it says how rows spread over experts: ``balanced``, ``zipf-0.5`` or ``measured-1500-500``.
 
     ``option`` is the command-line option that the message names.
 
     Raises:
         UsageError: when it does not.
     """
-    wanted = "balanced, or zipf-S with S below 5 and at most two decimals"
+    wanted = "balanced, zipf-S with S below 5 and at most two decimals, or a file of memo-exec run --expert-load"
     return _matching(_EXPERT_LOAD, text, "a load of experts", wanted=wanted, hint=f"{option} zipf-0.5")
 
 

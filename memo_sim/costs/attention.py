@@ -28,6 +28,14 @@ the blocks and the same loop takes equally long and has the same FLOPs. The larg
 
     rate(tokens, grid) >= causal rate(tokens, min(2 x grid, one wave))
 
+Packed documents are one grid in which every block loops over its own document. Each class of documents takes the time
+of its pairs at the rate of its own length, in the grid of the whole call. A document shorter than the shortest
+measured length fills fewer tiles, of which the diagonal wastes as many tokens as above:
+
+    rate(tokens) = rate(shortest) x (1 + c / shortest) / (1 + c / tokens), with c of at least a tile of 128 tokens
+
+One shorter than a tile fills a part of its queries too, so its rate also falls with tokens / 128.
+
 Up to half a wave, both calls take equally long. From one wave on, blocks run one after another, and the bound no longer
 applies. In between, the rate is at least that of one causal wave, so the rate has no jump.
 
@@ -53,7 +61,11 @@ from memo_sim.contract.model import pairs_in_window
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.program.ir.work import Attention, WindowedAttention
 
-WAVE_TOKENS = 128 * 128
+MUCH_UNMEASURED = 0.05
+"""Share of a call's time in documents beyond the measured lengths from which the call counts as extrapolated."""
+TILE_TOKENS = 128
+"""Tokens of a tile of flash-attn's kernels, the least that a document takes."""
+WAVE_TOKENS = TILE_TOKENS * TILE_TOKENS
 """Heads x tokens of one wave: 128 blocks of 128 tokens.
 
 Up to one wave, the A100's measured rates grow in proportion to the grid. An A100 has 108 multiprocessors, an H100 132,
@@ -100,6 +112,15 @@ class _HeadSize:
             return rate
         return max(rate, self._causal(loop, min(2 * grid, wave)))
 
+    def rate_of_segment(self, loop: float, grid: float, *, masked: bool, wave: float | None) -> float:
+        """Return FLOP/s of documents of ``loop`` tokens in a grid of many; as ``rate`` where they are measured."""
+        shortest = self.tokens[0]
+        if loop >= shortest:
+            return self.rate(loop, grid, masked=masked, wave=wave)
+        wasted = max(TILE_TOKENS, shortest * (self._gained(shortest) - 1))
+        fuller = (1 + wasted / shortest) / (1 + wasted / loop) * min(1.0, loop / TILE_TOKENS)
+        return self.rate(shortest, grid, masked=masked, wave=wave) * fuller
+
     def _causal(self, loop: float, grid: float) -> float:
         """Return FLOP/s with a causal mask."""
         asked = log(loop)
@@ -142,6 +163,8 @@ class AttentionRates:
                 got=f"{work.kernel} ({work.dtype})",
                 wanted=known or "any",
             )
+        if work.segments:
+            return self._of_documents(work, sizes, outside)
         loop, grid_tokens = work.k_tokens, work.q_tokens
         if work.backward:
             loop, grid_tokens = grid_tokens, loop
@@ -159,6 +182,30 @@ class AttentionRates:
             ends = (log(low.head_dim), log(high.head_dim))
             rate = between(ends, (rate, high.rate(loop, grid, masked=masked, wave=self._wave)), log(work.head_dim))
         return work.flops / rate
+
+    def _of_documents(self, work: Attention, sizes: list[_HeadSize], outside: set[str]) -> float:
+        """Return the seconds of a call over packed documents: every class at the rate of its own length."""
+        low = max((s for s in sizes if s.head_dim <= work.head_dim), key=lambda s: s.head_dim, default=sizes[0])
+        high = min((s for s in sizes if s.head_dim >= work.head_dim), key=lambda s: s.head_dim, default=sizes[-1])
+        grid = float(work.batch * work.heads) * (work.k_tokens if work.backward else work.q_tokens)
+        masked, flops = work.mask == "causal", work.flops
+        every = sum(pairs for _, _, pairs in work.segments)
+        seconds, apart_s = 0.0, 0.0
+        for queries, keys, pairs in work.segments:
+            if not pairs:
+                continue
+            loop = queries if work.backward else keys
+            rate = low.rate_of_segment(loop, grid, masked=masked, wave=self._wave)
+            if high is not low:
+                ends = (log(low.head_dim), log(high.head_dim))
+                other = high.rate_of_segment(loop, grid, masked=masked, wave=self._wave)
+                rate = between(ends, (rate, other), log(work.head_dim))
+            taken_s = flops * pairs / every / rate
+            seconds += taken_s
+            apart_s += 0.0 if low.tokens[0] <= loop <= low.tokens[-1] else taken_s
+        if apart_s > MUCH_UNMEASURED * seconds or not low.head_dim <= work.head_dim <= high.head_dim:
+            outside.add(f"attention.{work.kernel}.{work.dtype}.{'backward' if work.backward else 'forward'}")
+        return seconds
 
 
 def _computed(work: WindowedAttention) -> Attention:

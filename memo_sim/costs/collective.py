@@ -64,7 +64,12 @@ ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
 LARGE_BYTES = 2**30
 """Bytes of a tensor whose collective runs at the link's full rate."""
 
-KINDS: dict[Group, CollectiveKind] = {"ulysses": "all_to_all", "cp": "all_gather", "metp": "broadcast"}
+KINDS: dict[Group, CollectiveKind] = {
+    "ulysses": "all_to_all",
+    "ep": "all_to_all",
+    "cp": "all_gather",
+    "metp": "broadcast",
+}
 """The kind that stands for a group's collectives where links are shared; ``reduce_scatter`` for all other groups."""
 
 RING_AND_REDUCED: tuple[CollectiveKind, CollectiveKind] = ("all_gather", "all_reduce")

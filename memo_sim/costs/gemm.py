@@ -27,6 +27,7 @@ import numpy as np
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import GemmPass, GemmTable
+from memo_sim.contract.knobs import ProductDtype
 from memo_sim.program.ir.work import Gemm
 
 REACH_OCTAVES = 2.0
@@ -113,6 +114,18 @@ class GemmRates:
     def has(self, dtype: str) -> bool:
         """Return whether the profile has products of this dtype."""
         return any(known == dtype for known, _ in self._models)
+
+    def of(self, dtype: ProductDtype, gemm_pass: GemmPass) -> GemmModel:
+        """Return the model of one kind of product and pass.
+
+        Raises:
+                Infeasible: when the profile has no such products.
+        """
+        found = self._models.get((dtype, gemm_pass))
+        if found is None:
+            known = ", ".join(sorted({name for name, _ in self._models}))
+            raise Infeasible("the profile has no matrix products of this kind", got=dtype, wanted=known)
+        return found
 
     def model(self, work: Gemm, outside: set[str]) -> GemmModel:
         """Return the model that prices ``work``.

@@ -7,7 +7,7 @@ busy at the same time. Work objects compare by value, so equal work is priced on
 from __future__ import annotations
 
 from memo_sim.contract.cluster import Cluster
-from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.hardware import GroupedGemmTable, Hardware
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import DTYPE_BYTES
@@ -15,16 +15,19 @@ from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates, of_year
 from memo_sim.costs.collective import CollectiveTimes
 from memo_sim.costs.contention import Demands, NodeRates
 from memo_sim.costs.gemm import GemmRates
+from memo_sim.costs.grouped import GroupedRates
 from memo_sim.costs.host_update import HostUpdateTimes
 from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
 from memo_sim.program.ir.work import (
+    AdapterGemm,
     Attention,
     BatchedGemm,
     Collective,
     Copy,
     Exchange,
+    Fp8Gemm,
     Gemm,
     GroupedGemm,
     HostUpdate,
@@ -50,6 +53,9 @@ class _Kernels:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.gemm = GemmRates(hardware.gemm)
+        self.grouped: dict[tuple[str, str], list[GroupedGemmTable]] = {}
+        for table in hardware.grouped_gemm:
+            self.grouped.setdefault((table.dtype, table.gemm_pass), []).append(table)
         self.sustained = 1.0 if hardware.sustained_gemm is None else hardware.sustained_gemm.value
         wave_tokens = WAVE_TOKENS if hardware.device == "cuda" else None
         tables = of_year(hardware.attention, hardware.eager_libraries)
@@ -90,6 +96,8 @@ class Pricer:
         self._rowwise: RowwiseKernel = rowwise
         self._hardware = hardware
         self._kernels = _kernels(hardware)
+        self._sustained = self._kernels.sustained
+        self._grouped_rates: dict[tuple[str, str], GroupedRates] = {}
         self._collectives = CollectiveTimes(hardware, cluster, layout)
         self._floor_s = hardware.launch_floor_s.value
         self._host_updates = HostUpdateTimes(hardware, min(cluster.devices_per_node, layout.devices))
@@ -115,11 +123,15 @@ class Pricer:
             self.outside |= earlier
         return found
 
-    def _price(self, work: Work) -> float:  # noqa: PLR0911 - one return per kind of work
+    def _price(self, work: Work) -> float:  # noqa: PLR0911, PLR0912 - one return per kind of work
         kernels = self._kernels
         match work:
             case WidenedGemm():
                 return self._pace * self._widened(work)
+            case Fp8Gemm():
+                return self._pace * self._in_fp8(work)
+            case AdapterGemm():
+                return self._pace * self._adapter(work)
             case Gemm():
                 return self._pace * self._gemm(work)
             case BatchedGemm():
@@ -168,6 +180,31 @@ class Pricer:
         product = Gemm(work.m, work.n, work.k, work.gemm_pass, dtype)
         return self._gemm(product) + times * self._kernels.rowwise.stream_seconds(moved_bytes)
 
+    def _in_fp8(self, work: Fp8Gemm) -> float:
+        """Return the seconds of a product in FP8.
+
+        Every pass reads both operands along the dimension that is summed, so a profile has rates of one pass.
+        """
+        model = self._kernels.gemm.of(work.operands, "fprop")
+        shape = (work.m, work.n, work.k)
+        seconds = max(self._floor_s, work.flops / (model.rate(*shape) * self._kernels.sustained))
+        if not model.covers(*shape) and seconds > self._floor_s:
+            self.outside.add(f"gemm.{work.operands}")
+        if model.thinner(*shape):
+            moved_bytes = work.m * work.k + work.k * work.n + DTYPE_BYTES[work.dtype] * work.m * work.n
+            seconds = max(seconds, self._kernels.rowwise.stream_seconds(moved_bytes))
+        return seconds
+
+    def _adapter(self, work: AdapterGemm) -> float:
+        """Return the seconds of a product with one side of an adapter: thin, so at least the time to move its operands.
+
+        Each target is a kernel; all of them together have the rate of one product with the columns of all.
+        """
+        seconds = self._gemm(Gemm(work.m, work.n, work.k, work.gemm_pass, work.dtype))
+        moved_bytes = work.elements * DTYPE_BYTES[work.dtype]
+        launches = max(1, len(work.columns)) * self._floor_s
+        return max(seconds, launches, self._kernels.rowwise.stream_seconds(moved_bytes))
+
     def _batched(self, work: BatchedGemm) -> float:
         """Return the seconds of a batched product.
 
@@ -180,13 +217,31 @@ class Pricer:
         return max(self._gemm(rows), self._kernels.rowwise.stream_seconds(moved_bytes))
 
     def _grouped(self, work: GroupedGemm) -> float:
-        """Return the seconds of the products of several experts in one kernel.
+        """Return the seconds of the products of several experts: the derived ones, as measured products deviate."""
+        key = work.dtype, work.gemm_pass
+        if key not in self._grouped_rates:
+            tables, copies = self._kernels.grouped.get(key, []), self._hardware.device == "cuda"
+            self._grouped_rates[key] = GroupedRates(tables, self._as_measured, copies=copies)
+        return self._derived_grouped(work) * self._grouped_rates[key].deviation(work, self.outside)
+
+    def _as_measured(self, work: GroupedGemm) -> float:
+        """Return the derived seconds of a product alone, not at the clocks that a step sustains."""
+        outside, sustained = set(self.outside), self._sustained
+        self._sustained = 1.0
+        seconds = self._derived_grouped(work)
+        self._sustained, self.outside = sustained, outside
+        return seconds
+
+    def _derived_grouped(self, work: GroupedGemm) -> float:
+        """Return the seconds of the products of several experts in one kernel, derived from those of one product.
 
         The tiles of all experts fill the device together, so the rate is that of one product with the rows of all
         (wgrad: with the results of all, each summed over the mean expert's rows). But no tile has rows of two experts:
         the rows of each are rounded up to whole tiles. The kernel reads and writes each expert's weight once, which is
         its shortest time when experts have few rows. Copying its result to where the plan has it comes on top.
         """
+        if not work.rows:  # a row block of seats that nothing takes (expert parallelism)
+            return self._floor_s + self._kernels.rowwise.stream_seconds(work.copied_bytes)
         if work.gemm_pass == "wgrad":
             mean = max(1, round(work.rows / max(1, work.experts)))
             seconds = self._gemm(Gemm(work.experts * work.n, work.k, mean, "wgrad", work.dtype))
@@ -203,7 +258,7 @@ class Pricer:
         """Return a product's seconds; for a shape thinner than any measured one, at least the time to move operands."""
         model = self._kernels.gemm.model(work, self.outside)
         shape = (work.m, work.n, work.k)
-        seconds = max(self._floor_s, work.flops / (model.rate(*shape) * self._kernels.sustained))
+        seconds = max(self._floor_s, work.flops / (model.rate(*shape) * self._sustained))
         if model.covers(*shape):
             return seconds
         if seconds > self._floor_s:

@@ -43,7 +43,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import FRESH, Rowwise
 from memo_sim.program.operators.framework_kernels import launches, library_of
 
-_REPLICAS = frozenset((Lane.REPLICA, Lane.ENDS, Lane.SHARD, Lane.REPLICATE))
+_REPLICAS = frozenset((Lane.REPLICA, Lane.ENDS, Lane.SHARD, Lane.REPLICATE, Lane.EXPERT_REPLICA))
 """Lanes of the collectives that ``overlap`` moves beside compute."""
 
 

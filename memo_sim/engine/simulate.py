@@ -384,7 +384,7 @@ class Simulation:
         # pace.
         step_s = max(stage.playback.span_s for stage in self.stages)
         step_s += max(stage.repetition.added_s(stage.playback) for stage in self.stages)
-        flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
+        flops = decisions.step_flops
         return Prediction(
             status="ok",
             hardware=self.hardware.name,

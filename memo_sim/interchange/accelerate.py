@@ -28,7 +28,7 @@ from memo_sim.interchange.hf_words import (
     nearest_recomputes,
     yaml_text,
 )
-from memo_sim.interchange.job import Job
+from memo_sim.interchange.job import Job, moments_as_parameters
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import CONFIG, hub_name
 
@@ -162,7 +162,7 @@ def adamw_of(decisions: Decisions) -> AdamwKernels:
 def fsdp_job(decisions: Decisions, layout: Layout, choice: Choice, tiles: Tiles | None) -> Job:
     """Return a job whose states FSDP2 divides, or that DDP copies; without ``tiles`` its loss is TRL's."""
     dtype = decisions.dtype if decisions.dtype in ("bf16", "fp16", "fp32") else "bf16"
-    states: States = "fp32" if decisions.states == "bf16" else decisions.states
+    states: States = "fp32" if decisions.states == "bf16" else moments_as_parameters(decisions.states)
     if states == "pure-bf16" and dtype != "bf16":
         states = "fp32"
     if states == "host" and not layout.zero:

@@ -31,7 +31,7 @@ from memo_sim.interchange.framework import Framework, Read, Saying, Source
 from memo_sim.interchange.hf_read import Choice, Parallel, Tiles, kind_of, loss_of, pins_of, read_files
 from memo_sim.interchange.hf_train import TRAIN, TRAIN_TEXT
 from memo_sim.interchange.hf_words import ATTENTION, arguments_of, attention_of, flags, nearest_layouts
-from memo_sim.interchange.job import Job
+from memo_sim.interchange.job import Job, moments_as_parameters
 from memo_sim.interchange.launch import Launch
 
 CONFIGURATION = "ds_config.json"
@@ -114,7 +114,7 @@ _ALL = ("full", "all")
 
 def _job(decisions: Decisions, layout: Layout, choice: Choice, tiles: Tiles) -> Job:
     dtype = decisions.dtype if decisions.dtype in ("bf16", "fp16", "fp32") else "bf16"
-    states: States = decisions.states if layout.zero else "fp32"
+    states: States = moments_as_parameters(decisions.states) if layout.zero else "fp32"
     if states == "bf16" or (states == "pure-bf16" and dtype != "bf16"):
         states = "fp32"
     sums: GradSums = "params" if decisions.grad_sums == "params" else "auto"

@@ -48,6 +48,8 @@ class Files:
     """What a script does that only running it would tell."""
     trl: bool = False
     """Whether TRL is started, whose defaults differ."""
+    policy: bool = False
+    """Whether it is TRL's GRPO."""
 
 
 Kind = Literal["accelerate", "deepspeed", "arguments", "model", "script", "none"]
@@ -69,6 +71,7 @@ def kind_of(source: Source) -> Kind:
     words = (
         "accelerate launch",
         "trl sft",
+        "trl grpo",
         "trl.scripts",
         "--deepspeed",
         "deepspeed ",
@@ -123,12 +126,14 @@ def _script(source: Source, given: Mapping[str, str], files: Files) -> None:
     starter, words = found[at].rpartition("/")[2].partition(".")[0], found[at + 1 :]
     program = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
     if starter == "trl":
-        files.trl, program = True, 0
+        files.trl, files.policy, program = True, words[:1] == ["grpo"], 0
     elif "-m" in words[:program]:
         program = words.index("-m") + 1
         files.trl = words[program].startswith("trl.") if program < len(words) else False
+        files.policy = files.trl and words[program] == "trl.scripts.grpo"
     else:
-        files.trl = program < len(words) and words[program].rpartition("/")[2] == "sft.py"
+        name = words[program].rpartition("/")[2] if program < len(words) else ""
+        files.trl, files.policy = name in ("sft.py", "grpo.py"), name == "grpo.py"
     launcher, options = _options(words[:program]), _options(words[program + 1 :])
     for key in ("config_file", "accelerate_config", "config"):
         launcher.pop(key, None)
@@ -252,7 +257,8 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
     model = model_of(sources, given, named)
     for key in _NAMES:
         arguments.says(key, f"the model {model.name}")
-    seq_tokens = _length(arguments, given, assumed, trl=trl)
+    policy = files.policy or any(arguments.has(key) for key in _OF_GRPO)
+    seq_tokens = _policy_length(arguments, given) if policy else _length(arguments, given, assumed, trl=trl)
     parallel = _parallel(accelerate, deepspeed, arguments, given, files)
     steps = _whole(arguments, "gradient_accumulation_steps") or parallel.accumulation
     micro_batch = _whole(arguments, "per_device_train_batch_size") or parallel.micro_batch
@@ -286,7 +292,8 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
         global_batch=whole,
         states=states,
         grad_sums=sums,
-        loss=loss_of(parallel, tiles, trl=trl),
+        objective="grpo" if policy else "next-token",
+        loss=_policy_loss(arguments, parallel) if policy else loss_of(parallel, tiles, trl=trl),
         deterministic=arguments.flag("full_determinism"),
         pins=pins_of(
             parallel,
@@ -294,13 +301,15 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
             adamw=adamw,
             attention=attention,
             dtype=dtype,
-            tiles=None if trl else tiles,
+            tiles=_policy_tiles(arguments, seq_tokens) if policy else None if trl else tiles,
         ),
     )
     arguments.says("full_determinism", f"deterministic {'on' if job.deterministic else 'off'}")
     for key in ("sequence_parallel_size", "tp_size"):  # the other files say so too
         arguments.raw(key)
-    _explain(arguments, accelerate, deepspeed)
+    if policy:
+        _explain_policy(arguments, assumed)
+    _explain(arguments, accelerate, deepspeed, policy=policy)
     every = (arguments, deepspeed, accelerate)
     return Read(
         framework="deepspeed" if parallel.deepspeed else framework,
@@ -391,6 +400,65 @@ def _length(arguments: Settings, given: Mapping[str, str], assumed: list[str], *
         wanted="one of " + ", ".join(LENGTHS[:3]),
         hint=f"--set {LENGTH}=64k",
     )
+
+
+_OF_GRPO = ("num_generations", "max_completion_length", "epsilon", "epsilon_high", "reward_funcs", "num_iterations")
+"""Arguments that TRL's GRPO alone has (``trainer/grpo_config.py``)."""
+_GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "use_vllm", "vllm_mode")
+
+
+def _policy_length(arguments: Settings, given: Mapping[str, str]) -> int:
+    """Return the tokens of a prompt and its completion; TRL of today has no limit for prompts."""
+    if asked := given.get(LENGTH):
+        return parse_tokens(asked, option=f"--set {LENGTH}")
+    prompt, completion = (arguments.whole(f"max_{name}_length") for name in ("prompt", "completion"))
+    if prompt is not None and completion is not None:
+        for name, tokens in (("prompt", prompt), ("completion", completion)):
+            arguments.says(f"max_{name}_length", f"{tokens} tokens of a sequence of {prompt + completion}")
+        return prompt + completion
+    raise BadInput(
+        "the files do not say how long a prompt and its completion are together",
+        where=arguments.where,
+        got=f"max_completion_length {completion or 'not given (256, the default)'}",
+        wanted="max_prompt_length and max_completion_length",
+        hint=f"--set {LENGTH}=8k",
+    )
+
+
+def _policy_loss(arguments: Settings, parallel: Parallel) -> Loss:
+    """Return the form of GRPO's log-probabilities: of whole logits in fp32, or Liger's, one sequence at a time."""
+    if arguments.flag("use_liger_kernel"):
+        return "fused"
+    return "eager-fp32" if parallel.tp == 1 else "vocab-parallel"
+
+
+def _policy_tiles(arguments: Settings, seq_tokens: int) -> Tiles:
+    return Tiles(loss_tokens=seq_tokens if arguments.flag("use_liger_kernel") else 0)
+
+
+def _explain_policy(arguments: Settings, assumed: list[str]) -> None:
+    """Say what a step of GRPO is priced with, and what it leaves out."""
+    liger = arguments.flag("use_liger_kernel")
+    arguments.says("use_liger_kernel", f"loss {'fused, one sequence at a time' if liger else 'eager-fp32'}")
+    arguments.ignore(
+        [key for key in (*_GENERATION, "num_generations", *arguments.values) if key in _GENERATION or "vllm" in key],
+        "memo prices the training step: generation is not part of it",
+    )
+    arguments.says("num_generations", "objective grpo")
+    arguments.says("max_completion_length", "objective grpo")
+    for key in ("epsilon", "epsilon_high", "beta", "scale_rewards", "reward_funcs", "reward_weights"):
+        arguments.says(key, "objective grpo, whose constants change no time")
+    arguments.ignore("num_iterations", "memo prices one update of a batch of rollouts")
+    arguments.ignore("top_entropy_quantile", "memo has no entropies of tokens")
+    arguments.ignore("importance_sampling_level", "memo has ratios of tokens; those of sequences take the same time")
+    loss = arguments.text("loss_type")
+    if loss in (None, "dapo"):
+        arguments.says("loss_type", "the mean over all tokens of the global batch")
+    else:
+        arguments.ignore("loss_type", "memo's mean is over all tokens (dapo); others take the same time and memory")
+    assumed.append("logits of prompts are priced too; TRL computes those of completions alone")
+    reference = " (the KL term needs one of the reference model)" if (arguments.text("beta") or "").strip("0.") else ""
+    assumed.append(f"generation, rewards and forwards without a backward{reference} are not included")
 
 
 def _parallel(
@@ -748,22 +816,22 @@ def _attention(arguments: Settings, parallel: Parallel) -> Any:
     return "torch-flash" if parallel.deepspeed else None
 
 
-def _explain(arguments: Settings, accelerate: Settings, deepspeed: Settings) -> None:
+def _explain(arguments: Settings, accelerate: Settings, deepspeed: Settings, *, policy: bool) -> None:
     """Say why options that would change time or memory are left out."""
     on = [key for key in _ADAPTERS if arguments.has(key)]
-    arguments.ignore(on, "memo has no adapters: the job is priced as training of all parameters")
+    arguments.ignore(on, "no framework's adapters are known: priced as training of all parameters")
     on = [key for key in _QUANTIZED if arguments.has(key)]
     arguments.ignore(on, "memo has no quantized weights: the job is priced in its dtype")
     if not arguments.flag("packing"):
         arguments.says("packing", "no packing")
     else:
-        arguments.ignore("packing", "memo's sequences are one document: masks between packed ones would save time")
-    arguments.ignore(("use_liger_kernel", "use_liger"), "memo has no Liger kernels: priced with eager modules")
+        arguments.ignore("packing", "priced as sequences of one document: --documents says what packed ones attend")
+    if not policy:
+        arguments.ignore(("use_liger_kernel", "use_liger"), "memo has no Liger kernels: priced with eager modules")
     arguments.ignore(("padding_free", "pad_to_multiple_of"), "memo's sequences all have the full length")
-    loss = arguments.text("loss_type")
-    if loss not in (None, "nll", "chunked_nll"):
+    if not policy and arguments.text("loss_type") not in (None, "nll", "chunked_nll"):
         arguments.ignore("loss_type", "memo prices the likelihood of the next token")
-    else:
+    elif not policy:
         arguments.says("loss_type", "the likelihood of the next token, in chunks")
     deepspeed.ignore(
         [key for key in deepspeed.values if key.startswith("zero_optimization.offload_param.")],

@@ -16,7 +16,7 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.knobs import CHOSEN, DEGREES, PINNED, Chosen, Pins
+from memo_sim.contract.knobs import CHOSEN, DEGREES, PINNED, Chosen, Pins, States
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.planning.contradictions import repinned
@@ -102,3 +102,8 @@ def job_of(decisions: Decisions, names: tuple[str, ...], **changes: Any) -> Job:
 _ALWAYS = ("micro_batch", "global_batch", "dtype")
 _EMPTY = ("pp_layers", "zero_ranks")
 """Pins that are left out where a plan has the empty value."""
+
+
+def moments_as_parameters(states: States) -> States:
+    """Return the states that torch's AdamW has, whose moments are of the parameters' dtype."""
+    return "pure-bf16" if states == "pure-bf16-fp32-moments" else states

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from memo_sim.contract.catalog import load_model
-from memo_sim.contract.errors import BadInput
+from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.framework import FALLBACK, Framework, Read, Saying, Source
@@ -114,10 +114,22 @@ _OWN_SPELLING = {"max_position_embeddings", "gated_linear_unit", "openai_gelu", 
 
 
 def _jobs(decisions: Decisions) -> tuple[Job, ...]:
-    """Return Megatron's nearest jobs; a learned position table has a row for each token of the sequence."""
+    """Return Megatron's nearest jobs; a learned position table has a row for each token of the sequence.
+
+    Raises:
+        UsageError: when the plan has products in FP8, or is of a model that Megatron's GPT does not train.
+    """
     model = decisions.model
     if model.learned_positions:
         decisions = structs.replace(decisions, model=structs.replace(model, max_positions=decisions.seq_tokens))
+    if decisions.fp8 != "none":
+        raise UsageError(
+            "memo writes no mixed-precision recipe of Megatron-Bridge for FP8",
+            where="decisions.fp8",
+            got=decisions.fp8,
+            wanted="none",
+            hint="memo-sim export PLAN --to megatron-lm, or make the plan without --fp8",
+        )
     return nearest_jobs(decisions)
 
 

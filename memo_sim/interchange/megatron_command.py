@@ -13,6 +13,7 @@ from memo_sim.interchange.shell_script import Script, is_unresolved, read_script
 
 OPTION = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.ASCII | re.DOTALL)
 OLD_NAMES: dict[str, str] = {
+    "fp8_format": "fp8",
     "norm_epsilon": "layernorm_epsilon",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "swiglu": "gated_linear_unit",

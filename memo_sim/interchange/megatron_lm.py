@@ -24,6 +24,7 @@ NAME, TITLE = "megatron-lm", "Megatron-LM"
 VERSION = "Megatron-LM (NVIDIA/Megatron-LM@d98e8a6, 2026-08-22)"
 
 OPTIONS: dict[str, str] = {
+    "fp8": "fp8-format",
     "layernorm_epsilon": "norm-epsilon",
     "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
     "gated_linear_unit": "swiglu",

@@ -17,12 +17,12 @@ import msgspec
 from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
-from memo_sim.contract.knobs import Loss, Overlap, Pins, Recompute, States
+from memo_sim.contract.knobs import Fp8Recipe, Loss, Overlap, Pins, Recompute, States
 from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.contract.units import format_percent
 from memo_sim.interchange.framework import Read
 from memo_sim.interchange.job import Job
-from memo_sim.interchange.megatron_words import ATTENTION, LLAMA3_SCALING, MODULES, equal_runs, padded
+from memo_sim.interchange.megatron_words import ATTENTION, FP8, LLAMA3_SCALING, MODULES, equal_runs, padded
 from memo_sim.interchange.shell_script import is_unresolved, shown, unresolved_in
 
 TRUE, FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off", "none", "null", "")
@@ -58,7 +58,9 @@ _NEEDED = re.compile(
 """Names whose values have to be known."""
 _WHY: tuple[tuple[str, str], ...] = (
     (r"^[A-Z][A-Z0-9_]*$", "the environment of the run"),
-    (r"fp8|fp4|nvfp|mxfp", "memo prices products in bf16: with this they are faster than predicted"),
+    (r"fp4|nvfp", "memo has no products of four bits: they are faster than predicted"),
+    (r"fp8_param", "parameters that are kept in FP8 alone are not priced: memo keeps them in bf16 too"),
+    (r"fp8|mxfp", "a choice of FP8 beside its recipe, which changes no time or memory that memo predicts"),
     (r"(hidden|attention)_dropout|embedding_dropout", "dropout is not priced"),
     (r"mtp_", "predicting several tokens is not priced: the step is longer than predicted"),
     (r"window_|attention_softmax|softmax_type|sink", "attention is priced as causal over the whole sequence"),
@@ -304,6 +306,7 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
         micro_batch=micro,
         global_batch=batch,
         states=states,
+        fp8=_fp8(config),
         loss=_loss(config),
         deterministic=_deterministic(config),
         pins=Pins(
@@ -577,6 +580,20 @@ def _states(config: Configuration) -> States:
     names = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload")
     config.say((*names, "optimizer_offload_fraction"), f"states {states}")
     return states
+
+
+def _fp8(config: Configuration) -> Fp8Recipe:
+    """Return the recipe of products in FP8; Megatron's default is delayed scaling.
+
+    Raises:
+        BadInput: when the recipe is none that memo has.
+    """
+    word = config.text("fp8_recipe", "delayed").rpartition(".")[2] if config.text("fp8") not in ("", "None") else ""
+    recipe: Fp8Recipe | None = next((ours for ours, (_, theirs) in FP8.items() if theirs == word), None)
+    if word and recipe is None:
+        raise config.bad("fp8_recipe", ", ".join(theirs for _, theirs in FP8.values()))
+    config.say(("fp8", "fp8_recipe"), f"fp8 {recipe or 'none'}")
+    return recipe or "none"
 
 
 def _loss(config: Configuration) -> Loss:

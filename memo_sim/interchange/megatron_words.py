@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, AttentionName
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.knobs import Recompute, States
+from memo_sim.contract.knobs import Fp8Recipe, Recompute, States
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.framework import LIMITED, Saying
@@ -37,6 +37,14 @@ ATTENTION: dict[AttentionName, tuple[str, int | None]] = {
 MODULES: dict[str, Recompute] = {"core_attn": "selective", "layernorm": "norms", "mlp": "mlp"}
 """Selective recompute of one of ``recompute_modules``, as a policy of memo."""
 
+FP8: dict[Fp8Recipe, tuple[str, str]] = {
+    "delayed": ("hybrid", "delayed"),
+    "tensor": ("hybrid", "tensorwise"),
+    "block": ("e4m3", "blockwise"),
+    "mx": ("e4m3", "mxfp8"),
+}
+"""``fp8`` (the option ``--fp8-format``) and ``fp8_recipe`` of each recipe."""
+
 LLAMA3_SCALING = (1.0, 4.0, 8192)
 """What ``--use-rope-scaling`` fixes: the two frequency factors, and the original positions
 (``core/models/common/embeddings/rotary_pos_embedding.py``)."""
@@ -54,6 +62,7 @@ _KEPT = (
     "libraries",
     "cuda_graphs",
     "states",
+    "fp8",
 )
 """Knobs that an exported job takes from the plan; the others are changed below, or left to Megatron."""
 
@@ -111,7 +120,7 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
 
 
 def _states(states: States) -> States:
-    return "bf16" if states == "pure-bf16" else states
+    return "bf16" if states == "pure-bf16" else "fp32" if states == "pure-bf16-fp32-moments" else states
 
 
 def _generation(kernel: str) -> AttentionName:
@@ -183,7 +192,11 @@ def _batch(job: Job) -> Settings:
         "global_batch_size": job.global_batch,
     }
     dtype = job.pins.dtype
-    return {**said, dtype: True} if dtype in ("bf16", "fp16") else said
+    if dtype in ("bf16", "fp16"):
+        said[dtype] = True
+    if job.fp8 != "none":
+        said["fp8"], said["fp8_recipe"] = FP8[job.fp8]
+    return said
 
 
 def _parallel(job: Job) -> Settings:
@@ -290,6 +303,7 @@ _NO_PARTS = "Megatron plays a sequence whole"
 _OWN = "Megatron's own"
 _LOSSES = "its loss divides the vocabulary over tp, unfused, or fused outside of deterministic mode"
 
+_NO_EXPERTS = "memo writes no options of experts"
 SAYINGS: dict[str, Saying] = {
     "model.family": Saying("exact", ("normalization", "gated_linear_unit")),
     "model.layers": Saying("exact", ("num_layers",)),
@@ -312,8 +326,14 @@ SAYINGS: dict[str, Saying] = {
     "model.linear_bias": Saying("exact", ("add_bias_linear",)),
     "model.qk_norm": Saying("exact", ("qk_layernorm",)),
     "model.bidirectional": Saying("none", (), "GPT has causal attention alone"),
-    "decisions.expert_load": Saying("none", (), "memo writes no options of experts"),
-    "model.experts": Saying("none", (), "memo writes no options of experts"),
+    "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
+    "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
+    "layout.ep": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_load": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_capacity": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_overflow": Saying("none", (), _NO_EXPERTS),
+    "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),
+    "model.experts": Saying("none", (), _NO_EXPERTS),
     "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
     **{
         f"model.{name}": Saying("none", (), "memo writes no options of windows, sinks or Gemma's layers")
@@ -366,6 +386,8 @@ SAYINGS: dict[str, Saying] = {
     "decisions.memory_policy": Saying("none", (), _OWN_ALLOCATOR),
     "decisions.allocator_limit_gib": LIMITED,
     "decisions.host_allocator": Saying("own", (), _OWN),
+    "decisions.fp8": Saying("exact", ("fp8", "fp8_recipe"), "tensorwise, blockwise and mxfp8 need a Megatron of 2025"),
+    "decisions.fp8_layouts": Saying("own", (), "the device decides it"),
     "decisions.states": Saying(
         "exact",
         ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload"),
@@ -377,6 +399,7 @@ SAYINGS: dict[str, Saying] = {
         "exact", ("overlap_grad_reduce", "overlap_param_gather"), "parameters are gathered with ZeRO alone"
     ),
     "decisions.loss": Saying("exact", ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"), _LOSSES),
+    "decisions.objective": Saying("none", (), "memo writes jobs with the objective next-token"),
     "decisions.loss_metrics": Saying("none", (), "no metrics are computed from the logits"),
     "decisions.streams": Saying("own", (), _OWN),
     "decisions.sharding": Saying("own", (), _OWN),

@@ -23,7 +23,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import counted
 from memo_sim.interchange.framework import Framework, Read, Source
-from memo_sim.interchange.job import Job
+from memo_sim.interchange.job import Job, moments_as_parameters
 from memo_sim.interchange.model_names import model_of
 from memo_sim.interchange.python_recipe import MADE_BY, functions_of, settings_of
 from memo_sim.interchange.settings import DEVICES, MODEL, Settings, devices_of, flat, overrides
@@ -46,8 +46,8 @@ _TWO_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "Dua
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)(?:[= ]+|$)([^\s\\]*)")
 _NAMED = re.compile(r"--(module|config)[= ]+([\w.]+)")
 _CONVERTED = {
-    True: "memo has no adapters: the job is priced as training of all parameters",
-    False: "memo has no 8-bit products: the job is priced in bf16",
+    True: "no framework's adapters are known: priced as training of all parameters",
+    False: "memo does not read 8-bit products: the job is priced in bf16; --fp8 prices them",
 }
 _DATA = ("checkpoint", "dataloader", "validator", "metrics", "profiler", "lr_scheduler", "comm", "tokenizer")
 
@@ -138,7 +138,7 @@ def _zero(zero: int, *, staged: bool) -> int:
 
 def _job(decisions: Decisions, layout: Layout, rowwise: str, recompute: Recompute, *, chunk: int) -> Job:
     local = decisions.micro_batch * decisions.seq_tokens // layout.cp
-    states, kernels = decisions.states, decisions.kernels
+    states, kernels = moments_as_parameters(decisions.states), decisions.kernels
     adamw = kernels.adamw if kernels.rowwise in ("eager", "compiled") else "fused"
     full = recompute == decisions.recompute == "full"
     choice = decisions.recompute_layers if full else "all"
@@ -667,7 +667,7 @@ def _explain_ignored(settings: Settings) -> None:
     converters = str(settings.values.get("model_spec.converters", ""))
     settings.ignore("model_spec.converters", _CONVERTED.get("LoRA" in converters, ""))
     quantized = [key for key in settings.values if "float8" in key.lower() or "mx" in key.lower() or "quantize" in key]
-    settings.ignore(quantized, "memo has no 8-bit products: the job is priced in bf16")
+    settings.ignore(quantized, "memo does not read 8-bit products: the job is priced in bf16; --fp8 prices them")
     settings.ignore(
         ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree"), "memo has no experts"
     )

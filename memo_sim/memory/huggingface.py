@@ -7,7 +7,8 @@ for ``n`` elements of an operator (transformers, models/qwen3/modeling_qwen3.py;
     RMS norm     4n for its input in fp32, which ``pow`` and the product with ``rsqrt`` save; 2n for the normalised
                  rows, which the product with the weight saves
     Q, K norm    the same two; the second stands where the program has the norm's raw input
-    SwiGLU       2n for the result of SiLU, which the product with the other half saves
+    SwiGLU       2n for the result of SiLU, which the product with the other half saves; in experts too, whose other
+                 saved tensors the program has itself (``program/layers/huggingface_experts.py``)
 
 The norm's own input is not saved: the residual sum is freed once its fp32 copy exists. What the checkpoint's recompute
 returns is not kept either (``checkpoint_wrapper`` is non-reentrant).
@@ -44,7 +45,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.compatibility import saves_of_modules
 
-READ_AGAIN = {"rms_norm": "stats", "qk_norm": "raw", "swiglu": "x"}
+READ_AGAIN = {"rms_norm": "stats", "qk_norm": "raw", "swiglu": "x", "experts.swiglu": "x"}
 """Operators whose modules save more than the program keeps, with the operand by which their backward is known."""
 
 
@@ -89,7 +90,7 @@ def _saved(template: Template) -> list[_Saved]:
         if last is None:
             continue
         narrow, wide = work.elements * work.element_bytes, work.elements * FP32_BYTES
-        if work.kind != "swiglu" and narrow < wide:
+        if not work.kind.endswith("swiglu") and narrow < wide:
             found.append(_Saved(f"{instruction.op}.wide", at, last, wide))
         if work.kind != "qk_norm":
             found.append(_Saved(f"{instruction.op}.saved", at, last, narrow))

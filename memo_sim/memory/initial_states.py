@@ -24,7 +24,15 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
-from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import (
+    embed_block,
+    experts_block,
+    gradient_dtype,
+    head_block,
+    layer_block,
+    moment_dtype,
+    without_masters,
+)
 from memo_sim.program.layout.stage import stages_of
 
 FP32_BYTES = 4
@@ -52,12 +60,13 @@ def beginning_of(program: Program, decisions: Decisions) -> Beginning | None:
     elements = _parameters(program, decisions)
     size = DTYPE_BYTES[decisions.dtype]
     shares = _last_share(elements, decisions.layout.shards)
-    pure = decisions.states == "pure-bf16"
-    moment = 2 if decisions.states == "bf16" or pure else FP32_BYTES
+    pure, moment = without_masters(decisions), DTYPE_BYTES[moment_dtype(decisions)]
+    in_fp32 = decisions.memory_policy == "eager" and not pure
+    summed = FP32_BYTES if in_fp32 else DTYPE_BYTES[gradient_dtype(decisions)]
     master = [FP32_BYTES * share for share in shares] if decisions.dtype != "fp32" and not pure else []
     return Beginning(
         passing=tuple(size * n for n in elements),
-        before=(size * sum(elements), (size if pure else FP32_BYTES) * sum(elements)),
+        before=(size * sum(elements), summed * sum(elements)),
         behind=tuple(master),
         later=tuple(moment * share for share in shares for _ in range(2)),
     )
@@ -77,12 +86,13 @@ def without_states(program: Program, lives: Liveness) -> Liveness:
 
 def _parameters(program: Program, decisions: Decisions) -> list[int]:
     """Return the number of elements of every parameter of the stage, in the order in which modules are created."""
-    model, tp = decisions.model, decisions.layout.tp
+    model, tp, ep = decisions.model, decisions.layout.tp, decisions.layout.ep
     (stage,) = (each for each in stages_of(decisions) if each.name == program.stage)
     held = {f.name for f in program.families}
     blocks = [
         *[embed_block(model, tp)] * ("params.embed" in held),
-        *(layer_block(model, tp, model.layer(number)) for number in stage.layers),
+        *(layer_block(model, tp, model.layer(number), ep=ep) for number in stage.layers),
+        *(block for number in stage.layers if (block := experts_block(model, tp, ep, model.layer(number).experts))),
         *[head_block(model, tp)] * ("params.head" in held),
     ]
     return [parameter.elements for block in blocks for parameter in block.parameters]

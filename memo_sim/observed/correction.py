@@ -33,6 +33,7 @@ from memo_sim.contract.hardware import (
     Curve,
     GemmPass,
     GemmTable,
+    GroupedGemmTable,
     Hardware,
     Quantity,
     Source,
@@ -102,6 +103,7 @@ def corrected(hardware: Hardware, factors: Mapping[str, float], *, text: str, ho
 
     changed: dict[str, object] = {
         "gemm": _products(hardware.gemm, factors, name_of),
+        "grouped_gemm": [_grouped(table, factors, name_of) for table in hardware.grouped_gemm],
         "attention": [_attention(table, factors, name_of) for table in hardware.attention],
         "collectives": _collectives(hardware.collectives, factors, name_of),
         **_rowwise(hardware, factors, name_of),
@@ -137,6 +139,14 @@ def _products(tables: Sequence[GemmTable], factors: Mapping[str, float], name_of
             if table.gemm_pass == known
         ]
     return found
+
+
+def _grouped(table: GroupedGemmTable, factors: Mapping[str, float], name_of: NameOf) -> GroupedGemmTable:
+    rate = f"{PRODUCT}.{table.dtype}.{table.gemm_pass}"
+    if rate not in factors:
+        return table
+    rows = [[*row[:4], row[4] / factors[rate]] for row in table.rows]
+    return msgspec.structs.replace(table, rows=rows, source=name_of(rate))
 
 
 def _attention(table: AttentionTable, factors: Mapping[str, float], name_of: NameOf) -> AttentionTable:

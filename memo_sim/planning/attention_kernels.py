@@ -8,6 +8,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, FLASH_
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.costs.attention import of_year
+from memo_sim.planning.fp8 import check_fp8
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.library_workspaces import beside_arena, groups_beside
 from memo_sim.program.attention.attention import longest_keys
@@ -53,9 +54,11 @@ def attention_kernel(question: Question) -> str:
     newest generation that it has.
 
     Raises:
-        Infeasible: when plain attention is asked for with a planned arena, or the profile has no such kernel.
+        Infeasible: when plain attention is asked for with a planned arena, or the profile has no such kernel, or none
+            of the question's products in FP8.
     """
     asked = question.pins.attention
+    check_fp8(question.hardware, question.fp8)
     if asked == PLAIN:
         base = msgspec.structs.replace(question.decisions(Layout()), kernels=Kernels(attention=PLAIN))
         if PLANNED_PLAIN_ATTENTION.breaks(base):

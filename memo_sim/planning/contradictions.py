@@ -20,6 +20,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.question import CHOOSES_ADAMW, Question
 from memo_sim.program.layout.compatibility import (
     AUTOCAST_OF_FP32_STATES,
+    CUTS_OF_DOCUMENTS,
     FSDP_OF_A_FRAMEWORK,
     GRAPHS_OF_EAGER,
     LIMITED_ALLOCATOR,
@@ -48,6 +49,7 @@ OF_OPTIONS = (
     MODULES_OF_A_FRAMEWORK,
     SUMS_OF_A_FRAMEWORK,
     AUTOCAST_OF_FP32_STATES,
+    CUTS_OF_DOCUMENTS,
 )
 """Rules that options break whatever the layout is."""
 _UNLESS_PINNED = {f.name: f.default for f in (*msgspec.structs.fields(Layout), *msgspec.structs.fields(Decisions))}
@@ -67,6 +69,7 @@ def check_pins(question: Question) -> None:
     _check_inputs(question)
     _check_early_stop(question)
     _check_adamw(question)
+    _check_capacity(question)
     check_rules(OF_OPTIONS, _pinned(question))
 
 
@@ -89,6 +92,19 @@ def check_rules(rules: Sequence[Rule], decisions: Decisions) -> None:
         if rule.breaks(decisions):
             error = rule.refusal(decisions)
             raise UsageError(error.what, got=error.got, wanted=error.wanted, hint=error.hint)
+
+
+def _check_capacity(question: Question) -> None:
+    """Refuse a capacity of experts, or what happens beyond it, where no plan divides experts."""
+    given = [n for n in ("expert_capacity", "expert_overflow") if getattr(question, n) != KNOBS[n].default]
+    shared = question.pins.ep is None and question.preset.searches_ep
+    if given and not shared and question.pins.ep in (None, 1):
+        raise UsageError(
+            f"{KNOBS[given[0]].option} has no effect without expert parallelism",
+            got=f"{KNOBS[given[0]].option} {getattr(question, given[0])} with ep {question.pins.ep or 1}",
+            wanted="--ep 2 or more",
+            hint="add --ep, or leave it out: a rank with all experts has a place for every row",
+        )
 
 
 def _check_degrees(question: Question) -> None:

@@ -31,6 +31,7 @@ from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Insta
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
+from memo_sim.program.layout.rank_order import least_dp
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.repeated_layers import RepeatedLayers, repeated_layers
 from memo_sim.program.lower import lower
@@ -107,12 +108,13 @@ class Passes:
         few = repeated_layers(layers, windows=1, beside=2 * ENDS)
         if decisions.recompute_layers != ALL or not few.times:
             few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
+        least = least_dp(decisions.layout)
         alone = msgspec.structs.replace(
             decisions,
             model=decisions.model.of_layers(few.shapes),
             layout=msgspec.structs.replace(
                 decisions.layout,
-                dp=1,
+                dp=least,
                 pp=1,
                 pp_layers=(),
                 zero=0,
@@ -121,7 +123,7 @@ class Passes:
                 virtual_stages=1,
                 multiplexed=False,
             ),
-            global_batch=decisions.micro_batch,
+            global_batch=least * decisions.micro_batch,
             states="fp32",
             zero_params="auto",
             loss_metrics=0,
@@ -145,7 +147,7 @@ class _FewLayers:
         lengths = [len(program.templates[i.template].instructions) for i in program.instances]
         self._instance = np.repeat(np.arange(len(lengths)), lengths)
         self._lane = _by_instruction(program, lambda _, i: i.lane).astype(np.int64)
-        self._inside = self._of_instances([not _template(program, i).kind.of_step for i in program.instances])
+        self._inside = self._of_instances([_in_every_micro_batch(_template(program, i)) for i in program.instances])
         self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
         self._middle_buffers = _of_layers(program, middle, decisions.model.layer_kinds)
         self._seconds = _by_instruction(program, lambda _, i: pricer.seconds(i.work)) * self._inside
@@ -226,6 +228,11 @@ class _FewLayers:
 
 def _template(program: Program, instance: Instance) -> Template:
     return program.templates[instance.template]
+
+
+def _in_every_micro_batch(template: Template) -> bool:
+    """Return whether instances belong to a micro-batch's pass; FP8 copies of weights may serve all micro-batches."""
+    return not template.kind.of_step and template.kind is not TemplateKind.QUANTIZE
 
 
 def _is_layer_forward(template: Template) -> bool:

@@ -16,6 +16,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.planning.attention_kernels import attention_kernel, head_groups
+from memo_sim.planning.fp8 import check_fp8, fp8_layouts
 from memo_sim.planning.question import CHOOSES_ADAMW, Question
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.program.layout.compatibility import check_compatible
@@ -29,9 +30,14 @@ def kernels_elsewhere(question: Question, decisions: Decisions) -> tuple[Decisio
     kernels whose rates the profile lacks become those that a search would choose there.
 
     Raises:
-        Infeasible: when a pinned kernel has no rates, or the profile has no attention kernel of the plan's dtype.
+        Infeasible: when a pinned kernel or the plan's products in FP8 have no rates, or the profile has no attention
+            kernel of the plan's dtype.
     """
     changed = list[str]()
+    check_fp8(question.hardware, decisions.fp8)
+    if decisions.fp8 != "none" and decisions.fp8_layouts != fp8_layouts(question.hardware):
+        decisions = msgspec.structs.replace(decisions, fp8_layouts=fp8_layouts(question.hardware))
+        changed.append(f"copies of FP8 operands as {question.hardware.name} needs them, not as in the plan")
     attention = _attention(question, decisions)
     if attention != decisions.kernels.attention:
         changed.append(_said("attention kernel", attention, decisions.kernels.attention, question, "attention"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isqrt
+from math import gcd, isqrt
 
 from msgspec.structs import replace
 
@@ -44,7 +44,8 @@ def layouts(question: Question) -> list[Layout]:
                 for parts in dict.fromkeys((*_subsequences(question), *solved.get((tp, pp), ())))
                 for schedule, chunks in _schedules(question, pp, metp)
                 for split in _splits(question, pp * chunks, parts)
-                for layout in (_layout(question, zero, parts, schedule, chunks, split=split, **degrees),)
+                for ep in _expert_degrees(question, cp * ulysses * dp)
+                for layout in (_layout(question, zero, parts, schedule, chunks, split=split, ep=ep, **degrees),)
                 for shared in _multiplexed(question, layout)
             ]
     if not found:
@@ -135,6 +136,22 @@ def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[in
     return tuple(dict.fromkeys(min(zero, most) for zero in zeros))
 
 
+def _expert_degrees(question: Question, replicas: int) -> tuple[int, ...]:
+    """Return the degrees of expert parallelism to try: the one that is pinned, or the system's.
+
+    Those are none, all replicas of a node, and all replicas, as far as they divide the experts. Degrees between them
+    have more rows on the network than the second, and more weights than the third.
+    """
+    pinned, mixture, cluster = question.pins.ep, question.model.mixture, question.cluster
+    if pinned is not None:
+        return (pinned,)
+    if mixture is None or not question.preset.searches_ep:
+        return (1,)
+    most = gcd(replicas, mixture.count)
+    inside = max((d for d in range(1, most + 1) if most % d == 0 and d <= cluster.devices_per_node), default=1)
+    return tuple(dict.fromkeys((1, inside, most)))
+
+
 def _schedules(question: Question, pp: int, metp: int) -> list[tuple[Schedule, int]]:
     """Return the orders of passes to try, each with its chunks a stage; one where stages or their order are pinned."""
     pins = question.pins
@@ -186,6 +203,7 @@ def _layout(
     chunks: int,
     *,
     split: tuple[int, ...],
+    ep: int,
     tp: int,
     cp: int,
     ulysses: int,
@@ -197,6 +215,7 @@ def _layout(
     exchange = pins.cp_exchange or question.preset.cp_exchange
     replicas = cp * ulysses * dp
     zero_ranks = pins.zero_ranks if zero and pins.zero_ranks not in (None, replicas) else 0
+    ep = ep if not zero_ranks or pins.ep is not None else 1
     # Interleaved stages that waited would wait in a cycle; Megatron-LM overlaps theirs alone.
     overlapped = schedule == "interleaved" or not question.preset.waits_for_p2p
     return Layout(
@@ -215,6 +234,7 @@ def _layout(
         virtual_stages=chunks,
         overlap_p2p=overlapped if pins.overlap_p2p is None else pins.overlap_p2p,
         dp=dp,
+        ep=ep,
         zero=zero,
         zero_ranks=zero_ranks,
         subsequences=subsequences,

@@ -32,7 +32,7 @@ from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.layers.activations import Activations, region
 from memo_sim.program.layout.attention_chunks import in_chunks
-from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import Stage, stages_of
@@ -342,17 +342,27 @@ class LowerBounds:
 
         With pipeline stages, only those of layers, on the stage that has the least of them.
         """
-        model, layout = decisions.model, decisions.layout
+        model, layout, adapters = decisions.model, decisions.layout, decisions.lora
         ends = []
         if layout.pp == 1:
-            ends.append(Optimizer(decisions, embed_block(model, layout.tp), BlockKind.EMBED, 1))
-            ends.append(Optimizer(decisions, head_block(model, layout.tp), BlockKind.HEAD, 1))
+            ends.append(Optimizer(decisions, embed_block(model, layout.tp, adapters=adapters), BlockKind.EMBED, 1))
+            ends.append(Optimizer(decisions, head_block(model, layout.tp, adapters=adapters), BlockKind.HEAD, 1))
         layers = [
-            Optimizer(decisions, layer_block(model, layout.divided, shape), BlockKind.LAYER, 1)
+            Optimizer(
+                decisions,
+                layer_block(model, layout.divided, shape, ep=layout.ep, adapters=adapters),
+                BlockKind.LAYER,
+                1,
+            )
             for shape in model.layer_shapes
         ]
         absent = absent_states(decisions)
         each = [_states_bytes(optimizer, absent) for optimizer in layers]
+        for kind, shape in enumerate(model.layer_shapes):
+            block = experts_block(model, layout.divided, layout.ep, shape.experts)
+            if block is not None:
+                more = _states_bytes(Optimizer(decisions, block, BlockKind.EXPERTS, 1), absent)
+                each[kind] = (each[kind][0] + more[0], each[kind][1] + more[1])
         stages = {tuple(model.layer_kinds[n] for n in stage.layers) for stage in stages_of(decisions)}
         held = (tuple(sum(each[kind][memory] for kind in kinds) for memory in (0, 1)) for kinds in stages)
         device, host = (min(some) for some in zip(*held, strict=True))

@@ -210,6 +210,8 @@ class System:
     degrees: tuple[str, ...] = ("tp", "cp", "dp")
     pinnable: tuple[str, ...] = ()
     zeros: tuple[int, ...] = (1,)
+    searches_ep: bool = False
+    """Whether degrees of expert parallelism are searched for models with experts; elsewhere 1 unless pinned."""
     searches_micro_batches: bool = False
     """Whether larger micro-batches are searched where a question leaves them open (``micro_batches.py``)."""
     zeros_over_pcie: tuple[int, ...] = ()
@@ -287,6 +289,7 @@ class System:
         policies = self.short_sequences + self.policies
         several = {
             "zero": len(self.zeros) > 1,
+            "ep": self.searches_ep,
             "allocator_limit_gib": self.memory_policy != "planned",
             "subsequences": self.subsequences,
             "schedule": len(self.schedules) > 1,
@@ -341,6 +344,7 @@ SYSTEMS = {
             (KEEP, TOKENWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
             degrees=("tp", "cp", "ulysses", "pp", "dp"),
             pinnable=("metp",),
+            searches_ep=True,
             searches_micro_batches=True,
             zeros=(1, 3),
             schedules=("1f1b", "interleaved", "zero-bubble"),

@@ -27,6 +27,7 @@ from memo_sim.contract.knobs import (
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.planning.fp8 import fp8_layouts
 from memo_sim.planning.presets import System, find_system
 from memo_sim.program.layout.recomputed_layers import ALL
 
@@ -92,11 +93,19 @@ class Question(Chosen):
             zero_params=self._zero_params(layout),
             grad_sums=self.grad_sums,
             expert_load=self.expert_load,
+            expert_capacity=self.expert_capacity if layout.ep > 1 else 0.0,
+            expert_overflow=self.expert_overflow if layout.ep > 1 else "drop",
+            documents=self.documents,
+            document_cuts=self.document_cuts if layout.ring > 1 or self.documents is None else "sequence",
+            adapters=self.adapters,
             loss_metrics=self.loss_metrics,
+            objective=self.objective,
             sharding=self.sharding,
             reduce_dtype=self.pins.reduce_dtype,
             modules=self.modules,
             dtype=self.dtype,
+            fp8=self.fp8,
+            fp8_layouts=fp8_layouts(self.hardware),
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
             cuda_graphs=self.pins.cuda_graphs,

@@ -187,8 +187,12 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
 
 def _base(question: Question, layout: Layout) -> Decisions:
     norms, overlap = question.pins.keep_norms and layout.metp > 1, _overlap(question, layout)
+    given = question.decisions(layout)
+    if question.model.mixture is not None and question.modules_of("full") == "huggingface":
+        # Of an eager framework's experts, memo knows those of these modules under full recompute alone.
+        return msgspec.structs.replace(given, overlap=overlap, modules="huggingface", recompute="full")
     # A base keeps everything, and whose modules do that is the policy's to say.
-    return msgspec.structs.replace(question.decisions(layout), keep_norms=norms, overlap=overlap, modules="auto")
+    return msgspec.structs.replace(given, keep_norms=norms, overlap=overlap, modules="auto")
 
 
 def _check_not_too_many(question: Question, found: int) -> None:

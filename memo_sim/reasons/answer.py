@@ -31,8 +31,11 @@ from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.rank_order import ENDS, degree
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.operators.framework_kernels import library_of
+from memo_sim.reasons.adapters import adapters
 from memo_sim.reasons.attention import attention
+from memo_sim.reasons.documents import documents
 from memo_sim.reasons.experts import experts
+from memo_sim.reasons.fp8 import fp8
 from memo_sim.reasons.metp import metp
 from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.reasons.subsequences import balance, heuristic, subsequences
@@ -104,7 +107,7 @@ def explain(
     lines = [*_rounded(question, simulation), _binding(simulation), *attention(question, simulation.decisions)]
     lines += _own_loss(question, simulation.decisions)
     lines += [*_recompute(alike, simulation), _peak(simulation)]
-    lines += _rowwise(simulation)
+    lines += [*_rowwise(simulation), *adapters(simulation)]
     lines += _arena(simulation, arena) if arena else []
     lines += [*_allocator(simulation), *_limited(alike)]
     lines += [
@@ -118,6 +121,8 @@ def explain(
         *_ulysses(simulation),
         *_tp_chunks(simulation),
         *experts(question, simulation),
+        *fp8(question, simulation),
+        *documents(question, simulation),
         *windows(simulation),
         *_alpha(alike),
         *_partial_swap(alike),

@@ -7,13 +7,16 @@ from dataclasses import replace
 import numpy as np
 
 from memo_sim.contract.model import Experts, Model
-from memo_sim.contract.units import format_seconds
+from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction
-from memo_sim.program.ir.work import GroupedGemm
-from memo_sim.program.layout.expert_load import BALANCED, rows_of, sizes_of
+from memo_sim.program.ir.work import Collective, GroupedGemm
+from memo_sim.program.layers.kinds import skeletal_of
+from memo_sim.program.layout.expert_load import BALANCED, received_rows, received_sizes, rows_of, shown_load, sizes_of
+from memo_sim.program.layout.rank_order import EP
+from memo_sim.program.layout.shape import shape_of
 
 UNITS = ((1e9, " billion"), (1e6, " million"), (1.0, ""))
 
@@ -33,28 +36,64 @@ def experts(question: Question, simulation: Simulation) -> list[str]:
     decisions, of = simulation.decisions, simulation.decisions.model.mixture
     if of is None:
         return []
-    rows = decisions.local_tokens * of.per_token
+    layout, rows = decisions.layout, decisions.local_tokens * of.per_token
     pricer = Pricer(question.hardware, question.cluster, decisions.layout, rowwise=decisions.kernels.rowwise)
     taken, even = 0.0, 0.0
     for stage in simulation.stages:
         products = stage.per_instruction(lambda i: float(isinstance(i.work, GroupedGemm)))
-        alike = stage.per_instruction(lambda i: _balanced_s(i, of, rows, pricer))
+        alike = stage.per_instruction(lambda i: _balanced_s(i, of, rows, layout.ep, pricer))
         own, others = (float(np.sum(each * stage.weights)) for each in (stage.seconds * products, alike))
         taken, even = max((taken, even), (own, others))
-    text = f"Experts: a token goes to {of.per_token} of {of.count}, and uses {active_weights(decisions.model)}, which"
+    chosen = f"{of.per_token} of {of.count}" + (" and a shared one" if of.shared else "")
+    text = f"Experts: a token goes to {chosen}, and uses {active_weights(decisions.model)}, which"
     text += f" MFU counts. The products of all experts take {format_seconds(taken)} of a rank's step."
+    if layout.ep > 1:
+        return [f"{text} {_divided(simulation, of, rows, taken - even)}"]
     if decisions.expert_load == BALANCED:
         return [f"{text} Every expert is taken to get {rows / of.count:,.0f} rows; --expert-load says otherwise."]
     most = rows_of(of, rows, decisions.expert_load)[0]
-    text += f" With --expert-load {decisions.expert_load} the fullest expert gets {most:,} of {rows:,} rows"
+    text += f" With a load {shown_load(decisions.expert_load)} the fullest expert gets {most:,} of {rows:,} rows"
     text += f" ({most * of.count / rows:.1f} times the mean): the products take {format_seconds(abs(taken - even))}"
     return [f"{text} {'longer' if taken >= even else 'less'} than with balanced experts, and memory is the same."]
 
 
-def _balanced_s(instruction: Instruction, of: Experts, rows: int, pricer: Pricer) -> float:
+def _divided(simulation: Simulation, of: Experts, rows: int, more_s: float) -> str:
+    """Say what expert parallelism exchanges, and what an uneven load and the capacity cost; ``rows`` of one rank."""
+    decisions, ep = simulation.decisions, simulation.decisions.layout.ep
+    load, shape = decisions.expert_load, shape_of(decisions)
+    layer = next(each for each in decisions.model.layer_shapes if each.experts)
+    received = received_rows(of, rows, load, ep, shape.of_layer(layer).pair_rows)
+    capacity = shape.of_layer(layer).expert_rows
+    moved = [float(np.sum(s.per_instruction(_exchanged_bytes) * s.weights)) for s in simulation.stages]
+    waited = sum(
+        s.seconds for s in simulation.prediction.stalls if (s.lane, s.waits_for) == ("compute", "experts.all_to_all")
+    )
+    text = (
+        f"{ep} ranks divide them: a rank sends {format_bytes(int(max(moved)))} a step in all-to-alls of the capacity,"
+    )
+    text += f" for which compute waits {format_seconds(waited)}. Under the {load} load the fullest rank gets"
+    text += f" {received:,} rows of a layer, {received / rows:.2f} times the mean of {rows:,}, and the others wait for"
+    text += f" it: its products take {format_seconds(abs(more_s))} {'longer' if more_s >= 0 else 'less'} than balanced"
+    text += f" ones. Buffers have places for {capacity:,} rows, {capacity / rows:.2f} times the mean:"
+    tensors = skeletal_of(decisions, shape, layer)
+    size = sum(t.bytes for t in tensors if t.tokens == capacity) * (1 - rows / capacity)
+    return f"{text} {format_bytes(int(size))} more of a layer's kept tensors (--expert-capacity)."
+
+
+def _exchanged_bytes(instruction: Instruction) -> float:
+    """Return the bytes that a rank sends to the ranks that divide its experts."""
+    work = instruction.work
+    return float(work.bytes) if isinstance(work, Collective) and work.group == EP else 0.0
+
+
+def _balanced_s(instruction: Instruction, of: Experts, rows: int, ep: int, pricer: Pricer) -> float:
     """Return the seconds of the experts' product if every expert had equally many of all ``rows``; 0 for other ops."""
     work = instruction.work
     if not isinstance(work, GroupedGemm):
         return 0.0
-    first = next(operand.first for operand in instruction.operands if operand.role in ("x", "grad"))
-    return pricer.seconds(replace(work, sizes=sizes_of(of, rows, BALANCED, first, work.rows)))
+    operand = next(operand for operand in instruction.operands if operand.role in ("x", "grad"))
+    if ep > 1:
+        sizes = received_sizes(of, rows, BALANCED, ep, rows, operand.first, operand.tokens)
+    else:
+        sizes = sizes_of(of, rows, BALANCED, operand.first, work.rows)
+    return pricer.seconds(replace(work, sizes=sizes))

@@ -49,6 +49,10 @@ def _faster_compute(cluster: Cluster, hardware: Hardware, factor: float) -> Mach
             msgspec.structs.replace(table, rows=[[*row[:-1], row[-1] * factor] for row in table.rows])
             for table in hardware.attention
         ],
+        grouped_gemm=[
+            msgspec.structs.replace(table, rows=[[*row[:-1], row[-1] * factor] for row in table.rows])
+            for table in hardware.grouped_gemm
+        ],
     )
 
 

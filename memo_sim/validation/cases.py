@@ -21,6 +21,7 @@ from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.knobs import (
     AdamwKernels,
+    Fp8Recipe,
     GradSums,
     Loss,
     MlpRebuild,
@@ -62,7 +63,7 @@ OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
     *("loss", "loss_chunk", "mlp_chunk", "mlp_rebuild", "states", "offload_inputs", "max_positions", "tp_overlap"),
     *("recompute_layers", "early_stop", "zero_params", "loss_metrics", "sharding", "reduce_dtype", "adamw"),
-    *("grad_sums", "modules", "rounding_buffers", "expected_allocation_retries"),
+    *("grad_sums", "modules", "rounding_buffers", "fp8", "expected_allocation_retries"),
 ]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_positions"})
@@ -104,7 +105,7 @@ COLUMN_TEXTS = {
     "schedule": "pipeline schedule; interleaved needs virtual_stages",
     "overlap": "whether collectives of replicas and p2p sends between stages overlap compute; gradients: only the "
     "reductions of gradients do, p2p as the system has it",
-    "precision": "dtype of parameters and activations",
+    "precision": "dtype of parameters and activations; products of layers are in it too, or in `fp8`",
     "expected_status": "whether the measured run fitted",
     "expected_mfu": "measured MFU, a fraction (MEMO 5.1's convention)",
     "expected_tgs": "measured tokens per GPU per second",
@@ -137,6 +138,7 @@ COLUMN_TEXTS = {
     "grad_sums": "dtype in which gradients are summed (`--grad-sums`); auto when blank",
     "adamw": "AdamW's kernels under eager or compiled row-wise kernels: foreach or fused; the system's own when blank",
     "modules": "whose modules an eager framework trains (`--modules`); the system's own when blank",
+    "fp8": "scales of the layers' products in FP8 (`--fp8`); products in `precision` when blank",
     "rounding_buffers": "whether full recompute is played in the two rounding buffers; the system's own when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
@@ -168,6 +170,7 @@ _WORDS = {
     "adamw": get_args(AdamwKernels),
     "modules": get_args(Modules),
     "rounding_buffers": ("yes", "no"),
+    "fp8": get_args(Fp8Recipe),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,

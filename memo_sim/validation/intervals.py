@@ -117,13 +117,15 @@ def setting_of(system: str, decisions: Decisions, hardware: Hardware, prediction
     kernels = {
         name: value for name, value in msgspec.structs.asdict(decisions.kernels).items() if isinstance(value, str)
     }
+    if decisions.documents is not None:
+        kernels["attention"] += " over packed documents"
     return Setting(
         generation="" if hardware.rough else hardware.generation,  # no published row ran on rates of a data sheet
         framework=framework_of(system, decisions),
         allocation_retries=prediction.allocation_retries > 0,
         seq_tokens=decisions.seq_tokens,
         devices=decisions.layout.devices,
-        kernels={**kernels, "dtype": decisions.dtype},
+        kernels={**kernels, "dtype": decisions.dtype + (f" with FP8 ({decisions.fp8})" * (decisions.fp8 != "none"))},
     )
 
 

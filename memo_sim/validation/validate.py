@@ -273,6 +273,7 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         zero_params=asked.words.get("zero_params", "auto"),  # type: ignore[arg-type]
         grad_sums=asked.words.get("grad_sums", "auto"),  # type: ignore[arg-type]
         modules=asked.words.get("modules", "auto"),  # type: ignore[arg-type]
+        fp8=asked.words.get("fp8", "none"),  # type: ignore[arg-type]
     )
 
 

@@ -26,7 +26,8 @@ from memo_sim.contract.trace import Trace
 from memo_sim.views.palette import BUBBLE
 
 LANES = (
-    *("compute", "d2h", "h2d", "tp", "ulysses", "cp", "metp", "replica", "shard", "replicate", "ends"),
+    *("compute", "d2h", "h2d", "tp", "ulysses", "cp", "metp", "ep", "replica", "shard", "replicate"),
+    *("expert_replica", "ends"),
     *("p2p", "send", "recv", "pp", "tied", "host"),
 )
 """Lanes from top to bottom; other lanes of a trace follow in alphabetical order."""

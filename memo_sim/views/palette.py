@@ -37,6 +37,8 @@ WAITS = {
     "shard": "#c08552",
     "replicate": "#7f6b00",
     "ends": "#8f8f2f",
+    "ep": "#a8326f",
+    "expert_replica": "#94703a",
     "p2p": "#5a3b8c",
     "send": "#2f7f6f",
     "recv": "#c71585",

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +76,12 @@ def run_here(folder: Path, *options: str) -> int:
         return gpu.main()
 
 
-def quick_run_here(folder: Path) -> int:
-    return run_here(folder, "--quick")
-
-
-def quick_run_in_processes(folder: Path) -> int:
-    done = script(folder, "--quick")
-    assert done.returncode == 0, done.stderr
-    return done.returncode
-
-
 @pytest.mark.timeout(600)  # the run itself ends after 540 s
-@pytest.mark.parametrize("run", [quick_run_here, pytest.param(quick_run_in_processes, marks=pytest.mark.slow)])
-def test_a_quick_run_plays_every_part(tmp_path: Path, run: Callable[[Path], int]) -> None:
+@pytest.mark.slow
+def test_a_quick_run_plays_every_part(tmp_path: Path) -> None:
     """One test for the whole run, which takes long: workers beside each other would each play it."""
-    assert run(tmp_path) == 0
+    done = script(tmp_path, "--quick")
+    assert done.returncode == 0, done.stderr
     parts = {row["part"] for row in json.loads((tmp_path / "rows.json").read_bytes())}
     assert parts == {"checks", "calibrate", "suite", "rivals", "longest"}
     assert (tmp_path / "profile.json").is_file()

@@ -13,7 +13,7 @@ import click
 
 from memo_exec.cli import cli as exec_cli
 from memo_sim.cli import cli as sim_cli
-from memo_sim.contract.knobs import CountOrAuto, LayerChoice, Length, Load, Numbers
+from memo_sim.contract.knobs import CountOrAuto, DocumentLengths, LayerChoice, Length, Load, LowRank, Numbers
 from memo_sim.question_options import ON_COMMAND_LINE, Several
 from tests.campaign.judge import DOCUMENTED
 from tests.campaign.mutations import LONG, NUMBERS, SPECIAL, TEXTS
@@ -80,6 +80,8 @@ KNOB_VALUES: dict[type, tuple[str, ...]] = {
     Numbers: ("1,1", "2"),
     LayerChoice: ("all", "every-2", "first-1", "groups-2"),
     Load: ("balanced",),
+    DocumentLengths: ("mean=128,max=1k", "mean=4k,max=4k"),
+    LowRank: ("none", "r=8", "r=4,alpha=8,targets=q+v,rslora"),
 }
 """Quick legal values of knobs that click takes as text."""
 NEVER = {"every", "jobs", "help", "version"}

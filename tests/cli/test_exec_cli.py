@@ -25,6 +25,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import CannotRun, OutOfTolerance, RankLost
+from memo_sim.contract.expert_load import MeasuredLoad
 from memo_sim.contract.plan import Decisions, Kernels, Layout, Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.trace import Trace
@@ -42,7 +43,16 @@ OPTIONS = {
     "run": {
         *("--data", "--weights", "--steps", "--seed", "--lr", "--warmup-steps", "--decay-steps", "--final-fraction"),
         *("--weight-decay", "--clip", "--beta1", "--beta2", "--eps", "--save", "--save-every", "--resume"),
-        *("--tolerance", "--trace", "--measured", "--report", "--debug", "--replay-allocator", "--json"),
+        *(
+            "--tolerance",
+            "--trace",
+            "--measured",
+            "--report",
+            "--debug",
+            "--replay-allocator",
+            "--json",
+            "--expert-load",
+        ),
     },
     "verify": {"--device", "--seed", "--steps", "--layers", "--json"},
 }
@@ -361,11 +371,23 @@ def test_progress_is_told_without_a_terminal(
         ("profile PLAN --requests --steps 5", {"got": "--steps"}),
         ("run PLAN --save-every 3", {"hint": "--save DIR"}),
         ("run PLAN --save run --weights run/weights", {"where": "run/weights"}),
+        ("run PLAN --expert-load load.json", {"where": "--expert-load"}),
     ],
 )
 def test_options_that_would_change_nothing_are_refused(plan: Path, line: str, fields: dict[str, Expected]) -> None:
     done = memo_exec(*(str(plan) if part == "PLAN" else part for part in line.split()))
     check_refused(done, 2, fields)
+
+
+def test_a_run_writes_the_load_of_its_experts(tmp_path: Path) -> None:
+    decisions = msgspec.structs.replace(byte_decisions(), model=load_model("mixtral-tiny"))
+    path, load = write_plan(tmp_path / "plan.json", decisions, prediction=predicted()), tmp_path / "load.json"
+    done = memo_exec("run", str(path), "--steps", "1", "--expert-load", str(load))
+    assert done.returncode == 0, done.stderr
+    assert "memo-sim what-if ... --expert-load" in done.stderr
+    found = codec.read(load, MeasuredLoad)
+    rows = decisions.global_batch * decisions.seq_tokens * decisions.model.mixture.per_token
+    assert [sum(each.rows) for each in found.layers] == [rows] * decisions.model.layers
 
 
 def test_an_option_with_one_value_is_given_once() -> None:

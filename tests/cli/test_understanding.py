@@ -72,6 +72,7 @@ def test_a_comparison_names_its_sources_and_draws_a_picture(folder: Path) -> Non
     assert len(codec.decode(document.stdout.encode(), Difference, where="").sides) == 2
 
 
+@pytest.mark.slow
 def test_a_result_is_explained(folder: Path) -> None:
     document = memo_sim("explain", "result.json", "--json", cwd=folder)
     assert document.returncode == 0, document.stderr

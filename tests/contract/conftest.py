@@ -9,6 +9,7 @@ from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, Pu
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.difference import Choice, Difference, Share, Side
+from memo_sim.contract.expert_load import LayerLoad, MeasuredLoad
 from memo_sim.contract.explanation import Explanation, Rival, Room, Sensitivity, Use
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.gpus import Gpus, Sized, TriedCount
@@ -623,6 +624,19 @@ def recorded() -> RecordedStep:
     )
 
 
+def expert_load() -> MeasuredLoad:
+    return MeasuredLoad(
+        model="mixtral-tiny",
+        experts=4,
+        per_token=2,
+        steps=2,
+        layers=[
+            LayerLoad(layer=0, rows=[10, 20, 30, 40], by_fullness=[44, 30, 18, 8]),
+            LayerLoad(layer=2, rows=[25, 25, 25, 25], by_fullness=[36, 30, 24, 10]),
+        ],
+    )
+
+
 _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "model": uneven_model,
     "hardware": hardware,
@@ -647,6 +661,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "errors": errors,
     "figure": figure,
     "recorded": recorded,
+    "expert_load": expert_load,
     "export": export,
     "job": job,
 }

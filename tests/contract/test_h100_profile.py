@@ -57,7 +57,8 @@ def test_measured_tables_are_those_of_the_report(h100: Hardware) -> None:
 
 def test_nothing_is_faster_than_the_data_sheet(h100: Hardware) -> None:
     peak = h100.peak_flops["bf16"].value
-    assert all(0 < row[3] < peak for table in h100.gemm for row in table.rows)
+    faster = {"fp8-tensor": 2.0, "fp8-block": 2.0}  # FP8's dense peak over bf16's, on the data sheet
+    assert all(0 < row[3] < faster.get(t.dtype, 1.0) * peak for t in h100.gemm for row in t.rows)
     assert all(0 < row[2] < peak for table in h100.attention for row in table.rows)
     assert max(h100.memory_bound_bytes_per_s.y) < HBM_BYTES_PER_S
     assert max(*h100.d2h.alone.y, *h100.h2d.alone.y) < GEN5_BYTES_PER_S

@@ -43,6 +43,15 @@ GEMMA3 = {
     "sliding_window": 16,
     "rms_norm_eps": 1e-6,
 }
+GPT_OSS: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 32,
+    "swiglu_limit": 7.0,
+}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -128,6 +137,20 @@ def test_experts() -> None:
     assert refusal({**QWEN3_MOE, "mlp_only_layers": "0"}).where == "config.json: $.mlp_only_layers"
     assert refusal({**MIXTRAL, "router_jitter_noise": 0.1}).where == "config.json: $.router_jitter_noise"
     assert refusal({**LLAMA, "model_type": "deepseek_v3"}).where == "config.json: $.model_type"
+
+
+def test_gpt_oss() -> None:
+    """Every second layer, the first included, has a window unless the file lists the layers."""
+    model = loaded(GPT_OSS)
+    own = Experts(count=4, per_token=2, hidden=96, router_bias=True, bias=True, activation="clamped")
+    assert [(shape.window, shape.experts) for shape in map(model.layer, range(3))] == [(32, own), (0, own), (32, own)]
+    assert (model.qkv_bias, model.proj_bias, model.linear_bias, model.sinks) == (True, True, False, True)
+    assert refusal({**GPT_OSS, "swiglu_limit": 5.0}).where == "config.json: $.swiglu_limit"
+    assert refusal({**GPT_OSS, "swiglu_alpha": 1.0}).where == "config.json: $.swiglu_alpha"
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    with torch.device("meta"):
+        theirs = transformers.GptOssForCausalLM(transformers.GptOssConfig(**GPT_OSS))
+    assert model.total_params == theirs.num_parameters()
 
 
 def test_configs_of_published_experts_are_the_presets() -> None:
@@ -323,8 +346,8 @@ def test_unknown_types_list_the_supported_ones() -> None:
             ("mixtures of experts", "latent attention (kv_lora_rank)"),
         ),
         (
-            {"model_type": "gpt_oss", "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"]},
-            ("mixtures of experts", "layers of sliding_attention (layer_types)"),
+            {"model_type": "llama4_text", "num_local_experts": 32, "layer_types": ["chunked_attention"]},
+            ("mixtures of experts", "layers of chunked_attention (layer_types)"),
         ),
         ({"model_type": "mamba", "state_size": 16}, ("state-space layers",)),
         (
@@ -393,6 +416,8 @@ def test_gemma_3_is_read_as_transformers_makes_it() -> None:
         {**QWEN3, "layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 8},
         {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 32},
         {**GEMMA3, "sliding_window_pattern": 2},
+        GPT_OSS,
+        {**GPT_OSS, "layer_types": ["full_attention"] * 3, "attention_bias": False, "output_router_logits": True},
         {**GEMMA3, "num_hidden_layers": 6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ],
 )

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from memo_sim.cli import cli
 from memo_sim.contract import codec, knobs
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import (
     CHOSEN,
@@ -24,6 +25,8 @@ from memo_sim.contract.knobs import (
     Chosen,
     CountOrAuto,
     Degree,
+    DocumentLengths,
+    Factor,
     Flag,
     Fraction,
     Knob,
@@ -31,6 +34,7 @@ from memo_sim.contract.knobs import (
     Length,
     Listed,
     Load,
+    LowRank,
     Mark,
     Numbers,
     OneOf,
@@ -54,7 +58,7 @@ ELSEWHERE = {
 NO_KNOBS = {
     *("model", "seq_tokens", "layout", "kernels"),  # what is asked, and what holds knobs
     *("swapped_tokens", "subsequence_swapped_tokens"),  # alpha, in tokens
-    *("head_groups", "host_allocator", "deterministic"),  # no question pins them
+    *("head_groups", "host_allocator", "deterministic", "fp8_layouts"),  # no question pins them
 }
 DERIVED = {"alpha", "offload_inputs"}
 """Knobs that follow from ``swapped_tokens`` in a plan."""
@@ -62,6 +66,7 @@ VALUES = {
     Degree: int,
     Whole: int,
     Fraction: float,
+    Factor: float,
     Switch: bool,
     Flag: bool,
     Length: int,
@@ -69,6 +74,8 @@ VALUES = {
     Numbers: tuple,
     LayerChoice: str,
     Load: str,
+    DocumentLengths: NoneType,  # no plan has documents unless asked
+    LowRank: str,
 }
 
 
@@ -100,7 +107,7 @@ def words_of(hint: object) -> set[object]:
 @pytest.mark.parametrize("knob", [k for k in KNOBS.values() if isinstance(k.kind, OneOf)], ids=lambda knob: knob.name)
 def test_the_words_of_an_option_are_those_of_the_plan_and_of_the_pin(knob: Knob) -> None:
     assert isinstance(knob.kind, OneOf)
-    declared = get_type_hints(Pins if knob in PINNED else Chosen, vars(knobs))
+    declared = get_type_hints(Pins if knob in PINNED else Chosen, {**vars(knobs), "Documents": Documents})
     decided = get_type_hints(holder_of(knob))
     assert words_of(declared[knob.name]) == set(knob.kind.words)
     # A question may name a generation of attention; the plan names the kernel that was found for it.

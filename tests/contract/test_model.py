@@ -33,12 +33,16 @@ EXPERTS = {
     "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
     "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520),
 }
+GPT_OSS = {
+    "gpt-oss-20b": (20_914_757_184, 4_187_440_704),
+    "gpt-oss-120b": (116_829_156_672, 5_711_982_912),
+}
 """Parameters of published checkpoints, and by hand those that one token uses."""
 
 
 def test_presets() -> None:
-    tiny = ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny", "gemma3-tiny", "sinks-tiny"]
-    published = [*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *EXPERTS, *GEMMA3]
+    tiny = [f"{name}-tiny" for name in ("gpt", "llama", "mixtral", "qwen3-moe", "gemma3", "sinks", "gpt-oss")]
+    published = [*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *EXPERTS, *GEMMA3, *GPT_OSS]
     assert list_models() == sorted([*published, *tiny])
     for name in list_models():
         model = load_model(name)
@@ -105,6 +109,17 @@ def test_experts(name: str, params: tuple[int, int]) -> None:
     assert model.mfu_params == model.active_params - model.vocab * model.hidden - vectors(model)
 
 
+@pytest.mark.parametrize("name", GPT_OSS)
+def test_gpt_oss(name: str) -> None:
+    """A token uses 3.6 and 5.1 billion of 20.9 and 116.8 (OpenAI's model card), and its row of the embedding."""
+    model, (total, active) = load_model(name), GPT_OSS[name]
+    assert (model.total_params, model.active_params) == (total, active)
+    assert round((active - model.vocab * model.hidden) / 1e9, 2) == {24: 3.61, 36: 5.13}[model.layers]
+    windows = [model.layer(number).window for number in range(model.layers)]
+    assert windows == [128, 0] * (model.layers // 2)
+    assert model.sinks
+
+
 def vectors(model: Model) -> int:
     return model.layers * model.vector_params_of(model.layer(0)) + model.hidden
 
@@ -127,7 +142,8 @@ def test_experts_take_the_place_of_the_mlp_of_some_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-tiny", "llama-tiny", "mixtral-tiny", "qwen3-moe-tiny", "gemma3-tiny", "sinks-tiny"]
+    "name",
+    [f"{name}-tiny" for name in ("gpt", "llama", "mixtral", "qwen3-moe", "gemma3", "sinks", "gpt-oss")],
 )
 def test_tiny_models_read_bytes_on_a_laptop(name: str) -> None:
     model = load_model(name)

@@ -19,6 +19,9 @@ from memo_sim.contract.errors import MemoError
 
 QUICK = replace(
     grids.CPU,
+    experts=((4, 32),),
+    expert_widths=(64,),
+    expert_lengths=(64,),
     dtype="bf16" if torch.cuda.is_available() else "fp32",
     widths=(64,),
     lengths=(256,),

@@ -5,6 +5,7 @@ Every rank plays its own program and returns its shards of the gradients. The te
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +50,25 @@ def one_process(decisions: Decisions) -> Decisions:
     policy: dict[str, Any] = {"recompute": "none", "recompute_layers": "all", "swapped_tokens": 0}
     policy |= {"mlp_chunk_tokens": 0, "overlap": "none", "early_stop": False}
     policy |= {"subsequence_swapped_tokens": (), "offload_window": 0}
+    policy |= {"expert_capacity": 0.0, "expert_overflow": "drop"}
     return msgspec.structs.replace(decisions, layout=Layout(), **policy)
 
 
-def global_batch(decisions: Decisions, step: int) -> tuple[Tensor, Tensor]:
-    """Return ids and labels of a step, each (sequences, tokens); a fifth of the labels is not counted."""
+def global_batch(decisions: Decisions, step: int) -> tuple[Tensor, ...]:
+    """Return ids and labels of a step, each (sequences, tokens); a fifth of the labels is not counted.
+
+    With a policy's objective, (sequences, tokens, 3) numbers of its rollout besides.
+    """
     generator = torch.Generator().manual_seed(step)
     shape = (decisions.global_batch, decisions.seq_tokens)
     ids = torch.randint(0, decisions.model.vocab, shape, generator=generator)
     labels = torch.randint(0, decisions.model.vocab, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 0.2] = -100
-    return ids, labels
+    if decisions.objective == "next-token":
+        return ids, labels
+    rollout = torch.randn(*shape, 3, generator=generator)
+    rollout[..., 1:].mul_(0.3).sub_(math.log(decisions.model.vocab))
+    return ids, labels, rollout
 
 
 def own_batch(decisions: Decisions, rank: int, step: int) -> Batch:
@@ -68,8 +77,8 @@ def own_batch(decisions: Decisions, rank: int, step: int) -> Batch:
     share = coordinate("dp", decisions.layout, rank)
     split = []
     for whole in global_batch(decisions, step):
-        sequences = whole.view(decisions.layout.dp, -1, decisions.seq_tokens)[share]
-        split.append([part.reshape(-1)[chosen] for part in torch.split(sequences, decisions.micro_batch)])
+        sequences = torch.chunk(whole, decisions.layout.dp)[share]
+        split.append([part.flatten(0, 1)[chosen] for part in torch.split(sequences, decisions.micro_batch)])
     return list(zip(*split, strict=True))
 
 
@@ -84,7 +93,7 @@ def play(member: Member, decisions: Decisions, steps: int, options: dict[str, An
         losses, norms, moved = [], [], MovedBytes()
         for step in range(1, steps + 1):
             targets = int((global_batch(decisions, step)[1] != -100).sum())
-            scalars = StepScalars(lr=1e-2, step=step, loss_scale=1 / targets)
+            scalars = StepScalars(lr=1e-2, step=step, loss_scale=1 / targets, clip_ratio=0.1, kl_weight=0.05)
             record = interpreter.run_step(own_batch(decisions, member.rank, step), scalars)
             losses.append(record.loss)
             norms.append(record.grad_norm)

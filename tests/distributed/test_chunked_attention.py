@@ -27,7 +27,7 @@ def chunks(layout: Layout) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in LAYOUTS], ids=label
 )
-@pytest.mark.parametrize("name", ["gpt4", "llama4"])
+@pytest.mark.parametrize("name", [pytest.param("gpt4", marks=pytest.mark.slow), "llama4"])
 def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, layout: Layout, name: str) -> None:
     name = "llama-mha" if name == "llama4" and layout.tp * layout.ulysses > 2 else name
     played = parity(team, name, layout, swapped_tokens=0, **chunks(layout))

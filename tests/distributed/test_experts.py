@@ -31,7 +31,14 @@ CASES |= {
         {"recompute": "full", "swapped_tokens": 0},
     ),
 }
-QUICK = {"tensor parallel"}
+CASES |= {
+    "tensor parallel biases": ("gpt-oss", Layout(tp=2, sequence_parallel=True, dp=2, zero=1), {}),
+    "tensor parallel biases, whole tokens": ("gpt-oss", Layout(tp=2, pp=2), {}),
+    "shared experts": ("deepseek", Layout(tp=2, sequence_parallel=True, pp=2), {}),
+    "selection bias and zero 3": ("deepseek", Layout(cp=2, dp=2, zero=3), {}),
+    "selection bias and zero 1": ("deepseek", Layout(dp=4, zero=1), {"overlap": "both"}),
+}
+QUICK = {"tensor parallel", "tensor parallel biases", "selection bias and zero 3"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])

@@ -83,7 +83,7 @@ def test_shares_may_be_uneven(team: Team, zero: int) -> None:
     check(team, decisions(MODELS["gpt"], Layout(dp=3, zero=zero), 0.5, global_batch=3))
 
 
-@pytest.mark.parametrize("overlap", ["gradients", "both"])
+@pytest.mark.parametrize("overlap", [pytest.param("gradients", marks=pytest.mark.slow), "both"])
 def test_replicas_talk_beside_compute(team: Team, overlap: str) -> None:
     layout = Layout(tp=2, dp=2, zero=1)
     check(team, decisions(MODELS["llama"], layout, overlap=overlap, seq_tokens=256), 3)

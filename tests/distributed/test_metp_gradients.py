@@ -28,12 +28,16 @@ def test_four_ranks_and_no_race_on_any(team: Team, name: str) -> None:
     parity(team, name, Layout(metp=4), debug=True, **KEEP)
 
 
-@pytest.mark.parametrize("policy", [("none", 128), ("full", 0), ("tokenwise", 128)])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(("none", 128), marks=pytest.mark.slow), ("full", 0), ("tokenwise", 128)]
+)
 def test_other_policies(team: Team, policy: tuple[str, int]) -> None:
     parity(team, "gpt", Layout(metp=2), recompute=policy[0], swapped_tokens=policy[1])
 
 
-@pytest.mark.parametrize("policy", [("none", 0), ("none", 128), ("tokenwise", 128)])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(("none", 0), marks=pytest.mark.slow), ("none", 128), ("tokenwise", 128)]
+)
 def test_kept_norms_and_no_race(team: Team, policy: tuple[str, int]) -> None:
     parity(team, "llama", Layout(metp=2), debug=True, recompute=policy[0], swapped_tokens=policy[1], keep_norms=True)
 
@@ -65,7 +69,7 @@ def test_sequences_of_a_micro_batch_and_norms_of_heads(team: Team) -> None:
     parity(team, "llama-normed", Layout(metp=2), micro_batch=2, global_batch=2, **KEEP)
 
 
-@pytest.mark.parametrize(("ranks", "bidirectional"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("ranks", "bidirectional"), [(2, False), pytest.param(4, True, marks=pytest.mark.slow)])
 def test_torchs_encoder_layer_has_the_same_gradients(team: Team, ranks: int, bidirectional: bool) -> None:
     model = msgspec.structs.replace(MODELS["gpt"], bidirectional=bidirectional)
     check_encoder(team, training(model, Layout(metp=ranks), **KEEP))
@@ -78,7 +82,7 @@ def test_sequences_without_a_mask_go_round_together(team: Team, layout: Layout) 
     check(team, chosen, play(Member(0, 1), one_process(chosen), 2, {}), steps=2)
 
 
-@pytest.mark.parametrize(("ranks", "norms"), [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("ranks", "norms"), [(2, False), pytest.param(4, False, marks=pytest.mark.slow), (2, True)])
 def test_each_rank_holds_what_its_program_says(team: Team, ranks: int, norms: bool) -> None:
     chosen = training(MODELS["gpt"], Layout(metp=ranks), keep_norms=norms, **KEEP)
     found = team.play(held, ranks, chosen, frozenset(), in_program_order)

@@ -218,7 +218,9 @@ def stops(member: Member, plan: Path, how: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(("how", "layout"), [("killed", "tp2"), ("raises", "tp2"), ("raises", "pp2")])
+@pytest.mark.parametrize(
+    ("how", "layout"), [("killed", "tp2"), ("raises", "tp2"), pytest.param("raises", "pp2", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_dies_takes_the_others_down_with_a_message(plans: Path, how: str, layout: str) -> None:
     with Team(2) as own, pytest.raises(Failed) as caught:  # at the limit it would say that a rank has not answered
         own.play(stops, 2, plans / f"{layout}.json", how, meets=False, limit_s=90)
@@ -253,7 +255,9 @@ def dies_while_saving(member: Member, plan: Path, folder: Path, function: str) -
     return type(caught.value).__name__, str(caught.value)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", ["before the plan", *(pytest.param(m, marks=pytest.mark.slow) for m in list(MOMENTS)[1:])]
+)
 def test_a_rank_that_dies_while_saving_is_no_bug_and_loses_nothing(plans: Path, tmp_path: Path, moment: str) -> None:
     with Team(2) as own, pytest.raises(Failed) as caught:
         own.play(dies_while_saving, 2, plans / "tp2.json", tmp_path, MOMENTS[moment], meets=False, limit_s=90)

@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+from memo_sim.contract.knobs import Objective
 from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions, Layout
 from tests.distributed.parity import Played, check, one_process, play
@@ -40,9 +41,10 @@ def training(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -
 
 
 @cache
-def reference(name: str, seq_tokens: int, global_batch: int, steps: int) -> Played:
+def reference(name: str, seq_tokens: int, global_batch: int, steps: int, objective: Objective = "next-token") -> Played:
     """Return the results of one process, with one sequence per micro-batch."""
-    alone = decide(MODELS[name], seq_tokens=seq_tokens, micro_batch=1, global_batch=global_batch)
+    fields: dict[str, Any] = {"seq_tokens": seq_tokens, "micro_batch": 1, "global_batch": global_batch}
+    alone = decide(MODELS[name], **fields, objective=objective)
     return play(Member(0, 1), one_process(alone), steps, {})
 
 
@@ -51,7 +53,7 @@ def parity(
 ) -> list[Played]:
     """Train on the layout's ranks and compare the results with those of one process."""
     chosen = training(MODELS[name], layout, alpha, **changes)
-    alone = reference(name, chosen.seq_tokens, chosen.global_batch, steps)
+    alone = reference(name, chosen.seq_tokens, chosen.global_batch, steps, chosen.objective)
     return check(team, chosen, alone, steps=steps, debug=debug)
 
 

@@ -18,6 +18,7 @@ from memo_sim.program.lower import lower
 
 VOCAB = 97
 CPU_KERNELS = Kernels(attention="torch-flash-cpu")
+YARN = RopeScaling(kind="yarn", factor=8.0, original_max_positions=64, attention_factor=1.25, truncate=False)
 LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_positions=64)
 
 
@@ -109,6 +110,30 @@ EXPERT_MODELS = {
         experts=Experts(count=6, per_token=3, hidden=24, renormalize=False),
     ),
 }
+GPT_OSS = Experts(count=4, per_token=2, hidden=48, router_bias=True, bias=True, activation="clamped")
+DEEPSEEK = Experts(
+    count=8,
+    per_token=3,
+    hidden=24,
+    scores="sigmoid",
+    scale=2.5,
+    groups=4,
+    groups_per_token=2,
+    selection_bias=True,
+    selection_rate=0.001,
+    shared=48,
+)
+EXPERT_MODELS["gpt-oss"] = llama(name="gpt-oss-small", qkv_bias=True, proj_bias=True, experts=GPT_OSS)
+EXPERT_MODELS["deepseek"] = llama(name="deepseek-small", experts=DEEPSEEK).of_layers(
+    [LayerShape(ffn_hidden=160), *[LayerShape(ffn_hidden=160, experts=DEEPSEEK)] * 2]
+)
+_OSS = LayerShape(ffn_hidden=48, experts=GPT_OSS)
+WHOLE_MODELS = {
+    "gpt-oss": llama(
+        name="gpt-oss-whole", qkv_bias=True, proj_bias=True, sinks=True, rope_scaling=YARN, ffn_hidden=48
+    ).of_layers([LayerShape(ffn_hidden=48, experts=GPT_OSS, window=32), _OSS, _OSS]),
+}
+"""Models with the attention that belongs to their experts."""
 EXPERT_MODELS["first layer dense"] = EXPERT_MODELS["qwen3-moe"].of_layers(
     [LayerShape(ffn_hidden=160), *[EXPERT_MODELS["qwen3-moe"].layer(1)] * 2]
 )

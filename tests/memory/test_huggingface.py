@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.model import Experts, Model
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.memory.eager_framework import eager_buffers
 from memo_sim.memory.huggingface import module_buffers
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import Liveness, liveness
 from memo_sim.program.lower import lower
+from memo_sim.program.verify.program import check_program
+from memo_sim.program.verify.values import check_values
 
 TOKENS, HIDDEN, FFN, HEADS, KV_HEADS, SIZE = 512, 64, 192, 4, 2, 16
 QWEN = Model(
@@ -136,3 +139,40 @@ def test_the_classifiers_gradient_is_summed_before_the_last_layers_backward() ->
     assert lives.after.death[head] < lives.at("l2/rec/norm1")
     layer = lives.buffer("whole_grads.layer")
     assert np.array_equal(lives.before.death[layer], lives.after.death[layer])
+
+
+def test_experts_keep_their_dispatched_rows_and_the_result_of_the_second_product() -> None:
+    """Saved in recompute: rows (h), up (2w), silu (w), act (w), down (h); backward copies no rows again."""
+    width, chosen, count = 48, 2, 4
+    experts = Experts(count=count, per_token=chosen, hidden=width)
+    model = msgspec.structs.replace(QWEN, experts=experts)
+    lives = lived(model=model, kernels=Kernels(rowwise="eager"), early_stop=True)
+    rows = TOKENS * chosen
+    assert added(lives)["experts.swiglu.saved", "rec/act", "bwd/act.bwd"] == 2 * rows * width
+    names = {"dispatched": HIDDEN, "expert_out": HIDDEN, "up": 2 * width, "act": width}
+    layer = [at for at, name in enumerate(lives.ids) if "/l2/bwd/" in name]
+    held = lives.at("/l2/bwd/dispatch.grad")
+    alive = (lives.after.birth <= held) & (lives.after.death >= held)
+    for name, features in names.items():
+        found = [n for n in np.flatnonzero(alive) if lives.names[n].split("[")[0].endswith(name)]
+        assert [int(lives.after.bytes[n]) for n in found if lives.after.bytes[n]].count(2 * rows * features) >= 1, name
+    assert not any("dispatch.again" in lives.ids[at] for at in layer)
+
+
+def test_the_program_of_modules_experts_passes_the_checks() -> None:
+    model = msgspec.structs.replace(QWEN, experts=Experts(count=4, per_token=2, hidden=48))
+    layout, kernels = Layout(dp=2, zero=3), Kernels(rowwise="eager")
+    given: dict[str, Any] = {
+        "model": model,
+        "layout": layout,
+        "kernels": kernels,
+        "seq_tokens": TOKENS,
+        "global_batch": 2,
+    }
+    decisions = Decisions(
+        **given, memory_policy="eager", modules="huggingface", recompute="full", early_stop=True, loss="blocks"
+    )
+    program = lower(decisions)[0]
+    columns = expand(program)
+    assert check_program(program, columns) == []
+    assert check_values(program, columns, decisions) == []

@@ -23,6 +23,8 @@ that precede it, in two more calls. In the picture, the late chunk of rank 1 (c6
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.attention.partial import Part, add, own_d_q, pack, part_backward, part_forward
@@ -30,6 +32,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Collective, Rowwise
+from memo_sim.program.layout.documents import gathered_segments, shared
 from memo_sim.program.layout.shape import Shape
 
 D_ALL, D_MINE = "d_kv.all", "d_kv.mine"
@@ -63,7 +66,7 @@ def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write the calls after the local square, over all other earlier keys; merge them into ``attn`` and ``lse``."""
-    for part in _parts(shape, _gathered(builder)[0]):
+    for part in _parts(decisions, shape, _gathered(builder)[0]):
         most = keys_before(shape)
         part_forward(builder, decisions, shape, part, "attn.before", merge="attn.merge", most_keys=most)
 
@@ -73,7 +76,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     for name, ranks in ((D_ALL, shape.cp), (D_MINE, 1)):
         builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, 2 * shape.kv_width)
     own_d_q(builder, decisions, shape)
-    for part in _parts(shape, _gathered(builder)[0]):
+    for part in _parts(decisions, shape, _gathered(builder)[0]):
         into = Rows(D_ALL, part.keys.first, part.keys.tokens)
         most = keys_before(shape)
         part_backward(builder, decisions, shape, part, "attn.before.bwd", into=into, most_keys=most)
@@ -94,17 +97,24 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     add(builder, decisions, "d_kv.return", builder.all(D_MINE), builder.all("d_qkv"))
 
 
-def _parts(shape: Shape, everyone: str) -> list[Part]:
+def _parts(decisions: Decisions, shape: Shape, everyone: str) -> list[Part]:
     """Return the earlier keys of other ranks, rows of ``everyone``.
 
-    Early chunks come before both own chunks, other chunks before the late one.
+    Early chunks come before both own chunks, other chunks before the late one. The late chunks of other ranks are in
+    reverse order, so with packed documents each has a call of its own, in which a document is one run of rows.
     """
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
-    parts = [Part(Rows(everyone, 0, rank * half))] if rank else []
+    parts = [Part(Rows(everyone, 0, rank * half), chunks=tuple(range(rank)))] if rank else []
     if later := (cp - 1 - rank) * half:
-        parts.append(Part(Rows(everyone, (rank + 1) * half, later), late=True, suffix=".early"))
-        parts.append(Part(Rows(everyone, (cp + rank + 1) * half, later), late=True, suffix=".late"))
-    return parts
+        early = tuple(range(rank + 1, cp))
+        parts.append(Part(Rows(everyone, (rank + 1) * half, later), late=True, suffix=".early", chunks=early))
+        places = range(cp + rank + 1, 2 * cp) if decisions.documents else (cp + rank + 1,)
+        each = later // len(places)
+        for i, place in enumerate(places):
+            keys, suffix = Rows(everyone, place * half, each), f".late{i or ''}"
+            parts.append(Part(keys, late=True, suffix=suffix, chunks=(3 * cp - 1 - place,)))
+    segments = shared(gathered_segments(decisions), len(parts))
+    return [replace(part, segments=segments) for part in parts]
 
 
 def _unmet(shape: Shape) -> list[Rows]:

@@ -18,10 +18,11 @@ from memo_sim.program.attention import all_gather as gathered_attention
 from memo_sim.program.attention import plain as plain_attention
 from memo_sim.program.attention import ring, rsa, windowed
 from memo_sim.program.attention import subsequence as prefix_attention
-from memo_sim.program.attention.partial import attention_work, workspace
+from memo_sim.program.attention.partial import attention_work, documents, workspace
 from memo_sim.program.ir.builder import TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Mask
+from memo_sim.program.layout.documents import own_segments
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
 
@@ -59,7 +60,10 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         windowed.forward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
-    work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=False, window=shape.window)
+    own = own_segments(decisions)
+    work = attention_work(
+        decisions, shape, tokens, tokens, _mask(decisions), backward=False, window=shape.window, segments=own
+    )
     scratch = workspace(builder, decisions, work, "attn.scratch")
     if shape.cp > 1:
         around.start(builder, decisions, shape)
@@ -69,6 +73,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         Lane.COMPUTE,
         work,
         qkv=reads(builder.all("qkv")),
+        **documents(builder),
         out=writes(builder.all("attn")),
         lse=writes(builder.all("lse")),
         workspace=scratch,
@@ -96,7 +101,10 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         windowed.backward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
-    work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=True, window=shape.window)
+    own = own_segments(decisions)
+    work = attention_work(
+        decisions, shape, tokens, tokens, _mask(decisions), backward=True, window=shape.window, segments=own
+    )
     scratch = workspace(builder, decisions, work, "attn.bwd.scratch")
     if shape.cp > 1:
         around.start(builder, decisions, shape, ".bwd")
@@ -107,6 +115,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         work,
         grad=reads(builder.all("d_attn")),
         qkv=reads(builder.all("qkv")),
+        **documents(builder),
         out=reads(builder.all("attn")),
         lse=reads(builder.all("lse")),
         grad_qkv=writes(builder.all("d_qkv")),

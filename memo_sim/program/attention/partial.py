@@ -6,7 +6,7 @@ go to a buffer of their own and are then added to the sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from memo_sim.contract.plan import Decisions
@@ -14,16 +14,34 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Attention, Mask, Rowwise, WindowedAttention
+from memo_sim.program.layout.documents import Segments, most_pieces
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators.workspaces import FLASH_TILE_TOKENS as TILE_TOKENS
 from memo_sim.program.operators.workspaces import attention_workspace_bytes, sum_workspace_bytes
+
+DOCUMENTS = "input.documents"
+"""Slot and family of the ends of packed documents."""
+
+PADS_DOCUMENTS = ("flash1", "flash2", "flash3", "flash4", "torch-flash")
+"""Kernels whose backward over packed documents sums in fp32 rows that are rounded up to tiles for each document
+(flash-attention: csrc/flash_attn/flash_api.cpp and hopper/flash_api.cpp, ``total_q + 128 * batch``)."""
 
 
 def attention_work(
-    decisions: Decisions, shape: Shape, q: int, k: int, mask: Mask, *, backward: bool, window: int = 0
+    decisions: Decisions,
+    shape: Shape,
+    q: int,
+    k: int,
+    mask: Mask,
+    *,
+    backward: bool,
+    window: int = 0,
+    segments: Segments = (),
 ) -> Attention:
     """Return the work of one call; ``q`` queries and ``k`` keys are counted over all sequences of the micro-batch.
 
-    ``window``: how many keys a query sees at most; 0: all that the mask leaves.
+    ``window``: how many keys a query sees at most; 0: all that the mask leaves. ``segments``: the pairs of packed
+    documents among them.
     """
     batch = decisions.micro_batch
     kind = partial(WindowedAttention, window=window) if window else Attention
@@ -38,12 +56,21 @@ def attention_work(
         backward=backward,
         kernel=decisions.kernels.attention,
         dtype=decisions.dtype,
+        segments=segments,
     )
+
+
+def documents(builder: TemplateBuilder) -> dict[str, Access]:
+    """Return where packed documents end as an operand; none where a sequence is one document."""
+    return {"documents": reads(builder.all(DOCUMENTS))} if builder.has(DOCUMENTS) else {}
 
 
 def workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> Access | None:
     """Add a buffer for the kernel's scratch, which lives for one instruction; None when the kernel needs none."""
     groups, deterministic = decisions.kernels.head_groups, decisions.deterministic
+    if work.segments and work.backward and work.kernel in PADS_DOCUMENTS:
+        more = TILE_TOKENS * most_pieces(decisions) // work.batch
+        work = replace(work, q_tokens=work.q_tokens + more, k_tokens=work.k_tokens + more)
     return builder.scratch(name, attention_workspace_bytes(work, groups, deterministic=deterministic))
 
 
@@ -133,10 +160,20 @@ class Part:
     late: bool = False
     suffix: str = ""
     """End of the instructions' names, to tell apart several calls of the same step."""
+    segments: Segments = ()
+    """The pairs of packed documents; empty for one document."""
+    chunks: tuple[int, ...] = ()
+    """The chunks of a sequence, of 2 x cp, whose keys these are."""
 
     def queries(self, shape: Shape) -> int:
         """Return the number of queries."""
         return shape.tokens // 2 if self.late else shape.tokens
+
+    def work(self, decisions: Decisions, shape: Shape, *, backward: bool) -> Attention:
+        """Return the work of the call."""
+        queries, keys = self.queries(shape), self.keys.tokens
+        work = attention_work(decisions, shape, queries, keys, "none", backward=backward, segments=self.segments)
+        return replace(work, chunks=self.chunks) if self.segments else work
 
 
 def part_forward(
@@ -156,8 +193,9 @@ def part_forward(
         f"{name}{part.suffix}",
         "attention",
         Lane.COMPUTE,
-        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=False),
+        part.work(decisions, shape, backward=False),
         **queries(builder),
+        **documents(builder),
         kv=reads(part.keys),
         out=writes(out),
         lse=writes(lse),
@@ -195,9 +233,10 @@ def part_backward(
         f"{name}{part.suffix}",
         "attention.bwd",
         Lane.COMPUTE,
-        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=True),
+        part.work(decisions, shape, backward=True),
         grad=reads(builder.all("d_attn")),
         **queries(builder),
+        **documents(builder),
         kv=reads(part.keys),
         out=reads(builder.all("attn")),
         lse=reads(builder.all("lse")),

@@ -10,7 +10,10 @@ from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 def project(writer: OperatorWriter, ulysses: Ulysses, rows: RowBlock, at: RowBlock, room: int) -> None:
     """Write projection and residual sum of ``rows``; their product lies at ``at`` in a buffer for ``room`` rows."""
     shape = writer.shape
-    attended = Rows(ulysses.sequence_sharded("attn"), *rows)
+    output = Rows(ulysses.sequence_sharded("attn"), *rows)
+    attended = Rows(writer.attended(output.slot, kept=True), *rows)
+    writer.quantise(output, attended)
+    attended = Rows(writer.attended(output.slot), *rows)
 
     def product(x: Rows, out: Rows) -> None:
         writer.linear("proj", x, out, shape.hidden, shape.q_width, bias=False)

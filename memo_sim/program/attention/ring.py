@@ -33,6 +33,7 @@ from memo_sim.program.attention.partial import Part, add, own_d_q, pack, part_ba
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Exchange, Rowwise
+from memo_sim.program.layout.documents import shared, step_segments
 from memo_sim.program.layout.shape import Shape
 
 DOUBLE_BUFFER_SLOTS = 2
@@ -135,9 +136,22 @@ def _parts(decisions: Decisions, shape: Shape, step: int, slots: int = DOUBLE_BU
     slot = _buffer("kv", step, slots)
     if decisions.model.bidirectional:
         return [Part(_half(slot, shape, late=late), suffix=(".early", ".late")[late]) for late in (False, True)]
+    segments = step_segments(decisions, step)
+    owner = (shape.cp_rank - step) % shape.cp
+    chunks = (owner, 2 * shape.cp - 1 - owner)
     if step <= shape.cp_rank:
-        return [Part(_half(slot, shape))]
-    return [Part(_half(slot, shape, late=late), late=True, suffix=(".early", ".late")[late]) for late in (False, True)]
+        return [Part(_half(slot, shape), segments=segments, chunks=chunks[:1])]
+    shares = shared(segments, 2)
+    return [
+        Part(
+            _half(slot, shape, late=late),
+            late=True,
+            suffix=(".early", ".late")[late],
+            segments=shares,
+            chunks=chunks[late : late + 1],
+        )
+        for late in (False, True)
+    ]
 
 
 def _step_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int) -> None:

@@ -8,6 +8,9 @@ same parameters (cp x ulysses x dp).
     zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
+The experts of a layer that ranks divide (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep. Their states
+are divided over those.
+
 With ``zero_ranks``, the states are divided over groups of that many replicas. Gradients are reduce-scattered inside a
 group, and each shard is all-reduced between the groups. Parameters are gathered inside a group. So do torch's HSDP
 (``_fsdp_collectives.py``, foreach_reduce) and Megatron-LM with several distributed optimizer instances
@@ -18,9 +21,11 @@ group, and each shard is all-reduced between the groups. Parameters are gathered
 ``overlap`` moves both collectives beside compute; ``sharding.py`` places them in the step.
 
 States ``bf16`` keeps both moments in bf16. States ``pure-bf16`` also has bf16 gradients, which are summed over
-micro-batches and ranks in bf16, and no master copy: AdamW rounds each parameter to bf16 after every step. States
-``host`` keeps master copy and moments in host memory and updates them on the host's cores; gradients are copied to the
-host and parameters back to the device. When gradients are clipped, the update scales them in place.
+micro-batches and ranks in bf16, and no master copy: AdamW rounds each parameter to the nearest bf16 number after every
+step, not stochastically. ``pure-bf16-fp32-moments`` has moments in fp32. ``grad_sums`` sets the gradients' dtype by
+itself: bf16 beside master weights (params), fp32 without them (fp32). AdamW computes in fp32 unless all that it reads
+is bf16. States ``host`` keeps master copy and moments in host memory and updates them on the host's cores; gradients
+are copied to the host and parameters back to the device. When gradients are clipped, the update scales them in place.
 
 An eager framework makes more passes over the gradients (Megatron-LM, ``core/distributed/param_and_grad_buffer.py`` and
 ``core/optimizer``). Before the reduction one pass looks for NaN, and one divides by the number of replicas. Later one
@@ -39,8 +44,17 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
-from memo_sim.program.layout.parameters import Block, autocast, gradient_dtype
-from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
+from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements, weight_copies, weights
+from memo_sim.program.layout.parameters import (
+    FROZEN,
+    Block,
+    autocast,
+    gradient_dtype,
+    moment_dtype,
+    without_masters,
+)
+from memo_sim.program.layout.rank_order import EXPERT_GRADS, GRADS, REPLICATE, SHARD, degree
+from memo_sim.program.operators.fp8_operands import quantisation
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
@@ -65,8 +79,11 @@ class Optimizer:
     def group(self) -> Group:
         """The group of ranks that hold the same parameters.
 
-        METP divides only the parameters of layers, so its ranks share the embedding and the head (``ends``).
+        METP divides only the parameters of layers, so its ranks share the embedding and the head (``ends``). Fewer
+        ranks hold the same experts than hold the rest of a layer, where ranks divide these (``expert_grads``).
         """
+        if self.kind is BlockKind.EXPERTS:
+            return EXPERT_GRADS
         return "ends" if self.decisions.layout.whole_ends and self.kind is not BlockKind.LAYER else "grads"
 
     @property
@@ -101,9 +118,14 @@ class Optimizer:
         return self.decisions.zero_params == "cast" and self.master and self.shared("params")
 
     @property
+    def frozen(self) -> bool:
+        """Whether nothing of the block is trained: its parameters have no gradients and no optimizer states."""
+        return self.block.trained_elements == 0
+
+    @property
     def pure(self) -> bool:
-        """Whether gradients and moments have the parameters' dtype, bf16, and there is no master copy."""
-        return self.decisions.states == "pure-bf16"
+        """Whether parameters are bf16 and there is no master copy."""
+        return without_masters(self.decisions)
 
     @property
     def grad_dtype(self) -> DtypeName:
@@ -115,23 +137,43 @@ class Optimizer:
         return DTYPE_BYTES[self.grad_dtype]
 
     @property
+    def summed_bytes(self) -> int:
+        """Bytes of a gradient's sum as AdamW and the sums of shards are priced."""
+        return DTYPE_BYTES[self._dtypes[1]]
+
+    @property
     def on_host(self) -> bool:
         """Whether the master copy and the moments are in host memory."""
         return self.decisions.states == "host"
 
+    @property
+    def quantised(self) -> bool:
+        """Whether products read FP8 copies of the block's matrices.
+
+        They are made before the block's first use in a step, and again before every use of gathered parameters."""
+        return self.decisions.fp8 != "none" and self.kind is BlockKind.LAYER
+
     def shared(self, name: Literal["params", "grads"]) -> bool:
         """Whether a rank holds only its shard of the block's parameters or gradients."""
+        if name == "grads" and self.frozen:
+            return False
         return self.shards > 1 and self.decisions.layout.zero >= {"grads": 2, "params": 3}[name]
 
     @property
     def reduced_early(self) -> bool:
         """Whether whole gradients are summed over replicas right after the block's last backward."""
-        return self.decisions.overlap != "none" and self.replicas > 1 and not self.shared("grads")
+        several = self.replicas > 1 and not self.frozen
+        return self.decisions.overlap != "none" and several and not self.shared("grads")
 
     @property
     def gathered_late(self) -> bool:
         """Whether whole parameters are gathered at the start of the following step."""
-        return self.decisions.overlap == "both" and self.shards > 1 and not self.shared("params")
+        return self.decisions.overlap == "both" and self._gathers_updated
+
+    @property
+    def _gathers_updated(self) -> bool:
+        """Whether ranks gather the parameters that each of them has updated a share of."""
+        return self.shards > 1 and not self.shared("params") and not self.frozen
 
     @property
     def eager(self) -> bool:
@@ -155,10 +197,8 @@ class Optimizer:
         return self.grad_dtype if chosen == "auto" else chosen
 
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return (name, first element in the block, elements of this rank's shard) of the runs decay and no_decay."""
-        decayed, total = self.block.decayed_elements, self.block.elements
-        parts = [("decay", 0, decayed), ("no_decay", decayed, total - decayed)]
-        return [(name, first, -(-length // self.shards)) for name, first, length in parts if length]
+        """Return (name, first element, elements of this rank's shard) of the block's runs that are trained."""
+        return [(name, at, -(-length // self.shards)) for name, at, length in self.block.runs() if name != FROZEN]
 
     def state_elements(self) -> int:
         """Return the number of elements of the block that this rank updates."""
@@ -167,7 +207,7 @@ class Optimizer:
     def families(self) -> list[Family]:
         """Return the buffer families of the block: parameters, gradients, master copy and moments."""
         space: Literal["device", "host"] = "host" if self.on_host else "device"
-        moment = "bf16" if self.decisions.states == "bf16" or self.pure else "fp32"
+        moment = moment_dtype(self.decisions)
         share = self.state_elements()
 
         def state(kind: FamilyKind, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
@@ -185,23 +225,33 @@ class Optimizer:
                 layer_kind=self.layer_kind,
             )
 
-        held = {name: share if self.shared(name) else self.block.elements for name in ("params", "grads")}
-        found = [] if self.cast else [state(FamilyKind.PARAMS, self.decisions.dtype, held["params"], "device")]
-        found.append(state(FamilyKind.GRADS, self.grad_dtype, held["grads"], "device"))
+        trained = self.block.trained_elements
+        whole = self.block.elements
+        params = sum(-(-length // self.shards) for *_, length in self.block.runs()) if self.shared("params") else whole
+        found = [] if self.cast else [state(FamilyKind.PARAMS, self.decisions.dtype, params, "device")]
+        if self.frozen:
+            return found
+        found.append(state(FamilyKind.GRADS, self.grad_dtype, share if self.shared("grads") else trained, "device"))
         if self.master:
-            whole = autocast(self.decisions)
-            found.append(state(FamilyKind.MASTER, "fp32", self.block.elements if whole else share, space))
+            found.append(state(FamilyKind.MASTER, "fp32", whole if autocast(self.decisions) else share, space))
         found += [state(FamilyKind.MOMENT1, moment, share, space), state(FamilyKind.MOMENT2, moment, share, space)]
+        if self.quantised and not self.shared("params"):
+            copies = copied_elements(self.decisions, self.block)
+            found.append(state(FamilyKind.PARAMS_FP8, ACTIVATIONS, copies, "device"))
         if self.on_host:
             found.append(state(FamilyKind.HOST_GRADS, "fp32", share, "host"))
             found.append(state(FamilyKind.HOST_PARAMS, self.decisions.dtype, share, "host"))
         return found
 
-    def zero(self, families: Families, *, fresh: bool = False) -> Template:
+    def zero(self, families: Families, *, fresh: bool = False) -> Template | None:
         """Return the template that zeroes gradients: this rank's at the start of a step, or those of a use.
+
+        None for a frozen block.
 
         ``fresh``: nothing is zeroed, because autograd allocates these gradients and a product writes them.
         """
+        if self.frozen:
+            return None
         builder = TemplateBuilder(f"{self.name}.zero", Phase.ZERO, TemplateKind.ZERO, self.kind, self.layer_kind)
         builder.bind(families[f"grads.{self.name}"], slot="grads")
         held = builder.all("grads")
@@ -211,9 +261,33 @@ class Optimizer:
         builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(held))
         return builder.build()
 
+    def quantise(self, families: Families, *, again: bool = False) -> Template:
+        """Return the template that makes the FP8 copies of the block's matrices; ``again``: for one backward.
+
+        ``families``: those that a use of the parameters sees (``Sharding.whole``).
+        """
+        kind = TemplateKind.QUANTIZE_AGAIN if again else TemplateKind.QUANTIZE
+        name = f"{self.name}.{'quantize_again' if again else 'quantize'}"
+        builder = TemplateBuilder(name, Phase.REQUANTIZE if again else Phase.QUANTIZE, kind, self.kind, self.layer_kind)
+        source = builder.bind(families[f"params.{self.name}"])
+        copies = builder.bind(families[f"params_fp8.{self.name}"])
+        elements = sum(weight.elements for weight in weights(self.block))
+        written = copied_elements(self.decisions, self.block)
+        several = weight_copies(self.decisions) > 1
+        builder.emit(
+            f"params.{self.name}",
+            "params.quantize",
+            Lane.COMPUTE,
+            quantisation(self.decisions, elements, elements, written),
+            x=reads(Rows(source, 0, elements)),
+            out=writes(Rows(copies, 0, elements)),
+            columns=writes(Rows(copies, elements, written - elements)) if several else None,
+        )
+        return builder.build()
+
     def prepare(self, families: Families) -> Template | None:
         """Return an eager framework's passes over whole gradients before any reduction; None when there are none."""
-        if not self.eager or self.reduced_early:
+        if not self.eager or self.reduced_early or self.frozen:
             return None
         builder = TemplateBuilder(
             f"{self.name}.prepare", Phase.REDUCE, TemplateKind.PREPARE, self.kind, self.layer_kind
@@ -223,11 +297,12 @@ class Optimizer:
         return builder.build()
 
     def _prepare(self, builder: TemplateBuilder) -> None:
-        whole, size = builder.all("grads"), self._grad_bytes * self.block.elements
-        looked, norm = Rowwise("grad_norm", self.block.elements, size, 4), builder.scratch("check.norm", 4)
+        elements = self.block.trained_elements
+        whole, size = builder.all("grads"), self._grad_bytes * elements
+        looked, norm = Rowwise("grad_norm", elements, size, 4), builder.scratch("check.norm", 4)
         builder.emit("check", "grads.check", Lane.COMPUTE, looked, grads=reads(whole), workspace=norm)
         if self.replicas > 1:
-            scaled = Rowwise("scale", self.block.elements, size, size)
+            scaled = Rowwise("scale", elements, size, size)
             builder.emit("scale", "grads.scale", Lane.COMPUTE, scaled, grads=accumulates(whole))
 
     def reduce(self, families: Families) -> Template | None:
@@ -235,8 +310,10 @@ class Optimizer:
 
         Vectors whose gradient a rank computes in part are summed over tp (over metp for METP's layers). All gradients
         are then summed over the replicas: those that are divided inside the ``shard_group`` first. Sums of shards that
-        a rank keeps alone are not part of it (``reduce_shards``).
+        a rank keeps alone are not part of it (``reduce_shards``). A frozen block has none.
         """
+        if self.frozen:
+            return None
         builder = TemplateBuilder(f"{self.name}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind, self.layer_kind)
         builder.bind(families[f"grads.{self.name}"], slot="grads")
         layout = self.decisions.layout
@@ -247,7 +324,7 @@ class Optimizer:
         if layout.whole_ends and self.kind is BlockKind.LAYER:
             partial, over = self.block.partial_elements(sequence_parallel=True), layout.weights_group
         if partial:
-            rows = Rows("grads", self.block.elements - partial, partial)
+            rows = Rows("grads", self.block.trained_elements - partial, partial)
             size = DTYPE_BYTES[builder.dtype("grads")]
             work = Collective("all_reduce", size * partial, degree(over, layout), over)
             builder.emit("vectors", "all_reduce", COLLECTIVE_LANES[over], work, tensor=accumulates(rows))
@@ -257,7 +334,7 @@ class Optimizer:
             if self.flattened:
                 self._flatten(builder, families)
             slot, size = ("flat", DTYPE_BYTES[self.reduce_dtype]) if self.flattened else ("grads", self._grad_bytes)
-            work = Collective(kind, size * self.block.elements, ranks, group)
+            work = Collective(kind, size * self.block.trained_elements, ranks, group)
             whole = accumulates(builder.all(slot))
             builder.emit("grads", f"grads.{kind}", COLLECTIVE_LANES[group], work, tensor=whole)
             if self.shards > 1 and self.copies > 1 and not self.shared("grads"):
@@ -274,7 +351,7 @@ class Optimizer:
         """
         flat = families[f"flat_grads.{self.name}"]
         builder.bind(flat, slot="flat")
-        elements, size = self.block.elements, DTYPE_BYTES[self.decisions.dtype]
+        elements, size = self.block.trained_elements, DTYPE_BYTES[self.decisions.dtype]
         written = DTYPE_BYTES[self.reduce_dtype] if self.decisions.sharding == "fsdp2" else size
         work = Rowwise(
             "flatten.widen" if written > size else "flatten",
@@ -289,7 +366,7 @@ class Optimizer:
 
     def reduce_shards(self, families: Families) -> Template | None:
         """Return the template that sums this rank's shard of gradients between groups; None without several groups."""
-        if self.copies == 1 or not self.shared("grads"):
+        if self.copies == 1 or not self.shared("grads"):  # a frozen block shares none
             return None
         builder = TemplateBuilder(f"{self.name}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind, self.layer_kind)
         builder.bind(families[f"grads.{self.name}"], slot="grads")
@@ -304,11 +381,13 @@ class Optimizer:
             offset += length
         builder.emit("shard", "shards.all_reduce", COLLECTIVE_LANES[REPLICATE], work, **tensors)
 
-    def norm(self, families: Families) -> Template:
-        """Return the template that adds the block's squared gradient norm.
+    def norm(self, families: Families) -> Template | None:
+        """Return the template that adds the block's squared gradient norm; None for a frozen block.
 
         A vector that all tensor-parallel ranks hold is counted once across them.
         """
+        if self.frozen:
+            return None
         builder = TemplateBuilder(f"{self.name}.norm", Phase.REDUCE, TemplateKind.NORM, self.kind, self.layer_kind)
         builder.bind(families[f"grads.{self.name}"], slot="grads")
         builder.bind(families["grad_norm"])
@@ -323,11 +402,13 @@ class Optimizer:
         )
         return builder.build()
 
-    def update(self, families: Families) -> Template:
-        """Return the template of AdamW over the block's two runs.
+    def update(self, families: Families) -> Template | None:
+        """Return the template of AdamW over the block's two runs; None for a frozen block.
 
         With divided states it ends with the all-gather of the parameters, unless the next step gathers them.
         """
+        if self.frozen:
+            return None
         builder = TemplateBuilder(
             f"{self.name}.update", Phase.OPTIMIZER, TemplateKind.UPDATE, self.kind, self.layer_kind
         )
@@ -344,7 +425,7 @@ class Optimizer:
                 self._device_update(builder, name, first, offset, length)
             offset += length
         builder.run = ""
-        if self.shards > 1 and not self.shared("params") and not self.gathered_late:
+        if self._gathers_updated and not self.gathered_late:
             self._gather(builder)
         return builder.build()
 
@@ -365,8 +446,8 @@ class Optimizer:
         return "master" if autocast(self.decisions) else "params"
 
     def _gather(self, builder: TemplateBuilder) -> None:
-        whole = builder.all(self._gathered)
-        size = self.block.elements * DTYPE_BYTES[builder.dtype(self._gathered)]
+        whole = Rows(self._gathered, 0, self.block.trained_elements)
+        size = whole.tokens * DTYPE_BYTES[builder.dtype(self._gathered)]
         work = Collective("all_gather", size, self.shards, self.shard_group)
         lane = COLLECTIVE_LANES[self.shard_group]
         builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(whole))
@@ -382,25 +463,22 @@ class Optimizer:
         read, written = self._update_bytes()
         size = DTYPE_BYTES[self.decisions.dtype]
         params = self._held("params", first, offset, length)
+        op = _update_of(name)
+        work = Rowwise(self._kernels, length, read * length, written * length, elements=length, element_bytes=size)
+        if name == "selection":  # reads a sum and a bias in fp32, writes the bias, its rounded copy and the sign
+            work = Rowwise(op, length, 2 * 4 * length, (4 + 4 + size * self.master) * length)
         builder.emit(
-            f"adamw.{name}",
-            f"adamw.{name}",
+            op,
+            op,
             Lane.COMPUTE,
-            Rowwise(
-                self._kernels,
-                length,
-                read * length,
-                written * length,
-                elements=length,
-                element_bytes=size,
-            ),
+            work,
             grads=accumulates(self._held("grads", first, offset, length)),
             norm=reads(builder.all("grad_norm")),
             master=accumulates(Rows("master", offset, length)) if self.master else None,
             moment1=accumulates(Rows("moment1", offset, length)),
             moment2=accumulates(Rows("moment2", offset, length)),
             params=None if self.cast else writes(params) if self.master else accumulates(params),
-            workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, self.decisions.states)),
+            workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, *self._dtypes)),
         )
 
     @property
@@ -409,14 +487,22 @@ class Optimizer:
         fused = self.decisions.kernels.adamw == "fused" and library_of(self.decisions.kernels.rowwise) is not None
         return "adamw" + ".pure" * self.pure + ".cast" * (self.cast or autocast(self.decisions)) + ".fused" * fused
 
+    @property
+    def _dtypes(self) -> tuple[DtypeName, DtypeName, DtypeName]:
+        """The dtypes of what AdamW updates (parameters or their master copy), of gradients, and of moments."""
+        # An eager framework's kernels and scratch are those of sums in fp32.
+        sums = self.grad_dtype if self.pure or self.decisions.memory_policy != "eager" else "fp32"
+        return ("bf16" if self.pure else "fp32"), sums, moment_dtype(self.decisions)
+
     def _update_bytes(self) -> tuple[int, int]:
         """Return the bytes that AdamW reads and writes for each parameter."""
         size = DTYPE_BYTES[self.decisions.dtype]
         eager = self.decisions.memory_policy == "eager"
+        updated, sums, moment = (DTYPE_BYTES[dtype] for dtype in self._dtypes)
         if self.pure:  # gradient, moments and parameter, of which all but the gradient are written; clipping is a pass
-            return 4 * size + size * eager, 3 * size + size * eager
-        moment = 2 if self.decisions.states == "bf16" else 4
-        read = 4 + 2 * moment + 4
+            read, written = sums + 2 * moment + updated, 2 * moment + updated
+            return read + sums * eager, written + sums * eager
+        read = sums + 2 * moment + 4
         written = 2 * moment + 4 + (size if self.master and not self.cast and not autocast(self.decisions) else 0)
         return (read + 8, written + 4) if eager else (read, written)
 
@@ -429,8 +515,8 @@ class Optimizer:
             f"grads.{name}", "d2h", Lane.D2H, Copy(4 * length, "d2h"), source=reads(grads), target=writes(share)
         )
         builder.emit(
-            f"adamw.{name}",
-            f"adamw.{name}",
+            _update_of(name),
+            _update_of(name),
             Lane.HOST,
             host_update(length, self.decisions.dtype),
             grads=accumulates(share),
@@ -443,6 +529,11 @@ class Optimizer:
         builder.emit(
             f"params.{name}", "h2d", Lane.H2D, Copy(size * length, "h2d"), source=reads(updated), target=writes(params)
         )
+
+
+def _update_of(run: str) -> str:
+    """Return the op that updates a run. The selection bias has AdamW's operands."""
+    return "router.balance" if run == "selection" else f"adamw.{run}"
 
 
 def host_update(elements: int, dtype: DtypeName) -> HostUpdate:
@@ -474,10 +565,14 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     for name in ("grad_norm", "loss"):
         builder.bind(families[name])
     weights = layout.weights_group
+    shared: tuple[Group, int] = (GRADS if layout.shards == replicas else SHARD, layout.shards)
+    # Ranks that divide experts add up the norms of their own (``memo_exec/distributed/own_program.py`` says who counts
+    # the rest).
+    shared = (GRADS, replicas) if layout.ep > 1 else shared
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
         ("grad_norm", weights, degree(weights, layout), layout.whole_ends),
-        ("grad_norm", GRADS if layout.shards == replicas else SHARD, layout.shards, True),
+        ("grad_norm", *shared, True),
         ("grad_norm", "pp", layout.pp, True),
         ("loss", weights, degree(weights, layout), layout.whole_ends),
         ("loss", "grads", replicas, True),

@@ -59,6 +59,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Rowwise
+from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import layers_by_kind
 from memo_sim.program.layout.swap_schedule import LayerPass
@@ -97,6 +98,7 @@ FOR_BACKWARD = (
     TemplateKind.BACKWARD_RESIDENT,
     TemplateKind.REGATHER,
     TemplateKind.COPY_OUT_AGAIN,
+    TemplateKind.QUANTIZE_AGAIN,
 )
 """The templates that use the parameters gathered for a layer's backward."""
 
@@ -117,8 +119,12 @@ class Sharding:
         """``optimizers``: by the names of their blocks."""
         self.stage = stage
         self.kinds = layers_by_kind(decisions.model, stage)
-        self.blocks = {layer: kind.block for kind in self.kinds for layer in kind.layers}
-        """By layer: the name of its block."""
+        self.blocks = {
+            layer: tuple(name for name in (kind.block, kind.experts_block) if name in optimizers)
+            for kind in self.kinds
+            for layer in kind.layers
+        }
+        """By layer: the names of its blocks."""
         self.decisions = decisions
         self.optimizers = optimizers
         self.micro_batches = micro_batches
@@ -130,6 +136,8 @@ class Sharding:
         """The names of blocks whose parameters are sharded."""
         self.copied_out = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.copied_out)
         """The names of blocks whose gathered parameters are copied out (FSDP2)."""
+        self.quantised = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.quantised)
+        """The names of blocks of whose matrices products read FP8 copies."""
         # Deferred weight gradients come after the last backward. Those of helper stages come after the owner's backward
         # (``pipeline/owner_stage.py``).
         late = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
@@ -142,18 +150,20 @@ class Sharding:
     def families(self) -> list[Family]:
         """Return the buffers of whole gradients and parameters, one for each use."""
         m, found = self.micro_batches * self.subsequences, []
-        uses = {"embed": m * self.embed_uses, "head": m} | {each.block: m * len(each.layers) for each in self.kinds}
+        uses = {"embed": m * self.embed_uses, "head": m}
+        uses |= {name: m * len(k.layers) for k in self.kinds for name in (k.block, k.experts_block)}
         for kind, optimizer in self.optimizers.items():
             elements, block, of = optimizer.block.elements, optimizer.kind, optimizer.layer_kind
             if kind in self.grads:
+                trained = optimizer.block.trained_elements
                 name = f"whole_grads.{kind}"
                 summed, flat = optimizer.grad_dtype, f"flat_grads.{kind}"
                 dtypes = {name: self.decisions.dtype, flat: optimizer.reduce_dtype}
                 for each, dtype in dtypes.items() if optimizer.flattened else [(name, summed)]:
-                    holds, size = FamilyKind.WHOLE_GRADS, (dtype, elements, 1, uses[kind])
+                    holds, size = FamilyKind.WHOLE_GRADS, (dtype, trained, 1, uses[kind])
                     found.append(Family(each, BufferClass.TRANSIENT, *size, kind=holds, block=block, layer_kind=of))
             if kind in self.params:
-                count = 2 * uses[kind] if block is BlockKind.LAYER else uses[kind]
+                count = 2 * uses[kind] if block.of_layer else uses[kind]
                 dtype, holds = self.decisions.dtype, FamilyKind.GATHERED
                 for name in ("gathered", "copied_out") if optimizer.copied_out else ("gathered",):
                     size = (dtype, elements, 1, count)
@@ -161,6 +171,10 @@ class Sharding:
                     found.append(Family(full, BufferClass.GATHERED, *size, kind=holds, block=block, layer_kind=of))
                 if optimizer.cast:
                     found.append(_cast_shard(optimizer, dtype))
+                if kind in self.quantised:
+                    copied = (ACTIVATIONS, copied_elements(self.decisions, optimizer.block), 1, count)
+                    full = f"params_fp8.{kind}"
+                    found.append(Family(full, BufferClass.GATHERED, *copied, kind=holds, block=block, layer_kind=of))
         return found
 
     def whole(self, families: Families) -> Families:
@@ -178,17 +192,21 @@ class Sharding:
             if kind in self.grads:
                 cleared = optimizer.zero(self.whole(families), fresh=optimizer.flattened)
                 scattered = optimizer.reduce(self.whole(families))
-                assert scattered is not None  # blocks in self.grads have replicas
+                assert cleared is not None  # blocks in self.grads are trained
+                assert scattered is not None  # and have replicas
                 found.append(replace(cleared, name=f"{kind}.clear", kind=TemplateKind.CLEAR))
                 found.append(replace(scattered, name=f"{kind}.scatter", kind=TemplateKind.SCATTER))
                 found.append(self._add(kind, families))
+            if kind in self.quantised:
+                seen = self.whole(families)
+                found += [optimizer.quantise(seen, again=again) for again in (False, True)[: 1 + (kind in self.params)]]
             if kind in self.params:
                 found.append(self._gather(kind, families, Phase.GATHER))
-                if optimizer.kind is BlockKind.LAYER:
+                if optimizer.kind.of_layer:
                     found.append(self._gather(kind, families, Phase.REGATHER))
                 if optimizer.copied_out:
                     found.append(self._copy_out(kind, families, Phase.GATHER))
-                    if optimizer.kind is BlockKind.LAYER:
+                    if optimizer.kind.of_layer:
                         found.append(self._copy_out(kind, families, Phase.REGATHER))
         return found
 
@@ -251,7 +269,7 @@ class Sharding:
         reduced = families[f"{'flat' if self.optimizers[kind].flattened else 'whole'}_grads.{kind}"]
         whole = builder.bind(reduced)
         shard = builder.bind(families[f"grads.{kind}"])
-        offset, size = 0, DTYPE_BYTES["bf16" if self.optimizers[kind].pure else "fp32"]
+        offset, size = 0, self.optimizers[kind].summed_bytes
         added = size + (DTYPE_BYTES[reduced.dtype] if self.optimizers[kind].flattened else size)
         for name, first, length in self.optimizers[kind].runs():
             builder.run = name
@@ -285,12 +303,12 @@ class Sharding:
             m, s, at = v.micro_batch, v.subsequence, f"m{v.micro_batch}/s{v.subsequence}"
             if self.stage.begins_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/embed", m, -1, False, ("embed",), (), s))
-            block = (self.blocks[v.layer],)
+            block = self.blocks[v.layer]
             grads = block if v.backward else ()
             found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, block, grads, s))
             if self.stage.ends_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/head", m, self.layers, True, head, head, s))
-            if self.stage.begins_model(v.layer) and v.backward:
+            if self.stage.begins_model(v.layer) and v.backward and not self.optimizers["embed"].frozen:
                 found.append(Use(f"{at}/embed", m, -1, True, (), ("embed",), s))
         return found
 
@@ -299,8 +317,12 @@ class Sharding:
 
         Uses without such templates may be missing.
         """
-        uses, found = self.uses(layer_passes) if self.params or self.grads or self.reduced_early else [], {}
+        found: dict[tuple[str, bool], Around] = {}
+        needed = self.params or self.grads or self.reduced_early or self.quantised
+        uses = self.uses(layer_passes) if needed else []
         waiting: list[Placed] = []
+        cached = set[int]()
+        """Layers whose FP8 copies were made in this step, where every use reads the same."""
         for i, use in enumerate(uses):
             starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch
             following = [u for u in uses[i + 1 : i + 2] if u.micro_batch == use.micro_batch]
@@ -310,12 +332,15 @@ class Sharding:
             else:
                 gathered.insert(0, self._copied_out(use))
             before, after = [p for placed in gathered for p in placed], list[Placed]()
+            if use.layer not in cached:
+                before += self._quantised(use)
+                cached |= {use.layer} if not self.params else set()
             reduced = self._reduced(use)
             if use.grads:
                 kinds = tuple(kind for kind in use.grads if kind in self.grads)
-                before += _placed(use, kinds, "clear")
-                after = _placed(use, kinds, "scatter") + waiting
-                waiting = _placed(use, kinds, "add")
+                before += self._placed(use, kinds, "clear")
+                after = self._placed(use, kinds, "scatter") + waiting
+                waiting = self._placed(use, kinds, "add")
                 if kinds:  # a shard is reduced after its last add, whole gradients at once
                     waiting, reduced = waiting + reduced, []
             if not following:
@@ -327,13 +352,29 @@ class Sharding:
         """Return the gathers of the sharded parameters of ``use``."""
         again = use.backward and self._of_layer(use)
         kinds = tuple(kind for kind in use.params if kind in self.params)
-        return _placed(use, kinds, "regather" if again else "gather")
+        return self._placed(use, kinds, "regather" if again else "gather")
 
     def _copied_out(self, use: Use) -> list[Placed]:
         """Return the copies of the gathered parameters of ``use``, for blocks whose parameters FSDP2 copies out."""
         again = use.backward and self._of_layer(use)
         kinds = tuple(kind for kind in use.params if kind in self.copied_out)
-        return _placed(use, kinds, "copy_out_again" if again else "copy_out")
+        return self._placed(use, kinds, "copy_out_again" if again else "copy_out")
+
+    def _placed(self, use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:
+        """Return one template for each block; the tied embedding's use at the head has its own place."""
+        tied = f"{use.place}.embed"
+        places = [
+            tied if kind == "embed" and "head" in (*use.params, *use.grads) else self.place_of(kind, use.place)
+            for kind in kinds
+        ]
+        m, layer, s = use.micro_batch, use.layer, use.subsequence
+        return [Placed(f"{kind}.{what}", at, m, layer, s) for kind, at in zip(kinds, places, strict=True)]
+
+    def _quantised(self, use: Use) -> list[Placed]:
+        """Return what makes the FP8 copies of the parameters of ``use``."""
+        again = use.backward and any(kind in self.params for kind in use.params)
+        kinds = tuple(kind for kind in use.params if kind in self.quantised)
+        return self._placed(use, kinds, "quantize_again" if again else "quantize")
 
     def _of_layer(self, use: Use) -> bool:
         return 0 <= use.layer < self.layers
@@ -348,7 +389,12 @@ class Sharding:
         spanning = self.stage.stages > 1 and self.decisions.model.tied_embeddings
         early = [kind for kind in use.grads if kind in self.reduced_early]
         complete = [kind for kind in early if kind != "embed" or (use.layer < 0 and not spanning)]
-        return [Placed(f"{kind}.reduce", f"step/{use.place.rpartition('/')[2]}", 0, use.layer) for kind in complete]
+        place = f"step/{use.place.rpartition('/')[2]}"
+        return [Placed(f"{kind}.reduce", self.place_of(kind, place), 0, use.layer) for kind in complete]
+
+    def place_of(self, kind: str, place: str) -> str:
+        """Return the place of a block's own templates; a layer's experts, where ranks divide them, have another."""
+        return f"{place}.experts" if self.optimizers[kind].kind is BlockKind.EXPERTS else place
 
 
 def _cast_shard(optimizer: Optimizer, dtype: DtypeName) -> Family:
@@ -360,11 +406,3 @@ def _cast_shard(optimizer: Optimizer, dtype: DtypeName) -> Family:
         block=optimizer.kind,
         layer_kind=optimizer.layer_kind,
     )
-
-
-def _placed(use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:
-    """Return one template for each block; the tied embedding's use at the head has its own place."""
-    tied = f"{use.place}.embed"
-    places = [tied if kind == "embed" and "head" in (*use.params, *use.grads) else use.place for kind in kinds]
-    m, layer, s = use.micro_batch, use.layer, use.subsequence
-    return [Placed(f"{kind}.{what}", at, m, layer, s) for kind, at in zip(kinds, places, strict=True)]

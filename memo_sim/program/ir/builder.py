@@ -57,6 +57,7 @@ class TemplateBuilder:
     _tokens: dict[str, int] = field(default_factory=dict)
     _features: dict[str, int] = field(default_factory=dict)
     _dtypes: dict[str, str] = field(default_factory=dict)
+    _classes: dict[str, BufferClass] = field(default_factory=dict)
     _firsts: dict[str, int] = field(default_factory=dict)
     _own: list[Family] = field(default_factory=list)
     _kinds: dict[str, FamilyKind] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class TemplateBuilder:
         self._tokens[slot] = family.tokens - first if tokens is None else tokens
         self._features[slot] = family.features
         self._dtypes[slot] = family.dtype
+        self._classes[slot] = family.buffer_class
         return slot
 
     def own(
@@ -113,6 +115,7 @@ class TemplateBuilder:
         self._tokens[real] = tokens
         self._features[real] = features
         self._dtypes[real] = dtype
+        self._classes[real] = buffer_class
         return name
 
     def scratch(self, name: str, size: int) -> Access | None:
@@ -141,6 +144,10 @@ class TemplateBuilder:
     def dtype(self, slot: str) -> str:
         """Return the dtype of ``slot``."""
         return self._dtypes[self._real(slot)]
+
+    def buffer_class(self, slot: str) -> BufferClass:
+        """Return the class of the buffer of ``slot``."""
+        return self._classes[self._real(slot)]
 
     def row_bytes(self, slot: str) -> int:
         """Return the bytes of a token of ``slot``."""

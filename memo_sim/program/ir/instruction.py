@@ -46,6 +46,10 @@ class Lane(IntEnum):
     """Collectives over the replicas that ZeRO divides over, where these are not all."""
     REPLICATE = 16
     """All-reduces between those groups."""
+    EP = 17
+    """All-to-alls between ranks that divide experts."""
+    EXPERT_REPLICA = 18
+    """Collectives over the ranks with the same experts (group ``expert_grads``)."""
 
     @property
     def label(self) -> str:
@@ -64,6 +68,8 @@ COLLECTIVE_LANES: dict[Group, Lane] = {
     "replicate": Lane.REPLICATE,
     "pp": Lane.PP,
     "tied": Lane.TIED,
+    "ep": Lane.EP,
+    "expert_grads": Lane.EXPERT_REPLICA,
 }
 """The lane of each group's collectives. METP's are on the compute lane where they do not run beside compute."""
 

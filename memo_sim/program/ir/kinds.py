@@ -25,6 +25,9 @@ class Phase(StrEnum):
     """Transfers between a helper stage and an owner stage, and the sums of what helpers computed."""
     GATHER = "gather"
     REGATHER = "regather"
+    QUANTIZE = "quant"
+    REQUANTIZE = "requant"
+    """FP8 copies of weights for one backward."""
     ZERO = "zero"
     REDUCE = "reduce"
     OPTIMIZER = "opt"
@@ -36,6 +39,13 @@ class BlockKind(StrEnum):
     EMBED = "embed"
     LAYER = "layer"
     HEAD = "head"
+    EXPERTS = "experts"
+    """The experts of a layer, where ranks divide them (``Layout.ep``)."""
+
+    @property
+    def of_layer(self) -> bool:
+        """Whether every layer of a kind has such a block."""
+        return self in (BlockKind.LAYER, BlockKind.EXPERTS)
 
 
 class TemplateKind(StrEnum):
@@ -50,6 +60,8 @@ class TemplateKind(StrEnum):
     WGRAD = "deferred weight gradients"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
+    QUANTIZE = "quantise parameters to FP8"
+    QUANTIZE_AGAIN = "quantise parameters to FP8 for one backward"
     GATHER = "gather parameters for one use"
     GATHER_UPDATED = "gather parameters that the step before updated"
     REGATHER = "gather parameters for one backward"
@@ -102,6 +114,8 @@ class FamilyKind(StrEnum):
     MOMENT2 = "moment2"
     HOST_GRADS = "host_grads"
     HOST_PARAMS = "host_params"
+    PARAMS_FP8 = "params_fp8"
+    """Copies of a block's matrices in FP8, with one micro-batch's scales: cached until the next update."""
     GATHERED = "gathered"
     """Gathered parameters of a whole block, for one use; and FSDP2's copy of them, which the use reads."""
     CAST = "cast"
@@ -139,6 +153,7 @@ STATE_KINDS = frozenset(
         FamilyKind.MOMENT2,
         FamilyKind.HOST_GRADS,
         FamilyKind.HOST_PARAMS,
+        FamilyKind.PARAMS_FP8,
     }
 )
 """The states of a block: one buffer for each of its layers."""

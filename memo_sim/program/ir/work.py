@@ -9,17 +9,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
-from memo_sim.contract.knobs import DtypeName
+from memo_sim.contract.knobs import DtypeName, ProductDtype
 from memo_sim.contract.model import pairs_in_window
 
 Mask = Literal["none", "causal"]
-Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied"]
+Group = Literal[
+    "tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied", "ep", "expert_grads"
+]
 """The ranks that take part. The collectives of a group have a lane of their own (``ir/instruction.py``).
 
 - ``grads``: all ranks with the same parameters of a layer (ulysses x cp x dp).
 - ``ends``: all ranks with the same embedding and head (metp x ulysses x cp x dp); used only with METP.
 - ``shard``: the ranks of ``grads`` that ZeRO divides over, where these are not all (``Layout.zero_ranks``).
 - ``replicate``: the ranks of ``grads`` that hold the same shard, one of every ``shard`` group.
+- ``ep``: consecutive ranks of ``grads`` that divide the experts of a layer.
+- ``expert_grads``: the ranks of ``grads`` with the same experts, one of every ``ep`` group.
 - ``pp``: one rank of every pipeline stage.
 - ``tied``: one rank of the first stage and one of the last.
 - The others are the groups of one parallelism.
@@ -48,6 +52,32 @@ class WidenedGemm(Gemm):
 
     narrow: DtypeName
     """Dtype of that operand in the plan's buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Gemm(Gemm):
+    """A product with operands in FP8; ``dtype`` is that of its result."""
+
+    operands: ProductDtype
+    """Kind of its operands in a profile, by the granularity of their scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterGemm(Gemm):
+    """A product with one side of a low-rank adapter: one kernel for each of its targets.
+
+    FLOPs are those of all targets: the columns of all of them together are one dimension.
+    """
+
+    columns: tuple[tuple[int, int], ...] = ()
+    """(First feature, features) of each target in the result of the product that is adapted; empty: all at once."""
+    adds: bool = False
+    """Whether the result is added to what its buffer holds."""
+
+    @property
+    def elements(self) -> int:
+        """Elements read and written."""
+        return self.m * self.k + self.k * self.n + (1 + self.adds) * self.m * self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +152,23 @@ class Attention:
     backward: bool
     kernel: str
     dtype: DtypeName
+    segments: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+    """Pairs of packed documents (``layout/documents.py``): (queries, keys, pairs) by classes of like documents.
+
+    Empty: one document. The boundaries are data of a step, so prices alone depend on them, and the hash leaves them
+    out."""
+    chunks: tuple[int, ...] = field(default=(), repr=False)
+    """With packed documents: the chunks of a sequence, of 2 x cp, whose keys these are; empty: the rank's own.
+
+    They follow from the layout and the instruction's name, so the hash leaves them out."""
 
     @property
     def flops(self) -> float:
-        """Floating-point operations without those that a causal mask removes."""
-        pairs = float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
-        return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+        """Floating-point operations without those that a mask removes."""
+        pairs = self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
+        if self.segments:
+            pairs = float(sum(each for _, _, each in self.segments))
+        return 4.0 * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
 
 
 @dataclass(frozen=True, slots=True)

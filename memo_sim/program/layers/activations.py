@@ -37,7 +37,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Mode, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Copy, Rowwise
-from memo_sim.program.layers import mlp, module_recompute, operator_recompute, selective
+from memo_sim.program.layers import frozen_products, mlp, module_recompute, operator_recompute, selective
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Fate, Skeletal
@@ -219,7 +219,7 @@ class Activations:
             return tensor.name not in selective.rebuilt(self.shape)
         if self.decisions.recompute == "operators":
             return tensor.name not in operator_recompute.rebuilt(self.decisions.model, self.shape)
-        if tensor.name in module_recompute.rebuilt(self.decisions):
+        if tensor.name in module_recompute.rebuilt(self.decisions) or self._unread(tensor):
             return False
         return self.decisions.recompute != "full" or tensor.name == "x"
 
@@ -247,8 +247,19 @@ class Activations:
             if self._shared(t) or (self._bound(t) and rows and not builder.has(t.name)):
                 family = enters if t.name == "x" else f"skeletal.{t.name}"
                 builder.bind(families[family], slot=t.name, tokens=rows)
-            elif rows and not builder.has(t.name):
+            elif rows and not builder.has(t.name) and self._made(t, builder.kind):
                 builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
+
+    def _unread(self, tensor: Skeletal) -> bool:
+        """Return whether backward does not read a tensor."""
+        return tensor.name in frozen_products.unread(self.decisions)
+
+    def _made(self, tensor: Skeletal, kind: TemplateKind) -> bool:
+        """Return whether a template writes a tensor that it does not share: backward, only what it recomputes."""
+        again = self.decisions.recompute == "full" or tensor.name in module_recompute.rebuilt(self.decisions)
+        if kind in (TemplateKind.FORWARD, TemplateKind.REBUILD) or again or not self._unread(tensor):
+            return True
+        return kind is TemplateKind.BACKWARD and self.recomputed is not None
 
     def offload(self, families: Families) -> TemplateBuilder:
         """Return the template that offloads one layer, in the order in which forward wrote the tensors."""

@@ -65,6 +65,8 @@ class WholeAttention:
         writer, ulysses, tokens = self.writer, self.ulysses, self.shape.tokens
         if not writer.in_chunks:
             writer.own("proj_out", tokens, self.shape.hidden)
+        if not writer.builder.has(attended := ulysses.sequence_sharded("attn")):
+            writer.own(attended, tokens, self.shape.q_width)  # not kept: the projection keeps it in FP8
         ulysses.to_tokens("attn", Rows(ulysses.sequence_sharded("attn"), *rows), writer.suffix)
         project(writer, ulysses, rows, rows, tokens)
 
@@ -79,11 +81,14 @@ class WholeAttention:
             writer.dgrad("proj", grad, Rows(d_attn, *into), shape.q_width, shape.hidden)
 
         upstream = writer.post_norm_backward("post_attn", builder.all("d_resid"))
-        d_proj = writer.gather_and_multiply("proj.grad", upstream, "d_proj_full", whole, product)
+        gathered = writer.before_gather(upstream)
+        d_proj = writer.gather_and_multiply("proj.grad", gathered, "d_proj_full", whole, product)
         d_attn = builder.all(sequence_sharded("d_attn"))
         writer.own("d_attn", inside.tokens, inside.q_width)
         self.ulysses.to_heads("d_attn", d_attn)
-        writer.wgrad("proj", d_proj, builder.all(sequence_sharded("attn")), shape.hidden, shape.q_width)
+        if writer.trains("proj"):
+            attended = builder.all(writer.attended(sequence_sharded("attn"), kept=True))
+            writer.wgrad("proj", d_proj, attended, shape.hidden, shape.q_width)
         writer.bgrad("proj", builder.all("d_resid"), shape.hidden)
         writer.own("d_qkv", inside.tokens, inside.qkv_width)
         if self.decisions.recompute == "selective":
@@ -117,7 +122,8 @@ class WholeAttention:
             shared_heads.product(writer, x, Rows(qkv, *into), shape.tokens)
 
         qkv = self.ulysses.sequence_sharded("qkv")
-        writer.gather_and_multiply("norm1", writer.shard_rows("norm1", rows), "norm1_full", rows, product)
+        normed = writer.shard_rows(writer.read_by_product("norm1"), rows)
+        writer.gather_and_multiply("norm1", normed, "norm1_full", rows, product)
         packed = Rows(qkv, first, tokens)
         shared_heads.exchange(writer, packed, shape.tokens)
         writer.positions(packed, Rows("qk_raw", first, tokens))

@@ -18,9 +18,9 @@ from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulat
 from memo_sim.program.ir.instruction import BufferClass, Families, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Gemm, Rowwise
-from memo_sim.program.layers.loss import LossWriter
+from memo_sim.program.layers.loss import ROLLOUT, LossWriter
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
-from memo_sim.program.layout.parameters import Block, gradient_dtype
+from memo_sim.program.layout.parameters import Block, gradient_dtype, without_masters
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
@@ -32,7 +32,7 @@ WEIGHT_GRADIENT, NARROW_WEIGHT_GRADIENT = "classifier.product", "classifier.prod
 
 def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Access | None:
     found = block.find(name)
-    if found is None:
+    if found is None or (gradient and found.frozen):
         return None
     rows = Rows(slot, found.first, found.elements)
     return accumulates(rows) if gradient else reads(rows)
@@ -94,7 +94,8 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     writer = OperatorWriter(builder, decisions, shape, block)
     grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
     row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
-    summed = DTYPE_BYTES["bf16" if decisions.states == "pure-bf16" else "fp32"]
+    in_fp32 = decisions.memory_policy == "eager" and not without_masters(decisions)
+    summed = DTYPE_BYTES["fp32" if in_fp32 else gradient_dtype(decisions)]
     read, written = shape.tokens * row * (size + summed), shape.tokens * row * summed
     if decisions.memory_policy == "eager":
         # Autograd makes a gradient table, clears it first, and adds it to the gradients
@@ -126,13 +127,15 @@ def head(
     ``embed_block`` has the classifier's weights when embeddings are tied.
     """
     builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD)
-    for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
+    rollout = (ROLLOUT,) if decisions.objective == "grpo" else ()
+    frozen = decisions.lora is not None
+    for name in ("head.x", "input.labels", *rollout, "params.head", *["grads.head"] * (not frozen), "loss", "grad.x"):
         builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
     if decisions.loss_metrics:
         builder.bind(families["logits"], slot="logits")
     if tied:
-        for name in ("params.embed", "grads.embed"):
+        for name in ("params.embed", *["grads.embed"] * (not frozen)):
             builder.bind(families[name], slot=name)
     classifier = _Classifier(builder, decisions, shape, embed_block if tied and embed_block else head_block, tied)
     norm = _FinalNorm(builder, decisions, shape, head_block)
@@ -149,7 +152,7 @@ def head(
         for first in range(0, tokens, chunk):
             rows = Rows(full.slot, first, min(chunk, tokens - first))
             classifier.loss(rows, start + first)
-            if not decisions.loss_chunk_tokens:
+            if not decisions.loss_chunk_tokens and not frozen:
                 # Here the gather is the shard's last reader. Memory peaks with whole logits, so it is more important to
                 # free the shard than to avoid a wait for this gather (``gather_again``).
                 rows = writer.gather_again("norm", shard, "final_again", 0, tokens=room)
@@ -313,6 +316,8 @@ class _Classifier:
             weight=self.weight,
             out=writes(Rows("d_final", rows.first, tokens)),
         )
+        if self.grad is None:  # the classifier is frozen
+            return
         builder.emit(
             f"classifier.wgrad{suffix}",
             "linear.wgrad",

@@ -27,6 +27,16 @@ has the same dispatched rows. Sums over ranks are needed where features were div
 
     combine -> [reduce-scatter] -> next x          d_norm2 = combine + d_logits W -> [reduce-scatter]
     d_probability -> d_logits (of this rank's features) -> [all-reduce] -> gradient of the router's weight
+
+Biases (GPT-OSS). Those of the first product are added to its rows. Those of the second are added to the sum over each
+token's experts, as a product: probabilities of all experts (mostly 0) x biases, of which each tensor-parallel rank adds
+an equal part.
+
+Selection bias (DeepSeek-V3). Its place in the gradients gets the rows of each expert, once for each micro-batch, in
+backward. So they are summed over micro-batches and ranks with the gradients, and the optimizer's step moves the bias:
+the host waits for nothing. The gradient norm leaves them out.
+
+A shared expert (``shared_expert.py``) adds its rows to the sum before it is reduced over ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +48,9 @@ from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise, WidenedGemm
+from memo_sim.program.layers.shared_expert import SharedExpert
 from memo_sim.program.layout.expert_load import sizes_of
-from memo_sim.program.layout.parameters import gradient_dtype
+from memo_sim.program.layout.parameters import SELECTION_BIAS, gradient_dtype
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
@@ -57,8 +68,11 @@ class ExpertMlp:
     def __init__(self, writer: OperatorWriter, experts: Experts) -> None:
         self.writer, self.shape, self.experts = writer, writer.shape, experts
         self.builder = writer.builder
-        self.rows = self.shape.dispatched
-        """Number of dispatched rows."""
+        self.rows = self.shape.expert_rows
+        """Number of dispatched rows; with expert parallelism, of rows that the rank can receive."""
+        self.shared = SharedExpert(writer)
+        self.clamped = experts.activation == "clamped"
+        self.activation = "experts.clamped" if self.clamped else "experts.swiglu"
 
     @property
     def _all(self) -> RowBlock:
@@ -84,7 +98,9 @@ class ExpertMlp:
         for i, (first, tokens) in enumerate(blocks):
             if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
                 self.writer.suffix = f".r{i}"
-            self._first_half(source, (first * self.experts.per_token, tokens * self.experts.per_token))
+            ends = [at * self.rows // self.shape.tokens for at in (first, first + tokens)]
+            self._first_half(source, (ends[0], ends[1] - ends[0]))
+            self.shared.first_half(source, (first, tokens))
         if self.builder.kind is TemplateKind.FORWARD:
             self.writer.suffix = ""
 
@@ -99,6 +115,9 @@ class ExpertMlp:
         self._product("experts_down", Rows("act", *self._all), Rows(down, *self._all))
         combined = Rows(writer.own("moe_out", tokens, self.shape.hidden), 0, tokens)
         self._combine("combine", down, combined)
+        if self.experts.bias:
+            self._out_bias(combined)
+        self.shared.second_half(combined)
         return writer.scatter("experts_down", combined)
 
     def again(self) -> None:
@@ -129,16 +148,13 @@ class ExpertMlp:
         d_up = Rows(writer.own("d_up", self.rows, 2 * shape.expert_width), *whole)
         d_probs = self._own("d_probs", "fp32", shape.tokens, experts.per_token)
         self._activation_backward(t, d_up, d_probs)
+        if experts.bias:
+            self._biases_backward(upstream, d_up, d_probs)
+        self.shared.backward(upstream)
         d_logits = self._own("d_logits", "fp32", shape.tokens, experts.count)
         self._route_backward(d_probs, d_logits)
-        d_rows = writer.own("d_dispatched", self.rows, shape.hidden)
-        self._dgrad("experts_up", d_up, Rows(d_rows, *whole))
-        dispatched = Rows(writer.own(f"{self.builder.phase}.dispatched", self.rows, shape.hidden), *whole)
-        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
-        self._dispatch("dispatch.again", source, dispatched)
-        self._wgrad("experts_up", d_up, dispatched)
-        d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
-        self._combine("dispatch.bwd", d_rows, d_norm)
+        source, d_norm = self._first_product_backward(d_up)
+        self.shared.input_gradient(source, d_norm)
         self._router_backward(d_logits, source, d_norm)
         summed = writer.scatter("d_norm2", d_norm)
         writer.own("d_resid", shape.shard_tokens, shape.hidden)
@@ -146,26 +162,63 @@ class ExpertMlp:
             "norm2", grad=summed, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
         )
 
+    def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:
+        """Write the gradients of the first product's weight and of its input; return the norm and its gradient."""
+        writer, shape, tokens = self.writer, self.shape, (0, self.shape.tokens)
+        d_rows = Rows(writer.own("d_dispatched", self.rows, shape.hidden), *self._all)
+        self._dgrad("experts_up", d_up, d_rows)
+        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
+        self._wgrad("experts_up", d_up, self._dispatched_again(source))
+        d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
+        self._combine("dispatch.bwd", d_rows.slot, d_norm)
+        return source, d_norm
+
+    def _dispatched_again(self, source: Rows) -> Rows:
+        """Write the copy of ``source`` to dispatched rows once more, for the gradient of the first product's weight."""
+        dispatched = self._dispatched(self._all)
+        self._dispatch("dispatch.again", source, dispatched)
+        return dispatched
+
     def _first_half(self, source: Rows, rows: RowBlock) -> None:
         """Write dispatch of ``source``, first product and activation of a range of dispatched rows."""
-        writer, phase = self.writer, self.builder.phase
-        dispatched = Rows(writer.own(f"{phase}.dispatched", self.rows, self.shape.hidden), *rows)
+        writer = self.writer
+        dispatched = self._dispatched(rows)
         self._dispatch("dispatch", source, dispatched)
         up, width = Rows("up", *rows), self.shape.expert_width
         self._product("experts_up", dispatched, up)
         size = writer.size * width * rows[1]
+        if self.experts.bias:
+            self._emit(
+                "experts_up.add",
+                "experts.bias",
+                rows[1],
+                2 * size + NUMBER * self.experts.count,
+                2 * size,
+                table.expert_bias_workspace_bytes(rows[1], 2 * width, writer.dtype),
+                x=accumulates(up),
+                bias=writer.param("experts_up.bias"),
+                ends=reads(self._ends),
+            )
         self._emit(
             "act",
-            "experts.swiglu",
+            self.activation,
             rows[1],
             2 * size + (NUMBER + INDEX) * rows[1],
             size,
-            table.expert_activation_workspace_bytes(rows[1], width, writer.dtype),
+            table.expert_activation_workspace_bytes(rows[1], width, writer.dtype, clamped=self.clamped),
+            features=width,
             x=reads(up),
-            probs=reads(self._tokens("route_probs")),
-            order=reads(Rows("route_order", *rows)),
+            **self._weights_of(rows),
             out=writes(Rows("act", *rows)),
         )
+
+    def _dispatched(self, rows: RowBlock) -> Rows:
+        """Return a range of the experts' input rows; add the buffer at its first use."""
+        return Rows(self.writer.own(f"{self.builder.phase}.dispatched", self.rows, self.shape.hidden), *rows)
+
+    def _weights_of(self, rows: RowBlock) -> dict[str, Access]:
+        """Return the operands that tell the activation by which probability each row is multiplied."""
+        return {"probs": reads(self._tokens("route_probs")), "order": reads(Rows("route_order", *rows))}
 
     def _route(self, source: Rows) -> None:
         """Write the router's product of ``source``, and what it decides: experts, probabilities, order and places."""
@@ -175,9 +228,10 @@ class ExpertMlp:
         self._router_product(
             "router",
             self._in_fp32(tokens, count, hidden, "fprop"),
-            table.router_workspace_bytes(tokens, hidden, count, writer.dtype),
+            table.router_workspace_bytes(tokens, hidden, count, writer.dtype, bias=experts.router_bias),
             x=reads(source),
             weight=writer.param("router.weight"),
+            bias=writer.param("router.bias"),
             out=writes(scores),
         )
         table_bytes, chosen_bytes = NUMBER * tokens * count, (NUMBER + INDEX) * tokens * chosen
@@ -187,21 +241,24 @@ class ExpertMlp:
             tokens,
             5 * table_bytes,
             3 * table_bytes + chosen_bytes,
-            table.route_workspace_bytes(tokens),
+            table.route_workspace_bytes(tokens, experts),
             scores=accumulates(scores),
+            bias=writer.param(SELECTION_BIAS),
+            lse=writes(self._tokens("route_lse")) if experts.z_loss else None,
             probs=writes(self._tokens("route_probs")),
             experts=writes(self._tokens("route_experts")),
         )
-        by_expert = Rows(self._own("by_expert", "int64", self.rows, 1).slot, *self._all)
-        order, kernel = Rows("route_order", *self._all), writer.decisions.kernels.attention
-        index_bytes = INDEX * self.rows
+        slots = shape.dispatched
+        by_expert = self._own("by_expert", "int64", slots, 1)
+        order, kernel = self._order, writer.decisions.kernels.attention
+        index_bytes = INDEX * slots
         self._emit(
             "sort",
             "experts.sort",
-            self.rows,
+            slots,
             4 * index_bytes,
             4 * index_bytes,
-            table.sort_workspace_bytes(self.rows, kernel),
+            table.sort_workspace_bytes(slots, kernel),
             experts=reads(self._tokens("route_experts")),
             sorted=writes(by_expert),
             order=writes(order),
@@ -209,14 +266,14 @@ class ExpertMlp:
         self._emit(
             "places",
             "experts.places",
-            self.rows,
+            slots,
             2 * index_bytes,
             2 * index_bytes,
-            table.places_workspace_bytes(self.rows, count),
+            table.places_workspace_bytes(slots, count),
             order=reads(order),
             sorted=reads(by_expert),
-            places=writes(self._tokens("route_places")),
-            ends=writes(self._ends),
+            places=writes(self._places),
+            ends=writes(self._all_ends),
         )
 
     def _router_backward(self, d_logits: Rows, source: Rows, d_norm: Rows) -> None:
@@ -241,16 +298,19 @@ class ExpertMlp:
         self._router_product(
             "router.wgrad",
             self._in_fp32(count, hidden, tokens, "wgrad"),
-            table.router_wgrad_workspace_bytes(tokens, hidden, count, writer.dtype, into=into),
+            table.router_wgrad_workspace_bytes(
+                tokens, hidden, count, writer.dtype, into=into, bias=self.experts.router_bias
+            ),
             grad=reads(d_logits),
             x=reads(source),
             out=writer.grad("router.weight"),
+            grad_bias=writer.grad("router.bias"),
         )
 
-    def _router_product(self, name: str, work: Gemm, scratch: int, **operands: Access | None) -> None:
-        """Emit a product of the router."""
+    def _router_product(self, name: str, work: Gemm, scratch: int, *, op: str = "", **operands: Access | None) -> None:
+        """Emit a product of the router or of biases; ``op``: its op, unless that is the name."""
         workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.writer.suffix}.scratch", scratch)
-        self.builder.emit(name + self.writer.suffix, name, Lane.COMPUTE, work, **operands, workspace=workspace)
+        self.builder.emit(name + self.writer.suffix, op or name, Lane.COMPUTE, work, **operands, workspace=workspace)
 
     def _in_fp32(self, m: int, n: int, k: int, gemm_pass: GemmPass) -> Gemm:
         """Return a product of the router, which is in fp32."""
@@ -259,37 +319,89 @@ class ExpertMlp:
 
     def _route_backward(self, d_probs: Rows, d_logits: Rows) -> None:
         tokens, count, chosen = self.shape.tokens, self.experts.count, self.experts.per_token
-        balance = self.experts.balance > 0
+        balance, loads = self.experts.balance > 0, self.experts.selection_bias
         self._emit(
             "route.bwd",
             "experts.route.bwd",
             tokens,
             3 * NUMBER * tokens * count + (3 * NUMBER + INDEX) * tokens * chosen,
             3 * NUMBER * tokens * count,
-            table.route_backward_workspace_bytes(tokens, count, chosen, balance=balance),
+            table.route_backward_workspace_bytes(tokens, count, chosen, balance=balance, loads=loads),
             grad=reads(d_probs),
             probs=reads(self._tokens("route_probs")),
             scores=reads(self._tokens("route_scores")),
             experts=reads(self._tokens("route_experts")),
-            ends=reads(self._ends),
+            ends=reads(self._all_ends),
+            lse=reads(self._tokens("route_lse")) if self.experts.z_loss else None,
             out=writes(d_logits),
+            loads=self.writer.grad(SELECTION_BIAS),
         )
 
     def _activation_backward(self, grad: Rows, d_up: Rows, d_probs: Rows) -> None:
+        """Write the gradients of the first product, and of the probabilities of all tokens."""
         size = self.writer.size * self.shape.expert_width * self.rows
         self._emit(
             "act.bwd",
-            "experts.swiglu.bwd",
+            f"{self.activation}.bwd",
             self.rows,
             3 * size + (NUMBER + INDEX) * self.rows,
             2 * size + NUMBER * self.rows,
-            table.expert_activation_backward_workspace_bytes(self.rows, self.shape.expert_width),
+            table.expert_activation_backward_workspace_bytes(self.rows, self.shape.expert_width, clamped=self.clamped),
+            features=self.shape.expert_width,
             grad=reads(grad),
             x=reads(Rows("up", *self._all)),
-            probs=reads(self._tokens("route_probs")),
-            order=reads(Rows("route_order", *self._all)),
+            **self._weights_of(self._all),
             grad_x=writes(d_up),
             grad_probs=writes(d_probs),
+        )
+
+    def _out_bias(self, combined: Rows) -> None:
+        """Emit the biases of the second product, times probabilities: a product of all experts' probabilities."""
+        writer, tokens, hidden, count = self.writer, self.shape.tokens, self.shape.hidden, self.experts.count
+        self._router_product(
+            "experts_down.add",
+            self._in_fp32(tokens, hidden, count, "dgrad"),
+            table.expert_out_bias_workspace_bytes(tokens, hidden, count, writer.dtype),
+            op="experts.out_bias",
+            probs=reads(self._tokens("route_probs")),
+            experts=reads(self._tokens("route_experts")),
+            bias=writer.param("experts_down.bias"),
+            out=accumulates(combined),
+        )
+
+    def _biases_backward(self, upstream: Rows, d_up: Rows, d_probs: Rows) -> None:
+        """Emit the gradients of both products' biases, and what the second's add to the probabilities' gradients."""
+        writer, shape, of = self.writer, self.shape, self.experts
+        tokens, hidden, count, into = shape.tokens, shape.hidden, of.count, gradient_dtype(writer.decisions)
+        decided = {"probs": reads(self._tokens("route_probs")), "experts": reads(self._tokens("route_experts"))}
+        self._router_product(
+            "experts_down.add.dgrad",
+            self._in_fp32(tokens, count, hidden, "fprop"),
+            table.expert_out_bias_dgrad_workspace_bytes(tokens, hidden, count, of.per_token, writer.dtype),
+            op="experts.out_bias.dgrad",
+            grad=reads(upstream),
+            experts=decided["experts"],
+            bias=writer.param("experts_down.bias"),
+            out=accumulates(d_probs),
+        )
+        self._router_product(
+            "experts_down.bgrad",
+            self._in_fp32(count, hidden, tokens, "wgrad"),
+            table.expert_out_bias_wgrad_workspace_bytes(tokens, hidden, count, writer.dtype, into=into),
+            op="experts.out_bias.wgrad",
+            grad=reads(upstream),
+            **decided,
+            out=writer.grad("experts_down.bias"),
+        )
+        kernel, width = writer.decisions.kernels.attention, 2 * shape.expert_width
+        self._router_product(
+            "experts_up.bgrad",
+            Gemm(count, width, self.rows, "wgrad", writer.dtype),
+            table.expert_bias_backward_workspace_bytes(self.rows, width, count, writer.dtype, kernel, into=into),
+            op="experts.bias.bwd",
+            grad=reads(d_up),
+            ends=reads(self._ends),
+            out=writer.grad("experts_up.bias"),
         )
 
     def _dispatch(self, name: str, source: Rows, out: Rows) -> None:
@@ -301,14 +413,31 @@ class ExpertMlp:
             out.tokens,
             size + INDEX * out.tokens,
             size,
-            table.dispatch_workspace_bytes(out.tokens),
+            self._dispatch_scratch(name, out),
+            features=self.shape.hidden,
             x=reads(source),
-            order=reads(Rows("route_order", out.first, out.tokens)),
+            order=reads(self._slots(out)),
             out=writes(out),
+            **self._read_besides(name),
         )
 
-    def _combine(self, name: str, source: str, out: Rows) -> None:
-        """Emit the sum of each token's dispatched rows."""
+    def _read_besides(self, name: str) -> dict[str, Access]:
+        """Return what the module reads in the copy ``name`` besides: nothing, where its own operators play it."""
+        del name
+        return {}
+
+    def _dispatch_scratch(self, name: str, out: Rows) -> int:
+        """Return the scratch of the copy ``name``, in bytes."""
+        del name
+        return table.dispatch_workspace_bytes(out.tokens)
+
+    def _combine_scratch(self, name: str, out: Rows) -> int:
+        """Return the scratch of the sum ``name``, in bytes."""
+        del name
+        return table.combine_workspace_bytes(out.tokens, self.shape.hidden, self.writer.dtype, seats=self.shape.ep > 1)
+
+    def _combine(self, name: str, source: str, out: Rows, **kept: Access) -> None:
+        """Emit the sum of each token's dispatched rows; ``kept``: operands whose memory nothing may take before it."""
         row = self.shape.hidden * self.writer.size
         self._emit(
             name,
@@ -316,49 +445,69 @@ class ExpertMlp:
             out.tokens,
             self.rows * (row + INDEX),
             out.tokens * row,
-            table.combine_workspace_bytes(out.tokens, self.shape.hidden, self.writer.dtype),
+            self._combine_scratch(name, out),
+            features=self.experts.per_token * self.shape.hidden,
             x=reads(Rows(source, *self._all)),
-            places=reads(self._tokens("route_places")),
+            places=reads(self._seats),
             out=writes(out),
+            **kept,
         )
+
+    def _weight(self, name: str) -> Access | None:
+        """Return the weights of the rank's experts as a read operand."""
+        return self.writer.param(name)
+
+    def _weight_grad(self, name: str) -> Access | None:
+        """Return their gradients as an accumulated operand."""
+        return self.writer.grad(name)
 
     def _product(self, name: str, x: Rows, out: Rows) -> None:
         """Emit the product of dispatched rows with their experts' weights."""
         n, k = self.builder.features(out.slot), self.builder.features(x.slot)
-        operands = {"x": reads(x), "weight": self.writer.param(f"{name}.weight"), "ends": reads(self._ends)}
+        operands = {"x": reads(x), "weight": self._weight(f"{name}.weight"), "ends": reads(self._ends)}
         self._grouped(name, "experts.linear", out, n, k, **operands, out=writes(out))
 
     def _dgrad(self, name: str, grad: Rows, out: Rows) -> None:
         """Emit the gradient of a product's input."""
         n, k = self.builder.features(out.slot), self.builder.features(grad.slot)
-        operands = {"grad": reads(grad), "weight": self.writer.param(f"{name}.weight"), "ends": reads(self._ends)}
+        operands = {"grad": reads(grad), "weight": self._weight(f"{name}.weight"), "ends": reads(self._ends)}
         self._grouped(f"{name}.dgrad", "experts.linear.dgrad", out, n, k, **operands, out=writes(out))
 
     def _grouped(self, name: str, op: str, rows: Rows, n: int, k: int, **operands: Access | None) -> None:
-        writer, kernel = self.writer, self.writer.decisions.kernels.attention
-        result = table.grouped_workspace_bytes(rows.tokens * n, writer.dtype, self.experts.count, kernel)
+        writer = self.writer
+        result = self._result_bytes(rows.tokens * n)
         scratch = self.builder.scratch(f"{self.builder.phase}.{name}{writer.suffix}.result", result)
-        copied = 0 if table.on_cpu(kernel) else 2 * writer.size * rows.tokens * n
+        copied = 2 * writer.size * rows.tokens * n if self.copies_results else 0
         work = GroupedGemm(self._sizes(rows), n, k, "dgrad" if op.endswith("dgrad") else "fprop", writer.dtype, copied)
         self.builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=scratch)
+
+    @property
+    def copies_results(self) -> bool:
+        """Whether the result of a grouped product is a new tensor that is copied to where the plan has it."""
+        return not table.on_cpu(self.writer.decisions.kernels.attention)
+
+    def _result_bytes(self, elements: int) -> int:
+        """Return the scratch of a grouped product with a result of so many elements."""
+        kernel = self.writer.decisions.kernels.attention
+        return table.grouped_workspace_bytes(elements, self.writer.dtype, self.shape.own_experts, kernel)
 
     def _wgrad(self, name: str, grad: Rows, x: Rows) -> None:
         """Emit the gradients of all experts' weights, ``m`` output features by ``n`` input features each."""
         m, n = self.builder.features(grad.slot), self.builder.features(x.slot)
         writer, into = self.writer, gradient_dtype(self.writer.decisions)
-        kernel, builder = writer.decisions.kernels.attention, self.builder
+        kernel, builder, count = writer.decisions.kernels.attention, self.builder, self.shape.own_experts
         wide = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
-        result = table.grouped_workspace_bytes(self.experts.count * m * n, writer.dtype, self.experts.count, kernel)
-        added = (writer.size + 2 * DTYPE_BYTES[into]) * self.experts.count * m * n
+        result = self._result_bytes(count * m * n)
+        added = (writer.size + 2 * DTYPE_BYTES[into]) * count * m * n
         builder.emit(
             f"{name}.wgrad{writer.suffix}",
             "experts.linear.wgrad",
             Lane.COMPUTE,
-            GroupedGemm(self._sizes(grad), m, n, "wgrad", writer.dtype, 0 if table.on_cpu(kernel) else added),
+            GroupedGemm(self._sizes(grad), m, n, "wgrad", writer.dtype, added if self.copies_results else 0),
             grad=reads(grad),
             x=reads(x),
             ends=reads(self._ends),
-            out=writer.grad(f"{name}.weight"),
+            out=self._weight_grad(f"{name}.weight"),
             wide=builder.scratch(f"{name}.wgrad.wide{writer.suffix}", wide),
             workspace=builder.scratch(f"{name}.wgrad.result{writer.suffix}", result),
         )
@@ -368,21 +517,62 @@ class ExpertMlp:
         return sizes_of(self.experts, self.rows, load, rows.first, rows.tokens)
 
     def _emit(  # noqa: PLR0917 - the sizes of a row-wise kernel
-        self, name: str, op: str, rows: int, read: int, written: int, scratch: int, **operands: Access | None
+        self,
+        name: str,
+        op: str,
+        rows: int,
+        read: int,
+        written: int,
+        scratch: int,
+        *,
+        features: int = 0,
+        **operands: Access | None,
     ) -> None:
-        """Emit a memory-bound operator that reads ``read`` and writes ``written`` bytes."""
+        """Emit a memory-bound operator that reads ``read`` and writes ``written`` bytes.
+
+        ``features``: those of a row, where a framework's kernels make passes of their own over rows."""
         writer, builder = self.writer, self.builder
         workspace = builder.scratch(f"{builder.phase}.{name}{writer.suffix}.scratch", scratch)
-        work = Rowwise(op, rows, read, written)
+        work = Rowwise(self._kind(name, op), rows, read, written, 0, rows * features, writer.size)
         builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=workspace)
+
+    def _kind(self, name: str, op: str) -> str:
+        """Return the kind of row-wise work of the operator ``op``, called ``name``."""
+        del name
+        return op
 
     def _tokens(self, slot: str) -> Rows:
         """Return the rows of all tokens."""
         return Rows(slot, 0, self.shape.tokens)
 
     @property
-    def _ends(self) -> Rows:
+    def _all_ends(self) -> Rows:
+        """Where the rows of each expert end, of all that the rank dispatches."""
         return Rows("route_ends", 0, self.experts.count)
+
+    @property
+    def _ends(self) -> Rows:
+        """Where the rows of each of the rank's experts end."""
+        return self._all_ends
+
+    @property
+    def _order(self) -> Rows:
+        """The slot of each dispatched row, in the order of experts."""
+        return Rows("route_order", *self._all)
+
+    def _slots(self, rows: Rows) -> Rows:
+        """The slot that each of these rows is a copy of."""
+        return Rows("route_order", rows.first, rows.tokens)
+
+    @property
+    def _seats(self) -> Rows:
+        """The row of each slot among those that come back from the experts."""
+        return self._places
+
+    @property
+    def _places(self) -> Rows:
+        """The dispatched row of each slot."""
+        return self._tokens("route_places")
 
     def _own(self, name: str, dtype: str, tokens: int, features: int) -> Rows:
         """Return all rows of a buffer of the template; add the buffer at its first use."""

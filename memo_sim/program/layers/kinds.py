@@ -18,6 +18,7 @@ from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.layers import huggingface
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.metp import MetpLayer, metp_tensors
+from memo_sim.program.layout import fp8
 from memo_sim.program.layout.compatibility import saves_of_modules
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
@@ -84,7 +85,8 @@ def skeletal_of(
 ) -> tuple[Skeletal, ...]:
     """Return the skeletal tensors of one layer of a plan; ``shape`` has the rank's sizes in any layer."""
     kind = layer_kind(decisions, layer)
-    return kind.skeletal(decisions.model, shape.of_layer(layer), decisions.dtype, scores=scores)
+    tensors = kind.skeletal(decisions.model, shape.of_layer(layer), decisions.dtype, scores=scores)
+    return fp8.kept(decisions, layer, tensors)
 
 
 @contextmanager

@@ -21,7 +21,9 @@ from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layers.attention_half import AttentionHalf, WholeAttention
+from memo_sim.program.layers.expert_exchange import ExchangedExperts
 from memo_sim.program.layers.experts import ExpertMlp
+from memo_sim.program.layers.huggingface_experts import ModuleExperts
 from memo_sim.program.layers.mlp import Mlp
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block
@@ -40,7 +42,10 @@ class LayerWriter(OperatorWriter):
         room = attention_chunks(decisions)[0][1] if in_chunks(decisions) else 0
         ulysses = Ulysses(builder, shape, decisions.dtype, room=room)
         self.attention: AttentionHalf = ChunkedAttention(self, ulysses) if room else WholeAttention(self, ulysses)
-        self.mlp = Mlp(self) if shape.experts is None else ExpertMlp(self, shape.experts)
+        self.mlp: Mlp | ExpertMlp = Mlp(self)
+        if shape.experts is not None:
+            of_modules = ModuleExperts if decisions.modules == "huggingface" else ExpertMlp
+            self.mlp = (ExchangedExperts if shape.ep > 1 else of_modules)(self, shape.experts)
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
         """Write the whole forward; row-wise operators run once per row block."""

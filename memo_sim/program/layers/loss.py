@@ -30,6 +30,10 @@ torch's loss parallel has no form of its own: with row-wise kernels eager or com
 kernels, 76 bytes per logit (``operators/framework_kernels.py``). It holds more tensors than Megatron-LM's form, which
 is not counted.
 
+A policy's objective (``objective`` grpo) has the same passes: its gradient of a token's logits is that of its
+log-probability times a number, which follows from the log-probability and the rollout's numbers. So it goes with every
+form, with chunks and with a divided vocabulary. It has no Triton kernel: ``fused`` and ``blocks`` are then torch's.
+
 With tensor parallelism each rank has the logits of its part of the vocabulary. The ranks combine a few fp32 numbers a
 token: the maximum first, then sums (vocab-parallel), or both at once from each rank's log-sum-exp (blocks and fused).
 """
@@ -50,6 +54,9 @@ from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.framework_kernels import library_of
 
 FP32_BYTES = 4
+ROLLOUT, ROLLOUT_NUMBERS = "input.rollout", 3
+"""The input of a policy's objective, and its fp32 numbers a token: advantage, log-probability when the token was drawn,
+and that of the reference model."""
 METRICS = 2
 """fp32 numbers of a chunk: correct tokens, and the sum of entropies."""
 STATISTICS = 3
@@ -127,17 +134,27 @@ class LossWriter:
         return "d_logits" if form != "fused" and self._narrow and not self.several else "logits"
 
     def _scratch_bytes(self) -> int:
-        decisions, shape, chunk = self.decisions, self.shape, self.chunk
+        decisions, shape, chunk, policy = self.decisions, self.shape, self.chunk, self.policy
         if decisions.loss in (*AUTOGRAD, "vocab-parallel"):
-            return table.picked_targets_bytes(chunk)
+            return table.picked_targets_bytes(chunk, policy=policy)
         if decisions.loss == "fused":
-            fused = shape.tp == 1 and not table.on_cpu(decisions.kernels.attention)
+            fused = shape.tp == 1 and not table.on_cpu(decisions.kernels.attention) and not policy
             in_place = shape.tp > 1
             return table.loss_workspace_bytes(
-                chunk, shape.vocab, decisions.dtype, "triton" if fused else "torch", in_place=in_place
+                chunk, shape.vocab, decisions.dtype, "triton" if fused else "torch", in_place=in_place, policy=policy
             )
-        rowwise = decisions.kernels.rowwise if shape.tp == 1 else "torch"  # no fused loss over a divided vocabulary
-        return table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, rowwise)
+        # no fused loss over a divided vocabulary, or of a policy
+        rowwise = decisions.kernels.rowwise if shape.tp == 1 and not policy else "torch"
+        return table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, rowwise, policy=policy)
+
+    @property
+    def policy(self) -> bool:
+        """Whether the objective is that of a policy, whose numbers every kernel that weighs tokens reads."""
+        return self.decisions.objective == "grpo"
+
+    def _rollout(self, labels: Rows) -> Access | None:
+        """Return the rollout's numbers of the tokens of ``labels``."""
+        return reads(Rows(ROLLOUT, labels.first, labels.tokens)) if self.policy else None
 
     @property
     def _one_in_a_framework(self) -> bool:
@@ -196,6 +213,7 @@ class LossWriter:
             ),
             logits=accumulates(logits) if fused else reads(logits),
             labels=reads(labels),
+            rollout=self._rollout(labels),
             stats=reads(stats) if stats else None,
             grad=None if fused else writes(gradient),
             loss=accumulates(builder.all("loss")),
@@ -228,6 +246,7 @@ class LossWriter:
                 Rowwise("nll", tokens, column, FP32_BYTES),
                 log_probs=reads(log_probs),
                 labels=reads(labels),
+                rollout=self._rollout(labels),
                 loss=accumulates(self.builder.all("loss")),
                 workspace=self._workspace,
             )
@@ -254,6 +273,8 @@ class LossWriter:
             "nll.bwd",
             Rowwise("zero", tokens, 0, size + column),
             labels=reads(labels),
+            rollout=self._rollout(labels),
+            log_probs=reads(log_probs) if self.policy else None,
             grad=writes(wide),
             workspace=self._workspace,
         )
@@ -302,6 +323,7 @@ class LossWriter:
             Rowwise("loss.softmax", tokens, size + 2 * column, size, elements=elements),
             logits=accumulates(wide),
             labels=reads(labels),
+            rollout=self._rollout(labels),
             sums=reads(sums),
             loss=accumulates(self.builder.all("loss")),
             workspace=self._workspace,
@@ -312,6 +334,8 @@ class LossWriter:
             Rowwise("loss.gradient", tokens, size, size, elements=elements),
             logits=accumulates(wide),
             labels=reads(labels),
+            rollout=self._rollout(labels),
+            sums=reads(sums) if self.policy else None,
             workspace=self._workspace,
         )
         self._cast(f"loss.narrow{suffix}", wide, Rows(self.gradient, 0, tokens))

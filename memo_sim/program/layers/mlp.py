@@ -102,7 +102,7 @@ class Mlp:
             product(source, at)
         else:
             writer.norm("norm2", "resid", rows, at)
-            shard = writer.shard_rows("norm2", at)
+            shard = writer.shard_rows(writer.read_by_product("norm2"), at)
             source = writer.gather_and_multiply("norm2", shard, "norm2_full", at, product, tokens=self.tokens)
         self._activate(at)
         return source
@@ -144,6 +144,8 @@ class Mlp:
         self.writer.linear_beside_gate("ffn_up", source, up, gate, self.shape.ffn, self.shape.hidden, again=again)
 
     def _activate(self, at: RowBlock) -> None:
+        activated = Rows("act", *at)
+        made = self.writer.made(activated, self.shape.ffn)
         self.writer.memory_bound(
             "act",
             self._activation,
@@ -152,8 +154,9 @@ class Mlp:
             self.shape.ffn,
             features=self.shape.ffn,
             x=reads(Rows("up", *at)),
-            out=writes(Rows("act", *at)),
+            out=writes(made),
         )
+        self.writer.quantise(made, activated)
 
     def forward(self, out: str) -> None:
         """Write the whole MLP in row blocks; without row blocks, only the second product of all rows."""
@@ -168,7 +171,7 @@ class Mlp:
         self.writer.suffix = ""
 
     def _second_product(self, rows: RowBlock, out: str) -> None:
-        writer, activated = self.writer, Rows("act", *self._wide_at(rows))
+        writer, activated = self.writer, Rows(self.writer.read_by_product("act"), *self._wide_at(rows))
         first, product = self._at(rows)[0], self._down_product
         summed = writer.multiply_and_scatter("ffn_down", activated, "down_out", first, product, tokens=self.tokens)
         summed = writer.post_norm("post_mlp", summed, rows)
@@ -219,7 +222,8 @@ class Mlp:
             writer.dgrad("ffn_down", grad, Rows(writer.own("d_act", self.tokens, shape.ffn), *into), *widths)
 
         widths = (shape.ffn, shape.hidden)
-        dy = writer.gather_and_multiply("ffn_down.grad", upstream, "d_ffn_down_full", at, product, tokens=self.tokens)
+        gathered = writer.before_gather(upstream)
+        dy = writer.gather_and_multiply("ffn_down.grad", gathered, "d_ffn_down_full", at, product, tokens=self.tokens)
         d_act = Rows("d_act", *at)
         writer.wgrad("ffn_down", dy, Rows("act", *wide_at), shape.hidden, shape.ffn)
         writer.bgrad("ffn_down", upstream, shape.hidden)
@@ -240,7 +244,7 @@ class Mlp:
             "ffn_up",
             "norm2",
             grad=d_up,
-            source=source,
+            source=None if writer.fp8 else source,  # what a product read is not what its weight's gradient reads
             norm_input="resid",
             residual_grad=grad_out,
             out="d_resid",

@@ -16,7 +16,7 @@ from memo_sim.contract.plan import Decisions
 
 REBUILT = {
     "norms": frozenset({"norm1", "norm1_stats", "norm2", "norm2_stats"}),
-    "mlp": frozenset({"up", "act"}),
+    "mlp": frozenset({"up", "act", "shared_up", "shared_act"}),
 }
 """By recompute mode: the skeletal tensors that backward computes again."""
 

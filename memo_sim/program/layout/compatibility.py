@@ -12,13 +12,15 @@ How to add a rule: write it at its place in ``RULES`` (the message names the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.expert_load import measured_shares, shown_load
+from memo_sim.program.layout.parameters import without_masters
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -201,6 +203,57 @@ _EXPERTS = _Feature(
     beside="beside experts",
     setting="a model with experts",
     hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
+)
+_MODULE_EXPERTS = replace(
+    _EXPERTS,
+    name="experts of modules",
+    chosen=lambda d: d.model.mixture is not None and d.modules == "huggingface",
+    hint="cp, dp and ZeRO go with them under full recompute (--system trl-fsdp2)",
+)
+_FP8 = _Feature(
+    name="FP8",
+    chosen=lambda d: d.fp8 != "none",
+    beside="beside products in FP8",
+    setting=lambda d: f"fp8 {d.fp8}",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, swapping and subsequences go with FP8; or leave --fp8 out",
+)
+IN_FP8 = (
+    _FP8.allows("decisions.dtype", "bf16", because="quantisation reads bf16"),
+    _FP8.allows("layout.metp", 1, because="METP would pass FP8 copies of its weights round the ring"),
+    _FP8.allows("layout.tp_overlap", "none", because="chunks would each be quantised by themselves"),
+    _FP8.allows("layout.multiplexed", False, because="helper stages would need the FP8 copies of the owner's weights"),
+    _FP8.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would have to keep gradients in FP8",
+        when=lambda d: d.fp8 != "none" and _staged(d),
+    ),
+    _FP8.allows("decisions.attention_chunk_tokens", 0, because="chunks of attention would each be quantised"),
+    _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
+    _FP8.allows(
+        "decisions.recompute",
+        *("none", "full", "selective", "tokenwise"),
+        because="what other modes rebuild is kept in FP8 alone",
+    ),
+    _FP8.allows(
+        "decisions.modules", "auto", "operators", because="memo has no list of what FP8 modules of transformers save"
+    ),
+    _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
+    _FP8.allows("decisions.grad_sums", "auto", "params", because="autocast casts fp32 weights to bf16, not to FP8"),
+)
+_DOCUMENTS = _Feature(
+    name="packed documents",
+    chosen=lambda d: d.documents is not None,
+    beside="beside packed documents",
+    setting="documents",
+    hint="tp, cp (ring or all-gather), Ulysses, pp, dp, ZeRO and every recompute mode go with --documents",
+)
+_ADAPTERS = _Feature(
+    name="adapters",
+    chosen=lambda d: d.lora is not None,
+    beside="beside low-rank adapters",
+    setting=lambda d: f"adapters {d.adapters}",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, subsequences and every recompute but operators go with --lora",
 )
 UNDIVIDED_LOSSES = ("eager-fp32", "checkpointed", "checkpointed-fp32")
 """Forms of the loss that need the logits of the whole vocabulary."""
@@ -424,6 +477,13 @@ SAVED_BY_MODULES = (
         hint="--recompute tokenwise, or --modules operators",
     ),
 )
+
+
+def _another_number_of_experts(decisions: Decisions) -> bool:
+    of, load = decisions.model.mixture, decisions.expert_load
+    return of is not None and load.startswith("measured-") and len(measured_shares(load) or ()) != of.count
+
+
 EXPERTS_WHOLE_MLP = _EXPERTS.allows(
     "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
 )
@@ -446,11 +506,32 @@ EXPERTS = (
     _EXPERTS.allows(
         "decisions.memory_policy",
         *("planned", "caching"),
-        because="no framework's kernels of experts are known: --system memo, any or every-layout",
+        because="of frameworks' experts memo knows those of Hugging Face's modules: --system trl-fsdp2",
+        when=lambda d: d.model.mixture is not None and d.modules != "huggingface",
     ),
     _EXPERTS.allows(
-        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of experts are known"
+        "decisions.kernels.rowwise",
+        *("torch", "triton"),
+        because="of frameworks' kernels of experts memo knows Hugging Face's eager ones: --system trl-fsdp2",
+        when=lambda d: d.model.mixture is not None and (d.modules, d.kernels.rowwise) != ("huggingface", "eager"),
     ),
+    _MODULE_EXPERTS.allows(
+        "decisions.recompute", "full", because="memo has no list of what experts of Hugging Face's modules save"
+    ),
+    Rule(
+        name="experts of modules: kind",
+        breaks=lambda d: (
+            d.model.mixture is not None
+            and d.modules == "huggingface"
+            and (d.model.mixture.shared > 0 or d.model.mixture.bias or d.model.mixture.activation != "silu")
+        ),
+        what="of Hugging Face's experts memo knows those of Mixtral and Qwen3-MoE",
+        where="model.experts",
+        got="experts with a shared one, with biases, or with a clamped activation",
+        wanted="experts without a shared one and biases, whose activation is silu",
+        hint="--system any prices memo's own operators",
+    ),
+    _MODULE_EXPERTS.allows("layout.tp", 1, because="memo knows experts of Hugging Face's modules on one rank alone"),
     Rule(
         name="experts: layer_pattern",
         breaks=lambda d: len({shape.experts for shape in d.model.layer_shapes if shape.experts}) > 1,
@@ -461,13 +542,76 @@ EXPERTS = (
         hint="a model whose layers have the same experts, or none",
     ),
     Rule(
+        name="selection bias: gradients",
+        breaks=lambda d: d.model.mixture is not None and d.model.mixture.selection_rate > 0 and d.states == "pure-bf16",
+        what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
+        where="decisions.states",
+        got=lambda d: d.states,
+        wanted="gradients in fp32 for a selection bias that moves",
+        hint="--states fp32, or a model with selection_rate 0",
+    ),
+    Rule(
         name="load of experts: model",
         breaks=lambda d: d.expert_load != "balanced" and d.model.mixture is None,
         what="a model without experts has no load of experts",
         where="decisions.expert_load",
-        got=lambda d: d.expert_load,
+        got=lambda d: shown_load(d.expert_load),
         wanted="balanced",
         hint="leave --expert-load out",
+    ),
+    Rule(
+        name="expert parallelism: model",
+        breaks=lambda d: d.layout.ep > 1 and d.model.mixture is None,
+        what="a model without experts has none to divide",
+        where="layout.ep",
+        got=lambda d: str(d.layout.ep),
+        wanted="1",
+        hint="leave --ep out, or a model with experts",
+    ),
+    Rule(
+        name="expert parallelism: replicas",
+        breaks=lambda d: d.layout.replicas % d.layout.ep > 0,
+        what="the ranks with the same parameters do not make up whole groups that divide experts",
+        where="layout.ep",
+        got=lambda d: f"{d.layout.ep} of {d.layout.replicas} ranks",
+        wanted="a divisor of cp x ulysses x dp",
+        hint="another --ep, or more --dp, --cp or --ulysses; tp divides the features inside every expert",
+    ),
+    Rule(
+        name="expert parallelism: zero_ranks",
+        breaks=lambda d: d.layout.ep > 1 and d.layout.zero_ranks > 0,
+        what="ZeRO over groups of replicas has no lowering beside experts that ranks divide",
+        where="layout.zero_ranks",
+        got=lambda d: f"{d.layout.zero_ranks} with ep {d.layout.ep}",
+        wanted="0",
+        hint="leave --zero-ranks out: the experts' states are divided over cp x ulysses x dp / ep ranks",
+    ),
+    Rule(
+        name="expert parallelism: biases",
+        breaks=lambda d: d.layout.ep > 1 and d.model.mixture is not None and d.model.mixture.bias,
+        what="biases of experts have no lowering beside expert parallelism",
+        where="layout.ep",
+        got=lambda d: f"{d.layout.ep} with experts that have biases",
+        wanted="1",
+        hint="leave --ep out: a rank would need the second products' biases of all experts, and its own of the first",
+    ),
+    Rule(
+        name="capacity of experts: ep",
+        breaks=lambda d: d.layout.ep == 1 and (d.expert_capacity > 0 or d.expert_overflow != "drop"),
+        what="a rank with all experts has a place for every row",
+        where="decisions.expert_capacity",
+        got=lambda d: f"capacity {d.expert_capacity:g}, overflow {d.expert_overflow} with ep 1",
+        wanted="0 and drop",
+        hint="--ep 2 or more, or leave --expert-capacity and --expert-overflow out",
+    ),
+    Rule(
+        name="load of experts: number",
+        breaks=_another_number_of_experts,
+        what="the load was measured with another number of experts, or has no rows",
+        where="decisions.expert_load",
+        got=lambda d: f"{len(measured_shares(d.expert_load) or ())} experts",
+        wanted="as many as a layer of the model has",
+        hint="a file of a run of this model, or zipf-S",
     ),
 )
 
@@ -591,9 +735,149 @@ WINDOWED = (
     ),
 )
 
+CUTS_OF_DOCUMENTS = Rule(
+    name="cuts of documents: documents",
+    breaks=lambda d: d.documents is None and d.document_cuts != "sequence",
+    what="without documents there is nothing to cut but the sequence",
+    where="decisions.document_cuts",
+    got="documents, but none are given",
+    wanted="sequence",
+    hint="--documents mean=2k,max=64k, or leave --document-cuts out",
+)
+
+DOCUMENTS = (
+    _DOCUMENTS.allows(
+        "layout.metp", 1, because="METP's ring of keys and values would need the documents of every rank's rows"
+    ),
+    _DOCUMENTS.allows(
+        "layout.cp_exchange", "ring", "all_gather", because="whole rows of scores have no mask of documents"
+    ),
+    _DOCUMENTS.allows(
+        "decisions.micro_batch",
+        1,
+        because="the gathered keys of several sequences lie apart",
+        when=lambda d: d.documents is not None and d.layout.cp_exchange == "all_gather" and d.micro_batch > 1,
+    ),
+    _DOCUMENTS.allows(
+        "layout.subsequences", 1, because="the pairs of a subsequence with its prefix would depend on the step"
+    ),
+    _DOCUMENTS.allows(
+        "decisions.attention_chunk_tokens", 0, because="the pairs of two chunks would depend on the step"
+    ),
+    Rule(
+        name="packed documents: attention",
+        breaks=lambda d: d.documents is not None and not ATTENTION_KERNELS[d.kernels.attention].documents,
+        what="the attention kernel has no form for packed documents",
+        where="decisions.kernels.attention",
+        got=lambda d: d.kernels.attention,
+        wanted=" or ".join(name for name, kernel in ATTENTION_KERNELS.items() if kernel.documents),
+        hint="--attention flash, or leave --documents out",
+    ),
+    _DOCUMENTS.allows("decisions.cuda_graphs", False, because="the grid of a kernel depends on the documents"),
+    Rule(
+        name="packed documents: bidirectional",
+        breaks=lambda d: d.documents is not None and d.model.bidirectional,
+        what="packed documents have a causal mask",
+        where="model.bidirectional",
+        got="true with documents",
+        wanted="false",
+        hint="leave --documents out, or a model with causal attention",
+    ),
+    Rule(
+        name="packed documents: windows",
+        breaks=lambda d: d.documents is not None and windowed(d),
+        what="attention windows of packed documents are not priced",
+        where="decisions.documents",
+        got=lambda d: f"documents with a window of {_longest_window(d)} tokens",
+        wanted="one document a sequence, or a model without windows",
+        hint="leave --documents out",
+    ),
+    CUTS_OF_DOCUMENTS,
+    Rule(
+        name="packed documents: most",
+        breaks=lambda d: d.documents is not None and d.documents.most > d.seq_tokens,
+        what="a sequence has more documents than tokens",
+        where="decisions.documents.most",
+        got=lambda d: f"{d.documents.most if d.documents else 0} of {d.seq_tokens} tokens",
+        wanted="at most the tokens of a sequence",
+        hint="a smaller most=, or leave it out",
+    ),
+)
+
+ADAPTERS_WITHOUT_ATTENTION_CHUNKS = _ADAPTERS.allows(
+    "decisions.attention_chunk_tokens", 0, because="chunks would need the order of their gradients changed"
+)
+ADAPTERS = (
+    Rule(
+        name="adapters: model",
+        breaks=lambda d: (
+            d.lora is not None
+            and not any(d.lora.targets_of(product, d.model) for product in ("qkv", "proj", "ffn_up", "ffn_down"))
+        ),
+        what="the model has none of the products that adapters are given for",
+        where="decisions.adapters",
+        got=lambda d: f"{d.adapters} with a model without a gate",
+        wanted="a target among q, k, v, proj, up and down",
+        hint="--lora r=16,targets=up",
+    ),
+    Rule(
+        name="adapters: experts",
+        breaks=lambda d: d.lora is not None and d.model.mixture is not None,
+        what="adapters have no lowering beside experts",
+        where="decisions.adapters",
+        got=lambda d: f"{d.adapters} with a model with experts",
+        wanted="none, or a model without experts",
+        hint="leave --lora out: an adapter of every expert would need grouped products of its own",
+    ),
+    _ADAPTERS.allows("layout.metp", 1, because="METP's rings would carry the adapters with the weights"),
+    _ADAPTERS.allows(
+        "layout.tp_overlap", "none", because="the chunks of a product would each need their part of the adapter"
+    ),
+    _ADAPTERS.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="frozen products leave hardly any weight gradients to defer",
+        when=lambda d: d.lora is not None and _staged(d),
+    ),
+    _ADAPTERS.allows("layout.multiplexed", False, because="helper stages would need the gradients of the adapters"),
+    _ADAPTERS.allows(
+        "decisions.recompute",
+        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        because="every second product would be rebuilt without its adapter",
+    ),
+    ADAPTERS_WITHOUT_ATTENTION_CHUNKS,
+    _ADAPTERS.allows(
+        "decisions.memory_policy",
+        *("planned", "caching"),
+        because="no framework's tensors and kernels of adapters are known: --system memo, any or every-layout",
+    ),
+    _ADAPTERS.allows(
+        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of adapters are known"
+    ),
+    _ADAPTERS.allows(
+        "decisions.kernels.attention",
+        wanted="a flash kernel",
+        because="memo has not derived what plain attention keeps beside frozen products",
+        when=lambda d: d.lora is not None and d.kernels.attention == "plain",
+    ),
+    _ADAPTERS.allows(
+        "layout.cp_exchange",
+        *("ring", "all_gather"),
+        because="memo has not derived what ring self-attention keeps beside frozen products",
+    ),
+    _ADAPTERS.allows(
+        "decisions.loss",
+        *("auto", "blocks", "fused", "eager-fp32", "vocab-parallel"),
+        because="checkpointed losses make the gradient of a classifier, which is frozen",
+    ),
+)
+
 RULES = (
     *EXPERTS,
+    *IN_FP8,
     *WINDOWED,
+    *DOCUMENTS,
+    *ADAPTERS,
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(
@@ -666,6 +950,11 @@ RULES = (
         because="of what selective recompute drops METP keeps only attention's output, which full recompute rebuilds",
     ),
     METP_WHOLE_MLP,
+    _METP.allows(
+        "decisions.grad_sums",
+        *("auto", "fp32"),
+        because="METP passes the sums of its gradients round the ring in fp32",
+    ),
     _METP.allows("decisions.early_stop", False, because="METP's full recompute plays whole rings"),
     _METP.allows(
         "decisions.states",
@@ -832,12 +1121,48 @@ RULES = (
     ),
     Rule(
         name="pure bf16 states: dtype",
-        breaks=lambda d: d.states == "pure-bf16" and d.dtype != "bf16",
+        breaks=lambda d: without_masters(d) and d.dtype != "bf16",
         what="pure bf16 states have the dtype of the parameters",
         where="decisions.dtype",
-        got=lambda d: f"{d.dtype} with states pure-bf16",
+        got=lambda d: f"{d.dtype} with states {d.states}",
         wanted="bf16",
         hint="--states fp32, or a device that computes in bf16",
+    ),
+    Rule(
+        name="pure bf16 with fp32 moments: memory_policy",
+        breaks=lambda d: d.states == "pure-bf16-fp32-moments" and d.memory_policy == "eager",
+        what="torch's AdamW has moments in the parameters' dtype",
+        where="decisions.states",
+        got="pure-bf16-fp32-moments with memory policy eager",
+        wanted="pure-bf16",
+        hint="--states pure-bf16, or --memory-policy planned or caching",
+    ),
+    Rule(
+        name="grad_sums fp32: memory_policy",
+        breaks=lambda d: d.grad_sums == "fp32" and without_masters(d) and d.memory_policy == "eager",
+        what="torch's modules in bf16 have gradients in bf16",
+        where="decisions.grad_sums",
+        got=lambda d: f"fp32 with states {d.states} and memory policy eager",
+        wanted="auto",
+        hint="leave --grad-sums out, or --memory-policy planned or caching",
+    ),
+    Rule(
+        name="grad_sums params: dtype",
+        breaks=lambda d: d.grad_sums == "params" and d.memory_policy != "eager" and d.dtype != "bf16",
+        what="memo-exec sums gradients in fp32 or in bf16",
+        where="decisions.grad_sums",
+        got=lambda d: f"params with dtype {d.dtype}",
+        wanted="auto, or params with dtype bf16",
+        hint="leave --grad-sums out",
+    ),
+    Rule(
+        name="grad_sums params: states",
+        breaks=lambda d: d.grad_sums == "params" and d.memory_policy != "eager" and d.states == "host",
+        what="AdamW on the host reads gradients in fp32",
+        where="decisions.grad_sums",
+        got="params with states host",
+        wanted="auto",
+        hint="leave --grad-sums out, or another --states",
     ),
     _CAST.allows("decisions.memory_policy", "eager", because="memo-exec stores a shard of parameters and gathers it"),
     _CAST.allows("layout.zero", 3, because="otherwise a rank has whole parameters"),
@@ -935,8 +1260,8 @@ STREAMS_OF_A_FRAMEWORK = Rule(
 )
 SUMS_OF_A_FRAMEWORK = Rule(
     name="grad_sums: memory_policy",
-    breaks=lambda d: d.grad_sums != "auto" and d.memory_policy != "eager",
-    what="memo-exec's products add to sums of their own dtype",
+    breaks=lambda d: d.grad_sums == "autocast" and d.memory_policy != "eager",
+    what="memo-exec casts no parameters: they have the plan's dtype",
     where="decisions.grad_sums",
     got=lambda d: f"{d.grad_sums} with memory policy {d.memory_policy}",
     wanted="memory policy eager",

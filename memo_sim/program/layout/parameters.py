@@ -1,21 +1,36 @@
 """Offsets and shapes of the parameters in their block: ``embed``, one block for each layer, and ``head``.
 
+With expert parallelism a layer has a second block, ``experts``: other ranks hold the same than those of the rest.
+
 A block is a flat range of elements (features 1): first the matrices, which have weight decay, then the vectors. An
 optimizer therefore sees two runs (decay, no decay), while a checkpoint sees names. Names inside a layer are memo's own;
 ``memo_exec`` maps them to those of Hugging Face.
 
 For some vectors each tensor-parallel rank computes only a part of the gradient. They come last, so that one all-reduce
 completes them.
+
+With low-rank adapters (``contract/adapters.py``) a layer's block begins with them: first the sides that tensor
+parallelism divides, then those that every rank has whole, whose gradients ranks compute in part. All that follows is
+frozen, and so are embedding and head; gradients and states of a block end with its trained elements:
+
+    [ B of qkv, ffn_up | A of proj, ffn_down ][ A of qkv, ffn_up | B of proj, ffn_down ][ matrices | vectors ]
+      divided                                   whole on every rank                       frozen
+
+A product whose output features are divided (qkv, ffn_up) has B divided by rows and A whole; one whose input features
+are divided (proj, ffn_down) has A divided by columns and B whole. The A's of a product's targets (Q, K and V; gate and
+up) lie one below the other, and so do their B's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import prod
 
+from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import Decisions
 
 
@@ -39,6 +54,8 @@ class Parameter:
     first: int
     decay: bool
     part: Part = Part.WHOLE
+    frozen: bool = False
+    """Whether it is not trained, and so has neither gradient nor optimizer states."""
 
     @property
     def elements(self) -> int:
@@ -59,54 +76,130 @@ class Block:
         return sum(p.elements for p in self.parameters)
 
     @property
+    def trained_elements(self) -> int:
+        """Number of elements that are trained, which come first."""
+        return sum(p.elements for p in self.parameters if not p.frozen)
+
+    @property
     def decayed_elements(self) -> int:
-        """Number of elements with weight decay, which come first."""
-        return sum(p.elements for p in self.parameters if p.decay)
+        """Number of trained elements with weight decay, which come first."""
+        return sum(p.elements for p in self.parameters if p.decay and not p.frozen)
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Return the number of elements, at the block's end, whose gradients tensor-parallel ranks must sum."""
+        """Return the number of trained elements, the last ones, whose gradients tensor-parallel ranks must sum."""
         least = Part.TOKENS if sequence_parallel else Part.HEADS
-        return sum(p.elements for p in self.parameters if p.part >= least)
+        return sum(p.elements for p in self.parameters if p.part >= least and not p.frozen)
+
+    def runs(self) -> list[tuple[str, int, int]]:
+        """Return (name, first element, elements) of the ranges that an optimizer updates alike; none is empty.
+
+        decay and no_decay: parameters with and without weight decay. selection: the bias of a router's choice. frozen:
+        what is not trained.
+        """
+        decayed = self.decayed_elements
+        bias = self.find(SELECTION_BIAS)
+        selection = bias.elements if bias else 0
+        ends = {"decay": decayed, "selection": decayed + selection, "no_decay": self.trained_elements}
+        ends[FROZEN] = self.elements
+        firsts = (0, *ends.values())
+        return [(name, at, end - at) for (name, end), at in zip(ends.items(), firsts, strict=False) if end > at]
 
     def find(self, name: str) -> Parameter | None:
         """Return the parameter called ``name``, or None when the model has none (for example a bias)."""
         return next((p for p in self.parameters if p.name == name), None)
 
 
+FROZEN = "frozen"
+"""The run of a block's parameters that are not trained, behind those that are."""
 POST_NORMS = ("post_attn", "post_mlp")
 """The norms behind attention and MLP, before the residual sums (``Model.post_norms``)."""
+SELECTION_BIAS = "selection.bias"
+"""The bias of the experts' choice. No gradient trains it: in place of one, the rows of each expert are summed over
+micro-batches and ranks, and the optimizer moves the bias by the sign of their difference to the mean."""
+
 Matrices = list[tuple[str, tuple[int, ...]]]
 Vectors = list[tuple[str, int, Part]]
 
 
-def _block(name: str, matrices: Matrices, vectors: Vectors) -> Block:
-    first = 0
+def _block(
+    name: str, matrices: Matrices, vectors: Vectors, adapters: Adapters | None, sides: Sequence[Parameter] = ()
+) -> Block:
+    """Return a block; with ``adapters`` only ``sides`` of them, which come first, are trained."""
+    first, frozen = 0, adapters is not None
     parameters = []
+    for side in sides:
+        parameters.append(replace(side, first=first))
+        first += side.elements
     for label, shape in matrices:
-        parameters.append(Parameter(label, shape, first, decay=True))
+        parameters.append(Parameter(label, shape, first, decay=True, frozen=frozen))
         first += prod(shape)
     for label, width, part in sorted(vectors, key=lambda vector: vector[2]):
-        parameters.append(Parameter(label, (width,), first, decay=False, part=part))
+        parameters.append(Parameter(label, (width,), first, decay=False, part=part, frozen=frozen))
         first += width
     return Block(name, tuple(parameters))
 
 
-def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
-    """Return the embedding block: this rank's rows of the vocabulary, and learned positions.
+def adapted_columns(
+    model: Model, layer: LayerShape, divided: int, adapters: Adapters, product: str
+) -> tuple[tuple[int, int], ...]:
+    """Return (first feature, features) of each target in a product's result, on one of ``divided`` ranks."""
+    q, kv, f = model.q_width // divided, model.kv_width // divided, layer.ffn_hidden // divided
+    widths = {"q": q, "k": kv, "v": kv, "gate": f, "up": f, "proj": model.hidden, "down": model.hidden}
+    packed = {"qkv": ("q", "k", "v"), "ffn_up": ("gate", "up") if model.gated else ("up",)}
+    found, first = [], 0
+    wanted = adapters.targets_of(product, model)
+    for target in packed.get(product, wanted):
+        if target in wanted:
+            found.append((first, widths[target]))
+        first += widths[target]
+    return tuple(found)
+
+
+def _sides(model: Model, layer: LayerShape, divided: int, adapters: Adapters) -> list[Parameter]:
+    """Return both sides of a layer's adapters: those that ranks divide, then those that every rank has whole."""
+    h, whole, split = model.hidden, list[Parameter](), list[Parameter]()
+    for product, inputs in {
+        "qkv": h,
+        "proj": model.q_width // divided,
+        "ffn_up": h,
+        "ffn_down": layer.ffn_hidden // divided,
+    }.items():
+        columns = adapted_columns(model, layer, divided, adapters, product)
+        if not columns:
+            continue
+        a = Parameter(f"{product}.lora_a", (len(columns) * adapters.rank, inputs), 0, decay=True)
+        b = Parameter(f"{product}.lora_b", (sum(width for _, width in columns), adapters.rank), 0, decay=True)
+        one, other = (b, a) if product in ("qkv", "ffn_up") else (a, b)
+        split.append(one)
+        whole.append(replace(other, part=Part.HEADS))
+    return split + whole
+
+
+def embed_block(model: Model, tp: int, *, positions: bool = True, adapters: Adapters | None = None) -> Block:
+    """Return the embedding block: this rank's rows of the vocabulary, and learned positions; frozen with ``adapters``.
 
     ``positions`` is false for the copy on the last pipeline stage, whose tied classifier reads only the token rows.
     """
     matrices: Matrices = [("tokens.weight", (-(-model.vocab // tp), model.hidden))]
     if model.learned_positions and positions:
         matrices.append(("positions.weight", (model.max_positions, model.hidden)))
-    return _block("embed", matrices, [])
+    return _block("embed", matrices, [], adapters)
 
 
-def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer") -> Block:
+def layer_block(
+    model: Model,
+    tp: int,
+    layer: LayerShape,
+    *,
+    name: str = "layer",
+    ep: int = 1,
+    adapters: Adapters | None = None,
+) -> Block:
     """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
 
     The experts' matrices lie one after the other, each with its gate before its up half. ``name``: the block's name,
-    which differs by layer kind.
+    which differs by layer kind. ``ep``: where ranks divide the experts, these are in a block of their own
+    (``experts_block``), and the router stays here. ``adapters``: they are trained, and come first.
     """
     h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
@@ -115,20 +208,21 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
     if (experts := layer.experts) is None:
         matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
     else:
-        inside = experts.hidden // tp
-        matrices += [
-            ("experts_up.weight", (experts.count * 2 * inside, h)),
-            ("experts_down.weight", (experts.count * h, inside)),
-            ("router.weight", (experts.count, h)),  # every rank has all of it, so it comes last
-        ]
-    vectors: Vectors = [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
+        if ep == 1:
+            matrices += _experts(experts, h, tp, ep)
+        if experts.shared:
+            beside = experts.shared // tp
+            matrices += [("shared_up.weight", (2 * beside, h)), ("shared_down.weight", (h, beside))]
+        matrices.append(("router.weight", (experts.count, h)))
+    vectors: Vectors = _of_experts(experts, h, tp) if experts else []
+    vectors += [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
     if model.qkv_bias:
         vectors.append(("qkv.bias", q + 2 * kv, Part.WHOLE))
     if model.linear_bias or model.proj_bias:
         vectors.append(("proj.bias", h, Part.TOKENS))
-    if model.linear_bias:
+    if model.linear_bias and experts is None:
         vectors += [("ffn_up.bias", up, Part.WHOLE), ("ffn_down.bias", h, Part.TOKENS)]
     if model.sinks:
         vectors.append(("sinks", model.heads // tp, Part.WHOLE))
@@ -136,25 +230,72 @@ def layer_block(model: Model, tp: int, layer: LayerShape, *, name: str = "layer"
         vectors += [(f"{name}.weight", h, Part.TOKENS) for name in POST_NORMS]
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
-    return _block(name, matrices, vectors)
+    return _block(name, matrices, vectors, adapters, _sides(model, layer, tp, adapters) if adapters else ())
 
 
-def head_block(model: Model, tp: int) -> Block:
-    """Return the block of the final norm and of the classifier, unless the classifier is tied to the embedding."""
+def experts_block(model: Model, tp: int, ep: int, experts: Experts | None, *, name: str = "experts") -> Block | None:
+    """Return the block of one rank's experts; None without expert parallelism, or in a layer without experts.
+
+    Rank r of ``ep`` has the experts [r x count / ep, (r + 1) x count / ep), and of each the features of its rank of tp.
+    """
+    return None if ep == 1 or experts is None else rank_experts_block(model, tp, ep, experts, name=name)
+
+
+def rank_experts_block(model: Model, tp: int, ep: int, experts: Experts, *, name: str = "experts") -> Block:
+    """Return the block of one rank's experts, or (``ep`` 1) of all of them."""
+    return _block(name, _experts(experts, model.hidden, tp, ep), [], None)
+
+
+def _experts(experts: Experts, hidden: int, tp: int, ep: int) -> Matrices:
+    count, inside = experts.count // ep, experts.hidden // tp
+    return [("experts_up.weight", (count * 2 * inside, hidden)), ("experts_down.weight", (count * hidden, inside))]
+
+
+def _of_experts(experts: Experts, hidden: int, tp: int) -> Vectors:
+    """Return the biases of a router and its experts; the selection bias comes first, as its update differs."""
+    found: Vectors = []
+    if experts.selection_bias:
+        found.append((SELECTION_BIAS, experts.count, Part.WHOLE))
+    if experts.bias:
+        found.append(("experts_up.bias", experts.count * 2 * (experts.hidden // tp), Part.WHOLE))
+        found.append(("experts_down.bias", experts.count * hidden, Part.WHOLE))
+    if experts.router_bias:
+        found.append(("router.bias", experts.count, Part.WHOLE))
+    return found
+
+
+def head_block(model: Model, tp: int, *, adapters: Adapters | None = None) -> Block:
+    """Return the block of the final norm and of the classifier, unless the classifier is tied to the embedding.
+
+    Frozen with ``adapters``.
+    """
     matrices: Matrices = []
     if not model.tied_embeddings:
         matrices.append(("classifier.weight", (-(-model.vocab // tp), model.hidden)))
     vectors: Vectors = [("norm.weight", model.hidden, Part.TOKENS)]
     if model.family == "gpt":
         vectors.append(("norm.bias", model.hidden, Part.TOKENS))
-    return _block("head", matrices, vectors)
+    return _block("head", matrices, vectors, adapters)
+
+
+def without_masters(decisions: Decisions) -> bool:
+    """Return whether a bf16 model has no fp32 master weights: AdamW updates and rounds its parameters."""
+    return decisions.states in ("pure-bf16", "pure-bf16-fp32-moments")
+
+
+def moment_dtype(decisions: Decisions) -> DtypeName:
+    """Return the dtype of AdamW's moments."""
+    return "bf16" if decisions.states in ("bf16", "pure-bf16") else "fp32"
 
 
 def gradient_dtype(decisions: Decisions) -> DtypeName:
     """Return the dtype in which gradients are summed, over micro-batches and over ranks."""
-    if decisions.states == "pure-bf16":
+    if decisions.grad_sums == "fp32":
+        return "fp32"
+    if without_masters(decisions):
         return "bf16"
-    return decisions.dtype if half_gradients(decisions) else "fp32"
+    narrow = half_gradients(decisions) or (decisions.grad_sums == "params" and decisions.memory_policy != "eager")
+    return decisions.dtype if narrow else "fp32"
 
 
 def autocast(decisions: Decisions) -> bool:
@@ -170,4 +311,5 @@ def half_gradients(decisions: Decisions) -> bool:
     Megatron-LM forces fp32 sums only for bf16. With fp16 its ``--accumulate-allreduce-grads-in-fp32`` is off by default
     (``megatron/training/arguments.py``).
     """
-    return decisions.memory_policy == "eager" and (decisions.dtype == "fp16" or decisions.grad_sums == "params")
+    by_default = decisions.dtype == "fp16" and decisions.grad_sums != "fp32"
+    return decisions.memory_policy == "eager" and (by_default or decisions.grad_sums == "params")

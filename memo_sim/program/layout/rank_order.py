@@ -14,14 +14,17 @@ distance between its consecutive ranks:
     ends      tp         ranks that hold the same embedding and head: metp x ulysses x cp x dp
     shard     tp*metp    consecutive ranks of grads that ZeRO shards over, if not over all of them (zero_ranks)
     replicate tp*metp*zero_ranks     ranks of grads that hold the same shard
+    ep        tp*metp    consecutive ranks of grads that divide a layer's experts, as in Megatron-LM
+    expert_grads  tp*metp*ep         ranks of grads that hold the same experts
 
     tp 4, cp 2, dp 2:   tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12
     with zero_ranks 2:  shard group of rank 0: 0 4    replicate: 0 8
+    with ep 2:          ep group of rank 0: 0 4    expert_grads: 0 8
 """
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 from memo_sim.contract.plan import Layout
@@ -40,6 +43,11 @@ SHARD: Literal["shard"] = "shard"
 REPLICATE: Literal["replicate"] = "replicate"
 """The group of ranks of ``grads`` that hold the same shard, one of each group that shards (torch's dp_replicate)."""
 
+EP: Literal["ep"] = "ep"
+"""The group of ``Layout.ep`` consecutive ranks of ``grads`` that divide the experts of a layer."""
+EXPERT_GRADS: Literal["expert_grads"] = "expert_grads"
+"""The group of ranks of ``grads`` that hold the same experts, one of each ``ep`` group."""
+
 
 def stride(group: str, layout: Layout) -> int:
     """Return the distance between consecutive ranks of ``group``: an axis, or one of the groups named above."""
@@ -47,7 +55,9 @@ def stride(group: str, layout: Layout) -> int:
         return stride("pp", layout) * max(1, layout.pp - 1)
     if group == REPLICATE:
         return stride(GRADS, layout) * layout.shards
-    first = {GRADS: "ulysses", SHARD: "ulysses", ENDS: "metp"}.get(group, group)
+    if group == EXPERT_GRADS:
+        return stride(GRADS, layout) * layout.ep
+    first = {GRADS: "ulysses", SHARD: "ulysses", EP: "ulysses", ENDS: "metp"}.get(group, group)
     return prod(degree(axis, layout) for axis in AXES[: AXES.index(first)])
 
 
@@ -59,6 +69,8 @@ def degree(group: str, layout: Layout) -> int:
         return layout.metp * layout.replicas
     if group in (SHARD, REPLICATE):
         return layout.shards if group == SHARD else layout.shard_copies
+    if group == EXPERT_GRADS:
+        return layout.expert_replicas
     return layout.replicas if group == GRADS else int(getattr(layout, group))
 
 
@@ -72,3 +84,8 @@ def members(group: str, layout: Layout, rank: int) -> list[int]:
     step = stride(group, layout)
     first = rank - coordinate(group, layout, rank) * step
     return [first + i * step for i in range(degree(group, layout))]
+
+
+def least_dp(layout: Layout) -> int:
+    """Return the least data parallelism with which ranks that divide experts make up whole groups."""
+    return layout.ep // gcd(layout.ep, layout.cp * layout.ulysses)

@@ -11,6 +11,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.layout.attention_chunks import check_attention_chunks
 from memo_sim.program.layout.compatibility import check_compatible
+from memo_sim.program.layout.expert_load import BALANCED, capacity_rows
 from memo_sim.program.layout.heads import are_even, divided_heads, shares, sharing_ranks
 from memo_sim.program.layout.partition import PRICE_AGAIN
 
@@ -66,6 +67,10 @@ class Shape:
     """Tensor-parallel ranks that have copies of one key/value head."""
     experts: Experts | None = None
     """The experts in place of the MLP, if the layer has them."""
+    ep: int = 1
+    expert_load: str = BALANCED
+    expert_capacity: float = 0.0
+    """How rows spread over experts, and what a pair of ranks can send (``layout/expert_load.py``); read with ``ep``."""
     window: int = 0
     """Keys that a token of the layer attends to at most; 0: all before it, also where no sequence is longer."""
     rope_theta: float = 0.0
@@ -93,9 +98,30 @@ class Shape:
         return self.experts.hidden // self.divided if self.experts else 0
 
     @property
+    def shared_width(self) -> int:
+        """Features inside the shared expert, on one of the ranks that divide them; 0 without one."""
+        return self.experts.shared // self.divided if self.experts else 0
+
+    @property
     def dispatched(self) -> int:
         """Rows that go to experts: one for each token and each of its experts."""
         return self.tokens * self.experts.per_token if self.experts else 0
+
+    @property
+    def pair_rows(self) -> int:
+        """Rows that a rank of ``ep`` sends to each rank; fewer are filled up."""
+        assert self.experts is not None
+        return capacity_rows(self.experts, self.dispatched, self.expert_load, self.ep, self.expert_capacity)
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of the experts' tensors: all dispatched rows, or with ``ep`` what all its ranks can send to this one."""
+        return self.dispatched if self.ep == 1 or not self.experts else self.ep * self.pair_rows
+
+    @property
+    def own_experts(self) -> int:
+        """Experts whose weights a rank holds."""
+        return self.experts.count // self.ep if self.experts else 0
 
     @property
     def qkv_width(self) -> int:
@@ -164,6 +190,8 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
     for each in model.layer_shapes:
         if each.experts is not None:
             _degree_divides("features of an expert", each.experts.hidden, "tp", layout.tp)
+            _degree_divides("experts", each.experts.count, "ep", layout.ep)
+            _degree_divides("features of the shared expert", each.experts.shared, "tp", layout.tp)
             continue
         _degree_divides("ffn_hidden", each.ffn_hidden, "tp", layout.tp)
         _degree_divides("ffn_hidden", each.ffn_hidden, "metp", layout.metp)
@@ -215,6 +243,9 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         metp=layout.metp,
         keep_norms=decisions.keep_norms,
         divided=layout.divided,
+        ep=layout.ep,
+        expert_load=decisions.expert_load,
+        expert_capacity=decisions.expert_capacity,
         sequence=decisions.seq_tokens,
     )
 

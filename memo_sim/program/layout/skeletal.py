@@ -11,7 +11,8 @@ tensor belongs to token i of the rank's shard. Layouts change the list:
   shard. The projection's input, the sequence-sharded output, is one tensor more.
 - Hugging Face's modules save more (``layers/huggingface.py``).
 - Experts replace the last two by those of dispatched rows, each token's rows one after the other by expert, and by what
-  the router decided (``layers/experts.py``). As large a part of dispatched rows is swapped as of tokens.
+  the router decided (``layers/experts.py``). As large a part of dispatched rows is swapped as of tokens. With expert
+  parallelism they are the rows that a rank received (``layers/expert_exchange.py``).
 - A norm behind attention or the MLP (Gemma 3) needs its input, the result of projection or second MLP product. So
   recompute repeats the second product as well, which it leaves out without such a norm.
 - Attention without a flash kernel keeps scores instead of the log-sum-exp (``attention/plain.py``,
@@ -112,20 +113,38 @@ def normed_slot(which: str, shape: Shape) -> str:
 
 def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, ...]:
     """Return what backward needs of experts: what the router decided, and the wide tensors of dispatched rows."""
-    tokens, rows = shape.tokens, shape.dispatched
+    tokens, rows = shape.tokens, shape.expert_rows
 
     def decided(name: str, kind: str, rows: int, features: int) -> Skeletal:
         return Skeletal(f"route_{name}", rows, features, kind, Fate.WHOLE)
 
-    return (
-        decided("scores", "fp32", tokens, experts.count),
-        decided("probs", "fp32", tokens, experts.per_token),
-        decided("experts", "int64", tokens, experts.per_token),
+    ends = decided("ends", "int32", experts.count, 1)
+    ways: tuple[Skeletal, ...] = (
         decided("order", "int64", rows, 1),
         decided("places", "int64", tokens, experts.per_token),
-        decided("ends", "int32", experts.count, 1),
+        ends,
+    )
+    if shape.ep > 1:
+        ways = (
+            ends,
+            decided("seats", "int64", tokens, experts.per_token),
+            decided("sent", "int64", rows, 1),
+            decided("arrived", "int64", rows, 1),
+            decided("own_ends", "int32", shape.own_experts, 1),
+            decided("gates", "fp32", rows, 1),
+        )
+    loss = (decided("lse", "fp32", tokens, 1),) if experts.z_loss else ()
+    shared = shape.shared_width
+    beside = (("shared_up", 2 * shared), ("shared_act", shared)) if shared else ()
+    return (
+        decided("scores", "fp32", tokens, experts.count),
+        *loss,
+        decided("probs", "fp32", tokens, experts.per_token),
+        decided("experts", "int64", tokens, experts.per_token),
+        *ways,
         Skeletal("up", rows, 2 * shape.expert_width, dtype, Fate.BY_TOKEN),
         Skeletal("act", rows, shape.expert_width, dtype, Fate.BY_TOKEN),
+        *(Skeletal(name, tokens, features, dtype, Fate.BY_TOKEN) for name, features in beside),
     )
 
 

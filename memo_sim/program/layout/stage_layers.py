@@ -35,6 +35,11 @@ class LayersOfKind:
         """The name of this kind's parameter blocks."""
         return f"layer{self.suffix}"
 
+    @property
+    def experts_block(self) -> str:
+        """The name of the blocks of their experts, where ranks divide these."""
+        return f"experts{self.suffix}"
+
     @cached_property
     def place(self) -> dict[int, int]:
         """By local number of a layer: how many layers of the kind come before it on the stage."""

@@ -167,6 +167,27 @@ _EAGER: dict[str, Kernels] = {
     "geglu": (_k("n", "n"), _k("nn", "n")),
     "swiglu.bwd": (_k("nn", "n"), _k("nn", "n"), _k("nn", "n")),
     "geglu.bwd": (_k("nn", "n"), _k("nn", "n"), _k("nn", "n")),
+    # transformers 5.23, integrations/moe.py, grouped_mm_experts_forward, with elements of the dispatched rows; the
+    # gradients of an index are zeros and a sum over sorted indices (torch, Indexing.cu), those of chunk a cat.
+    "experts.dispatch": (_k("n", "n", "strided"),),
+    "experts.dispatch.bwd": (*(_TINY,) * 3, _k("n", "")),
+    "experts.swiglu": (_k("n", "n"), _k("nn", "n")),
+    "experts.swiglu.bwd": (*(_k("nn", "n"),) * 3, _k("nn", "nn", "strided")),
+    "experts.combine": (
+        _k("n", "n", "broadcast"),  # proj_out * sample_weights
+        *(_TINY,) * 2,  # inverse of the order
+        _k("n", "n", "strided"),  # weighted_out[inverse]
+        _k("n", "", "row_sum"),
+    ),
+    "experts.combine.bwd": (
+        _k("n", "n", "broadcast"),  # the expanded gradient, made contiguous
+        _k("", "n"),  # zeros
+        *(_TINY,) * 3,  # indices sorted
+        _k("nn", "n", "strided"),
+        _k("n", "n", "broadcast"),  # grad * sample_weights
+        _k("nn", "n"),  # grad * proj_out
+        _k("n", "", "row_sum"),
+    ),
     "residual_add": (_k("nn", "n"),),
     "bias.bwd": (_k("n", "", "column_sum"),),
     # logits.float(), then F.cross_entropy: log_softmax reads rows that do not fit into shared memory three times, for

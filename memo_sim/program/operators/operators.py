@@ -30,17 +30,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from memo_sim.contract.model import Model
+from memo_sim.contract.hardware import GemmPass
+from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rotary, Rowwise
-from memo_sim.program.layout.parameters import Block, autocast, gradient_dtype, half_gradients
+from memo_sim.program.ir.work import AdapterGemm, Collective, Exchange, Fp8Gemm, Gemm, Rotary, Rowwise
+from memo_sim.program.layout.fp8 import ATTENTION_OUTPUT, PRODUCTS
+from memo_sim.program.layout.parameters import Block, adapted_columns, autocast, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import normed_slot
 from memo_sim.program.layout.token_order import clipped_runs, row_blocks
 from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.fp8_operands import Fp8Operands
 from memo_sim.program.operators.framework_kernels import WIDE_BYTES
 
 RowBlock = tuple[int, int]
@@ -59,10 +62,13 @@ class OperatorWriter:
         self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
         self.size = DTYPE_BYTES[decisions.dtype]
         self.suffix = ""
+        self.fp8 = None if decisions.fp8 == "none" else Fp8Operands(builder, decisions, shape, block)
+        """Copies of operands in FP8; None where products run in the plan's dtype."""
         self.in_chunks = decisions.layout.tp_overlap == "chunked" and shape.gathered
         """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False
         """Whether another template computes the weight gradients (``layers/weight_gradients.py``)."""
+        self.adapter = AdapterWriter(self)
 
     @property
     def activation_op(self) -> str:
@@ -83,9 +89,49 @@ class OperatorWriter:
         return reads(Rows("params", found.first, found.elements)) if found else None
 
     def grad(self, name: str) -> Access | None:
-        """Return a parameter's gradient as an accumulated operand, or None when the model has no such parameter."""
+        """Return a parameter's gradient as an accumulated operand, or None where there is no such trained parameter."""
         found = self.block.find(name)
-        return accumulates(Rows("grads", found.first, found.elements)) if found else None
+        return accumulates(Rows("grads", found.first, found.elements)) if found and not found.frozen else None
+
+    def trains(self, product: str) -> bool:
+        """Return whether a product's input is needed for a gradient: of its weight, or of its adapter."""
+        names = (f"{product}.weight", f"{product}.lora_a")
+        return any(found and not found.frozen for found in map(self.block.find, names))
+
+    def weight(self, name: str, *, for_dgrad: bool = False) -> Access | None:
+        """Return the weight of the product ``name`` as a read operand: the parameter, or its copy in FP8."""
+        if self.fp8 is not None and self.fp8.has(name):
+            return reads(self.fp8.weight(name, for_dgrad=for_dgrad))
+        return self.param(f"{name}.weight")
+
+    def product(self, name: str, m: int, n: int, k: int, gemm_pass: GemmPass) -> Gemm:
+        """Return the work of the product ``name``, in the plan's dtype or in FP8."""
+        if self.fp8 is not None and self.fp8.has(name):
+            return Fp8Gemm(m, n, k, gemm_pass, self.dtype, PRODUCTS[self.decisions.fp8])
+        return Gemm(m, n, k, gemm_pass, self.dtype)
+
+    def made(self, rows: Rows, features: int) -> Rows:
+        """Return where the input of a product is made: in its own buffer, or in one that is quantised next."""
+        return rows if self.fp8 is None else self.fp8.made(rows, features)
+
+    def quantise(self, made: Rows, rows: Rows) -> None:
+        """Quantise an input that was made elsewhere (``made``); nothing where it was made in its own buffer."""
+        if self.fp8 is not None and made != rows:
+            self.fp8.quantise_input(made, rows, self.suffix)
+
+    def read_by_product(self, slot: str) -> str:
+        """Return the slot of the copy of an input that its product in forward reads."""
+        return slot if self.fp8 is None else self.fp8.by_rows(slot)
+
+    def attended(self, slot: str, *, kept: bool = False) -> str:
+        """Return the slot of the projection's input, or of its copy in FP8: the one by rows, or the one ``kept``."""
+        if self.fp8 is None:
+            return slot
+        return ATTENTION_OUTPUT if kept else self.fp8.by_rows(ATTENTION_OUTPUT)
+
+    def before_gather(self, grad: Rows) -> Rows:
+        """Return a gradient as it is gathered: in FP8 where one copy of it serves both products."""
+        return grad if self.fp8 is None else self.fp8.before_gather(grad, self.suffix)
 
     def shard_rows(self, slot: str, rows: RowBlock) -> Rows:
         """Return this rank's shard of a row block, in a tensor that sequence parallelism divides."""
@@ -120,6 +166,7 @@ class OperatorWriter:
         """Emit a norm of a row block; its output and statistics go to rows ``at`` of their buffers."""
         op = "layer_norm" if self.model.family == "gpt" else "rms_norm"
         shard = self.shard_rows(which, at)
+        made = self.made(shard, self.shape.hidden)
         self.memory_bound(
             which,
             op,
@@ -131,9 +178,10 @@ class OperatorWriter:
             x=reads(self.shard_rows(source, rows)),
             weight=self.param(f"{which}.weight"),
             bias=self.param(f"{which}.bias"),
-            out=writes(shard),
+            out=writes(made),
             stats=writes(self.shard_rows(f"{which}_stats", at)),
         )
+        self.quantise(made, shard)
 
     def post_norm(self, which: str, source: Rows, rows: RowBlock) -> Rows:
         """Emit the norm behind attention or the MLP; return its rows. Without one, return ``source``.
@@ -190,12 +238,13 @@ class OperatorWriter:
             name + self.suffix,
             "linear",
             Lane.COMPUTE,
-            Gemm(out.tokens, n, k, "fprop", self.dtype),
+            self.product(name, out.tokens, n, k, "fprop"),
             x=reads(x),
-            weight=self.param(f"{name}.weight"),
+            weight=self.weight(name),
             bias=self.param(f"{name}.bias") if bias else None,
             out=writes(out),
         )
+        self.adapter.forward(name, x, out, k)
 
     def linear_beside_gate(  # noqa: PLR0917 - the operands of a product
         self, name: str, x: Rows, out: Rows, gate: Rows, ffn: int, k: int, *, again: bool
@@ -225,10 +274,12 @@ class OperatorWriter:
         """
         if not self.shape.gathered:
             return source
-        full = f"{self.builder.phase}.{full}"
-        self.own(full, tokens or self.shape.tokens, self.shape.hidden, BufferClass.EXCHANGE)
+        full, builder = f"{self.builder.phase}.{full}", self.builder
+        if not builder.has(full):
+            row = (tokens or self.shape.tokens, builder.features(source.slot))
+            builder.own(full, BufferClass.EXCHANGE, builder.dtype(source.slot), *row)
         rows = Rows(full, first, source.tokens * self.shape.tp)
-        work = Collective("all_gather", rows.tokens * self.shape.hidden * self.size, self.shape.tp, "tp")
+        work = Collective("all_gather", rows.tokens * builder.row_bytes(source.slot), self.shape.tp, "tp")
         self.builder.emit(
             f"{name}.gather{self.suffix}", "all_gather", Lane.TP, work, shard=reads(source), full=writes(rows)
         )
@@ -404,15 +455,18 @@ class OperatorWriter:
 
     def dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int) -> None:
         """Emit ``out = grad @ weight``: ``n`` input features of ``k`` output features."""
+        if self.fp8 is not None and self.fp8.has(name):
+            grad = self.fp8.gradient(grad, self.suffix)
         self.builder.emit(
             f"{name}.dgrad{self.suffix}",
             "linear.dgrad",
             Lane.COMPUTE,
-            Gemm(out.tokens, n, k, "dgrad", self.dtype),
+            self.product(name, out.tokens, n, k, "dgrad"),
             grad=reads(grad),
-            weight=self.param(f"{name}.weight"),
+            weight=self.weight(name, for_dgrad=True),
             out=writes(out),
         )
+        self.adapter.dgrad(name, grad, out, n)
 
     def wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int, *, shard: Rows | None = None) -> None:
         """Emit the weight's gradient, ``m`` output features by ``n`` input features, added to the sum.
@@ -421,10 +475,16 @@ class OperatorWriter:
         """
         if self.defers_wgrad:
             return
+        if (trained := self.block.find(f"{name}.weight")) and trained.frozen:
+            self.adapter.wgrad(name, grad, x, n, shard=shard)
+            return
         kernel = self.decisions.kernels.attention
         scratch = table.wgrad_workspace_bytes(
             m, n, grad.tokens, self.dtype, kernel, into=gradient_dtype(self.decisions)
         )
+        if self.fp8 is not None and self.fp8.has(name):
+            grad = self.fp8.gradient(grad, self.suffix, for_wgrad=True)
+            x = self.fp8.transposed(x, self.suffix)
         wide = autocast(self.decisions)
         apart = wide or half_gradients(self.decisions)
         product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None
@@ -432,7 +492,7 @@ class OperatorWriter:
             f"{name}.wgrad{self.suffix}",
             "linear.wgrad",
             Lane.COMPUTE,
-            Gemm(m, n, grad.tokens, "wgrad", self.dtype),
+            self.product(name, m, n, grad.tokens, "wgrad"),
             grad=reads(grad),
             x=reads(x),
             shard=reads(shard) if shard else None,
@@ -470,8 +530,8 @@ class OperatorWriter:
         self.builder.emit("weights.cast", "params.autocast", Lane.COMPUTE, work, weights=weights)
 
     def bgrad(self, name: str, grad: Rows, width: int) -> None:
-        """Emit the bias's gradient, the sum of ``grad`` over its rows; nothing when the product has no bias."""
-        if self.block.find(f"{name}.bias") and not self.defers_wgrad:
+        """Emit the bias's gradient, the sum of ``grad`` over its rows; nothing when the product trains no bias."""
+        if self.grad(f"{name}.bias") and not self.defers_wgrad:
             self.memory_bound(
                 f"{name}.bgrad",
                 "bias.bwd",
@@ -510,7 +570,7 @@ class OperatorWriter:
         """
         width, hidden = self.builder.features(grad.slot), self.shape.hidden
         shard = None
-        if source is None:
+        if source is None and self.trains(product):
             mine = self.shard_rows(norm, at)
             source = self.gather_again(norm, mine, f"{norm}_full", at[0])
             shard = mine if source != mine else None
@@ -523,7 +583,8 @@ class OperatorWriter:
             tokens=tokens,
             whole=not self.defers_wgrad,
         )
-        self.wgrad(product, grad, source, width, hidden, shard=shard)
+        if source is not None:
+            self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
         self.norm_backward(
             norm, grad=summed, norm_input=norm_input, residual_grad=residual_grad, out=out, rows=rows, at=at
@@ -652,7 +713,7 @@ class OperatorWriter:
 
     def sink_backward(self) -> None:
         """Write the gradient of the sinks: ``-sum over rows of exp(sink - lse) (do out)``, head by head."""
-        if not self.model.sinks:
+        if (grad_sinks := self.grad("sinks")) is None:
             return
         inside, heads = self.shape.attention, self.shape.attention.heads
         self.memory_bound(
@@ -666,10 +727,120 @@ class OperatorWriter:
             out=reads(self.builder.all("attn")),
             lse=reads(self.builder.all("lse")),
             sinks=self.param("sinks"),
-            grad_sinks=self.grad("sinks"),
+            grad_sinks=grad_sinks,
         )
 
     @property
     def _rotated(self) -> tuple[int, int]:
         """Number of heads of Q and K together, and features of one head."""
         return self.shape.heads + self.shape.kv_heads, self.model.head_dim
+
+
+class AdapterWriter:
+    """Emits low-rank adapters beside the products of a layer (``contract/adapters.py``); nothing without them.
+
+    Forward adds to the result of the product, and backward to the gradient of its input:
+
+        low = scale x A^T           out += low B^T
+        d_low = scale d_out B       d_x += d_low A       dB += d_out^T low       dA += d_low^T x
+
+    ``low`` is not kept: backward, which reads ``x`` for dA anyway, multiplies it again. So a product without an adapter
+    keeps no input, and one with an adapter keeps no more than its input.
+
+    Tensor-parallel ranks add parts of sums: a rank's ``d_low`` of qkv and ffn_up, and its ``low`` of proj and ffn_down.
+    What they are multiplied into is summed over the ranks anyway, as are the gradients of the whole sides (``Part``).
+    """
+
+    def __init__(self, writer: OperatorWriter) -> None:
+        self.writer, self.adapters = writer, writer.decisions.lora
+        self._gradients: dict[str, Rows] = {}
+        """By product: where the gradient of its low-rank rows lies."""
+
+    def forward(self, name: str, x: Rows, out: Rows, k: int) -> None:
+        """Emit the adapter of a product of ``k`` input features, after the product itself."""
+        if columns := self._columns(name):
+            self._add(name, self._low(name, x, out, k, columns), out, columns)
+
+    def dgrad(self, name: str, grad: Rows, out: Rows, n: int) -> None:
+        """Emit the adapter's part of the gradient of the input, of ``n`` features."""
+        columns = self._columns(name)
+        if not columns:
+            return
+        low = self._own(f"d_{name}_low", out.slot, out.tokens, columns)
+        self._gradients[name] = low
+        width = sum(width for _, width in columns)
+        operands = {"grad": reads(grad), "weight": self.writer.param(f"{name}.lora_b"), "out": writes(low)}
+        self._emit(f"{name}.lora_b.dgrad", "lora.b.dgrad", (out.tokens, self._rank, width), "dgrad", columns, operands)
+        operands = {"grad": reads(low), "weight": self.writer.param(f"{name}.lora_a"), "out": accumulates(out)}
+        size = (out.tokens, n, self._rank * len(columns))
+        self._emit(f"{name}.lora_a.dgrad", "linear.dgrad.add", size, "dgrad", (), operands, adds=True)
+
+    def wgrad(self, name: str, grad: Rows, x: Rows, n: int, *, shard: Rows | None) -> None:
+        """Emit the gradients of both sides; ``n``: features of ``x``, ``shard``: as in ``OperatorWriter.wgrad``."""
+        columns, writer = self._columns(name), self.writer
+        if not columns:
+            return
+        low, gradient = self._low(name, x, grad, n, columns), self._gradients[name]
+        width, rank, into = sum(width for _, width in columns), self._rank, gradient_dtype(writer.decisions)
+        kernel, every = writer.decisions.kernels.attention, writer.builder.features(grad.slot)
+
+        def scratch(side: str, m: int, n: int) -> Access | None:
+            size = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
+            return writer.builder.scratch(f"{name}.{side}.wgrad.scratch{writer.suffix}", size)
+
+        operands = {"grad": reads(grad), "x": reads(low), "out": writer.grad(f"{name}.lora_b")}
+        operands["workspace"] = scratch("lora_b", every, rank * len(columns))
+        size = (width, rank, grad.tokens)
+        self._emit(f"{name}.lora_b.wgrad", "lora.b.wgrad", size, "wgrad", columns, operands, adds=True)
+        operands = {"grad": reads(gradient), "x": reads(x), "shard": reads(shard) if shard else None}
+        operands |= {"out": writer.grad(f"{name}.lora_a"), "workspace": scratch("lora_a", rank * len(columns), n)}
+        size = (rank * len(columns), n, grad.tokens)
+        self._emit(f"{name}.lora_a.wgrad", "linear.wgrad", size, "wgrad", (), operands, adds=True)
+
+    @property
+    def _rank(self) -> int:
+        assert self.adapters is not None  # products have columns with adapters alone
+        return self.adapters.rank
+
+    def _columns(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the features of a product's result that have adapters: (first, features) of each target."""
+        writer = self.writer
+        if self.adapters is None or writer.block.find(f"{name}.lora_a") is None:
+            return ()
+        shape = writer.shape
+        layer = LayerShape(ffn_hidden=shape.ffn * shape.divided)
+        return adapted_columns(writer.model, layer, shape.divided, self.adapters, name)
+
+    def _low(self, name: str, x: Rows, like: Rows, k: int, columns: tuple[tuple[int, int], ...]) -> Rows:
+        """Emit the low-rank rows of ``x``, which lie where the rows of ``like`` do, and return them."""
+        low = self._own(f"{self.writer.builder.phase}.{name}_low", like.slot, like.tokens, columns)
+        operands = {"x": reads(x), "weight": self.writer.param(f"{name}.lora_a"), "out": writes(low)}
+        size = (like.tokens, self._rank * len(columns), k)
+        self._emit(f"{name}.lora_a", "lora.a", size, "fprop", (), operands)
+        return low
+
+    def _add(self, name: str, low: Rows, out: Rows, columns: tuple[tuple[int, int], ...]) -> None:
+        operands = {"x": reads(low), "weight": self.writer.param(f"{name}.lora_b"), "out": accumulates(out)}
+        size = (out.tokens, sum(width for _, width in columns), self._rank)
+        self._emit(f"{name}.lora_b", "lora.b", size, "fprop", columns, operands, adds=True)
+
+    def _own(self, name: str, like: str, tokens: int, columns: tuple[tuple[int, int], ...]) -> Rows:
+        """Return the first ``tokens`` rows of a buffer for low-rank rows, as long as the buffer ``like``."""
+        writer = self.writer
+        writer.own(name, writer.builder.all(like).tokens, self._rank * len(columns))
+        return Rows(name, 0, tokens)
+
+    def _emit(  # noqa: PLR0917 - a product's parts
+        self,
+        name: str,
+        op: str,
+        size: tuple[int, int, int],
+        gemm_pass: GemmPass,
+        columns: tuple[tuple[int, int], ...],
+        operands: dict[str, Access | None],
+        *,
+        adds: bool = False,
+    ) -> None:
+        writer = self.writer
+        work = AdapterGemm(*size, gemm_pass, writer.dtype, columns, adds)
+        writer.builder.emit(f"{name}{writer.suffix}", op, Lane.COMPUTE, work, **operands)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from memo_sim.contract import attention_kernels
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.model import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.work import Attention, WindowedAttention
 from memo_sim.program.operators.head_groups import check_head_groups, flash3_head_dim, round_up
@@ -166,24 +167,42 @@ def _wide(elements: int, dtype: str) -> tuple[int, ...]:
 
 
 def loss_workspace_bytes(
-    rows: int, vocab: int, dtype: str, rowwise: RowwiseKernel = "torch", *, in_place: bool = False
+    rows: int,
+    vocab: int,
+    dtype: str,
+    rowwise: RowwiseKernel = "torch",
+    *,
+    in_place: bool = False,
+    policy: bool = False,
 ) -> int:
     """Return the scratch of the loss over ``rows`` tokens.
 
     torch: for a block of rows, six columns (indices, a mask and four in fp32) and the logits in fp32, and one sum.
     Triton: the loss of each row, and their sum.
     ``in_place``: no buffer has room for the exponentials of fp32 logits, so they need the block as well.
+    ``policy``: torch's, with the columns of a policy's objective (``policy_columns``).
     """
     if rowwise == "triton":
         return _pieces(4 * rows, 4)
     block = min(rows, LOSS_ROWS)
     wide = (4 * block * vocab,) if in_place else _wide(block * vocab, dtype)
-    return _pieces(8 * block, block, *[4 * block] * 4, 4, *wide)
+    return _pieces(8 * block, block, *[4 * block] * 4, 4, *wide, *policy_columns(block, policy=policy))
 
 
-def picked_targets_bytes(rows: int) -> int:
-    """Return the scratch of picking one logit of each row: its column, a mask, a number of each row, and one sum."""
-    return _pieces(8 * rows, rows, 4 * rows, 4)
+POLICY_COLUMNS = 4
+"""fp32 numbers of a row that a policy's objective computes with."""
+
+
+def policy_columns(rows: int, *, policy: bool) -> list[int]:
+    """Return the bytes of each column that a policy's objective takes; none for next-token."""
+    return [4 * rows] * (POLICY_COLUMNS if policy else 0)
+
+
+def picked_targets_bytes(rows: int, *, policy: bool = False) -> int:
+    """Return the scratch of picking one logit of each row: its column, a mask, a number of each row, and one sum.
+
+    ``policy``: with the columns of a policy's objective."""
+    return _pieces(8 * rows, rows, 4 * rows, 4, *policy_columns(rows, policy=policy))
 
 
 def norm_workspace_bytes(rows: int, features: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
@@ -314,35 +333,55 @@ def sum_workspace_bytes(rows: int, features: int, dtype: str, into: str, attenti
     return _pieces(DTYPE_BYTES[into] * min(rows, NORM_ROWS) * features)
 
 
-def router_workspace_bytes(rows: int, features: int, experts: int, dtype: str) -> int:
+def router_workspace_bytes(rows: int, features: int, experts: int, dtype: str, *, bias: bool = False) -> int:
     """Return the scratch of the router's product, or of its input's gradient: a block of rows and its weight in fp32.
 
-    0 when they are fp32.
+    0 when they are fp32. ``bias``: with the router's bias in fp32.
     """
-    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *_wide(experts * features, dtype))
+    own = _wide(experts, dtype) if bias else ()
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *_wide(experts * features, dtype), *own)
 
 
-def router_wgrad_workspace_bytes(rows: int, features: int, experts: int, dtype: str, *, into: str = "fp32") -> int:
+def router_wgrad_workspace_bytes(
+    rows: int, features: int, experts: int, dtype: str, *, into: str = "fp32", bias: bool = False
+) -> int:
     """Return the scratch of the gradient of the router's weight: a block of rows in fp32.
 
-    Where it is summed in another dtype than fp32, the product and a copy of it in that dtype too.
+    Where it is summed in another dtype than fp32, the product and a copy of it in that dtype too. ``bias``: with the
+    sums of the bias's gradient.
     """
-    product = () if into == "fp32" else (4 * experts * features, DTYPE_BYTES[into] * experts * features)
-    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *product)
+    size = DTYPE_BYTES[into]
+    product = () if into == "fp32" else (4 * experts * features, size * experts * features)
+    own = (4 * experts, size * experts) if bias else ()
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *product, *own)
 
 
-def route_workspace_bytes(rows: int) -> int:
-    """Return the scratch of choosing experts: one fp32 number of each row."""
-    return _pieces(4 * rows)
+def route_workspace_bytes(rows: int, experts: Experts | None = None) -> int:
+    """Return the scratch of choosing experts: one fp32 number of each row.
+
+    Where a bias or groups change the choice, also the bias in fp32 and, for a block of rows, a number of every expert
+    and of every chosen one; with groups the two best of each, their sums, and the chosen groups.
+    """
+    if experts is None or not (experts.selection_bias or experts.groups > 1):
+        return _pieces(4 * rows)
+    block, of = min(rows, NORM_ROWS), experts
+    bias = [4 * of.count] if of.selection_bias else []
+    best = [4 * block * 2 * of.groups, 8 * block * 2 * of.groups, 4 * block * of.groups]
+    best += [4 * block * of.groups_per_token, 8 * block * of.groups_per_token]
+    groups = best if of.groups > 1 else []
+    return _pieces(4 * rows, *bias, 4 * block * of.count, 4 * block * of.per_token, *groups)
 
 
-def route_backward_workspace_bytes(rows: int, experts: int, per_token: int, *, balance: bool) -> int:
+def route_backward_workspace_bytes(
+    rows: int, experts: int, per_token: int, *, balance: bool, loads: bool = False
+) -> int:
     """Return the scratch of the gradient of the logits, for a block of rows.
 
-    A number of every expert, two of every chosen expert, and one of each row; with ``balance`` two of each expert.
+    A number of every expert, two of every chosen expert, and one of each row. With ``balance``, or where ``loads`` are
+    summed for the selection bias, two of each expert.
     """
     block = min(rows, NORM_ROWS)
-    each = [4 * experts] * 2 if balance else []
+    each = [4 * experts] * 2 if balance or loads else []
     return _pieces(4 * block * experts, *[4 * block * per_token] * 2, 4 * block, *each)
 
 
@@ -364,20 +403,87 @@ def dispatch_workspace_bytes(rows: int) -> int:
     return _pieces(8 * rows)
 
 
-def combine_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of summing each token's rows: for a block of tokens, row numbers, a row, and two in fp32."""
+def send_order_workspace_bytes(rows: int, slots: int, ranks: int) -> int:
+    """Return the scratch of seating dispatched rows: for each row sent and each slot a few numbers, and some a rank."""
+    return _pieces(*[8 * rows] * 3, *[8 * slots] * 2, *[8 * ranks] * 3, slots)
+
+
+def receive_order_workspace_bytes(rows: int, ranks: int, experts: int) -> int:
+    """Return the scratch of ordering received rows by expert: numbers of each row, and of each rank and expert."""
+    return _pieces(*[8 * rows] * 4, *[8 * ranks * (experts + 1)] * 4)
+
+
+def gates_backward_workspace_bytes(slots: int) -> int:
+    """Return the scratch of bringing gradients of probabilities back: each slot's row, and whether it has one."""
+    return _pieces(8 * slots, slots)
+
+
+def combine_workspace_bytes(rows: int, features: int, dtype: str, *, seats: bool = False) -> int:
+    """Return the scratch of summing each token's rows: for a block of tokens, row numbers, a row, and two in fp32.
+
+    ``seats``: also whether each slot has a row.
+    """
     block = min(rows, NORM_ROWS)
-    return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype) * 2)
+    missing = (block,) if seats else ()
+    return _pieces(8 * block, DTYPE_BYTES[dtype] * block * features, *_wide(block * features, dtype) * 2, *missing)
 
 
-def expert_activation_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of the experts' activation: every row's probability, and a block of rows in fp32."""
+def expert_bias_workspace_bytes(rows: int, features: int, dtype: str) -> int:
+    """Return the scratch of adding the experts' biases to a block of dispatched rows: row numbers, experts, biases."""
+    block = min(rows, NORM_ROWS)
+    return _pieces(4 * block, 8 * block, DTYPE_BYTES[dtype] * block * features)
+
+
+def expert_bias_backward_workspace_bytes(
+    rows: int, features: int, experts: int, dtype: str, attention_kernel: str, *, into: str = "fp32"
+) -> int:
+    """Return the scratch of the gradient of the first product's biases, for a block of dispatched rows.
+
+    Row numbers, experts, and a one for every row at its expert; on a CPU, and where the sum is in another dtype, the
+    rows and those ones in the dtype of the sum.
+    """
+    block, widened = min(rows, NORM_ROWS), dtype != into and on_cpu(attention_kernel)
+    size = DTYPE_BYTES[into if widened else dtype]
+    return _pieces(4 * block, 8 * block, size * block * experts, *((size * block * features,) if widened else ()))
+
+
+def expert_out_bias_workspace_bytes(rows: int, features: int, experts: int, dtype: str) -> int:
+    """Return the scratch of adding the second product's biases: a block's probabilities of all experts.
+
+    Also the biases and the block in fp32, where they are not.
+    """
+    block = min(rows, NORM_ROWS)
+    return _pieces(4 * block * experts, *_wide(experts * features, dtype), *_wide(block * features, dtype))
+
+
+def expert_out_bias_dgrad_workspace_bytes(rows: int, features: int, experts: int, per_token: int, dtype: str) -> int:
+    """Return the scratch of what these biases add to the probabilities' gradients: as forward, and chosen ones."""
+    whole = expert_out_bias_workspace_bytes(rows, features, experts, dtype)
+    return whole + _pieces(4 * min(rows, NORM_ROWS) * per_token)
+
+
+def expert_out_bias_wgrad_workspace_bytes(
+    rows: int, features: int, experts: int, dtype: str, *, into: str = "fp32"
+) -> int:
+    """Return the scratch of the gradient of these biases: a block's probabilities of all experts, and it in fp32."""
+    block = min(rows, NORM_ROWS)
+    product = () if into == "fp32" else (4 * experts * features, DTYPE_BYTES[into] * experts * features)
+    return _pieces(4 * block * experts, *_wide(block * features, dtype), *product)
+
+
+def expert_activation_workspace_bytes(rows: int, features: int, dtype: str, *, clamped: bool = False) -> int:
+    """Return the scratch of the experts' activation: every row's probability, and a block of rows in fp32.
+
+    ``clamped`` needs two blocks in any dtype.
+    """
+    if clamped:
+        return _pieces(4 * rows, *[4 * min(rows, NORM_ROWS) * features] * 2)
     return _pieces(4 * rows, *_wide(min(rows, NORM_ROWS) * features, dtype))
 
 
-def expert_activation_backward_workspace_bytes(rows: int, features: int) -> int:
-    """Return the scratch of its backward: two numbers of every row, and two blocks of rows in fp32."""
-    return _pieces(4 * rows, 4 * rows, *[4 * min(rows, NORM_ROWS) * features] * 2)
+def expert_activation_backward_workspace_bytes(rows: int, features: int, *, clamped: bool = False) -> int:
+    """Return the scratch of its backward: two numbers of every row, and blocks of rows in fp32: two, clamped five."""
+    return _pieces(4 * rows, 4 * rows, *[4 * min(rows, NORM_ROWS) * features] * (5 if clamped else 2))
 
 
 def grouped_workspace_bytes(elements: int, dtype: str, experts: int, attention_kernel: str) -> int:
@@ -385,10 +491,14 @@ def grouped_workspace_bytes(elements: int, dtype: str, experts: int, attention_k
     return 0 if on_cpu(attention_kernel) else _pieces(DTYPE_BYTES[dtype] * elements, 4 * experts)
 
 
-def adamw_workspace_bytes(elements: int, states: str) -> int:
-    """Return the scratch of AdamW's update: both moments of a block in fp32 if they are stored in bf16, else 0."""
+def adamw_workspace_bytes(elements: int, updated: str, gradients: str, moments: str) -> int:
+    """Return the scratch of AdamW's update of parameters (or their master copy), from the dtypes of its operands.
+
+    Where they differ, a block of each bf16 one in fp32: of what is updated, of the gradient, of both moments. Else 0.
+    """
+    each = (updated, gradients, moments, moments)
     block = min(elements, ADAMW_ELEMENTS)
-    return _pieces(4 * block, 4 * block) if states == "bf16" else 0
+    return _pieces(*(4 * block for dtype in each if dtype == "bf16")) if len(set(each)) > 1 else 0
 
 
 def on_cpu(attention_kernel: str) -> bool:

@@ -19,7 +19,7 @@ from operator import itemgetter
 
 from memo_sim.program.data_parallel.sharding import Sharding
 from memo_sim.program.ir.instruction import Family, Template
-from memo_sim.program.ir.kinds import STATE_KINDS, BlockKind, FamilyKind, TemplateKind
+from memo_sim.program.ir.kinds import STATE_KINDS, FamilyKind, TemplateKind
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import LayersOfKind
 from memo_sim.program.layout.swap_schedule import Key
@@ -97,7 +97,8 @@ class Rules:
             case FamilyKind.DEFERRED:
                 return self._counted[family.layer_kind].each
             case kind if kind in STATE_KINDS:
-                return self._counted[family.layer_kind].block if family.block is BlockKind.LAYER else _only
+                of_layer = family.block is not None and family.block.of_layer
+                return self._counted[family.layer_kind].block if of_layer else _only
             case FamilyKind.SCALAR | FamilyKind.CAST:
                 return _only
             case FamilyKind.INPUT_GRADIENT:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memo_sim.program.attention import subsequence as prefix_attention
+from memo_sim.program.attention.partial import DOCUMENTS
 from memo_sim.program.ir.instruction import BufferClass, Families, Family
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.layers.activations import region
-from memo_sim.program.layers.loss import kept_logits
+from memo_sim.program.layers.loss import ROLLOUT, ROLLOUT_NUMBERS, kept_logits
+from memo_sim.program.layout.documents import most_pieces
 from memo_sim.program.layout.stage_layers import kind_suffix
 from memo_sim.program.pipeline.stage_parts import StageParts
 
@@ -64,20 +66,43 @@ class StageFamilies:
 
     def _inputs(self) -> list[Family]:
         parts = self._parts
-        wanted = {"input.ids": parts.stage.first, "input.labels": parts.stage.last}
+        stage, policy = parts.stage, parts.decisions.objective == "grpo"
+        wanted = {
+            "input.ids": (stage.first, "int64", 1),
+            "input.labels": (stage.last, "int64", 1),
+            ROLLOUT: (stage.last and policy, "fp32", ROLLOUT_NUMBERS),
+        }
         return [
             Family(
                 name,
                 BufferClass.INPUT,
-                "int64",
+                dtype,
                 parts.shape.tokens,
+                features,
+                parts.micro_batches,
+                lifetime="step",
+                kind=FamilyKind.INPUT,
+            )
+            for name, (held, dtype, features) in wanted.items()
+            if held
+        ] + self._documents()
+
+    def _documents(self) -> list[Family]:
+        """Return the ends of the documents of each micro-batch; none where a sequence is one document."""
+        parts = self._parts
+        if not (ends := most_pieces(parts.decisions)):
+            return []
+        return [
+            Family(
+                DOCUMENTS,
+                BufferClass.INPUT,
+                "int32",
+                ends + 1,
                 1,
                 parts.micro_batches,
                 lifetime="step",
                 kind=FamilyKind.INPUT,
             )
-            for name, held in wanted.items()
-            if held
         ]
 
     def _hold(self, *families: Family, subsequence: int | None = None) -> None:

@@ -56,16 +56,17 @@ class StageOrder:
         for kind, place, layer in blocks:
             if f"{kind}.gather" in templates and kind not in self._parts.sharding.params:
                 self._place(f"{kind}.gather", place, 0, layer)
-        for kind, place, layer in blocks:
+        trained = [each for each in blocks if not self._parts.optimizers[each[0]].frozen]
+        for kind, place, layer in trained:
             self._place(f"{kind}.zero", place, 0, layer)
         self._place_passes()
-        self._place_reductions(blocks)
-        for kind, place, layer in blocks:
+        self._place_reductions(trained)
+        for kind, place, layer in trained:
             if kind != BlockKind.EMBED or self._stage.first:  # a tied embedding is on two stages, and counts once
                 self._place(f"{kind}.norm", place, 0, layer)
         if "totals" in templates:
             self._place("totals", "step/totals", 0)
-        for kind, place, layer in blocks:
+        for kind, place, layer in trained:
             self._place(f"{kind}.update", place, 0, layer)
 
     def begin(self, each: Pass) -> None:
@@ -113,8 +114,12 @@ class StageOrder:
 
     def _step_blocks(self) -> list[tuple[str, str, int]]:
         """Return (name, place, layer) of every parameter block, in the model's order."""
-        names, blocks = self._parts.sharding.blocks, self._parts.blocks
-        layers = [(names[i], f"step/l{number}", i) for i, number in enumerate(self._stage.layers)]
+        sharding, blocks = self._parts.sharding, self._parts.blocks
+        layers = [
+            (name, sharding.place_of(name, f"step/l{number}"), i)
+            for i, number in enumerate(self._stage.layers)
+            for name in sharding.blocks[i]
+        ]
         before, after = ([(end, f"step/{end}", 0)] * (end in blocks) for end in ("embed", "head"))
         return [*before, *layers, *after]
 
@@ -185,7 +190,8 @@ class StageOrder:
         if then:
             then()
         if self._stage.begins_model(layer):
-            self._use("embed.bwd", f"{at}/embed", each, -1, backward=True)
+            if self._parts.decisions.lora is None:
+                self._use("embed.bwd", f"{at}/embed", each, -1, backward=True)
             if "metrics" in self._templates:
                 self._place("metrics", f"{at}/metrics", each.micro_batch, len(self._stage.layers))
 

@@ -9,7 +9,7 @@ from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.data_parallel.sharding import Sharding
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.multiplex import cut_tasks
-from memo_sim.program.layout.parameters import Block, embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import Block, embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.schedule import Pass, passes_of
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage, stages_of
@@ -45,8 +45,8 @@ class StageParts:
 
     @property
     def tied_with_another(self) -> bool:
-        """Whether another stage holds the token embedding too."""
-        tied = self.stage.stages > 1 and self.decisions.model.tied_embeddings
+        """Whether another stage adds to the gradient of the token embedding, which it holds too."""
+        tied = self.stage.stages > 1 and self.decisions.model.tied_embeddings and self.decisions.lora is None
         return tied and BlockKind.EMBED in self.blocks
 
 
@@ -56,13 +56,15 @@ def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: in
     tasks, subsequences, stages = cut_tasks(decisions), subsequences_of(decisions, shape), stages_of(decisions)
     mine = {x: task for (x, at), task in tasks.items() if at == stage.index}
     kinds = layers_by_kind(decisions.model, stage)
-    of_layers = {each.block: each for each in kinds}
-    optimizers = {
-        name: Optimizer(decisions, block, BlockKind.LAYER, len(of_layers[name].layers), of_layers[name].number)
-        if name in of_layers
-        else Optimizer(decisions, block, BlockKind(name), 1)
-        for name, block in blocks.items()
-    }
+    of_layers = {each.block: (BlockKind.LAYER, each) for each in kinds}
+    of_layers |= {each.experts_block: (BlockKind.EXPERTS, each) for each in kinds}
+    optimizers = {}
+    for name, block in blocks.items():
+        if name not in of_layers:
+            optimizers[name] = Optimizer(decisions, block, BlockKind(name), 1)
+            continue
+        kind, layers = of_layers[name]
+        optimizers[name] = Optimizer(decisions, block, kind, len(layers.layers), layers.number)
     return StageParts(
         decisions=decisions,
         shape=shape,
@@ -104,12 +106,15 @@ def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: in
 
 def _blocks(decisions: Decisions, stage: Stage) -> dict[str, Block]:
     """Return the parameter blocks that the stage holds, by name."""
-    layout, model = decisions.layout, decisions.model
+    layout, model, adapters = decisions.layout, decisions.model, decisions.lora
     found = []
     if stage.first or (stage.last and model.tied_embeddings):
-        found.append(embed_block(model, layout.tp, positions=stage.first))
+        found.append(embed_block(model, layout.tp, positions=stage.first, adapters=adapters))
     kinds = layers_by_kind(model, stage)
-    found += [layer_block(model, layout.divided, kind.shape, name=kind.block) for kind in kinds]
+    for kind in kinds:
+        each = layer_block(model, layout.divided, kind.shape, name=kind.block, ep=layout.ep, adapters=adapters)
+        experts = experts_block(model, layout.divided, layout.ep, kind.shape.experts, name=kind.experts_block)
+        found += [each, *([experts] if experts else [])]
     if stage.last:
-        found.append(head_block(model, layout.tp))
+        found.append(head_block(model, layout.tp, adapters=adapters))
     return {block.name: block for block in found}

@@ -16,11 +16,13 @@ import msgspec
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import subsequence as prefix_attention
+from memo_sim.program.attention.partial import DOCUMENTS
 from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.embedding_and_head import embed_backward, embed_forward, head
+from memo_sim.program.layers.expert_exchange import GRADS, PARAMS
 from memo_sim.program.layers.kinds import Layer, layer_kind
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.weight_gradients import DeferredWeightGradients
@@ -31,6 +33,7 @@ from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import Subsequence
+from memo_sim.program.operators.fp8_operands import WEIGHTS
 from memo_sim.program.operators.operators import OperatorWriter
 from memo_sim.program.pipeline.stage_p2p import StageP2P
 
@@ -232,7 +235,9 @@ class SubsequenceTemplates:
         """Yield the templates of embedding and head, if the stage has them."""
         if self.stage.first:
             entered = {**seen, "skeletal.x": seen["stage.x"]} if self.own else seen
-            for end in (embed_forward, embed_backward):
+            for end in (embed_forward, embed_backward)[
+                : 1 if self.decisions.lora else 2
+            ]:  # a frozen one has no backward
                 yield self._by_family(end(self.decisions, self.shape, self.blocks[BlockKind.EMBED], entered))
         if self.stage.last:
             embed = self.blocks.get(BlockKind.EMBED)
@@ -267,6 +272,13 @@ class SubsequenceTemplates:
         phase, number = Phase.BACKWARD if gradients else Phase.FORWARD, of.layers.number
         builder = TemplateBuilder(name, phase, kind, BlockKind.LAYER, number)
         builder.bind(seen[f"params.{of.block.name}"], slot="params")
+        if self.decisions.fp8 != "none":
+            builder.bind(seen[f"params_fp8.{of.block.name}"], slot=WEIGHTS)
+        shared = of.layers.experts_block
+        if f"params.{shared}" in seen:
+            builder.bind(seen[f"params.{shared}"], slot=PARAMS)
+            if gradients:
+                builder.bind(seen[f"grads.{shared}"], slot=GRADS)
         if gradients:
             builder.bind(seen[f"grads.{of.block.name}"], slot="grads")
             deferred = of.deferred_of_kept if held is of.keeping else of.deferred
@@ -274,6 +286,8 @@ class SubsequenceTemplates:
                 deferred.bind(builder, seen)
         held.bind(builder, seen, enters)
         prefix_attention.bind(builder, seen, of.rows, gradients=gradients)
+        if DOCUMENTS in seen:
+            builder.bind(seen[DOCUMENTS])
         writer = layer_kind(self.decisions, of.layers.shape).writer
         return builder, writer(builder, held.decisions, of.rows, of.block)
 

@@ -244,17 +244,22 @@ def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
 
 
 def _check_gathered(program: Program, columns: Columns) -> list[str]:
-    """Find gathered buffers that are not written by one collective, receive or copy, or that several passes read."""
+    """Find gathered buffers that are not written by one collective, receive or copy, or that several passes read.
+
+    What makes FP8 copies of parameters writes those as a copy, and reads the parameters for the pass that follows it.
+    """
     families = program.all_families
     # A helper stage plays one layer pass in two instances, of one kind at one place.
     passes = [(each.place, program.templates[each.template].kind) for each in program.instances]
+    quantised = (TemplateKind.QUANTIZE, TemplateKind.QUANTIZE_AGAIN)
     copies = {
         number
         for number, template in enumerate(program.templates)
-        if template.kind in (TemplateKind.COPY_OUT, TemplateKind.COPY_OUT_AGAIN)
+        if template.kind in (TemplateKind.COPY_OUT, TemplateKind.COPY_OUT_AGAIN, *quantised)
     }
     copied = set[int]()
-    writers: dict[int, list[int]] = defaultdict(list)
+    writers: dict[int, dict[int, int]] = defaultdict(dict)
+    """By buffer: the instructions that write it, with their lanes."""
     readers: dict[int, set[tuple[str, TemplateKind]]] = defaultdict(set)
     for buffer, i, mode in zip(
         columns.operand_buffer.tolist(),
@@ -264,16 +269,16 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
     ):
         if families[columns.buffer_family[buffer]].buffer_class is BufferClass.GATHERED:
             if mode & Mode.WRITE:
-                writers[buffer].append(int(columns.lane[i]))
+                writers[buffer][i] = int(columns.lane[i])
                 if int(columns.template[i]) in copies:
                     copied.add(buffer)
-            if mode & Mode.READ:
+            if mode & Mode.READ and passes[int(columns.instance[i])][1] not in quantised:
                 readers[buffer].add(passes[int(columns.instance[i])])
     faults = []
     for buffer in sorted(set(writers) | set(readers)):
         name = families[columns.buffer_family[buffer]].name
         called = (*COLLECTIVE_LANES.values(), Lane.RECV)
-        if len(writers[buffer]) != 1 or (writers[buffer][0] not in called and buffer not in copied):
+        if len(writers[buffer]) != 1 or (buffer not in copied and not set(writers[buffer].values()) <= set(called)):
             faults.append(f"buffer {buffer} ({name}) is not written by exactly one collective, receive or copy")
         if len(readers[buffer]) != 1:
             faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes instead of one")

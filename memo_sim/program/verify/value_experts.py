@@ -1,22 +1,38 @@
 """What the ops of experts read, make and add (``value_rules.py``).
 
+With expert parallelism ranks send rows to each other. The checker follows a tensor from the order in which it is sent
+(``x.sent``) to that in which it arrives (``x.arrived``); ranks run the same program, so what arrives is what is sent.
+
+    norm2 - dispatched.sent - dispatched.arrived - dispatched - up - act - expert_out - expert_out.sent - .arrived
+    route_experts, route_order, route_places - route_seats, route_sent, route_ends.sent - .arrived - route_arrived,
+    route_own_ends      route_probs - gates.sent - gates.arrived - gates      d_gates - .sent - .arrived - d_probs
+
 Rows of these values are dispatched rows, ``per_token`` for each token, and a dispatched row of one tensor is that of
 every other. Which token a row is of is decided while the step runs. So the checker asks that a copy to experts may read
 every token, and that a sum over experts may read every dispatched row.
 
     norm2 - router_logits - route_scores, route_probs, route_experts - by_expert, route_order - route_places, route_ends
-    norm2 - dispatched - up - act - expert_out - down
+    norm2 - dispatched - up - act - expert_out - down           norm2 - shared_up - shared_act - down
     d_x (next) - d_expert_out - d_act - d_up, d_probs      d_probs - d_logits      d_up - d_dispatched - d_norm2
+
+``down``, ``d_norm2`` and ``d_probs`` are sums: of experts, then of biases and of the shared expert if there are any,
+and the gradient of the norm last of the router's part. The names of partial sums end in what was added last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
+from memo_sim.program.ir.kinds import BlockKind
+from memo_sim.program.layout.parameters import SELECTION_BIAS
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import Value
 from memo_sim.program.verify.value_terms import whole
+
+if TYPE_CHECKING:
+    from memo_sim.program.verify.values import Values
 
 Rule = Callable[[Call], None]
 
@@ -26,8 +42,34 @@ GRADIENTS = {"d_up": ("experts_up", "d_dispatched", "dispatched"), "d_expert_out
 """By gradient of the result: the weight's name, the gradient of the input, and the input."""
 COPIED = {"norm2": ("dispatched", 0), "d_x": ("d_expert_out", 1)}
 """By what is gathered and copied to experts: the dispatched rows, and by how many layers it comes later."""
-SUMMED = {"expert_out": "down", "d_dispatched": "d_norm2.experts"}
-"""By dispatched rows: what their sum over each token's experts is."""
+SUMMED = {"expert_out": "down", "d_dispatched": "d_norm2"}
+"""By dispatched rows: what their sum over each token's experts is a part of."""
+SHARED_NORM = "d_norm2.shared"
+
+
+def partial_sums(v: Values, name: str) -> list[str]:
+    """Return the names that the sum ``name`` has, one after the other; the last one is its own."""
+    of = v.model.mixture
+    biased, shared = of is not None and of.bias, of is not None and of.shared > 0
+    parts = {
+        "up": ["product"] + ["bias"] * biased,
+        "down": ["experts"] + ["bias"] * biased + ["shared"] * shared,
+        "d_probs": ["act"] + ["bias"] * biased,
+        "d_norm2": ["experts"] + ["shared"] * shared + ["router"],
+    }[name]
+    whole_name = f"{name}~" if v.tp > 1 and name != "up" else name
+    return [*(f"{name}.{part}" for part in parts[:-1]), whole_name]
+
+
+def add_shared(call: Call, role: str, first: int, tokens: int, result: Value, row: int) -> None:  # noqa: PLR0917
+    """Check a product of the shared expert that is added to the sum of the experts."""
+    before = "d_norm2.experts" if result.name == SHARED_NORM else partial_sums(call.values, "down")[-2]
+    for low, high, old, at in call.rows(role, first, tokens):
+        here = row + low - first
+        sound = old is not None and old == result._replace(name=before) and at == here
+        if old is not None and not sound:
+            call.wrong(role, old, at, f"{before} of layer {result.layer}, row {here}")
+        call.put(role, low, high - low, result if sound else None, here)
 
 
 def _all(call: Call, role: str, count: int) -> Value | None:
@@ -51,9 +93,26 @@ def _decided(call: Call, role: str, wanted: Value, count: int) -> None:
 
 
 def _ends(call: Call, value: Value) -> None:
+    experts, ep = call.values.model.mixture, call.values.layout.ep
+    assert experts is not None
+    name = "route_ends" if ep == 1 else "route_own_ends"
+    _decided(call, "ends", Value(name, value.layer, value.micro_batch), experts.count // ep)
+
+
+def _all_ends(call: Call, value: Value) -> None:
     experts = call.values.model.mixture
     assert experts is not None
     _decided(call, "ends", Value("route_ends", value.layer, value.micro_batch), experts.count)
+
+
+def _exchanged(call: Call) -> bool:
+    """Return whether ranks divide the experts."""
+    return call.values.layout.ep > 1
+
+
+def _block(call: Call) -> BlockKind:
+    """Return the block of parameters that has the experts."""
+    return BlockKind.EXPERTS if _exchanged(call) else BlockKind.LAYER
 
 
 def _partial(call: Call, name: str) -> str:
@@ -65,15 +124,14 @@ def router(call: Call) -> None:
     """Check the router's product."""
     for found in rowwise(call, {"x": f"norm2{call.values.full}"}, {"out": "router_logits"}):
         weight(call, "weight", "router.weight", found[0])
+        weight(call, "bias", "router.bias", found[0])
 
 
 def route(call: Call) -> None:
-    """Check the choice of experts: softmax in place, and the largest."""
-    rowwise(
-        call,
-        {"scores": "router_logits"},
-        {"scores": "route_scores", "probs": "route_probs", "experts": "route_experts"},
-    )
+    """Check the choice of experts: scores in place, and the largest, which the selection bias may change."""
+    made = {name: f"route_{name}" for name in ("scores", "probs", "experts", "lse")}
+    for found in rowwise(call, {"scores": "router_logits"}, {**made}):
+        weight(call, "bias", SELECTION_BIAS, found[0])
 
 
 def sort(call: Call) -> None:
@@ -109,26 +167,31 @@ def dispatch(call: Call) -> None:
         if source is not None and made is not None and order is not None:
             name, after = made
             value = Value(name, source.layer - after, source.micro_batch)
-            wanted = ("route_order", value.layer, value.micro_batch)
+            by = "route_sent" if _exchanged(call) else "route_order"
+            wanted = (by, value.layer, value.micro_batch)
             if (order.name, order.layer, order.micro_batch) != wanted:
-                call.wrong("order", order, row, f"route_order of layer {value.layer}, micro-batch {value.micro_batch}")
+                call.wrong("order", order, row, f"{by} of layer {value.layer}, micro-batch {value.micro_batch}")
                 value = None
+            elif _exchanged(call):
+                value = value._replace(name=f"{name}.sent")
         call.put("out", first, tokens, value, row)
 
 
 def combine(call: Call) -> None:
     """Check the sum of each token's dispatched rows."""
-    source = _all(call, "x", call.values.dispatched)
-    name = SUMMED.get(source.name) if source is not None else None
+    source = _all(call, "x", call.values.expert_rows)
+    end, by = (".arrived", "route_seats") if _exchanged(call) else ("", "route_places")
+    known = {f"{name}{end}": made for name, made in SUMMED.items()}
+    name = known.get(source.name) if source is not None else None
     if source is not None and name is None:
-        call.wrong("x", source, 0, " or ".join(SUMMED))
+        call.wrong("x", source, 0, " or ".join(known))
     for first, tokens, [(found, row)] in call.pieces("places"):
         value = None
         if source is not None and name is not None and found is not None:
-            if found != source._replace(name="route_places"):
-                call.wrong("places", found, row, f"route_places of layer {source.layer}")
+            if found != source._replace(name=by):
+                call.wrong("places", found, row, f"{by} of layer {source.layer}")
             else:
-                value = source._replace(name=name if name.endswith(".experts") else _partial(call, name))
+                value = source._replace(name=partial_sums(call.values, name)[0])
         call.put("out", first, tokens, value, row)
 
 
@@ -151,10 +214,11 @@ def _product(call: Call, role: str, products: Mapping[str, tuple[str, ...]]) -> 
                 call.wrong(role, value, row, " or ".join(products))
             call.put("out", first, tokens, None)
             continue
-        weight(call, "weight", f"{made[0]}.weight", value.layer)
+        weight(call, "weight", f"{made[0]}.weight", value.layer, _block(call))
         _ends(call, value)
         _same_rows(call, role, first, row)
-        call.put("out", first, tokens, value._replace(name=made[1]), row)
+        name = partial_sums(call.values, "up")[0] if made[1] == "up" else made[1]
+        call.put("out", first, tokens, value._replace(name=name), row)
 
 
 def _same_rows(call: Call, role: str, first: int, row: int) -> None:
@@ -177,38 +241,46 @@ def wgrad(call: Call) -> None:
         _same_rows(call, "grad", first, row)
         found = agree(call, {"grad": value.name, "x": made[2]}, values, tokens)
         if found is not None:
-            add_gradient(call, "out", f"{made[0]}.weight", found, tokens)
+            add_gradient(call, "out", f"{made[0]}.weight", found, tokens, kind=_block(call))
 
 
 def activation(call: Call) -> None:
     """Check the activation, which is multiplied by each row's probability."""
+    if _exchanged(call):
+        rowwise(call, {"x": "up", "gates": "gates"}, {"out": "act"})
+        return
     for found in rowwise(call, {"x": "up", "order": "route_order"}, {"out": "act"}):
         _decided(call, "probs", Value("route_probs", found[0], found[1]), call.values.tokens)
 
 
 def activation_backward(call: Call) -> None:
     """Check its backward; the gradients of the probabilities are complete when it has every dispatched row."""
+    if _exchanged(call):
+        rowwise(call, {"grad": "d_act", "x": "up", "gates": "gates"}, {"grad_x": "d_up", "grad_probs": "d_gates"})
+        return
     every = rowwise(call, {"grad": "d_act", "x": "up", "order": "route_order"}, {"grad_x": "d_up"})
     value = None
     for layer, micro_batch, _, row in every:
         _decided(call, "probs", Value("route_probs", layer, micro_batch), call.values.tokens)
         if row == 0 and len(every) == 1 and call.tokens("grad") == call.values.dispatched:
-            value = Value(_partial(call, "d_probs"), layer, micro_batch)
+            value = Value(partial_sums(call.values, "d_probs")[0], layer, micro_batch)
     call.put("grad_probs", 0, call.tokens("grad_probs"), value)
 
 
 def route_backward(call: Call) -> None:
     """Check the gradient of the router's logits."""
-    wanted = {"probs": "route_probs", "scores": "route_scores", "experts": "route_experts"}
-    made = {"out": _partial(call, "d_router")}
-    for layer, micro_batch, _, _ in rowwise(call, {"grad": _partial(call, "d_probs"), **wanted}, {**made}):
-        _ends(call, Value("", layer, micro_batch))
+    names = ("probs", "scores", "experts", *(["lse"] if call.has("lse") else []))
+    wanted = {"grad": _partial(call, "d_probs"), **{name: f"route_{name}" for name in names}}
+    tokens = call.tokens("grad")
+    for found in rowwise(call, {**wanted}, {"out": _partial(call, "d_router")}):
+        _all_ends(call, Value("", found[0], found[1]))
+        add_gradient(call, "loads", SELECTION_BIAS, found, tokens)
 
 
 def router_dgrad(call: Call) -> None:
     """Check the router's part of the gradient of its input, which is added to the experts' part."""
-    wanted: dict[str, Wanted] = {"grad": _partial(call, "d_router"), "out": "d_norm2.experts"}
-    for found in rowwise(call, wanted, {"out": _partial(call, "d_norm2")}):
+    before, after = partial_sums(call.values, "d_norm2")[-2:]
+    for found in rowwise(call, {"grad": _partial(call, "d_router"), "out": before}, {"out": after}):
         weight(call, "weight", "router.weight", found[0])
 
 
@@ -218,9 +290,153 @@ def router_wgrad(call: Call) -> None:
         found = agree(call, {"grad": "d_router", "x": f"norm2{call.values.full}"}, values, tokens)
         if found is not None:
             add_gradient(call, "out", "router.weight", found, tokens)
+            add_gradient(call, "grad_bias", "router.bias", found, tokens)
+
+
+def bias(call: Call) -> None:
+    """Check the biases that are added to the first product of dispatched rows."""
+    for first, tokens, values in call.pieces("x"):
+        found = agree(call, {"x": "up.product"}, values, tokens)
+        if found is None:
+            call.put("x", first, tokens, None)
+            continue
+        weight(call, "bias", "experts_up.bias", found[0])
+        _ends(call, Value("", found[0], found[1]))
+        _same_rows(call, "x", first, found[3])
+        call.put("x", first, tokens, Value("up", found[0], found[1]), found[3])
+
+
+def bias_backward(call: Call) -> None:
+    """Check the gradient of these biases, and add its rows to the sum."""
+    for first, tokens, values in call.pieces("grad"):
+        found = agree(call, {"grad": "d_up"}, values, tokens)
+        if found is not None:
+            _ends(call, Value("", found[0], found[1]))
+            _same_rows(call, "grad", first, found[3])
+            add_gradient(call, "out", "experts_up.bias", found, tokens)
+
+
+def out_bias(call: Call) -> None:
+    """Check the biases of the second product, which are added to the sum over each token's experts."""
+    before, after = partial_sums(call.values, "down")[:2]
+    wanted = {"out": before, "probs": "route_probs", "experts": "route_experts"}
+    for found in rowwise(call, {**wanted}, {"out": after}):
+        weight(call, "bias", "experts_down.bias", found[0])
+
+
+def out_bias_dgrad(call: Call) -> None:
+    """Check what the biases of the second product add to the gradients of the probabilities."""
+    before, after = partial_sums(call.values, "d_probs")
+    wanted: dict[str, Wanted] = {"grad": (f"d_x{call.values.full}", 1), "experts": "route_experts", "out": before}
+    for found in rowwise(call, wanted, {"out": after}):
+        weight(call, "bias", "experts_down.bias", found[0])
+
+
+def out_bias_wgrad(call: Call) -> None:
+    """Check the gradient of these biases, and add its rows to the sum."""
+    wanted: dict[str, Wanted] = {"grad": (f"d_x{call.values.full}", 1)}
+    wanted |= {"probs": "route_probs", "experts": "route_experts"}
+    for _, tokens, values in call.pieces(*wanted):
+        found = agree(call, wanted, values, tokens)
+        if found is not None:
+            add_gradient(call, "out", "experts_down.bias", found, tokens)
+
+
+def seats(call: Call) -> None:
+    """Check the seats of slots among the rows that are sent, which need what the router decided for all tokens."""
+    v = call.values
+    value = _all(call, "experts", v.tokens)
+    if value is not None and value.name != "route_experts":
+        call.wrong("experts", value, 0, "route_experts")
+        value = None
+    if value is not None:
+        _decided(call, "places", value._replace(name="route_places"), v.tokens)
+        _decided(call, "order", value._replace(name="route_order"), v.dispatched)
+        _all_ends(call, value)
+    for role, name in (("seats", "route_seats"), ("sent", "route_sent"), ("sent_ends", "route_ends.sent")):
+        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name))
+
+
+def gates(call: Call) -> None:
+    """Check the copy of probabilities to the rows that are sent."""
+    value = _all(call, "order", call.values.expert_rows)
+    if value is not None and value.name != "route_sent":
+        call.wrong("order", value, 0, "route_sent")
+        value = None
+    if value is not None:
+        _decided(call, "probs", value._replace(name="route_probs"), call.values.tokens)
+    call.put("out", 0, call.tokens("out"), None if value is None else value._replace(name="gates.sent"))
+
+
+def exchange(call: Call) -> None:
+    """Check an exchange of rows between ranks that divide experts: all that are sent to them arrive."""
+    value = _all(call, "send", call.family("send").tokens)
+    if value is not None and not value.name.endswith(".sent"):
+        call.wrong("send", value, 0, "rows in the order in which they are sent")
+        value = None
+    if call.tokens("recv") != call.tokens("send"):
+        call.fault(f"sends {call.tokens('send')} rows and receives {call.tokens('recv')}")
+    arrived = None if value is None else value._replace(name=value.name.removesuffix(".sent") + ".arrived")
+    call.put("recv", 0, call.tokens("recv"), arrived)
+
+
+def arrivals(call: Call) -> None:
+    """Check the order of arrived rows by expert, which needs the numbers of rows that every rank sends."""
+    experts = call.values.model.mixture
+    assert experts is not None
+    value = _all(call, "arrived_ends", experts.count)
+    if value is not None and value.name != "route_ends.arrived":
+        call.wrong("arrived_ends", value, 0, "route_ends.arrived")
+        value = None
+    for role, name in (("order", "route_arrived"), ("ends", "route_own_ends")):
+        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name))
+
+
+def arrange(call: Call) -> None:
+    """Check the copy of arrived rows to the order of experts."""
+    source = _all(call, "x", call.values.expert_rows)
+    if source is not None and not source.name.endswith(".arrived"):
+        call.wrong("x", source, 0, "rows that arrived")
+        source = None
+    for first, tokens, [(order, row)] in call.pieces("order"):
+        value = None
+        if source is not None and order is not None:
+            if order != source._replace(name="route_arrived"):
+                call.wrong("order", order, row, f"route_arrived of layer {source.layer}")
+            else:
+                value = source._replace(name=source.name.removesuffix(".arrived"))
+        call.put("out", first, tokens, value, row)
+
+
+def arrange_back(call: Call) -> None:
+    """Check the copy of experts' rows to the order in which they are sent back."""
+    source = _all(call, "x", call.values.expert_rows)
+    if source is not None:
+        _decided(call, "order", source._replace(name="route_arrived"), call.values.expert_rows)
+    sent = None if source is None else source._replace(name=f"{source.name}.sent")
+    call.put("out", 0, call.tokens("out"), sent)
+
+
+def gates_backward(call: Call) -> None:
+    """Check the gradients of probabilities, which come back from the experts of every slot."""
+    value = _all(call, "x", call.values.expert_rows)
+    if value is not None and value.name != "d_gates.arrived":
+        call.wrong("x", value, 0, "d_gates.arrived")
+        value = None
+    if value is not None:
+        _decided(call, "seats", value._replace(name="route_seats"), call.values.tokens)
+    made = None if value is None else value._replace(name=_partial(call, "d_probs"))
+    call.put("out", 0, call.tokens("out"), made)
 
 
 RULES: dict[str, Rule] = {
+    "experts.seats": seats,
+    "experts.gates": gates,
+    "experts.gates.bwd": gates_backward,
+    "experts.all_to_all": exchange,
+    "experts.arrivals": arrivals,
+    "experts.arrange": arrange,
+    "experts.arrange.back": arrange_back,
     "router": router,
     "router.dgrad": router_dgrad,
     "router.wgrad": router_wgrad,
@@ -235,5 +451,12 @@ RULES: dict[str, Rule] = {
     "experts.linear.wgrad": wgrad,
     "experts.swiglu": activation,
     "experts.swiglu.bwd": activation_backward,
+    "experts.clamped": activation,
+    "experts.clamped.bwd": activation_backward,
+    "experts.bias": bias,
+    "experts.bias.bwd": bias_backward,
+    "experts.out_bias": out_bias,
+    "experts.out_bias.dgrad": out_bias_dgrad,
+    "experts.out_bias.wgrad": out_bias_wgrad,
 }
 """The rule of every op of experts."""

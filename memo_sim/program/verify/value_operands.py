@@ -78,11 +78,11 @@ def weight(call: Call, role: str, name: str, layer: int | None, kind: BlockKind 
         return None
     value, row = rows[0].value, rows[0].row
     assert value is not None
-    if kind is LAYER and 0 <= value.layer < call.values.model.layers:
+    if kind.of_layer and 0 <= value.layer < call.values.model.layers:
         parameter = call.values.parameter(kind, name, value.layer)
         assert parameter is not None  # layers of all kinds have the same parameters
     complete = len(rows) == 1 and row == parameter.first and call.tokens(role) == parameter.elements
-    mine = value.name == "params" and value.terms is kind and (kind is not LAYER or layer in (None, value.layer))
+    mine = value.name == "params" and value.terms is kind and (not kind.of_layer or layer in (None, value.layer))
     if not (complete and mine):
         call.fault(f"{role} holds {value} from element {row}, not {name} of layer {layer}")
         return None
@@ -94,19 +94,21 @@ def add_gradient(  # noqa: PLR0917 - a sum and one more term of it
 ) -> None:
     """Add the terms of ``tokens`` rows to the gradient of a parameter, which ``role`` holds."""
     parameter = call.values.parameter(kind, name, found[0])
+    if parameter is not None and parameter.frozen:
+        parameter = None
     if not call.has(role):
         if parameter is not None:
             call.fault(f"{role} is not given: the gradient of {name}")
         return
     if parameter is None:
-        call.fault(f"{role}: the model has no parameter {name}")
+        call.fault(f"{role}: the model trains no parameter {name}")
         return
     layer, micro_batch, _, row = found
     buffer, operand = call.buffers[role], call.operands[role]
     if operand.mode is Mode.ACCUMULATE and buffer not in call.values.sums:
         call.fault(f"adds to {call.family(role).name}, which was not zeroed")
     sums = call.values.sums.setdefault(buffer, {})
-    key = (kind, layer if kind is LAYER else -1, name)
+    key = (kind, layer if kind.of_layer else -1, name)
     if not _holds(call, role, key, operand.first, operand.tokens):
         return
     if operand.mode is Mode.WRITE:
@@ -138,7 +140,7 @@ def _holds(call: Call, role: str, key: ParameterKey, first: int, elements: int) 
     if (first, elements) != (parameter.first, parameter.elements):
         call.fault(f"{role} is elements [{first}, {first + elements}) of the gradients, not {key[2]}")
         return False
-    if family.kind is FamilyKind.GRADS and key[0] is LAYER and call.values.layer_of(buffer) != key[1]:
+    if family.kind is FamilyKind.GRADS and key[0].of_layer and call.values.layer_of(buffer) != key[1]:
         call.fault(f"{role} is the gradient of layer {call.values.layer_of(buffer)}, not of layer {key[1]}")
         return False
     others = {layer for _, layer, _ in call.values.sums.get(buffer, {})}

@@ -34,7 +34,15 @@ from memo_sim.program.verify import value_experts as experts
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import ParameterKey, Sum, Value, add_range
-from memo_sim.program.verify.value_terms import chain, gradient_before_heads, gradient_name, joined, product_name, whole
+from memo_sim.program.verify.value_terms import (
+    WITHOUT_ADAPTER,
+    chain,
+    gradient_before_heads,
+    gradient_name,
+    joined,
+    product_name,
+    whole,
+)
 
 if TYPE_CHECKING:
     from memo_sim.program.verify.values import Values
@@ -98,18 +106,24 @@ def norm(call: Call) -> None:
         call.put("saved", first, tokens, value._replace(name=f"{out}_saved"), row)
 
 
-def _product_of(call: Call, name: str) -> tuple[str, BlockKind, str] | None:
-    """Return the product that reads a value: its weight's name and block, and its result's name."""
-    v = call.values
+def _product_of(call: Call, value: Value) -> tuple[str, BlockKind, str] | None:
+    """Return the product that reads a value: its weight's name and block, and its result's name.
+
+    In a layer with experts the plain products are those of the shared expert.
+    """
+    v, name = call.values, value.name
     partial = "~" if v.tp > 1 else ""
     base = name.removesuffix("*")
     if base in ("norm1", "norm2", "final") and v.full and not name.endswith("*"):
         return None
+    if base == "norm2" and v.has_experts(value.layer):
+        return "shared_up", LAYER, "shared_up"
     products = {
         "norm1": ("qkv", LAYER, product_name(v)),
         "attn": ("proj", LAYER, f"proj{partial}"),
         "norm2": ("ffn_up", LAYER, "up"),
         "act": ("ffn_down", LAYER, f"down{partial}"),
+        "shared_act": ("shared_down", LAYER, experts.partial_sums(v, "down")[-1]),
         "final": ("tokens", EMBED, "logits") if v.model.tied_embeddings else ("classifier", HEAD, "logits"),
     }
     return products.get(base)
@@ -120,7 +134,7 @@ def linear(call: Call) -> None:
     added = call.instruction.op == "linear.add"
     for first, tokens, [(given, row)] in call.pieces("x"):
         value = None if given is None else whole(call, "x", given, row, tokens)
-        found = None if value is None else _product_of(call, value.name)
+        found = None if value is None else _product_of(call, value)
         if value is None or found is None:
             if value is not None:
                 call.wrong("x", value, row, "the input of a product")
@@ -137,8 +151,11 @@ def linear(call: Call) -> None:
         result = value._replace(name=out, part=held)
         if summed and call.values.layout.metp > 1:
             result = result._replace(part=None, terms=frozenset({held}))
+        if kind is LAYER and _adapted(call, name):
+            result = result._replace(terms=WITHOUT_ADAPTER)
+        add = experts.add_shared if name == "shared_down" else add_terms
         if added:
-            add_terms(call, "out", first, tokens, result, row)
+            add(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
         if call.instruction.op == "linear.to_gate":
@@ -179,8 +196,17 @@ def residual_add(call: Call) -> None:
 
 
 def activation(call: Call) -> None:
-    """Check the activation between the products of the MLP."""
+    """Check the activation between the products of the MLP, or of the shared expert."""
+    if _is_shared(call):
+        rowwise(call, {"x": "shared_up"}, {"out": "shared_act"})
+        return
     rowwise(call, {"x": "up"}, {"out": "act", "silu": "silu"})
+
+
+def _is_shared(call: Call) -> bool:
+    """Return whether an activation reads the first product of a shared expert."""
+    value = call.rows("x")[0].value if call.has("x") else None
+    return value is not None and value.name == "shared_up"
 
 
 # Backward
@@ -188,6 +214,9 @@ def activation(call: Call) -> None:
 
 def activation_backward(call: Call) -> None:
     """Check the backward of ``activation``."""
+    if _is_shared(call):
+        rowwise(call, {"grad": "d_shared_act", "x": "shared_up"}, {"grad_x": "d_shared_up"})
+        return
     silu: dict[str, Wanted] = {"silu": "silu"} if call.has("silu") else {}
     rowwise(call, {"grad": "d_act", "x": "up", **silu}, {"grad_x": "d_up"})
 
@@ -197,6 +226,8 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
     v = call.values
     base, partial = value.name.removesuffix("*"), "~" if v.tp > 1 else ""
     behind = v.model.post_norms
+    if base == "d_x" and v.has_experts(value.layer - 1):
+        return "shared_down", LAYER, "d_shared_act", 1, "shared_act"
     if base == ("d_down" if behind else "d_x"):
         return "ffn_down", LAYER, "d_act", 0 if behind else 1, "act"
     if base == gradient_name(v):
@@ -204,6 +235,7 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
     products = {
         "d_proj" if behind else "d_resid": ("proj", LAYER, "d_attn", 0, "attn"),
         "d_up": ("ffn_up", LAYER, f"d_norm2{partial}", 0, "norm2"),
+        "d_shared_up": ("shared_up", LAYER, experts.SHARED_NORM, 0, "norm2"),
         "d_logits": (
             "tokens" if v.model.tied_embeddings else "classifier",
             EMBED if v.model.tied_embeddings else HEAD,
@@ -218,6 +250,9 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
 def dgrad(call: Call) -> None:
     """Check the gradient of the input of a product; the gradient that it reads says of which."""
     v = call.values
+    if _low_rank(call, "grad"):
+        _adapter_dgrad(call)
+        return
     for first, tokens, [(given, row)] in call.pieces("grad"):
         value = None if given is None else whole(call, "grad", given, row, tokens)
         found = None if value is None else _gradient_of(call, value)
@@ -232,16 +267,127 @@ def dgrad(call: Call) -> None:
         summed = name in ("qkv", "ffn_up")
         if summed and held != value.part:
             call.fault(f"the weight is that of {held}, but grad is that of {value.part}")
-        shard = v.full and name in ("proj", "ffn_down") and not value.name.endswith("*")
+        shard = v.full and name in ("proj", "ffn_down", "shared_down") and not value.name.endswith("*")
         if shard:
             call.wrong("grad", value, row, f"{value.name}*")
         result = Value(out, layer, value.micro_batch, held)
         if summed and v.layout.metp > 1:
             result = result._replace(part=None, terms=frozenset({held}))
+        if kind is LAYER and _adapted(call, name):
+            result = result._replace(terms=WITHOUT_ADAPTER)
+        add = experts.add_shared if name == "shared_up" else add_terms
         if call.instruction.op == "linear.dgrad.add":
-            add_terms(call, "out", first, tokens, result, row)
+            add(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
+
+
+# Adapters: ``low.qkv`` are the low-rank rows of a product's input, ``d_low.qkv`` their gradient
+
+
+def _adapted(call: Call, product: str) -> bool:
+    """Return whether a product has a low-rank adapter."""
+    return call.values.parameter(LAYER, f"{product}.lora_a", None) is not None
+
+
+def _low_rank(call: Call, role: str) -> bool:
+    """Return whether rows are the gradient of an adapter's low-rank rows."""
+    return any(value is not None and value.name.startswith("d_low.") for _, _, value, _ in call.rows(role))
+
+
+def _complete(call: Call, first: int, tokens: int, wanted: Value, row: int) -> None:
+    """Let rows of ``out``, which hold ``wanted`` without its adapter, hold all of it."""
+    for low, high, old, at in call.rows("out", first, tokens):
+        here = row + low - first
+        fits = old is not None and old == wanted._replace(terms=WITHOUT_ADAPTER) and at == here
+        if old is not None and not fits:
+            call.fault(f"out holds {old} (row {at}), not {wanted} (row {here}) without its adapter")
+        call.put("out", low, high - low, wanted if fits else None, here)
+
+
+def adapter_low(call: Call) -> None:
+    """Check the low-rank rows of a product's input."""
+    for first, tokens, [(given, row)] in call.pieces("x"):
+        value = None if given is None else whole(call, "x", given, row, tokens)
+        found = None if value is None else _product_of(call, value)
+        if value is None or found is None:
+            if value is not None:
+                call.wrong("x", value, row, "the input of a product")
+            call.put("out", first, tokens, None)
+            continue
+        weight(call, "weight", f"{found[0]}.lora_a", value.layer)
+        call.put("out", first, tokens, value._replace(name=f"low.{found[0]}"), row)
+
+
+def adapter_add(call: Call) -> None:
+    """Check what an adapter adds to its product."""
+    partial = "~" if call.values.tp > 1 else ""
+    made = {"qkv": product_name(call.values), "proj": f"proj{partial}", "ffn_up": "up", "ffn_down": f"down{partial}"}
+    for first, tokens, [(value, row)] in call.pieces("x"):
+        product = "" if value is None else value.name.removeprefix("low.")
+        if value is None or product not in made or product == value.name:
+            if value is not None:
+                call.wrong("x", value, row, "the low-rank rows of a product")
+            continue
+        weight(call, "weight", f"{product}.lora_b", value.layer)
+        _complete(call, first, tokens, value._replace(name=made[product]), row)
+
+
+def adapter_low_gradient(call: Call) -> None:
+    """Check the gradient of the low-rank rows, from that of the product's result."""
+    for first, tokens, [(given, row)] in call.pieces("grad"):
+        value = None if given is None else whole(call, "grad", given, row, tokens)
+        found = None if value is None else _gradient_of(call, value)
+        if value is None or found is None:
+            if value is not None:
+                call.wrong("grad", value, row, "the gradient of a product")
+            call.put("out", first, tokens, None)
+            continue
+        layer = value.layer - found[3]
+        weight(call, "weight", f"{found[0]}.lora_b", layer)
+        call.put("out", first, tokens, Value(f"d_low.{found[0]}", layer, value.micro_batch), row)
+
+
+def _adapter_dgrad(call: Call) -> None:
+    """Check what an adapter adds to the gradient of its product's input."""
+    partial = "~" if call.values.tp > 1 else ""
+    made = {"qkv": f"d_norm1{partial}", "proj": "d_attn", "ffn_up": f"d_norm2{partial}", "ffn_down": "d_act"}
+    for first, tokens, [(value, row)] in call.pieces("grad"):
+        if value is None:
+            continue
+        product = value.name.removeprefix("d_low.")
+        held = weight(call, "weight", f"{product}.lora_a", value.layer)
+        _complete(call, first, tokens, Value(made[product], value.layer, value.micro_batch, held), row)
+
+
+def adapter_outer_gradient(call: Call) -> None:
+    """Check the gradient of B, from that of the product's result and the low-rank rows."""
+    for _, tokens, values in call.pieces("grad", "x"):
+        grad, row = values[0]
+        value = None if grad is None else whole(call, "grad", grad, row, tokens)
+        product = None if value is None else _gradient_of(call, value)
+        if value is None or product is None:
+            if value is not None:
+                call.wrong("grad", value, row, "the gradient of a product")
+            continue
+        wanted: dict[str, Wanted] = {"grad": (value.name, product[3]), "x": f"low.{product[0]}"}
+        found = agree(call, wanted, [(value, row), values[1]], tokens)
+        if found is not None:
+            add_gradient(call, "out", f"{product[0]}.lora_b", found, tokens)
+
+
+def _adapter_wgrad(call: Call) -> None:
+    """Check the gradient of A, from that of the low-rank rows and the product's input."""
+    full = call.values.full
+    inputs = {"qkv": f"norm1{full}", "proj": "attn", "ffn_up": f"norm2{full}", "ffn_down": "act"}
+    for _, tokens, values in call.pieces("grad", "x"):
+        grad, _ = values[0]
+        if grad is None or values[1][0] is None:
+            continue
+        product = grad.name.removeprefix("d_low.")
+        found = agree(call, {"grad": grad.name, "x": inputs[product]}, values, tokens)
+        if found is not None:
+            add_gradient(call, "out", f"{product}.lora_a", found, tokens)
 
 
 def _source(part: object) -> object:
@@ -254,6 +400,9 @@ def _source(part: object) -> object:
 def wgrad(call: Call) -> None:
     """Check the gradient of a weight, and add its rows to the sum."""
     v = call.values
+    if _low_rank(call, "grad"):
+        _adapter_wgrad(call)
+        return
     for _, tokens, values in call.pieces("grad", "x"):
         grad, row = values[0]
         if grad is None or values[1][0] is None:
@@ -353,6 +502,11 @@ def _labels(call: Call) -> dict[str, Wanted]:
     return {"labels": ("input.labels", -1 - call.values.model.layers)}
 
 
+def _rollout(call: Call) -> dict[str, Wanted]:
+    """A policy's numbers of a token belong to no layer either; kernels without them read ``rollout`` of none."""
+    return {"rollout": ("input.rollout", -1 - call.values.model.layers)}
+
+
 def _add_loss(call: Call, found: Found, tokens: int) -> None:
     _, micro_batch, _, row = found
     ranges = call.values.loss.setdefault((micro_batch, 0), [])
@@ -379,12 +533,14 @@ def loss(
     def rule(call: Call) -> None:
         wanted: dict[str, Wanted] = {"logits": logits} if logits else {}
         wanted |= given or {}
-        wanted |= _labels(call) if labels else {}
+        wanted |= (_labels(call) | _rollout(call)) if labels else {}
         wanted = {role: want for role, want in wanted.items() if call.has(role)}
         for first, tokens, values in call.pieces(*wanted):
             found = agree(call, wanted, values, tokens)
             if found is not None and adds:
                 _add_loss(call, found, tokens)
+                if call.values.policy and not call.has("rollout"):
+                    call.fault("the policy's objective is added without the rollout's numbers")
             for role, name in made.items():
                 value = None
                 if found is not None and isinstance(name, str):
@@ -678,8 +834,8 @@ def _move_sums(call: Call, source: str, target: str) -> None:
         parameter = call.values.parameter(key[0], key[2], key[1])
         assert parameter is not None  # its gradient was added
         if sharded and block is not None:
-            runs = call.instruction.run
-            if runs and (parameter.first < block.decayed_elements) != (runs == "decay"):
+            run = call.instruction.run
+            if run and run != next(n for n, first, size in block.runs() if first <= parameter.first < first + size):
                 continue
         elif not operand.first <= each.first < operand.first + operand.tokens:
             continue
@@ -722,9 +878,9 @@ def reduce_gradients(call: Call) -> None:
     _reduced(call, call.buffers["tensor"], "replicas")
 
 
-def _all_of(call: Call, role: str) -> None:
-    """Check that an operand is all of its buffer."""
-    operand, elements = call.operands[role], call.family(role).tokens
+def _all_of(call: Call, role: str, count: int | None = None) -> None:
+    """Check that an operand is all of its buffer, or its first ``count`` elements."""
+    operand, elements = call.operands[role], call.family(role).tokens if count is None else count
     if (operand.first, operand.tokens) != (0, elements):
         call.fault(f"{role} is [{operand.first}, {operand.first + operand.tokens}), not all of {elements} elements")
 
@@ -756,7 +912,7 @@ def _used(call: Call, buffer: int) -> None:
     """Check that gradients were summed over ranks; with ZeRO 2 and 3, each use was before it was added."""
     v, family = call.values, call.family("grads")
     block = v.block_of(buffer) if family.kind is FamilyKind.GRADS else None
-    whole_block = block is not None and family.tokens == block.elements
+    whole_block = block is not None and family.tokens == block.trained_elements
     missing = v.unreduced(buffer) if family.kind is FamilyKind.GRADS and whole_block else []
     tied = v.model.tied_embeddings and v.layout.pp > 1 and family.block is EMBED
     if tied and family.kind is FamilyKind.GRADS and (buffer, "stages") not in v.reduced:
@@ -782,7 +938,8 @@ def update(call: Call) -> None:
         call.fault(f"updates elements {sorted(states)} of the states of {key[0]}, not one run of them once")
     v.updated[key] = joined_ranges or []
     # Whole parameters and gradients begin with the run itself, shards with what the ranks before them have of it.
-    begun = v.block(family.block, key[1]).decayed_elements if call.instruction.op.endswith("no_decay") else 0
+    runs = {name: first for name, first, _ in v.block(family.block, key[1]).runs()}
+    begun = runs[call.instruction.run]
     for role in ("grads", "params"):
         if call.has(role):
             operand = call.operands[role]
@@ -803,9 +960,10 @@ def nothing(call: Call) -> None:
 
 
 def params_gather(call: Call) -> None:
-    """Gather a block of parameters from the ranks' shards."""
+    """Gather a block of parameters from the ranks' shards; of parameters that ranks updated, the trained ones."""
     if not call.has("full"):
-        _all_of(call, "tensor")
+        block = call.values.block_of(call.buffers["tensor"])
+        _all_of(call, "tensor", block.trained_elements if block else None)
         call.values.reduced.add((call.buffers["tensor"], "gathered"))
         return
     rows = call.rows("shard")
@@ -826,6 +984,13 @@ def params_move(source: str, target: str) -> Rule:
             call.put(target, first, end - first, value, row)
 
     return rule
+
+
+def quantise(call: Call) -> None:
+    """Carry values to their copies in FP8, by rows and by columns."""
+    for first, end, value, row in call.rows("x"):
+        for copy in ("out", "columns"):
+            call.put(copy, first, end - first, value, row)
 
 
 def recv(call: Call) -> None:
@@ -896,6 +1061,10 @@ RULES: dict[str, Rule] = {
     "rms_norm": norm,
     "linear": linear,
     "linear.add": linear,
+    "lora.a": adapter_low,
+    "lora.b": adapter_add,
+    "lora.b.dgrad": adapter_low_gradient,
+    "lora.b.wgrad": adapter_outer_gradient,
     "linear.to_gate": linear,
     "linear.from_gate": linear,
     "residual_add": residual_add,
@@ -919,7 +1088,7 @@ RULES: dict[str, Rule] = {
     "cross_entropy.log_softmax": loss("logits", {"out": "log_probs"}, labels=False),
     "cross_entropy.nll": loss("", {}, given={"log_probs": "log_probs"}, adds=True),
     "cross_entropy.metrics": loss("logits", {}, given={"log_probs": "log_probs"}),
-    "cross_entropy.nll.bwd": loss("", {"grad": "d_log_probs"}),
+    "cross_entropy.nll.bwd": loss("", {"grad": "d_log_probs"}, given={"log_probs": "log_probs"}),
     "cross_entropy.log_softmax.bwd": loss(
         "", {"out": "d_logits"}, given={"grad": "d_log_probs", "log_probs": "log_probs"}, labels=False
     ),
@@ -930,7 +1099,7 @@ RULES: dict[str, Rule] = {
     "cross_entropy.softmax": loss(
         "loss.exponentials", {"logits": "loss.softmax"}, given={"sums": "loss.sums"}, adds=True
     ),
-    "cross_entropy.gradient": loss("loss.softmax", {"logits": "d_logits"}),
+    "cross_entropy.gradient": loss("loss.softmax", {"logits": "d_logits"}, given={"sums": "loss.sums"}),
     "cross_entropy.all_reduce": all_reduce,
     "metric.log_softmax": metric,
     "metric.nll": nothing,
@@ -965,9 +1134,13 @@ RULES: dict[str, Rule] = {
     "grad_norm": grad_norm,
     "adamw.decay": update,
     "adamw.no_decay": update,
+    "router.balance": update,
     "params.all_gather": params_gather,
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),
+    "params.quantize": quantise,
+    "fp8.quantize": quantise,
+    "fp8.transpose": quantise,
     **attention.RULES,
     **experts.RULES,
 }

@@ -41,6 +41,8 @@ class Packed(NamedTuple):
     keys: object
 
 
+WITHOUT_ADAPTER = frozenset({"without adapter"})
+"""The only term of a product to which its low-rank adapter has yet to add."""
 OWN = ("own",)
 OTHERS = ("others",)
 WINDOW = ("window",)
@@ -118,6 +120,8 @@ def shown(terms: object) -> str:
 
 def _is_whole(call: Call, value: Value, first: int, end: int) -> bool:  # noqa: PLR0911 - one return a kind of sum
     v, terms, name = call.values, value.terms, value.name.rstrip("^|")
+    if terms == WITHOUT_ADAPTER:
+        return False
     if name == "d_kv" and (window := window_of(v, value.layer)):
         return _windows_keys_are_whole(v, terms, (first, end), window)
     if terms == {WINDOW}:

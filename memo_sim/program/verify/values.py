@@ -41,7 +41,8 @@ from memo_sim.program.ir.instruction import Family
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Exchange
-from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block
+from memo_sim.program.layout.expert_load import capacity_rows
+from memo_sim.program.layout.parameters import Block, Parameter, embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_rows import Held, ParameterKey, Sum, Value
@@ -101,6 +102,19 @@ class Values:
         """Rows that go to experts; 0 without experts."""
         return self.tokens * self.model.mixture.per_token if self.model.mixture else 0
 
+    @property
+    def expert_rows(self) -> int:
+        """Rows of the experts' tensors: dispatched rows, or with ``ep`` as many as all its ranks can send here."""
+        of, layout, decisions = self.model.mixture, self.layout, self.decisions
+        if of is None or layout.ep == 1:
+            return self.dispatched
+        given = decisions.expert_capacity
+        return layout.ep * capacity_rows(of, self.dispatched, decisions.expert_load, layout.ep, given)
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer of the model has experts in place of an MLP."""
+        return 0 <= layer < self.model.layers and self.model.layer(layer).experts is not None
+
     def _measure(self) -> None:
         """Work out the sizes on one rank from the plan."""
         layout, model, decisions = self.layout, self.model, self.decisions
@@ -120,14 +134,22 @@ class Values:
         self.layers = [n for run in range(stage, runs, layout.pp) for n in range(ends[run], ends[run + 1])]
         self.first_stage, self.last_stage = stage == 0, stage == layout.pp - 1
         self._ends = {
-            BlockKind.EMBED: embed_block(model, layout.tp, positions=self.first_stage),
-            BlockKind.HEAD: head_block(model, layout.tp),
+            BlockKind.EMBED: embed_block(model, layout.tp, positions=self.first_stage, adapters=decisions.lora),
+            BlockKind.HEAD: head_block(model, layout.tp, adapters=decisions.lora),
         }
         self._kinds = model.layer_kinds
-        self._layer_blocks = [layer_block(model, layout.divided, shape) for shape in model.layer_shapes]
+        ep, lora = layout.ep, decisions.lora
+        self._layer_blocks = [
+            layer_block(model, layout.divided, shape, ep=ep, adapters=lora) for shape in model.layer_shapes
+        ]
+        self._expert_blocks = [experts_block(model, layout.divided, ep, s.experts) for s in model.layer_shapes]
 
     def block(self, kind: BlockKind, layer: int) -> Block:
         """Return the parameters of the embedding, of the head, or of a layer."""
+        if kind is BlockKind.EXPERTS:
+            block = self._expert_blocks[self._kinds[layer]]
+            assert block is not None  # only layers with experts have buffers of that kind
+            return block
         return self._layer_blocks[self._kinds[layer]] if kind is BlockKind.LAYER else self._ends[kind]
 
     def block_of(self, buffer: int) -> Block | None:
@@ -158,7 +180,7 @@ class Values:
     def layer_of(self, buffer: int) -> int:
         """Return the number of the layer in the model whose block a buffer of the step holds; -1 for the ends."""
         family, index = self.family(buffer), buffer - self._base[self._family[buffer]]
-        if family.block is not BlockKind.LAYER:
+        if family.block is None or not family.block.of_layer:
             return -1
         return [n for n in self.layers if family.layer_kind in (None, self._kinds[n])][index]
 
@@ -222,7 +244,8 @@ class Values:
                     yield f"end: the gradient norm is without that of {name}"
                 done = self.updated.get((family.block, layer), [])
                 shards = (self.layout.zero_ranks or self.replicas(family.block)) if self.layout.zero in (1, 2) else 1
-                held = family.kind is FamilyKind.PARAMS and shards > 1
+                trained = self.block(family.block, layer).trained_elements > 0
+                held = family.kind is FamilyKind.PARAMS and shards > 1 and trained
                 if held and (buffer, "gathered") not in self.reduced:
                     yield f"end: the parameters of {name} were not gathered"
                 if family.kind is FamilyKind.MOMENT1 and done != [(0, family.tokens)]:
@@ -230,6 +253,8 @@ class Values:
 
     def replicas(self, kind: BlockKind) -> int:
         """Return the number of ranks with the same parameters of a block."""
+        if kind is BlockKind.EXPERTS:
+            return self.layout.replicas // self.layout.ep
         ends = self.layout.whole_ends and kind is not BlockKind.LAYER
         return self.layout.replicas * (self.layout.metp if ends else 1)
 
@@ -249,6 +274,8 @@ class Values:
             missing.append("replicas")
         divided = layout.whole_ends and kind is BlockKind.LAYER
         shards = divided or layout.sequence_parallel
+        if kind is BlockKind.EXPERTS:
+            return missing  # they have no vectors
         block = self.block(kind, 0)  # layers of all kinds have the same vectors of which ranks compute parts
         if (divided or layout.tp > 1) and block.partial_elements(sequence_parallel=shards):
             missing += [] if (buffer, "vectors") in self.reduced else ["vectors"]
@@ -261,7 +288,7 @@ class Values:
             for index in range(family.count):
                 buffer = self._base[number] + index
                 layer = self.layer_of(buffer)
-                for parameter in self.block(family.block, layer).parameters:
+                for parameter in (p for p in self.block(family.block, layer).parameters if not p.frozen):
                     yield from self._missing_terms(buffer, (family.block, layer, parameter.name))
 
     def _missing_terms(self, buffer: int, key: ParameterKey) -> Iterator[str]:
@@ -271,8 +298,8 @@ class Values:
         if found is not None and found.anything:
             return
         tokens = self.shard_tokens if _on_shards(name) else self.tokens
-        if name.startswith("experts_"):
-            tokens = self.dispatched
+        if name.startswith("experts_") and name != "experts_down.bias":
+            tokens = self.expert_rows
         if name == "sinks":
             tokens = self.attended
         for micro_batch in range(self.program.micro_batches):
@@ -299,6 +326,11 @@ class Values:
         for buffer, rows in self.offloaded.items():
             if rows:
                 yield f"end: {rows} rows of {self.family(buffer).name} were offloaded and never prefetched"
+
+    @property
+    def policy(self) -> bool:
+        """Whether the objective reads the numbers of a rollout."""
+        return any(f.name == "input.rollout" for f in self.families)
 
     def _missing_losses(self) -> Iterator[str]:
         if not any(f.name == "input.labels" for f in self.families):

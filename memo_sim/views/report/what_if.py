@@ -263,10 +263,17 @@ def _assumptions(summary: Summary) -> Section:
     return Section("Assumptions", blocks)
 
 
+NOT_RUN = {
+    True: "memo-exec cannot run this attention kernel; the plan is only priced.",
+    False: "memo-exec cannot run products in FP8; the plan is only priced.",
+}
+"""By whether products are in the plan's dtype: what memo-exec lacks."""
+
+
 def _how_to_run(best: Best, result: Result, cluster: Cluster, command: str) -> Section:
     blocks: list[Block] = []
     if result.best is not None and not result.best.executable:
-        blocks.append(Notice("memo-exec cannot run this attention kernel; the plan is only priced."))
+        blocks.append(Notice(NOT_RUN[result.best.fp8 == "none"]))
     if best.file is None:
         write = f'{command}.save("{PLAN_FILE}")' if command.startswith("memo_sim.") else f"{command} -o {PLAN_FILE}"
         blocks += [Paragraph("Write the plan first:"), Commands([write])]

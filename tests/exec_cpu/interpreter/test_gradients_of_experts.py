@@ -6,15 +6,31 @@ import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from memo_exec.commands.run import load_of_experts
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.kernels.experts import check_device
-from memo_exec.training import weights
+from memo_exec.training import huggingface, weights
 from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.model import Experts
 from memo_sim.program.layout.expert_load import nearest_load
 from tests.exec_cpu.interpreter.replayed import TOLERANCE, assert_gradients_equal_autograds
-from tests.exec_cpu.small import EXPERT_MODELS, batch, decide, gradients, one_step, play, scalars
+from tests.exec_cpu.small import (
+    DEEPSEEK,
+    EXPERT_MODELS,
+    WHOLE_MODELS,
+    batch,
+    decide,
+    gradients,
+    llama,
+    one_step,
+    play,
+    scalars,
+)
 from tests.pairs import covering
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -77,8 +93,12 @@ def test_a_run_counts_the_rows_of_each_expert() -> None:
     batches = batch(decisions)
     with play(decisions) as interpreter:
         interpreter.run_step(batches, scalars(batches, lr=0.0))
-        loads = interpreter.context.loads.tolist()
+        context = interpreter.context
+        loads, rows = context.loads.sum(0).tolist(), context.rows
         text = load_of_experts(interpreter)
+    assert torch.equal(rows.sum(1), torch.full((3,), 2 * 256 * 2))
+    assert torch.equal(rows.sum(1), context.loads.sum(1))
+    assert (context.loads.amax(1) >= rows.amax(1)).all()
     assert sum(loads) == 2 * 256 * 2 * 3
     assert loads == sorted(loads, reverse=True)
     near = nearest_load(EXPERT_MODELS["mixtral"].mixture, loads)
@@ -128,6 +148,159 @@ def test_a_whole_model_has_the_gradients_of_transformers(name: str, tmp_path: An
         for key, wanted in pairs.items():
             error = (found[ours + key] - wanted).abs().max() / wanted.abs().max()
             assert error <= TOLERANCE, ours + key
+
+
+def deepseek_module(weights: dict[str, torch.Tensor], of: Experts) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return transformers' module with a layer's weights, and by our names where its gradients are."""
+    config = DeepseekV3Config(
+        hidden_size=64,
+        moe_intermediate_size=of.hidden,
+        n_shared_experts=of.shared // of.hidden,
+        n_routed_experts=of.count,
+        num_experts_per_tok=of.per_token,
+        n_group=of.groups,
+        topk_group=of.groups_per_token,
+        routed_scaling_factor=of.scale,
+    )
+    module = DeepseekV3MoE(config)
+    gate, shared = module.gate, module.shared_experts
+    with torch.no_grad():
+        gate.weight.copy_(weights["router.weight"])
+        gate.e_score_correction_bias.copy_(weights["selection.bias"])
+        module.experts.gate_up_proj.copy_(weights["experts_up.weight"].view_as(module.experts.gate_up_proj))
+        module.experts.down_proj.copy_(weights["experts_down.weight"].view_as(module.experts.down_proj))
+        for each, half in zip((shared.gate_proj, shared.up_proj), weights["shared_up.weight"].chunk(2), strict=True):
+            each.weight.copy_(half)
+        shared.down_proj.weight.copy_(weights["shared_down.weight"])
+    return module, {
+        "router.weight": lambda: gate.weight.grad,
+        "experts_up.weight": lambda: module.experts.gate_up_proj.grad.flatten(0, 1),
+        "experts_down.weight": lambda: module.experts.down_proj.grad.flatten(0, 1),
+        "shared_up.weight": lambda: torch.cat((shared.gate_proj.weight.grad, shared.up_proj.weight.grad)),
+        "shared_down.weight": lambda: shared.down_proj.weight.grad,
+    }
+
+
+def gpt_oss_module(weights: dict[str, torch.Tensor], of: Experts) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Do the same for GPT-OSS, which has gates and ups in turn, and (in, out) matrices."""
+    config = GptOssConfig(
+        hidden_size=64, intermediate_size=of.hidden, num_local_experts=of.count, num_experts_per_tok=of.per_token
+    )
+    module = GptOssMLP(config)
+    experts, router = module.experts, module.router
+
+    def ours(whole: torch.Tensor) -> torch.Tensor:
+        return torch.cat((whole[..., ::2], whole[..., 1::2]), dim=-1)
+
+    with torch.no_grad():
+        for mine, theirs in (("weight", router.weight), ("bias", router.bias)):
+            theirs.copy_(weights[f"router.{mine}"])
+        up = weights["experts_up.weight"].view(of.count, 2, of.hidden, 64)
+        experts.gate_up_proj.copy_(up.permute(0, 3, 2, 1).flatten(2))
+        experts.gate_up_proj_bias.copy_(weights["experts_up.bias"].view(of.count, 2, of.hidden).mT.flatten(1))
+        experts.down_proj.copy_(weights["experts_down.weight"].view(of.count, 64, of.hidden).mT)
+        experts.down_proj_bias.copy_(weights["experts_down.bias"].view(of.count, 64))
+    return module, {
+        "router.weight": lambda: router.weight.grad,
+        "router.bias": lambda: router.bias.grad,
+        "experts_up.weight": lambda: ours(experts.gate_up_proj.grad).mT.flatten(0, 1),
+        "experts_up.bias": lambda: ours(experts.gate_up_proj_bias.grad).flatten(),
+        "experts_down.weight": lambda: experts.down_proj.grad.mT.flatten(0, 1),
+        "experts_down.bias": lambda: experts.down_proj_bias.grad.view(-1),
+    }
+
+
+@pytest.mark.parametrize(("name", "make"), [("deepseek", deepseek_module), ("gpt-oss", gpt_oss_module)])
+def test_a_layer_has_the_results_and_gradients_of_transformers(name: str, make: Any) -> None:
+    """The last layer's experts, as a step plays them: weights large enough that GPT-OSS's limits are met."""
+    decisions, seen = decide(EXPERT_MODELS[name], recompute="tokenwise", swapped_tokens=128), {}
+
+    def watched(call: Call) -> None:
+        KERNELS[call.instruction.op](call)
+        at = call.instruction.name
+        if at.startswith("fwd/") or at not in seen:  # forward ends with the last layer, backward begins with it
+            seen[at] = {role: call[role].clone() for role in ("x", "out") if role in call.tensors}
+
+    ops = ("experts.dispatch", "experts.out_bias", "linear.add", "router.dgrad")
+    batches, last = batch(decisions), f"layer.{decisions.model.layers - 1}/"
+    with play(decisions, kernels={**KERNELS, **dict.fromkeys(ops, watched)}) as interpreter:
+        named = weights.named_parameters(interpreter)
+        named[f"{last}experts_up.weight"].mul_(20.0)
+        mine = {key.removeprefix(last): value.clone() for key, value in named.items()}
+        interpreter.run_step(batches, scalars(batches, lr=0.0))
+        found = gradients(interpreter)
+    module, theirs = make(mine, decisions.model.mixture)
+    x = seen["fwd/dispatch.r0"]["x"].clone().requires_grad_()  # kernels play in inference mode
+    out = module(x.view(1, *x.shape))
+    out = (out[0] if isinstance(out, tuple) else out).view_as(x)
+    summed = "fwd/shared_down" if name == "deepseek" else "fwd/experts_down.add"
+    close(seen[summed]["out"], out.detach())
+    out.backward(seen["bwd/dispatch.grad"]["x"])
+    assert x.grad is not None
+    close(seen["bwd/router.dgrad"]["out"], x.grad)
+    for key, of in theirs.items():
+        close(found[last + key], of())
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert float((found - wanted).abs().max() / wanted.abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("states", ["fp32", "host"])
+def test_the_selection_bias_moves_towards_even_loads(states: str) -> None:
+    """By the sign of each expert's rows less than their mean; the gradient norm is without these rows."""
+    of = DEEPSEEK
+    decisions = decide(llama(experts=of), states=states, micro_batch=1, global_batch=2)
+    batches = batch(decisions)
+    with play(decisions) as interpreter:
+        before = {k: v.clone() for k, v in weights.named_parameters(interpreter).items()}
+        record = interpreter.run_step(batches, scalars(batches, lr=0.0))
+        after, rows = weights.named_parameters(interpreter), gradients(interpreter)
+    square = 0.0
+    for key, value in rows.items():
+        if not key.endswith("selection.bias"):
+            square += float(value.square().sum())
+            continue
+        assert int(value.sum()) == 2 * 128 * of.per_token
+        moved = of.selection_rate * torch.sign(2 * 128 * of.per_token / of.count - value)
+        assert moved.abs().max() > 0
+        torch.testing.assert_close(after[key], before[key] + moved)
+    assert record.grad_norm == pytest.approx(square**0.5, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The explicitly set RoPE")
+@pytest.mark.parametrize("name", WHOLE_MODELS)
+def test_whole_models_read_from_and_written_to_transformers(name: str, tmp_path: Any) -> None:
+    """All gradients are those of transformers, with alpha of a half, and the weights come back as they were."""
+    decisions = decide(WHOLE_MODELS[name], recompute="tokenwise", swapped_tokens=128)
+    batches = batch(decisions, ignored=0.2)
+    with play(decisions) as interpreter:
+        weights.save(interpreter, tmp_path)
+        before = {key: value.clone() for key, value in weights.named_parameters(interpreter).items()}
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="eager", experts_implementation="eager"
+        ).double()
+        record = interpreter.run_step(batches, scalars(batches, lr=0.0))
+        found = gradients(interpreter)
+        for value in weights.named_parameters(interpreter).values():
+            value.zero_()
+        weights.load(interpreter, tmp_path)
+        after = weights.named_parameters(interpreter)
+        assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+    ids, labels = (each.view(2, -1) for each in batches[0])
+    logits = theirs(input_ids=ids).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    (loss * scalars(batches).loss_scale).backward()
+    assert record.loss == pytest.approx(float(loss.detach() * scalars(batches).loss_scale), rel=1e-6)
+    stored, checked = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}, 0
+    for entry in huggingface.entries(decisions.model):
+        if entry.ours.endswith("selection.bias"):
+            continue
+        wanted = torch.cat([entry.read(stored[part].grad) for part, _ in entry.parts])
+        error = (found[entry.ours] - wanted).abs().max() / wanted.abs().max()
+        assert error <= TOLERANCE, entry.ours
+        checked += 1
+    assert checked == len([key for key in found if not key.endswith("selection.bias")])
 
 
 def test_a_gpu_is_refused_what_its_products_do_not_take() -> None:

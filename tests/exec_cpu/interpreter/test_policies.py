@@ -106,6 +106,7 @@ def test_swapping_really_moves_bytes(policy: str) -> None:
     assert record.moved.h2d == record.moved.d2h
 
 
+@pytest.mark.slow
 def test_loss_curves_of_every_alpha_coincide() -> None:
     """MEMO 5.5: 50 steps of training for alpha 0, 0.125, 0.25, 0.5 and 1."""
     model = llama(hidden=32, heads=2, kv_heads=1, ffn_hidden=64)

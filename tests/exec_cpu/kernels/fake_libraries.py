@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -106,6 +107,10 @@ def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -
     out = given["out"]
     assert all(x.stride(-1) == 1 for x in (q, k, v, out))
     assert given["num_splits"] == 1, "with 0 the library may split, which changes the order of summation"
+    if given["cu_seqlens_q"] is not None:
+        assert given["is_causal"]
+        lse = _varlen_forward((q, k, v), out, _documents(given), given["softmax_scale"])
+        return out, lse, q.new_empty(0), q.new_empty(0)
     result, lse = _forward(q, k, v, given["softmax_scale"], **_masked(given, "is_causal"))
     out.copy_(result)
     return out, lse, q.new_empty(0), q.new_empty(0)
@@ -114,6 +119,12 @@ def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -
 def _flash3_backward(dout: Tensor, *rest: Any, **named: Any) -> Any:
     given = _by_name(FLASH3_BACKWARD, (dout, *rest), named)
     qkv = given["q"], given["k"], given["v"]
+    if given["cu_seqlens_q"] is not None:
+        assert given["is_causal"]
+        grads = tuple(given[name] for name in ("dq", "dk", "dv"))
+        result = given["out"], given["softmax_lse"]
+        _varlen_backward(dout, qkv, result, grads, _documents(given), given["softmax_scale"])
+        return tuple(dout.new_empty(0) for _ in range(5))
     found = _backward(
         dout, qkv, given["out"], given["softmax_lse"], given["softmax_scale"], **_masked(given, "is_causal")
     )
@@ -121,6 +132,76 @@ def _flash3_backward(dout: Tensor, *rest: Any, **named: Any) -> Any:
         assert given[name].stride(-1) == 1
         given[name].copy_(result)
     return tuple(dout.new_empty(0) for _ in range(5))
+
+
+def _documents(given: dict[str, Any]) -> list[slice]:
+    """Return the rows of each document of a varlen call, whose queries and keys are the same rows."""
+    ends, longest = given["cu_seqlens_q"], given["max_seqlen_q"]
+    assert ends.dtype == torch.int32
+    assert torch.equal(ends, given["cu_seqlens_k"])
+    rows = [slice(first, end) for first, end in pairwise(ends.tolist())]
+    assert rows[-1].stop == len(given["q"])
+    assert longest == given["max_seqlen_k"] == max(each.stop - each.start for each in rows)
+    return rows
+
+
+def _varlen_forward(qkv: tuple[Tensor, ...], out: Tensor, documents: list[slice], scale: float) -> Tensor:
+    """Write the output of every document; return the log-sum-exp, (heads, rows)."""
+    lse = torch.empty(qkv[0].shape[1], len(qkv[0]))
+    for rows in documents:
+        q, k, v = (x[None, rows] for x in qkv)
+        result, logsumexp = _forward(q, k, v, scale, causal=True)
+        out[rows], lse[:, rows] = result[0].to(out.dtype), logsumexp[0]
+    return lse
+
+
+def _varlen_backward(
+    grad: Tensor, qkv: Any, result: tuple[Tensor, Tensor], grads: Any, documents: list[slice], scale: float
+) -> None:
+    out, lse = result
+    assert lse.is_contiguous()
+    assert lse.shape == (out.shape[1], len(out))
+    for rows in documents:
+        q, k, v = (x[None, rows] for x in qkv)
+        found = _backward(
+            grad[None, rows], (q, k, v), out[None, rows], lse[None, :, rows].contiguous(), scale, causal=True
+        )
+        for target, value in zip(grads, found, strict=True):
+            target[rows] = value[0].to(target.dtype)
+
+
+@contextmanager
+def flash2() -> Iterator[None]:
+    """Make flash-attn 2's varlen calls importable, with the signatures of 2.7."""
+
+    def varlen_fwd(
+        q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal, window_size_left, window_size_right, softcap,
+        return_softmax, generator,
+    ):  # fmt: skip
+        assert (seqused_k, leftpad_k, block_table, alibi_slopes, generator) == (None,) * 5
+        assert (dropout_p, zero_tensors, causal, softcap, return_softmax) == (0.0, False, True, 0.0, False)
+        assert (window_size_left, window_size_right) == (-1, -1)
+        lse = _varlen_forward((q, k, v), out, _documents(locals()), softmax_scale)
+        return out, lse, None, None
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        assert (dropout_p, causal, softcap, alibi_slopes) == (0.0, True, 0.0, None)
+        assert (window_size_left, window_size_right) == (-1, -1)
+        documents = _documents(locals())
+        _varlen_backward(dout, (q, k, v), (out, softmax_lse), (dq, dk, dv), documents, softmax_scale)
+
+    calls = {"varlen_fwd": staticmethod(varlen_fwd)}
+    contents = {
+        "flash_attn_gpu": type("flash_attn_gpu", (), calls),
+        "_flash_attn_varlen_backward": _flash_attn_varlen_backward,
+    }
+    with installed({"flash_attn": {}, "flash_attn.flash_attn_interface": contents}):
+        yield
 
 
 def _by_name(schema: str, values: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:

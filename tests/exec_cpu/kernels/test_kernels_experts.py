@@ -221,3 +221,55 @@ def test_half_precision_is_near(name: str) -> None:
     ours, theirs = played.backward(grad[0].bfloat16()), wide.backward(grad[0].bfloat16().float())
     for what, value in theirs.items():
         assert (ours[what].float() - value).abs().max() < 0.03 * value.abs().max(), what
+
+
+ROUTERS = {
+    "log-sum-exp": Experts(count=6, per_token=2, hidden=WIDTH, z_loss=0.7),
+    "log-sum-exp and balance, scaled": Experts(count=6, per_token=2, hidden=WIDTH, z_loss=0.3, balance=0.2, scale=1.5),
+    "softmax of groups, as it is": Experts(
+        count=6, per_token=2, hidden=WIDTH, renormalize=False, groups=3, groups_per_token=2, scale=2.0
+    ),
+    "sigmoid, as it is": Experts(count=6, per_token=2, hidden=WIDTH, renormalize=False, scores="sigmoid", scale=2.0),
+    "sigmoid of groups": Experts(
+        count=6, per_token=2, hidden=WIDTH, scores="sigmoid", groups=3, groups_per_token=1, selection_bias=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_have_the_gradients_of_autograd(name: str) -> None:
+    """Of the probabilities, and of both losses: the mean over tokens of squared log-sum-exps, and that of balance."""
+    of = ROUTERS[name]
+    decisions = decide(llama(hidden=HIDDEN, experts=of), seq_tokens=TOKENS, micro_batch=1, global_batch=1)
+    torch.manual_seed(3)
+    logits, grad = torch.randn(TOKENS, 6).requires_grad_(), torch.randn(TOKENS, 2)
+    bias = torch.randn(6) if of.selection_bias else None
+    scores, lse = logits.detach().clone(), torch.empty(TOKENS, 1) if of.z_loss else None
+    probs, chosen = torch.empty(TOKENS, 2), torch.empty(TOKENS, 2, dtype=torch.int64)
+    given = {"scores": scores, "probs": probs, "experts": chosen, "bias": bias, "lse": lse}
+    play("experts.route", decisions, given, workspace_bytes=table.route_workspace_bytes(TOKENS, of))
+    every = logits.sigmoid() if of.scores == "sigmoid" else logits.softmax(-1)
+    rated = every.detach() + (0 if bias is None else bias)
+    if of.groups > 1:
+        members = rated.view(TOKENS, of.groups, -1)
+        best = members.topk(2, 2).values.sum(2).topk(of.groups_per_token, 1).indices
+        rated = rated.masked_fill(
+            ~torch.zeros(TOKENS, of.groups).scatter(1, best, 1.0).repeat_interleave(2, 1).bool(), -9
+        )
+    assert torch.equal(chosen.sort().values, rated.topk(2).indices.sort().values)
+    picked = every.gather(1, chosen)
+    wanted = of.scale * (picked / picked.sum(1, keepdim=True) if of.renormalize else picked)
+    close(probs, wanted.detach())
+    loss = (wanted * grad).sum() + of.z_loss * logits.logsumexp(1).square().mean()
+    if of.balance:
+        loss = loss + of.balance * load_balancing_loss_func((logits,), 6, 2) / 2
+    loss.backward()
+    out, loads = torch.empty(TOKENS, 6), torch.ones(6) if bias is not None else None
+    counts = torch.bincount(chosen.flatten(), minlength=6)
+    given = {"grad": grad, "probs": probs, "scores": scores, "experts": chosen, "lse": lse, "out": out, "loads": loads}
+    balance = of.balance > 0
+    scratch = table.route_backward_workspace_bytes(TOKENS, 6, 2, balance=balance, loads=of.selection_bias)
+    given["ends"] = counts.cumsum(0).int()
+    play("experts.route.bwd", decisions, given, workspace_bytes=scratch)
+    close(out, logits.grad)
+    assert loads is None or torch.equal(loads, 1 + counts.float())

@@ -18,7 +18,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import BadInput, CannotRun, UsageError
 from memo_sim.contract.knobs import FrameworkLibrary
-from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.contract.plan import Decisions, Kernels, Layout, Plan
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
 from tests.exec_cpu.small import gpt
@@ -67,6 +67,12 @@ def test_a_kernel_that_is_not_installed_is_refused() -> None:
 
 def test_dtypes_the_device_does_not_compute_in() -> None:
     check_fields(refusal(byte_decisions(dtype="fp16")), CannotRun, where="$.decisions.dtype", got="fp16")
+
+
+def test_products_in_fp8_are_refused_on_every_machine(tmp_path: Path) -> None:
+    path = write_plan(tmp_path / "plan.json", byte_decisions(dtype="bf16", fp8="tensor"))
+    with refused(CannotRun, where="$.decisions.fp8", got="tensor", wanted="none", hint="--fp8"):
+        preflight.checked_program(codec.read(path, Plan), where=str(path))
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, sequence_parallel=True)])

@@ -39,6 +39,9 @@ from tests.exec_cpu.small import CPU_KERNELS
 
 FEW = replace(
     grids.CPU,
+    experts=((4, 32),),
+    expert_widths=(64,),
+    expert_lengths=(64,),
     widths=(64,),
     lengths=(256,),
     head_dims=(32,),
@@ -91,6 +94,10 @@ def test_every_number_has_a_source(profile: Hardware) -> None:
 def test_curves_cover_every_operator_of_the_tiny_models(profile: Hardware) -> None:
     assert {table.gemm_pass for table in profile.gemm} == {"fprop", "dgrad", "wgrad"}
     assert {table.attention_pass for table in profile.attention} == {"forward", "backward"}
+    several = {table.gemm_pass: table.rows for table in profile.grouped_gemm}
+    assert set(several) == {"fprop", "dgrad", "wgrad"}
+    assert [row[:4] for row in several["fprop"]] == [[4, 128, 64, 32], [4, 128, 64, 64]]  # down and up, two tables
+    assert {"experts.swiglu", "experts.route", "experts.dispatch"} <= set(profile.rowwise_bytes_per_s)
     for name, parts in product(("gpt-tiny", "llama-tiny"), (1, 2)):
         decisions = Decisions(
             model=load_model(name),

@@ -5,6 +5,7 @@ import pytest
 
 from memo_sim.contract.catalog import load_hardware
 from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import GroupedGemmTable, Source
 from memo_sim.contract.plan import Layout
 from memo_sim.costs.pricing import TILE_ROWS, Pricer
 from memo_sim.program.ir.work import Gemm, GroupedGemm, WidenedGemm
@@ -62,3 +63,31 @@ def test_a_profile_without_fp32_prices_a_router_in_bf16_and_says_so() -> None:
     work = WidenedGemm(4096, 128, 2048, "fprop", "fp32", "bf16")
     assert pricer.seconds(work) > pricer.seconds(Gemm(4096, 128, 2048, "fprop", "bf16"))
     assert "gemm.fp32.fprop" in pricer.outside_of[work]
+
+
+def measured(gemm_pass: str, *rows: list[float]) -> Pricer:
+    table = GroupedGemmTable(dtype="bf16", gemm_pass=gemm_pass, rows=list(rows), source="bench")
+    sources = {**H100.sources, "bench": Source(kind="measured", text="a test")}
+    hardware = msgspec.structs.replace(H100, grouped_gemm=[table], sources=sources)
+    return Pricer(hardware, Cluster(name="test", hardware=H100.name, nodes=1, devices_per_node=8), Layout())
+
+
+@pytest.mark.parametrize("gemm_pass", ["fprop", "wgrad"])
+def test_measured_products_of_several_experts_have_their_time(gemm_pass: str) -> None:
+    """At the measured place exactly (times what a step sustains), far from it the derived price, and it is said."""
+    rows, n, k, rate = 8192, 8192, 4096, 2e14
+    pricer = measured(gemm_pass, [8, rows, n, k, rate])
+    size = (2 + 8) * 8 * n * k if gemm_pass == "wgrad" else 4 * rows * n
+    work = GroupedGemm(((rows // 8, 8),), n, k, gemm_pass, "bf16", size)
+    assert H100.sustained_gemm is not None
+    product_s = pricer.seconds(work)
+    assert work.flops / rate <= product_s <= work.flops / rate / H100.sustained_gemm.value
+    assert f"grouped_gemm.bf16.{gemm_pass}" not in pricer.outside
+    far = GroupedGemm(((64, 128),), 64, 64, gemm_pass, "bf16")
+    assert pricer.seconds(far) == pytest.approx(PRICER.seconds(far), rel=0.05)
+    assert f"grouped_gemm.bf16.{gemm_pass}" in pricer.outside
+
+
+def test_a_pass_that_was_not_measured_has_the_derived_price() -> None:
+    work = GroupedGemm(((1024, 8),), 8192, 4096, "dgrad", "bf16")
+    assert measured("fprop", [8, 8192, 8192, 4096, 1e14]).seconds(work) == PRICER.seconds(work)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from memo_sim.answers.import_job import decisions_of
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
-from memo_sim.contract.knobs import Recompute
+from memo_sim.contract.knobs import Fp8Recipe, Recompute
 from memo_sim.contract.model import RopeScaling
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.interchange import megatron_bridge
@@ -23,8 +23,8 @@ from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
 from memo_sim.interchange.frameworks import framework_of
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import launch_of
-from memo_sim.interchange.megatron_lm import FRAMEWORK, arguments
-from memo_sim.interchange.megatron_words import stages_text
+from memo_sim.interchange.megatron_lm import FRAMEWORK, arguments, option_of
+from memo_sim.interchange.megatron_words import FP8, stages_text
 from memo_sim.interchange.plan_paths import differences
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import candidates
@@ -364,7 +364,7 @@ def test_conditions_and_growing_arrays() -> None:
     assert (job.model.family, job.model.kv_heads, job.model.vocab) == ("llama", 8, 128256)
     assert not job.model.tied_embeddings
     assert (job.pins.sequence_parallel, job.pins.attention, job.global_batch) == (False, "cudnn", 8)
-    assert any("fp8" in option.key and "faster than predicted" in option.why for option in found.ignored)
+    assert (job.fp8, job.question(*load_cluster("h100-1x8"), "megatron-lm").fp8) == ("delayed", "delayed")
     assert any("-f pretrain_gpt.py" in text for text in found.assumed)
 
 
@@ -472,3 +472,17 @@ def test_the_framework_parses_every_option(name: str, monkeypatch: pytest.Monkey
     parser.parse_args([*words, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50304"])
     known = {text for action in parser._actions for text in action.option_strings}
     assert {key for saying in FRAMEWORK.sayings.values() for key in saying.keys} <= known
+
+
+@pytest.mark.parametrize(("recipe", "said"), FP8.items())
+def test_recipes_of_fp8_are_written_and_read(recipe: Fp8Recipe, said: tuple[str, str]) -> None:
+    options = [*option_of("fp8", said[0]), *option_of("fp8_recipe", said[1])]
+    assert options == ["--fp8-format", said[0], "--fp8-recipe", said[1]]
+    text = GROWING.replace("--fp8-format hybrid", " ".join(options))
+    assert read(text).job.fp8 == recipe
+
+
+def test_a_recipe_of_fp8_that_memo_does_not_have_is_refused() -> None:
+    with pytest.raises(BadInput) as refused:
+        read(GROWING.replace("--fp8-format hybrid", "--fp8-format hybrid --fp8-recipe custom"))
+    assert "custom" in refused.value.message()

@@ -66,7 +66,7 @@ def sized(gib: int, *, host_gib: int | None = None) -> tuple[Cluster, Hardware]:
 class TestMemory:
     @given(case=st.sampled_from(SYSTEMS), sizes=st.lists(st.sampled_from(SIZES), min_size=2, max_size=2, unique=True))
     @example(case=("megatron-lm", 128, 2), sizes=[40, 48])  # with all of 48 GiB, fragmentation leaves too little
-    @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     def test_more_device_memory_never_makes_the_best_plan_slower(
         self, case: tuple[str, int, int], sizes: list[int]
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 import msgspec
@@ -11,8 +12,9 @@ import pytest
 from memo_sim.answers.summary import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.result import Result
+from memo_sim.planning.layouts import layouts
 from memo_sim.planning.question import Pins, Question
 
 
@@ -36,7 +38,9 @@ def test_a_balanced_load_is_assumed_and_named() -> None:
     assert line.endswith("Every expert is taken to get 4,096 rows; --expert-load says otherwise.")
     (assumption,) = [each for each in result.summary.assumptions if each.name == "experts"]
     assert assumption.option == "--expert-load"
-    assert assumption.value.startswith("balanced load, no row dropped;")
+    assert assumption.value.startswith("load balanced, no row dropped;")
+    (products,) = [each for each in result.summary.assumptions if each.name == "experts' products"]
+    assert products.value == "derived from single bf16 products; the profile has none of several experts"
 
 
 def test_an_uneven_load_costs_time_and_no_memory() -> None:
@@ -46,6 +50,48 @@ def test_an_uneven_load_costs_time_and_no_memory() -> None:
     assert re.search(r"the products take \S+ \S+ longer than with balanced experts, and memory is the same", line)
     assert uneven.plans[0].step_s > even.plans[0].step_s
     assert uneven.plans[0].peak_device_bytes == even.plans[0].peak_device_bytes
+
+
+def test_a_measured_load_is_priced_and_named() -> None:
+    shares = (4000, 1500, 900, 600, 400, 300, 200, 100)
+    measured = what_if(asked("-".join(("measured", *map(str, shares))))).result
+    (line,) = [each for each in measured.why if each.startswith("Experts:")]
+    assert "With a load as measured (the fullest of 8 experts: 4.00 times the mean) the fullest expert gets" in line
+    assert measured.plans[0].step_s > balanced().plans[0].step_s
+    (assumption,) = [each for each in measured.summary.assumptions if each.name == "experts"]
+    assert assumption.value.startswith(
+        "load as measured (the fullest of 8 experts: 4.00 times the mean), no row dropped;"
+    )
+
+
+def test_expert_parallelism_says_its_capacity_and_what_the_fullest_rank_costs() -> None:
+    """32,768 rows of a rank, zipf-1 over 8 experts: the fullest has 0.368 of them, so 2.94 times the mean of ep 8."""
+    even, uneven = (what_if(asked(load, zero=1, ep=8)).result for load in ("balanced", "zipf-1"))
+    (assumption,) = [each for each in uneven.summary.assumptions if each.name == "experts"]
+    assert "load zipf-1, dealt to 8 ranks with 1 of 8 experts each; a rank can send 15,072 rows" in assumption.value
+    assert "3.68 times the mean (1.25 times what the fullest rank is expected to get)" in assumption.value
+    assert "rows beyond it count as zero, and memo-exec run reports them" in assumption.value
+    (line,) = [each for each in uneven.why if each.startswith("Experts:")]
+    assert re.search(r"8 ranks divide them: a rank sends \S+ GiB a step in all-to-alls of the capacity", line)
+    assert re.search(r"the fullest rank gets [\d,]+ rows of a layer, 2\.94 times the mean of 32,768", line)
+    assert re.search(r"its products take \S+ \S+ longer than balanced ones\. Buffers have places for", line)
+    assert uneven.plans[0].step_s > even.plans[0].step_s
+    assert uneven.plans[0].peak_device_bytes > even.plans[0].peak_device_bytes
+    (states,) = [each for each in even.summary.assumptions if each.name == "states"]
+    assert "over 8 ranks, those of experts over 1" in states.value
+
+
+def test_a_capacity_without_expert_parallelism_is_refused() -> None:
+    with pytest.raises(UsageError, match="--expert-capacity has no effect without expert parallelism"):
+        what_if(replace(asked(), expert_capacity=2.0))
+
+
+def test_every_layout_tries_the_largest_degrees_of_expert_parallelism() -> None:
+    model, (cluster, hardware) = load_model("mixtral-tiny"), load_cluster("h100-1x8")
+    question = Question(model, cluster, hardware, 1 << 14, system="every-layout", global_batch=8, pins=Pins(tp=1, pp=1))
+    assert {layout.ep for layout in layouts(question)} == {1, 4}
+    assert {layout.ep for layout in layouts(replace(question, pins=Pins(tp=1, pp=1, ep=2)))} == {2}
+    assert {layout.ep for layout in layouts(replace(question, system="any"))} == {1}
 
 
 def test_what_does_not_go_with_experts_is_refused_by_name() -> None:

@@ -19,9 +19,9 @@ from memo_sim.validation.intervals import LEVEL
 from memo_sim.validation.validate import validate
 from tests.refusals import refused
 
-SLOW = {"memo-table3", "vtrain-multi", "korthikanti"}
+SLOW = {"memo-table3", "vtrain-multi", "korthikanti", "mcore-fp8"}
 """These sets take minutes: layouts are searched, or many stages and micro-batches are simulated."""
-IN_PART = {"vtrain-single": 3, "mpt-a100": 2, "mpt-h100": 2, "internevo": 2, "trl": 2}
+IN_PART = {"vtrain-single": 6, "mpt-a100": 4, "mpt-h100": 4, "internevo": 4, "trl": 4}
 """Sets of rows that are alike: the default run checks every so many of them."""
 
 
@@ -70,21 +70,22 @@ def every(name: str, step: int) -> list[Case]:
     return load_cases(name)[::step]
 
 
-MEGATRON = (4, 16, 128, 512, 640)
+MEGATRON = (4, 128, 640)
 """Thousands of tokens, for 7B only: from 64K on, each of 30B's rows takes up to a minute."""
 MOST_STAGES = 8
 """Each row with more stages takes up to ten seconds."""
 HELD = {
-    "memo-7b": lambda: rows_of("memo-table3", "memo", "gpt-7b")[::2],
-    "memo-30b": lambda: rows_of("memo-table3", "memo", "gpt-30b")[1::3],
-    "deepspeed-ulysses": lambda: rows_of("memo-table3", "deepspeed-ulysses")[::3],
+    "memo-7b": lambda: rows_of("memo-table3", "memo", "gpt-7b")[::4],
+    "memo-30b": lambda: rows_of("memo-table3", "memo", "gpt-30b")[1::6],
+    "deepspeed-ulysses": lambda: rows_of("memo-table3", "deepspeed-ulysses")[::6],
     "megatron-lm": lambda: [
         c for c in rows_of("memo-table3", "megatron-lm", "gpt-7b") if c.question.seq_tokens >> 10 in MEGATRON
     ],
     "korthikanti": lambda: [c for c in rows_of("korthikanti", "megatron-lm") if c.question.integers["pp"] == 1],
     "vtrain-multi": lambda: [
         c for c in rows_of("vtrain-multi", "megatron-lm") if c.question.integers["pp"] <= MOST_STAGES
-    ][::2],
+    ][::4],
+    "mcore-fp8": lambda: rows_of("mcore-fp8", "megatron-lm")[:1],
     **{name: partial(every, name, step) for name, step in IN_PART.items()},
 }
 """Rows of the other sets that the default run checks: some of MEMO's, and a few others that take seconds."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Experts, LayerShape
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.kinds import Phase
-from memo_sim.program.ir.work import Collective, GroupedGemm
+from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm
 from memo_sim.program.layers.kinds import skeletal_of
-from memo_sim.program.layout.expert_load import nearest_load, rows_of, sizes_of
+from memo_sim.program.layout.expert_load import nearest_load, rows_of, shown_load, sizes_of
+from memo_sim.program.layout.parameters import layer_block
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import Fate
 from memo_sim.program.lower import lower
@@ -22,6 +27,23 @@ from tests.sim.small_programs import EXPERTS, POLICIES, decide, faults_of
 
 MIXED = EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[EXPERTS.layer(0)] * 3])
 """The first layer has an MLP, as in DeepSeek's models."""
+DEEPSEEK = Experts(
+    count=8,
+    per_token=2,
+    hidden=192,
+    scores="sigmoid",
+    scale=2.5,
+    groups=4,
+    groups_per_token=2,
+    selection_bias=True,
+    selection_rate=0.001,
+    shared=384,
+)
+GPT_OSS = Experts(count=8, per_token=2, hidden=192, router_bias=True, bias=True, activation="clamped", z_loss=0.001)
+ROUTED = {
+    "deepseek": EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[LayerShape(ffn_hidden=640, experts=DEEPSEEK)] * 3]),
+    "gpt-oss": msgspec.structs.replace(EXPERTS, experts=GPT_OSS, qkv_bias=True, proj_bias=True),
+}
 HALF = ("tokenwise", 0.5)
 LAYOUTS = {
     "tensor parallel": (Layout(tp=2, sequence_parallel=True, dp=2, zero=3), {}),
@@ -53,6 +75,96 @@ def test_layers_without_experts_pass_the_checkers(policy: tuple[str, float]) -> 
 def test_every_layout_passes_the_checkers(name: str) -> None:
     layout, fields = LAYOUTS[name]
     assert faults_of(decide(EXPERTS, layout, HALF, **fields)) == []
+
+
+@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("policy", [("none", 0.0), ("mlp", 0.0), ("full", 0.5)], ids=str)
+def test_shared_experts_and_biases_pass_the_checkers(name: str, policy: tuple[str, float]) -> None:
+    assert faults_of(decide(ROUTED[name], policy=policy)) == []
+
+
+SOME = ["tensor parallel with all", "zero 3", "zero 1"]
+
+
+@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize(
+    "layout", [*SOME, *[pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n not in SOME]]
+)
+def test_shared_experts_and_biases_go_with_every_layout(name: str, layout: str) -> None:
+    if name == "deepseek" and layout == "pure bf16":
+        with pytest.raises(Infeasible, match="bf16 cannot count them"):
+            lower(decide(ROUTED[name], LAYOUTS[layout][0], HALF, **LAYOUTS[layout][1]))
+        return
+    chosen, fields = LAYOUTS[layout]
+    assert faults_of(decide(ROUTED[name], chosen, HALF, **fields)) == []
+
+
+BESIDE = [
+    *[("deepseek", op) for op in ("linear.add", "linear.dgrad.add", "router.balance")],
+    *[("gpt-oss", f"experts.{op}") for op in ("bias", "bias.bwd", "clamped", "clamped.bwd")],
+    *[("gpt-oss", f"experts.out_bias{op}") for op in ("", ".dgrad", ".wgrad")],
+]
+
+
+@pytest.mark.parametrize(("name", "op"), BESIDE)
+def test_a_kernel_of_theirs_left_out_is_found(name: str, op: str) -> None:
+    decisions = decide(ROUTED[name], Layout(tp=2, sequence_parallel=True), HALF, global_batch=1)
+    (program,) = lower(decisions)
+    number = planted.places(program, lambda each: each.op == op)[0]
+    less = planted.without(program, number, lambda each: each.op == op)
+    assert check_values(less, expand(less), decisions)
+
+
+def test_a_shared_expert_by_hand() -> None:
+    """Its tensors are rows of tokens, its features are divided, and its products are plain ones of all tokens."""
+    decisions = decide(ROUTED["deepseek"], Layout(tp=4), HALF, global_batch=1)
+    shape = ROUTED["deepseek"].layer(1)
+    tensors = {t.name: t for t in skeletal_of(decisions, shape_of(decisions), shape)}
+    for name, width in (("shared_up", 2 * 384), ("shared_act", 384)):
+        found = tensors[name]
+        assert (found.tokens, found.features, found.fate) == (2048, width // 4, Fate.BY_TOKEN)
+    (program,) = lower(decide(ROUTED["deepseek"], policy=("none", 0.0), global_batch=1))
+    flops = 0.0
+    for instance in program.instances:
+        for each in program.templates[instance.template].instructions:
+            flops += each.work.flops if "shared_" in each.name and isinstance(each.work, Gemm) else 0.0
+    assert flops == 3 * 3 * 2 * 2048 * 3 * 256 * 384  # three layers, forward and twice as much in backward
+    block = layer_block(ROUTED["deepseek"], 1, shape)
+    router, biases = 8 * 256, {"selection.bias": 8}
+    sizes = {parameter.name: parameter.elements for parameter in block.parameters}
+    assert sizes["router.weight"] == router
+    assert sum(sizes[n] for n in ("shared_up.weight", "shared_down.weight")) == 3 * 256 * 384
+    assert DEEPSEEK.params(256) == router + 3 * 256 * (8 * 192 + 384)
+    assert DEEPSEEK.params(256, active=True) == router + 3 * 256 * (2 * 192 + 384)
+    trained = sum(size for name, size in sizes.items() if name not in biases)
+    assert trained == ROUTED["deepseek"].layer_params(1)
+    assert [name for name, _, _ in block.runs()] == ["decay", "selection", "no_decay"]
+
+
+def test_biases_by_hand() -> None:
+    """Both products of each of 8 experts have biases, of which a token uses those of two; the router has one."""
+    block = layer_block(ROUTED["gpt-oss"], 1, ROUTED["gpt-oss"].layer(0))
+    sizes = {parameter.name: parameter.elements for parameter in block.parameters}
+    assert (sizes["experts_up.bias"], sizes["experts_down.bias"], sizes["router.bias"]) == (8 * 384, 8 * 256, 8)
+    assert block.elements == ROUTED["gpt-oss"].layer_params(0)
+    unused = 6 * (3 * 256 * 192 + 384 + 256)
+    assert ROUTED["gpt-oss"].active_params == ROUTED["gpt-oss"].total_params - 4 * unused
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"groups": 3}, "3 groups do not divide 8 experts"),
+        ({"groups": 8}, "into groups of two or more"),
+        ({"groups": 2, "groups_per_token": 3}, "more than the 2 groups"),
+        ({"groups": 4, "per_token": 3}, "more than the experts of 1 of 4 groups"),
+        ({"selection_rate": 0.1}, "needs a selection_bias"),
+        ({"scores": "sigmoid", "z_loss": 0.1}, "need softmax scores"),
+    ],
+)
+def test_routers_that_cannot_be_are_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Experts(**{"count": 8, "per_token": 2, "hidden": 64, **fields})
 
 
 OPS = (
@@ -148,6 +260,13 @@ def test_loads_by_hand() -> None:
     assert sizes_of(of, 200, "balanced", 0, 200) == ((50, 4),)
     assert sizes_of(of, 200, "balanced", 75, 75) == ((25, 1), (50, 1))
     assert sizes_of(of, 250, "zipf-1", 100, 150) == ((20, 1), (60, 1), (40, 1), (30, 1))
+
+
+def test_measured_loads_by_hand() -> None:
+    of = Experts(count=4, per_token=2, hidden=16)
+    assert rows_of(of, 400, "measured-1600-1200-840-360") == (160, 120, 84, 36)
+    assert rows_of(of, 400, "measured-4000-0-0-0") == (200, 67, 67, 66)  # one row of every token at most
+    assert shown_load("measured-1600-1200-840-360") == "as measured (the fullest of 4 experts: 1.60 times the mean)"
 
 
 def test_a_measured_load_is_named() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Experts, LayerShape
 from memo_sim.contract.plan import Decisions, Kernels, Layout
@@ -23,6 +24,7 @@ WINDOW = msgspec.structs.replace(LLAMA, window=256)
 SINKS = msgspec.structs.replace(LLAMA, sinks=True)
 POST_NORMS = msgspec.structs.replace(LLAMA, post_norms=True)
 GEGLU = msgspec.structs.replace(LLAMA, activation="gelu_tanh")
+LORA = "r=8,alpha=8,targets=qkv+proj+ffn"
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
@@ -40,7 +42,38 @@ def chunked(**changes: Any) -> Layout:
     return Layout(**({"tp": 2, "sequence_parallel": True, "tp_overlap": "chunked"} | changes))
 
 
+PACKED = {"documents": Documents(lengths=((512, 1),))}
+SELECTING = msgspec.structs.replace(
+    EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, selection_bias=True, selection_rate=0.001)
+)
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
+    "packed documents: metp": (Layout(metp=2), PACKED, "2 with documents"),
+    "packed documents: cp_exchange": (Layout(cp_exchange="rsa"), PACKED, "rsa with documents"),
+    "packed documents: micro_batch": (
+        Layout(cp=2, cp_exchange="all_gather"),
+        {**PACKED, "micro_batch": 2},
+        "2 with documents",
+    ),
+    "packed documents: subsequences": (Layout(subsequences=2), PACKED, "2 with documents"),
+    "packed documents: attention_chunk_tokens": (Layout(), CHUNKS | PACKED, "512 with documents"),
+    "packed documents: attention": (
+        Layout(),
+        {**PACKED, "kernels": Kernels(attention="triton-flash")},
+        "triton-flash",
+    ),
+    "packed documents: cuda_graphs": (
+        Layout(),
+        {**PACKED, "cuda_graphs": True, "memory_policy": "eager"},
+        "true with documents",
+    ),
+    "packed documents: bidirectional": (Layout(), {**PACKED, "model": BIDIRECTIONAL}, "true with documents"),
+    "packed documents: windows": (Layout(), {**PACKED, "model": WINDOW}, "documents with a window of 256 tokens"),
+    "packed documents: most": (
+        Layout(),
+        {"documents": Documents(lengths=((512, 1),), most=2**20)},
+        "1048576 of 2048 tokens",
+    ),
+    "cuts of documents: documents": (Layout(cp=2), {"document_cuts": "documents"}, "documents, but none are given"),
     "experts: tp_overlap": (chunked(), {"model": EXPERTS}, "chunked with a model with experts"),
     "experts: metp": (Layout(metp=2), {"model": EXPERTS}, "2 with a model with experts"),
     "experts: subsequences": (Layout(subsequences=2), {"model": EXPERTS}, "2 with a model with experts"),
@@ -68,6 +101,38 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(),
         {"model": EXPERTS, "kernels": Kernels(rowwise="compiled")},
         "compiled with a model with experts",
+    ),
+    "experts of modules: recompute": (
+        Layout(),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+        },
+        "none with a model with experts",
+    ),
+    "experts of modules: kind": (
+        Layout(),
+        {
+            "model": msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64, shared=64)),
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+            "recompute": "full",
+        },
+        "experts with a shared one, with biases, or with a clamped activation",
+    ),
+    "experts of modules: tp": (
+        Layout(tp=2),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+            "recompute": "full",
+        },
+        "2 with a model with experts",
     ),
     "experts: layer_pattern": (Layout(), {"model": SEVERAL_EXPERTS}, "experts of several kinds"),
     "windows: attention": (
@@ -150,6 +215,56 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "huggingface with a model with them",
     ),
     "load of experts: model": (Layout(), {"expert_load": "zipf-1"}, "zipf-1"),
+    "FP8: dtype": (Layout(), {"fp8": "tensor", "dtype": "fp32"}, "fp32 with fp8 tensor"),
+    "FP8: metp": (Layout(metp=2), {"fp8": "block"}, "2 with fp8 block"),
+    "FP8: tp_overlap": (chunked(), {"fp8": "mx"}, "chunked with fp8 mx"),
+    "FP8: multiplexed": (multiplexed(), {"fp8": "tensor"}, "true with fp8 tensor"),
+    "FP8: schedule": (Layout(pp=2, schedule="zero-bubble"), {"fp8": "delayed"}, "zero-bubble with fp8 delayed"),
+    "FP8: attention_chunk_tokens": (Layout(), CHUNKS | {"fp8": "tensor"}, "512 with fp8 tensor"),
+    "FP8: mlp_rebuild": (
+        Layout(),
+        {"fp8": "tensor", "recompute": "full", "mlp_chunk_tokens": 512, "mlp_rebuild": "layer"},
+        "layer with fp8 tensor",
+    ),
+    "FP8: recompute": (Layout(), {"fp8": "tensor", "recompute": "norms"}, "norms with fp8 tensor"),
+    "FP8: modules": (Layout(), SAVED | {"fp8": "tensor", "recompute": "full"}, "huggingface with fp8 tensor"),
+    "FP8: adapters": (Layout(), {"fp8": "tensor", "adapters": LORA}, f"{LORA} with fp8 tensor"),
+    "FP8: grad_sums": (
+        Layout(),
+        {"fp8": "tensor", "grad_sums": "autocast", "memory_policy": "eager"},
+        "autocast with fp8 tensor",
+    ),
+    "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
+    "selection bias: gradients": (Layout(), {"model": SELECTING, "states": "pure-bf16"}, "pure-bf16"),
+    "adapters: model": (
+        Layout(),
+        {"adapters": "r=8,alpha=8,targets=gate"},
+        "r=8,alpha=8,targets=gate with a model without a gate",
+    ),
+    "adapters: experts": (Layout(), {"model": EXPERTS, "adapters": LORA}, f"{LORA} with a model with experts"),
+    "adapters: metp": (Layout(metp=2), {"adapters": LORA}, f"2 with adapters {LORA}"),
+    "adapters: tp_overlap": (chunked(), {"adapters": LORA}, f"chunked with adapters {LORA}"),
+    "adapters: schedule": (
+        Layout(pp=5, schedule="zero-bubble"),
+        {"adapters": LORA},
+        f"zero-bubble with adapters {LORA}",
+    ),
+    "adapters: multiplexed": (multiplexed(), {"adapters": LORA}, f"true with adapters {LORA}"),
+    "adapters: recompute": (
+        Layout(),
+        {"recompute": "operators", "adapters": LORA},
+        f"operators with adapters {LORA}",
+    ),
+    "adapters: attention_chunk_tokens": (Layout(), {**CHUNKS, "adapters": LORA}, f"512 with adapters {LORA}"),
+    "adapters: memory_policy": (Layout(), {"memory_policy": "eager", "adapters": LORA}, f"eager with adapters {LORA}"),
+    "adapters: rowwise": (
+        Layout(),
+        {"kernels": Kernels(rowwise="compiled"), "adapters": LORA},
+        f"compiled with adapters {LORA}",
+    ),
+    "adapters: attention": (Layout(), {"kernels": PLAIN, "adapters": LORA}, f"plain with adapters {LORA}"),
+    "adapters: cp_exchange": (Layout(cp=2, cp_exchange="rsa"), {"adapters": LORA}, f"rsa with adapters {LORA}"),
+    "adapters: loss": (Layout(), {"loss": "checkpointed", "adapters": LORA}, f"checkpointed with adapters {LORA}"),
     "layers that differ: metp": (Layout(metp=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: subsequences": (Layout(subsequences=2), {"model": UNEVEN}, "2 with layers of 2 kinds"),
     "layers that differ: modules": (
@@ -202,6 +317,19 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "METP: states": (Layout(metp=2), {"states": "pure-bf16"}, "pure-bf16 with metp 2"),
     "pure bf16 states: dtype": (Layout(), {"states": "pure-bf16", "dtype": "fp32"}, "fp32 with states pure-bf16"),
+    "pure bf16 with fp32 moments: memory_policy": (
+        Layout(),
+        {"states": "pure-bf16-fp32-moments", "memory_policy": "eager"},
+        "pure-bf16-fp32-moments with memory policy eager",
+    ),
+    "grad_sums fp32: memory_policy": (
+        Layout(),
+        {"states": "pure-bf16", "grad_sums": "fp32", "memory_policy": "eager"},
+        "fp32 with states pure-bf16 and memory policy eager",
+    ),
+    "grad_sums params: dtype": (Layout(), {"grad_sums": "params", "dtype": "fp32"}, "params with dtype fp32"),
+    "grad_sums params: states": (Layout(), {"grad_sums": "params", "states": "host"}, "params with states host"),
+    "METP: grad_sums": (Layout(metp=2), {"grad_sums": "params"}, "params with metp 2"),
     "METP: early_stop": (Layout(metp=2), {"recompute": "full", "early_stop": True}, "true with metp 2"),
     "early stop: recompute": (Layout(), {"early_stop": True}, "true with recompute none"),
     "cast parameters: memory_policy": (
@@ -443,8 +571,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "grad_sums: memory_policy": (
         Layout(),
-        {"grad_sums": "params", "memory_policy": "caching"},
-        "params with memory policy caching",
+        {"grad_sums": "autocast", "memory_policy": "caching"},
+        "autocast with memory policy caching",
     ),
     "autocast: zero": (
         Layout(dp=2, zero=3),

@@ -1,0 +1,65 @@
+"""Counts dispatched rows beyond the capacity of experts that ranks divide, over all ranks of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.expert_load import capacity_rows
+
+HUNDREDTHS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Dispatched rows of all forwards so far, and those of them that no rank had a place for."""
+
+    dropped: int
+    rows: int
+    most: int
+    """The most rows of a layer that a rank had for one rank."""
+    capacity: int
+    """Rows of a layer that a rank can send to one rank."""
+    mean: float
+    """Rows of a layer that a rank sends to one rank on the average."""
+
+    @classmethod
+    def of(cls, counts: Sequence[Sequence[float]], decisions: Decisions) -> Overflow | None:
+        """Return the sums of the ranks' counts (``Context.overflow``); None where every rank has all experts."""
+        of, ep, tp = decisions.model.mixture, decisions.layout.ep, decisions.layout.tp
+        if ep == 1 or of is None:
+            return None
+        rows = decisions.local_tokens * of.per_token
+        capacity = capacity_rows(of, rows, decisions.expert_load, ep, decisions.expert_capacity)
+        dropped, most, every = zip(*counts, strict=True)  # ranks of tp count the same rows
+        return cls(int(sum(dropped)) // tp, int(sum(every)) // tp, int(max(most)), capacity, rows / ep)
+
+    @property
+    def enough(self) -> float:
+        """The capacity over the mean that would have dropped no row, rounded up to hundredths."""
+        return ceil(HUNDREDTHS * self.most / self.mean) / HUNDREDTHS
+
+    def line(self) -> str:
+        """Return what a run says about it at its end."""
+        have = f"of the {self.capacity:,} that have a place ({self.capacity / self.mean:.2f} times the mean)"
+        most = f"a rank had at most {self.most:,} rows of a layer for another, {have}"
+        if not self.dropped:
+            return f"expert parallelism: no row was dropped; {most}"
+        share = self.dropped / self.rows
+        return (
+            f"expert parallelism: {self.dropped:,} of {self.rows:,} rows ({share:.2%}) were dropped; {most}; "
+            f"--expert-capacity {self.enough:g} has a place for each"
+        )
+
+    def refusal(self, step: int, hint: str) -> Infeasible:
+        """Return the error of a run that refuses steps with too many rows."""
+        return Infeasible(
+            "a step has more rows for a rank's experts than the plan has places for; its update was not applied",
+            where=f"step {step}",
+            got=f"{self.most:,} rows of a layer from one rank to another, of {self.capacity:,} places",
+            wanted=f"a plan with --expert-capacity {self.enough:g}",
+            hint=hint,
+        )

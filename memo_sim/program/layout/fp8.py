@@ -1,0 +1,122 @@
+"""FP8: which products of a layer run in it, which tensors are then kept in it, and the copies that products need.
+
+The linear products of a layer (Q K V, projection, both products of a dense MLP) take operands in FP8 and write bf16, as
+Transformer Engine's modules do. Attention, norms, routers, experts' grouped products, embedding and classifier stay in
+the plan's dtype. Activations and weights are E4M3; gradients are E5M2 with one scale a tensor (TE's hybrid format), and
+E4M3 with scales of blocks.
+
+A product sums over the features of its operands, a weight's gradient over their tokens. Scales of blocks lie along the
+dimension that is summed, so a tensor has a copy by rows for the first and one by columns for the second. With one scale
+a tensor the second copy is the first one transposed, where the device's products need that (layouts tn).
+
+    recipe           layouts   copies of an input or gradient   kept for backward
+    delayed, tensor  any       one                              that one
+    delayed, tensor  tn        by rows, transposed              the transposed one
+    block, mx        either    by rows, by columns              the one by columns
+
+Sequence parallelism gathers copies. One with one scale a tensor is gathered by rows in forward and again in backward,
+and is then transposed where it must be, so forward makes and keeps its shard by rows alone. Of copies of blocks,
+forward gathers those by rows and backward those by columns; gradients are gathered in bf16 and then quantised.
+
+A copy by columns has the same size as one by rows, and a row block's part of it is contiguous: blocks have 128 or 32
+tokens, and row blocks end at multiples of 128. So rows can be swapped or recomputed. A scale of 4 bytes for
+128 values, or of one byte for 32, takes 1/32 of the values' bytes; it lies behind its row's values. One scale a tensor
+takes four bytes in all, which are not counted.
+
+Forward keeps the FP8 copies of a product's input in place of the input itself: of the norms' results and of the MLP's
+activation. The projection's input is kept twice, because attention's backward reads its output in bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from memo_sim.contract.knobs import Fp8Recipe, ProductDtype
+from memo_sim.contract.model import LayerShape
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.parameters import Block, Parameter
+from memo_sim.program.layout.skeletal import Fate, Skeletal
+
+ACTIVATIONS = "e4m3"
+"""Dtype of FP8 activations and weights."""
+SCALE_SHARE = 32
+"""Values whose scale takes one byte: 128 values with an fp32 scale, or 32 with one of 8 bits."""
+PRODUCTS: dict[Fp8Recipe, ProductDtype] = {
+    "delayed": "fp8-tensor",
+    "tensor": "fp8-tensor",
+    "block": "fp8-block",
+    "mx": "fp8-mx",
+}
+"""The products of a recipe as profiles name them."""
+ATTENTION_OUTPUT = "attn_fp8"
+"""The projection's input in FP8, which is kept beside attention's output in bf16."""
+
+
+def by_blocks(recipe: Fp8Recipe) -> bool:
+    """Return whether scales are those of blocks, so that tensors have copies by rows and by columns."""
+    return recipe in ("block", "mx")
+
+
+def gradients(recipe: Fp8Recipe) -> Literal["e4m3", "e5m2"]:
+    """Return the dtype of FP8 gradients."""
+    return "e4m3" if by_blocks(recipe) else "e5m2"
+
+
+def row_features(recipe: Fp8Recipe, features: int) -> int:
+    """Return the features of a row of a quantised tensor, in bytes: its values, and behind them their scales."""
+    return features + (-(-features // SCALE_SHARE) if by_blocks(recipe) else 0)
+
+
+def weights(block: Block) -> tuple[Parameter, ...]:
+    """Return the weights of a layer's FP8 products, which lie at its block's beginning, one after the other."""
+    found = (block.find(f"{name}.weight") for name in ("qkv", "proj", "ffn_up", "ffn_down"))
+    return tuple(weight for weight in found if weight is not None)
+
+
+def quantised_inputs(*, dense: bool) -> frozenset[str]:
+    """Return the tensors that only FP8 products read; a router and experts read their norm's result in bf16."""
+    return frozenset(("norm1", "norm2", "act") if dense else ("norm1",))
+
+
+def two_copies(decisions: Decisions) -> bool:
+    """Return whether the two products of an input or a gradient read different copies of it."""
+    return by_blocks(decisions.fp8) or decisions.fp8_layouts == "tn"
+
+
+def weight_copies(decisions: Decisions) -> int:
+    """Return how many FP8 copies of a weight its products read: one, or one more for the gradient of the input.
+
+    Scales of 128 x 128 values are those of the transposed weight as well; MXFP8's have a direction.
+    """
+    return 2 if decisions.fp8_layouts == "tn" or decisions.fp8 == "mx" else 1
+
+
+def copied_elements(decisions: Decisions, block: Block) -> int:
+    """Return the bytes of all FP8 copies of a layer's weights, with their scales."""
+    elements = sum(weight.elements for weight in weights(block))
+    scales = -(-elements // SCALE_SHARE) if decisions.fp8 == "mx" else 0
+    return weight_copies(decisions) * (elements + scales)
+
+
+def kept(decisions: Decisions, layer: LayerShape, tensors: tuple[Skeletal, ...]) -> tuple[Skeletal, ...]:
+    """Return a layer's skeletal tensors as FP8 products keep them."""
+    if decisions.fp8 == "none":
+        return tensors
+    inputs, found = quantised_inputs(dense=layer.experts is None), list[Skeletal]()
+    sequence_sharded = any(t.name == "attn_seq" for t in tensors)
+    for tensor in tensors:
+        if tensor.name in inputs:
+            found.append(_quantised(decisions, tensor, tensor.name))
+            continue
+        if tensor.name == "resid":
+            attended = next(t for t in tensors if t.name == ("attn_seq" if sequence_sharded else "attn"))
+            found.append(_quantised(decisions, attended, ATTENTION_OUTPUT))
+        if tensor.name != "attn_seq":  # with Ulysses the projection keeps only its FP8 input, as without
+            found.append(tensor)
+    return tuple(found)
+
+
+def _quantised(decisions: Decisions, tensor: Skeletal, name: str) -> Skeletal:
+    features = row_features(decisions.fp8, tensor.features)
+    return replace(tensor, name=name, features=features, dtype=ACTIVATIONS, fate=Fate.BY_TOKEN)

@@ -1,0 +1,148 @@
+"""Copies of a layer's operands in FP8, by rows and by columns (``layout/fp8.py``), and what makes them.
+
+Quantisation is a kernel of its own after the operator that makes an input or a gradient. It reads the tensor in the
+plan's dtype, with current scaling twice (first for the largest value), and writes every copy at once, as Transformer
+Engine's kernels do. A copy that was gathered over tensor-parallel ranks is transposed by another kernel.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layout import fp8
+from memo_sim.program.layout.parameters import Block
+from memo_sim.program.layout.shape import Shape
+
+WEIGHTS = "params_fp8"
+"""Slot of the FP8 copies of a layer's weights: all by rows, then all for the gradients of inputs."""
+
+
+class Fp8Operands:
+    """The FP8 copies of one template's operands."""
+
+    def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block) -> None:
+        self.builder, self.decisions, self.shape = builder, decisions, shape
+        self.recipe = decisions.fp8
+        self.size = DTYPE_BYTES[decisions.dtype]
+        self._weights = {weight.name.removesuffix(".weight"): weight for weight in fp8.weights(block)}
+        self._elements = sum(weight.elements for weight in self._weights.values())
+        self._inputs = fp8.quantised_inputs(dense=shape.experts is None)
+        self._gradients: dict[tuple[str, Rows], tuple[Rows, Rows]] = {}
+        """Copies by rows and by columns of the gradients that were quantised so far, by suffix and rows."""
+
+    def has(self, name: str) -> bool:
+        """Return whether the product ``name`` runs in FP8."""
+        return name in self._weights
+
+    def weight(self, name: str, *, for_dgrad: bool) -> Rows:
+        """Return the copy of a weight that a product, or the gradient of its input, reads."""
+        weight = self._weights[name]
+        again = for_dgrad and fp8.weight_copies(self.decisions) > 1
+        return Rows(WEIGHTS, weight.first + self._elements * again, weight.elements)
+
+    def made(self, rows: Rows, features: int) -> Rows:
+        """Return the rows of a buffer in the plan's dtype where the producer of ``rows`` writes them."""
+        if rows.slot not in self._inputs:
+            return rows
+        name = f"{self.builder.phase}.{rows.slot}.wide"
+        if not self.builder.has(name):
+            tokens = self.builder.all(rows.slot).tokens
+            self.builder.own(name, BufferClass.TRANSIENT, self.decisions.dtype, tokens, features)
+        return Rows(name, rows.first, rows.tokens)
+
+    def by_rows(self, slot: str) -> str:
+        """Return the slot of the copy that a product in forward reads; an input that is not quantised is read itself.
+
+        The other copy is kept in ``slot``.
+        """
+        quantised = slot in self._inputs or slot == fp8.ATTENTION_OUTPUT
+        return f"{self.builder.phase}.{slot}.rows" if quantised and self._two_copies_of(slot) else slot
+
+    def quantise_input(self, made: Rows, rows: Rows, suffix: str) -> None:
+        """Quantise an input to the copy that is kept, ``rows``, and to the one that its product reads."""
+        read = self.by_rows(rows.slot)
+        out = [Rows(each, rows.first, rows.tokens) for each in dict.fromkeys((read, rows.slot))]
+        kept = self.builder.all(rows.slot).tokens
+        if not self.builder.has(read):
+            self.builder.own(read, BufferClass.TRANSIENT, fp8.ACTIVATIONS, kept, self.builder.features(rows.slot))
+        self._quantise(f"{rows.slot}.quantize{suffix}", made, *out)
+
+    def before_gather(self, grad: Rows, suffix: str) -> Rows:
+        """Return a gradient as the tensor-parallel ranks gather it: its copy by rows, or itself.
+
+        With scales of blocks its two copies have as many bytes as itself, so it is quantised after the gather.
+        """
+        if not self.shape.gathered or fp8.by_blocks(self.recipe):
+            return grad
+        copy = self._own(f"{grad.slot}.fp8", grad)
+        self._quantise(f"{grad.slot}.quantize{suffix}", grad, copy)
+        return copy
+
+    def gradient(self, grad: Rows, suffix: str, *, for_wgrad: bool = False) -> Rows:
+        """Return the copy of a gradient that the gradient of an input reads, or with ``for_wgrad`` that of a weight."""
+        if self._is_quantised(grad.slot):
+            return self.transposed(grad, suffix) if for_wgrad else grad
+        key = (suffix, grad)
+        if key not in self._gradients:
+            copies = [self._own(f"{grad.slot}.fp8", grad)]
+            if fp8.two_copies(self.decisions):
+                copies.append(self._own(f"{grad.slot}.fp8.columns", grad))
+            self._quantise(f"{grad.slot}.quantize{suffix}", grad, *copies)
+            self._gradients[key] = (copies[0], copies[-1])
+        return self._gradients[key][for_wgrad]
+
+    def transposed(self, rows: Rows, suffix: str) -> Rows:
+        """Return an FP8 copy as the gradient of a weight reads it; one that was gathered may have to be transposed."""
+        if self.decisions.fp8_layouts == "any" or not self._is_gathered(rows.slot):
+            return rows
+        builder = self.builder
+        name = f"{rows.slot}.columns"
+        if not builder.has(name):
+            whole = builder.all(rows.slot).tokens
+            builder.own(name, BufferClass.TRANSIENT, builder.dtype(rows.slot), whole, builder.features(rows.slot))
+        target = Rows(name, rows.first, rows.tokens)
+        size = rows.tokens * builder.row_bytes(rows.slot)
+        work = Rowwise("fp8.transpose", rows.tokens, size, size)
+        label = rows.slot.partition(".")[2]
+        builder.emit(
+            f"{label}.transpose{suffix}", "fp8.transpose", Lane.COMPUTE, work, x=reads(rows), out=writes(target)
+        )
+        return target
+
+    def _two_copies_of(self, slot: str) -> bool:
+        """Return whether an input has a copy by columns beside the one by rows; a gathered one may be transposed."""
+        gathered = self.shape.gathered and slot in ("norm1", "norm2")
+        return fp8.by_blocks(self.recipe) or (fp8.two_copies(self.decisions) and not gathered)
+
+    def _is_quantised(self, slot: str) -> bool:
+        return self.builder.dtype(slot) in (fp8.ACTIVATIONS, fp8.gradients(self.recipe))
+
+    def _is_gathered(self, slot: str) -> bool:
+        return self._is_quantised(slot) and self.builder.buffer_class(slot) is BufferClass.EXCHANGE
+
+    def _own(self, name: str, grad: Rows) -> Rows:
+        """Return rows like those of a gradient in an FP8 buffer of the template."""
+        builder, whole = self.builder, self.builder.all(grad.slot).tokens
+        if not builder.has(name):
+            features = fp8.row_features(self.recipe, builder.features(grad.slot))
+            builder.own(name, BufferClass.TRANSIENT, fp8.gradients(self.recipe), whole, features)
+        return Rows(name, grad.first, grad.tokens)
+
+    def _quantise(self, name: str, source: Rows, *copies: Rows) -> None:
+        """Emit the quantisation of ``source`` to its copies: by rows first, by columns second."""
+        builder = self.builder
+        values = source.tokens * builder.features(source.slot)
+        written = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in copies)
+        work = quantisation(self.decisions, source.tokens, values, written)
+        columns = writes(copies[1]) if len(copies) > 1 else None
+        operands = {"x": reads(source), "out": writes(copies[0]), "columns": columns}
+        builder.emit(name, "fp8.quantize", Lane.COMPUTE, work, **operands)
+
+
+def quantisation(decisions: Decisions, rows: int, values: int, written: int) -> Rowwise:
+    """Return the work of quantising ``values`` of the plan's dtype; current scaling reads them once more before."""
+    passes = 2 if decisions.fp8 == "tensor" else 1
+    return Rowwise("fp8.quantize", rows, passes * values * DTYPE_BYTES[decisions.dtype], written)

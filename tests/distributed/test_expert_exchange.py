@@ -1,0 +1,206 @@
+"""Experts that several ranks divide, over gloo: gradients and losses are those of one process.
+
+Small routers send most rows to few experts, so the load is skewed. The capacity is the most that a rank can send, but
+in the tests of overflow.
+"""
+
+from __future__ import annotations
+
+import re
+from math import isfinite, isinf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from memo_exec.commands.run import RunOptions, run
+from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.kernels import StepScalars
+from memo_exec.training.weights import held_by, named_parameters
+from memo_exec.verification.autograd_model import AutogradModel
+from memo_sim.contract.model import Experts
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.layout.expert_load import capacity_rows
+from memo_sim.program.lower import lower
+from tests.distributed import parity
+from tests.distributed.team import PATIENCE_S, Failed, Member, Team
+from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
+from tests.exec_cpu.small import EXPERT_MODELS, decide
+
+CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
+    "dp": ("mixtral", Layout(dp=2, ep=2), {}),
+    "tp": ("mixtral", Layout(tp=2, sequence_parallel=True, cp=2, ep=2), {}),
+    "tp, whole tokens": ("mixtral", Layout(tp=2, dp=2, ep=2, zero=1), {"overlap": "both"}),
+    "dp 4": ("qwen3-moe", Layout(dp=4, ep=2), {"recompute": "none", "swapped_tokens": 0}),
+    "zero 1": ("mixtral", Layout(dp=4, ep=2, zero=1), {}),
+    "zero 2": ("mixtral", Layout(dp=4, ep=2, zero=2), {}),
+    "zero 3": ("mixtral", Layout(dp=4, ep=2, zero=3), {}),
+    "no two ranks with the same experts": ("mixtral", Layout(dp=4, ep=4, zero=3), {}),
+    "ulysses": ("mixtral", Layout(ulysses=2, cp=2, ep=4), {}),
+    "full recompute": ("first layer dense", Layout(dp=2, ep=2), {"recompute": "full", "swapped_tokens": 0}),
+    "shared expert and selection bias": ("deepseek", Layout(tp=2, sequence_parallel=True, dp=2, ep=2), {}),
+    "mlp recompute": ("mixtral", Layout(dp=2, ep=2), {"recompute": "mlp", "swapped_tokens": 0}),
+}
+QUICK = {"tp"}
+Gradients = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
+SIZES: dict[str, Any] = {"seq_tokens": 512, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+def test_layouts_have_the_gradients_of_one_process(team: Team, case: str) -> None:
+    name, layout, fields = CASES[case]
+    swapped = layout.tp * 128 if layout.sequence_parallel else 128
+    sizes = SIZES | {"swapped_tokens": swapped, "expert_capacity": float(layout.ep)}
+    check(team, decide(EXPERT_MODELS[name], layout=layout, **(sizes | fields)))
+
+
+@pytest.mark.slow
+def test_ep_tp_pp_with_half_the_tokens_swapped_on_eight_ranks() -> None:
+    layout = Layout(tp=2, sequence_parallel=True, pp=2, dp=2, ep=2)
+    sizes = SIZES | {"swapped_tokens": 256, "expert_capacity": 2.0}
+    with Team(8) as eight:
+        check(eight, decide(EXPERT_MODELS["mixtral"], layout=layout, **sizes))
+
+
+def with_capacity(**fields: Any) -> Decisions:
+    """Return decisions whose ranks can send a quarter of their rows to each rank, where some have more for one."""
+    model = msgspec.structs.replace(EXPERT_MODELS["mixtral"], layers=1)
+    sizes: dict[str, Any] = {"seq_tokens": 64, "micro_batch": 1, "global_batch": 2, "expert_capacity": 0.5} | fields
+    return decide(model, layout=Layout(dp=2, ep=2), **sizes)
+
+
+def overflowing(member: Member, decisions: Decisions) -> tuple[bool, list[int], float, Gradients]:
+    """Play one step; return whether parameters changed, the counters of overflow, the norm and the gradients."""
+    place = MeshCoordinates(decisions.layout, member.rank)
+    groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S)
+    with Interpreter(decisions, rank_program(decisions, place), rank=member.rank, groups=groups) as interpreter:
+        parity.randomise(interpreter)
+        before = {held.name + str(held.offsets): held.view.clone() for held in held_by(interpreter, "params")}
+        scalars = StepScalars(lr=1e-2, step=1, loss_scale=1 / 128)
+        record = interpreter.run_step(parity.own_batch(decisions, member.rank, 1), scalars)
+        found = [(h.name, h.offsets, h.whole, h.view.clone()) for h in held_by(interpreter, "grads")]
+        after = {held.name + str(held.offsets): held.view.clone() for held in held_by(interpreter, "params")}
+        changed = any(not torch.equal(value, after[name]) for name, value in before.items())
+        return changed, interpreter.context.overflow.tolist(), record.grad_norm, found
+
+
+def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team) -> None:
+    decisions = with_capacity()
+    ranks = team.play(overflowing, 2, decisions)
+    model = reference(decisions)
+    torch.autograd.backward(torch.stack([model.sum_of_losses(rank) for rank in (0, 1)]).sum() / 128)
+    assert [counts[0] for _, counts, _, _ in ranks] == model.dropped
+    assert all(changed and dropped > 0 for changed, (dropped, _, _), _, _ in ranks)
+    assert [counts[1:] for _, counts, _, _ in ranks] == [[most, 128] for most in model.most]
+    found: dict[str, Tensor] = {}
+    for _, _, _, gradients in ranks:
+        for name, offsets, whole, values in gradients:
+            into = found.setdefault(name, torch.full(whole, torch.nan))
+            into[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))] = values
+    for name, parameter in model.p.items():
+        assert parameter.grad is not None
+        error = (found[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert error <= parity.TOLERANCE, f"{name}: {error}"
+
+
+def test_a_step_with_too_many_rows_is_not_applied_if_the_plan_refuses_it(team: Team) -> None:
+    for zero in (0, 1):
+        refusing = with_capacity(expert_overflow="refuse")
+        layout = msgspec.structs.replace(refusing.layout, zero=zero)
+        ranks = team.play(overflowing, 2, msgspec.structs.replace(refusing, layout=layout))
+        assert all(not changed and isinf(norm) for changed, _, norm, _ in ranks)
+    ranks = team.play(overflowing, 2, with_capacity(expert_overflow="refuse", expert_capacity=2.0))
+    assert all(changed and isfinite(norm) and counts[0] == 0 for changed, counts, norm, _ in ranks)
+
+
+def run_plan(member: Member, plan: Path, options: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """Run a plan as one of its ranks; return the losses, and what the run said."""
+    said: list[str] = []
+    outcome = run(plan, RunOptions(**options), note=said.append)
+    assert outcome is not None
+    assert outcome.rank == member.rank
+    return outcome.comparison.losses, said
+
+
+@pytest.mark.slow
+def test_a_run_reports_or_refuses_overflow_and_resumes_on_another_number_of_ranks(team: Team, tmp_path: Path) -> None:
+    model = msgspec.structs.replace(EXPERT_MODELS["mixtral"], vocab=BYTES)
+
+    def plan(name: str, layout: Layout, **fields: Any) -> Path:
+        decisions = byte_decisions(model=model, layout=layout, global_batch=4, **fields)
+        return write_plan(tmp_path / f"{name}.json", decisions)
+
+    shared = Layout(dp=2, ep=2, zero=1)
+    one, whole = plan("one", Layout()), plan("whole", shared, expert_capacity=2.0)
+    ((wanted, _),) = team.play(run_plan, 1, one, {"steps": 3}, meets=False)
+    for losses, _ in team.play(run_plan, 2, whole, {"steps": 1, "debug": True}, meets=False):
+        assert losses == pytest.approx(wanted[:1], rel=1e-4)
+    saved: dict[str, Any] = {"save": tmp_path / "saved", "steps": 2}
+    for losses, _ in team.play(run_plan, 2, whole, saved, meets=False):
+        assert losses == pytest.approx(wanted[:2], rel=1e-4)
+    ((losses, _),) = team.play(run_plan, 1, one, saved | {"steps": 3, "resume": True}, meets=False)
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    few, refusing = (plan(name, shared, expert_capacity=0.6, expert_overflow=name) for name in ("drop", "refuse"))
+    (_, said), _ = team.play(run_plan, 2, few, {"steps": 1}, meets=False)
+    dropped = r"[\d,]+ of 6,144 rows .* were dropped; .* --expert-capacity 1\.\d+ has a place"
+    assert any(re.search(dropped, text) for text in said)
+    with pytest.raises(Failed, match=r"(?s)update was not applied.*wanted: a plan with --expert-capacity 1\.\d+"):
+        team.play(run_plan, 2, refusing, {"steps": 1}, meets=False)
+
+
+class Dropping(AutogradModel):
+    """Plain autograd in which each rank's rows beyond the capacity count as zero, the last tokens' first."""
+
+    def __init__(self, decisions: Decisions, parameters: dict[str, Tensor]) -> None:
+        super().__init__(decisions.model, parameters)
+        of = decisions.model.mixture
+        assert of is not None
+        rows = decisions.local_tokens * of.per_token
+        self.capacity = capacity_rows(of, rows, "balanced", decisions.layout.ep, decisions.expert_capacity)
+        self.decisions, self.dropped, self.most = decisions, list[int](), list[int]()
+
+    def sum_of_losses(self, rank: int) -> Tensor:
+        """Return the sum of losses of a rank's sequence."""
+        ((ids, labels),) = parity.own_batch(self.decisions, rank, 1)
+        return self.loss(ids.unsqueeze(0), labels.unsqueeze(0), 1.0)
+
+    def _experts(self, x: Tensor, experts: Experts, at: str) -> Tensor:
+        """Return the sum of each token's experts that have a place for its row."""
+        scores = F.linear(x, self.p[f"{at}router.weight"]).softmax(-1)
+        probs, chosen = scores.topk(experts.per_token)
+        probs = probs / probs.sum(-1, keepdim=True)
+        up = self.p[f"{at}experts_up.weight"].view(experts.count, -1, x.shape[1])
+        down = self.p[f"{at}experts_down.weight"].view(experts.count, x.shape[1], -1)
+        taken, out = [0, 0], torch.zeros_like(x)
+        for expert in range(experts.count):
+            tokens, place = torch.nonzero(chosen == expert, as_tuple=True)
+            rank = expert * 2 // experts.count
+            free = max(0, self.capacity - taken[rank])
+            taken[rank] += len(tokens)
+            tokens, place = tokens[:free], place[:free]
+            gate, wide = F.linear(x[tokens], up[expert]).chunk(2, dim=-1)
+            part = F.linear(F.silu(gate) * wide, down[expert]) * probs[tokens, place, None]
+            out = out.index_add(0, tokens, part)
+        self.dropped.append(sum(max(0, rows - self.capacity) for rows in taken))
+        self.most.append(max(taken))
+        return out
+
+
+def reference(decisions: Decisions) -> Dropping:
+    alone = parity.one_process(decisions)
+    (program,) = lower(alone)
+    with Interpreter(alone, program) as interpreter:
+        parity.randomise(interpreter)
+        return Dropping(decisions, named_parameters(interpreter))
+
+
+def check(team: Team, chosen: Decisions) -> None:
+    alone = parity.play(Member(0, 1), parity.one_process(chosen), 1, {})
+    parity.check(team, chosen, alone, steps=1)

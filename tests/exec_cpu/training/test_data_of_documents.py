@@ -1,0 +1,72 @@
+"""Data of packed documents: lines of a file, drawn lengths, and targets that end with their document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memo_exec.training.dataset import IGNORED_LABEL, load_dataset
+from memo_sim.contract.documents import Documents
+from memo_sim.contract.errors import BadInput
+
+DOCUMENTS = Documents(lengths=((5, 1), (9, 1)))
+VOCAB = 256
+
+
+def test_lines_of_text_are_documents(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("abc\n\ndefgh\nij\n", encoding="utf-8")
+    data = load_dataset(path, VOCAB, DOCUMENTS)
+    assert bytes(data.tokens.astype(np.uint8)) == b"abcdefghij"
+    assert data.ends is not None
+    assert data.ends.tolist() == [3, 8, 10]
+    assert load_dataset(path, VOCAB).ends is None
+
+
+def test_lines_of_json_have_text_or_ids(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(
+        "\n".join(json.dumps(each) for each in ({"text": "ab"}, {"input_ids": [7, 8, 9]})), encoding="utf-8"
+    )
+    data = load_dataset(path, VOCAB, DOCUMENTS)
+    assert data.tokens.tolist() == [97, 98, 7, 8, 9]
+    assert data.ends is not None
+    assert data.ends.tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"text": ""}', '{"input_ids": ["a"]}', "{", '{"input_ids": [-1]}'])
+def test_lines_that_are_no_documents_are_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(line, encoding="utf-8")
+    with pytest.raises(BadInput):
+        load_dataset(path, VOCAB, DOCUMENTS)
+
+
+def test_the_last_token_of_a_document_has_no_target(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join("abcdefg"[: 3 + n % 4] for n in range(50)), encoding="utf-8")
+    data = load_dataset(path, VOCAB, DOCUMENTS)
+    assert data.ends is not None
+    batch = data.batch(1, 1, 4, 32)
+    for ids, labels, ends in zip(batch.ids, batch.labels, batch.documents, strict=True):
+        assert ends[-1] == 32
+        for place, label in enumerate(labels.tolist()):
+            if place + 1 in ends[:-1]:
+                assert label == IGNORED_LABEL
+                assert ids[place + 1] == ord("a")
+            elif place < 31:
+                assert label == ids[place + 1] == ids[place] + 1
+
+
+def test_lengths_are_drawn_where_a_file_does_not_say_them(tmp_path: Path) -> None:
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(200) % 50)
+    data = load_dataset(path, VOCAB, DOCUMENTS)
+    first, again, other = (data.batch(3, step, 2, 40).documents for step in (1, 1, 2))
+    assert first == again != other
+    lengths = {int(n) for ends in first for n in np.diff([0, *ends[:-1]])}
+    assert lengths <= {5, 9}
+    assert load_dataset(None, VOCAB, DOCUMENTS).ends is None

@@ -1,0 +1,175 @@
+"""Expert parallelism: programs of every layout pass the independent checkers; bytes, rows and blocks as by hand."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import msgspec
+import pytest
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.model import Experts, LayerShape, Model
+from memo_sim.contract.plan import Layout
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.ir.instruction import Instruction
+from memo_sim.program.ir.kinds import BlockKind
+from memo_sim.program.ir.work import Collective, GroupedGemm
+from memo_sim.program.layers.kinds import skeletal_of
+from memo_sim.program.layout.expert_load import (
+    MARGIN,
+    capacity_rows,
+    fullest_share,
+    received_rows,
+    received_sizes,
+    rows_of,
+)
+from memo_sim.program.layout.rank_order import members
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.lower import lower
+from memo_sim.program.verify.values import check_values
+from tests.sim.program.verify import planted
+from tests.sim.small_programs import EXPERTS, LLAMA, decide, faults_of
+
+MIXED = EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[EXPERTS.layer(0)] * 3])
+HALF = ("tokenwise", 0.5)
+LAYOUTS: dict[str, tuple[Layout, tuple[str, float], dict[str, Any]]] = {
+    "dp": (Layout(dp=2, ep=2), ("none", 0.0), {}),
+    "zipf": (Layout(dp=2, ep=2), HALF, {"expert_load": "zipf-1"}),
+    "full recompute": (Layout(dp=2, ep=2), ("full", 0.5), {}),
+    "mlp recompute": (Layout(dp=2, ep=2), ("mlp", 0.0), {}),
+    "ring": (Layout(cp=4, ep=4), HALF, {}),
+    "tp": (Layout(cp=2, tp=2, sequence_parallel=True, ep=2), HALF, {"expert_overflow": "refuse"}),
+    "zero 1": (Layout(dp=4, ep=2, zero=1), HALF, {"overlap": "both"}),
+    "zero 2 and tp": (Layout(dp=4, ep=2, zero=2, tp=2, sequence_parallel=True), HALF, {}),
+    "zero 3": (Layout(dp=4, ep=2, zero=3), HALF, {"states": "host"}),
+    "zero 3, no two ranks with the same experts": (Layout(dp=4, ep=4, zero=3), HALF, {}),
+    "all": (Layout(cp=2, ulysses=2, pp=2, dp=2, ep=4), HALF, {"global_batch": 8}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_passes_the_checkers(name: str) -> None:
+    layout, policy, fields = LAYOUTS[name]
+    assert faults_of(decide(EXPERTS, layout, policy, **fields)) == []
+
+
+def test_layers_without_experts_pass_the_checkers() -> None:
+    assert faults_of(decide(MIXED, Layout(cp=2, pp=2, dp=2, zero=1, ep=2), HALF, global_batch=8)) == []
+
+
+MOVES = ("experts.seats", "experts.gates", "experts.all_to_all", "experts.arrivals", "experts.arrange")
+BACK = ("experts.arrange.back", "experts.gates.bwd")
+
+
+@pytest.mark.parametrize("op", [*MOVES, *BACK])
+def test_a_kernel_left_out_is_found(op: str) -> None:
+    decisions = decide(EXPERTS, Layout(dp=2, ep=2), global_batch=2, seq_tokens=256)
+    (program,) = lower(decisions)
+    names = {i.name for t in program.templates for i in t.instructions if i.op == op}
+    assert names
+    for name in names:
+
+        def chosen(each: Instruction, name: str = name) -> bool:
+            return each.name == name
+
+        less = planted.without(program, planted.places(program, chosen)[0], chosen)
+        assert check_values(less, expand(less), decisions), name
+
+
+def test_bytes_of_the_all_to_alls_by_hand() -> None:
+    """Two of 8 experts a token, 2,048 tokens, hidden 256: 4,096 rows; a rank can send 1.25 of the mean to each of 4."""
+    decisions = decide(EXPERTS, Layout(dp=4, ep=4), HALF, global_batch=4)
+    (program,) = lower(decisions)
+    capacity = 1280
+    rows = 4 * capacity
+
+    def sent(template: str) -> list[tuple[str, int]]:
+        (found,) = (t for t in program.templates if t.name == template)
+        sent = [(i.name, i.work) for i in found.instructions if i.op == "experts.all_to_all"]
+        return [(name, work.bytes) for name, work in sent if isinstance(work, Collective)]
+
+    wide = rows * 256 * 2
+    assert sent("layer.fwd") == [
+        ("fwd/ends.exchange", 8 * 4),
+        ("fwd/gates.exchange", rows * 4),
+        ("fwd/dispatch.exchange.r0", wide),
+        ("fwd/combine.exchange", wide),
+    ]
+    assert sent("layer.bwd") == [
+        ("rec/dispatch.exchange.r1", wide),
+        ("bwd/dispatch.grad.exchange", wide),
+        ("bwd/d_gates.exchange", rows * 4),
+        ("bwd/dispatch.bwd.exchange", wide),
+    ]
+
+
+def test_products_have_the_rows_that_are_there() -> None:
+    decisions = decide(EXPERTS, Layout(dp=4, ep=4), global_batch=4, expert_capacity=2.0)
+    (program,) = lower(decisions)
+    products = {i.name: i.work for t in program.templates for i in t.instructions if isinstance(i.work, GroupedGemm)}
+    assert {work.sizes for work in products.values()} == {((2048, 2),)}
+    assert products["fwd/experts_up"].flops == 2.0 * 4096 * 2 * 192 * 256
+    up = next(t for t in skeletal_of(decisions, shape_of(decisions), EXPERTS.layer(0)) if t.name == "up")
+    assert up.tokens == 4 * 2048
+
+
+def test_the_fullest_rank_is_priced() -> None:
+    """Rows 8 4 2 2 per mille of experts dealt in turn: rank 0 has the 1st and 3rd, the mean is half of all."""
+    of = EXPERTS.experts
+    assert of is not None
+    rows = 4096
+    each = rows_of(of, rows, "zipf-1")
+    first = sum(each[::4])
+    assert fullest_share(of, rows, "zipf-1", 4) == pytest.approx(4 * first / rows)
+    capacity = capacity_rows(of, rows, "zipf-1", 4, 0.0)
+    assert capacity == min(4096, ceil(MARGIN * first))
+    assert received_rows(of, rows, "zipf-1", 4, capacity) == 4 * first
+    assert received_sizes(of, rows, "zipf-1", 4, capacity, 0, 4 * capacity) == (
+        (4 * each[0], 1),
+        (4 * each[4], 1),
+    )
+    assert received_rows(of, rows, "zipf-1", 4, 100) == 400
+    assert capacity_rows(of, rows, "balanced", 8, 100.0) == 2048  # a token has one row at most for one expert
+
+
+def test_experts_have_a_block_of_their_own_with_fewer_replicas() -> None:
+    decisions = decide(EXPERTS, Layout(tp=2, dp=4, ep=2, zero=1), global_batch=4)
+    (program,) = lower(decisions)
+    size = 4 * (2 * 96 * 256 + 256 * 96)
+    families = {f.name: f for f in program.families}
+    assert families["params.experts"].tokens == families["grads.experts"].tokens == size
+    assert families["params.experts"].block is BlockKind.EXPERTS
+    assert families["moment1.experts"].tokens == size // 2
+    assert families["moment1.layer"].tokens == pytest.approx(families["params.layer"].tokens / 4, abs=2)
+    reduced = {t.name: [i.work for i in t.instructions] for t in program.templates if t.name == "experts.reduce"}
+    assert reduced == {"experts.reduce": [Collective("reduce_scatter", 4 * size, 2, "expert_grads")]}
+
+
+def test_groups_are_consecutive_ranks_with_the_same_tp_coordinate() -> None:
+    layout = Layout(tp=2, cp=2, dp=2, ep=2, pp=2)
+    assert members("ep", layout, 0) == [0, 2]
+    assert members("ep", layout, 5) == [5, 7]
+    assert members("expert_grads", layout, 2) == [2, 6]
+    assert members("ep", layout, 14) == [12, 14]
+    assert layout.devices == 16
+
+
+BIASED = msgspec.structs.replace(EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, bias=True))
+REFUSED: dict[str, tuple[Model, Layout, dict[str, Any]]] = {
+    "layout.ep": (LLAMA, Layout(dp=2, ep=2), {}),
+    "layout.ep ": (EXPERTS, Layout(dp=2, tp=2, ep=4), {}),
+    "experts": (EXPERTS, Layout(dp=3, ep=3), {}),
+    "layout.zero_ranks": (EXPERTS, Layout(dp=4, ep=2, zero=1, zero_ranks=2), {}),
+    "layout.ep  ": (BIASED, Layout(dp=2, ep=2), {}),
+    "decisions.expert_capacity": (EXPERTS, Layout(dp=2), {"expert_capacity": 2.0}),
+    "decisions.expert_capacity ": (EXPERTS, Layout(dp=2), {"expert_overflow": "refuse"}),
+}
+
+
+@pytest.mark.parametrize("where", REFUSED)
+def test_what_does_not_go_together_is_refused(where: str) -> None:
+    model, layout, fields = REFUSED[where]
+    with pytest.raises(Infeasible) as error:
+        lower(decide(model, layout, **fields))
+    assert error.value.where == where.strip()
