@@ -50,6 +50,7 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
 def attention_kernel(question: Question) -> str:
     """Return the kernel of the question: the one that it names, else the system's, else the fastest in backward.
 
+    Where the model has windows, and the question names no kernel, it is one that takes them, if there is one.
     A generation stands for the first of its kernels that the profile has for the question's dtype, ``flash`` for the
     newest generation that it has.
 
@@ -75,8 +76,9 @@ def attention_kernel(question: Question) -> str:
             hint="another --dtype or --libraries, --attention plain, or calibrate the device again",
         )
     if asked is None:
-        own = (kernel for kernel in question.preset.attention if kernel in fastest)
-        return next(own, max(fastest, key=lambda kernel: fastest[kernel]))
+        able = {kernel: rate for kernel, rate in fastest.items() if _takes_windows(question, kernel)} or fastest
+        own = (kernel for kernel in question.preset.attention if kernel in able)
+        return next(own, max(able, key=lambda kernel: able[kernel]))
     if asked in fastest:
         return asked
     generations = (*FLASH_GENERATIONS, "torch-flash-cpu") if asked == FLASH else (asked,)
@@ -95,6 +97,12 @@ def attention_kernel(question: Question) -> str:
             hint="another --attention",
         )
     return found[0]
+
+
+def _takes_windows(question: Question, kernel: str) -> bool:
+    """Return whether a kernel takes the windows of the question's model, if it has any."""
+    windows = [shape.window for shape in question.model.layer_shapes if 0 < shape.window < question.seq_tokens]
+    return not windows or ATTENTION_KERNELS[kernel].windows
 
 
 def _backward_rates(question: Question) -> dict[str, float]:
