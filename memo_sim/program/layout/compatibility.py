@@ -681,7 +681,7 @@ WINDOWED = (
         what="Hugging Face's modules give torch's attention a window as a mask of all pairs, which is not priced",
         where="decisions.kernels.attention",
         got=lambda d: f"{d.kernels.attention} with a window of {_longest_window(d)} tokens",
-        wanted="flash2, flash3 or flash4",
+        wanted="a kernel of flash-attn",
         hint="--attention flash2 (attn_implementation flash_attention_2)",
     ),
     _WINDOWS.allows("layout.cp_exchange", "ring", "all_gather", because="it has scores of all keys"),
