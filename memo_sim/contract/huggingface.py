@@ -171,7 +171,7 @@ def model_type(model: Model) -> str:
         "no model type of Hugging Face has this shape",
         got=model.name,
         wanted="a GPT-2 with learned positions and biases, a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma 3, a Mixtral, "
-        "a Qwen3-MoE or a dense DeepSeek-V3; layers that differ in windows alone",
+        "a Qwen3-MoE or a dense DeepSeek-V3; layers of one kind, windows aside",
         hint="use checkpoints, which can store any model",
     )
 
