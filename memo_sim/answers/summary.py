@@ -30,6 +30,7 @@ from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
+from memo_sim.reasons.latent import expansion
 from memo_sim.reasons.windows import attended
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
@@ -220,6 +221,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(question, decisions),
+        *_latent(decisions),
         *_windows(decisions),
         *_documents(decisions),
         *_fp8(decisions),
@@ -326,6 +328,13 @@ def _documents(decisions: Decisions) -> list[Assumption]:
     return [Assumption(name="documents", value=value, option="--documents")]
 
 
+def _latent(decisions: Decisions) -> list[Assumption]:
+    """Return how latent attention is computed."""
+    if decisions.model.latent is None:
+        return []
+    return [Assumption(name="latent attention", value=expansion(decisions), option="--rebuild-qkv, --attention")]
+
+
 FP8_SCALES = {
     "delayed": "one scale a tensor, from earlier steps",
     "tensor": "one scale a tensor, from its own values",
@@ -404,7 +413,7 @@ def left_out(question: Question) -> list[LeftOut]:
         KNOBS[name].option
         for name in open_knobs
         if (name != "micro_batch" or not question.open_micro_batch)
-        and (name != "tp_overlap" or question.model.mixture is None)
+        and (name != "tp_overlap" or (question.model.mixture is None and question.model.latent is None))
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
     found += [*_micro_batches_left_out(question), *_kernels_left_out(question), *_fp8_left_out(question)]
@@ -520,7 +529,8 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
 
 def _alike(question: Question) -> bool:
     """Return whether METP and subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
-    alike = question.model.mixture is None and len(question.model.layer_shapes) == 1
+    model = question.model
+    alike = model.mixture is None and model.latent is None and len(model.layer_shapes) == 1
     return alike and question.documents is None
 
 

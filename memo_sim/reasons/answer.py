@@ -36,6 +36,7 @@ from memo_sim.reasons.attention import attention
 from memo_sim.reasons.documents import documents
 from memo_sim.reasons.experts import experts
 from memo_sim.reasons.fp8 import fp8
+from memo_sim.reasons.latent import latent_attention
 from memo_sim.reasons.metp import metp
 from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.reasons.subsequences import balance, heuristic, subsequences
@@ -121,6 +122,7 @@ def explain(
         *_ulysses(simulation),
         *_tp_chunks(simulation),
         *experts(question, simulation),
+        *latent_attention(simulation),
         *fp8(question, simulation),
         *documents(question, simulation),
         *windows(simulation),

@@ -69,7 +69,7 @@ class ChunkedAttention:
         self.chunks = attention_chunks(writer.decisions)
         self.room = self.chunks[0][1]
         """Number of a rank's rows in a buffer for one chunk."""
-        kv = 2 * self.inside.kv_width
+        kv = self.inside.cache_width
         self.features = {"kv": kv, "d_kv": kv, "lse": self.inside.heads}
         """Features of a token, by tensor; tensors that are not listed have the queries' features."""
         self.features["qk_raw"] = self.shape.q_width + self.shape.kv_width
