@@ -80,7 +80,7 @@ class Context:
         """Allocate the constants once, so that no kernel allocates them."""
         self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
         self.inverse_frequencies = inverse_frequencies(self.model, self.decisions.seq_tokens).to(self.device)
-        """Rotary frequencies in fp32; the length is half of head_dim."""
+        """Rotary frequencies in fp32; the length is half of a head's rotary features."""
         self.own_frequencies = {
             shape.rope_theta: unscaled_frequencies(self.model, shape.rope_theta).to(self.device)
             for shape in self.model.layer_shapes
@@ -117,7 +117,7 @@ class Context:
         if layout.ring == 1 and layout.subsequences == 1 and not in_chunks(self.decisions):
             return None
         heads = self.shares[self.mesh.at("ulysses")].heads
-        size = merge_scratch_bytes(heads, model.head_dim, self.decisions.dtype)
+        size = merge_scratch_bytes(heads, model.value_dim, self.decisions.dtype)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _drawn_ends(self) -> Ends:

@@ -182,6 +182,14 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             wanted="a model without experts",
             hint="memo-exec runs the plan itself",
         )
+    if decisions.model.latent:
+        raise UsageError(
+            "memo writes no framework's options of latent attention",
+            where="model.latent",
+            got=decisions.model.name,
+            wanted="a model without latent attention",
+            hint="memo-exec runs the plan itself",
+        )
     if decisions.documents and framework.sayings["decisions.documents"].how == "none":
         raise UsageError(
             f"memo writes no options of packed documents for {framework.title}",

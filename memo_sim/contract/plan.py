@@ -228,6 +228,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether METP's layers keep the outputs of their norms, as METP's authors count (Table 1) and autograd does.
 
     Otherwise backward recomputes them."""
+    rebuild_qkv: bool = False
+    """Whether backward of latent attention computes Q, K and V again from the latents, in place of keeping them
+    (``layers/latent_attention.py``)."""
     early_stop: bool = False
     """Whether full recompute leaves out the MLP's second product, whose output backward does not read."""
     swapped_tokens: Tokens = 0

@@ -183,14 +183,14 @@ class AttentionRates:
         if high is not low:
             ends = (log(low.head_dim), log(high.head_dim))
             rate = between(ends, (rate, high.rate(loop, grid, masked=masked, wave=self._wave)), log(work.head_dim))
-        return work.flops / rate
+        return work.computed_flops / rate
 
     def _of_documents(self, work: Attention, sizes: list[_HeadSize], outside: set[str]) -> float:
         """Return the seconds of a call over packed documents: every class at the rate of its own length."""
         low = max((s for s in sizes if s.head_dim <= work.head_dim), key=lambda s: s.head_dim, default=sizes[0])
         high = min((s for s in sizes if s.head_dim >= work.head_dim), key=lambda s: s.head_dim, default=sizes[-1])
         grid = float(work.batch * work.heads) * (work.k_tokens if work.backward else work.q_tokens)
-        masked, flops = work.mask == "causal", work.flops
+        masked, flops = work.mask == "causal", work.computed_flops
         every = sum(pairs for _, _, pairs in work.segments)
         seconds, apart_s = 0.0, 0.0
         for queries, keys, pairs in work.segments:

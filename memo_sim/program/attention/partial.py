@@ -57,6 +57,7 @@ def attention_work(
         backward=backward,
         kernel=decisions.kernels.attention,
         dtype=decisions.dtype,
+        narrow_values=decisions.model.narrow_values,
         segments=segments,
     )
 
@@ -91,7 +92,7 @@ def _joined_bytes(decisions: Decisions, work: Attention) -> int:
 
 def pack(builder: TemplateBuilder, decisions: Decisions, shape: Shape, target: str, suffix: str = "") -> None:
     """Copy this rank's keys and values out of the packed Q, K, V into ``target``."""
-    size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    size = shape.tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]
     builder.emit(
         f"kv.pack{suffix}",
         "kv.pack",
@@ -201,7 +202,7 @@ def part_forward(
     """
     tokens = part.queries(shape)
     if not builder.has("attn.part"):
-        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width)
+        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.attention_width)
         builder.own("lse.part", BufferClass.TRANSIENT, "fp32", shape.tokens, shape.heads)
     out, lse = Rows("attn.part", 0, tokens), Rows("lse.part", 0, tokens)
     builder.emit(
