@@ -247,7 +247,7 @@ def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str
         BadInput: when the directory is of another model, or a tensor is missing, unknown or of another shape.
     """
     chosen = {entry.ours: entry for entry in entries(model, _check_config(directory, model))}
-    stored = _find(directory, [chosen[name] for name in wanted], model)
+    stored = _find(directory, list(chosen.values()), model)
     for name in wanted:
         parts = [chosen[name].read(_tensor(*stored[part])) for part, _ in chosen[name].parts]
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
