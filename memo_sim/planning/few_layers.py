@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
 
 import msgspec
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import LayerShape
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
 from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
 from memo_sim.program.analysis.edges import derive_edges
@@ -32,6 +31,7 @@ from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Insta
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
+from memo_sim.program.layout.rank_order import least_dp
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.repeated_layers import RepeatedLayers, repeated_layers
 from memo_sim.program.lower import lower
@@ -108,7 +108,7 @@ class Passes:
         few = repeated_layers(layers, windows=1, beside=2 * ENDS)
         if decisions.recompute_layers != ALL or not few.times:
             few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
-        least = _least_dp(decisions.layout)
+        least = least_dp(decisions.layout)
         alone = msgspec.structs.replace(
             decisions,
             model=decisions.model.of_layers(few.shapes),
@@ -224,11 +224,6 @@ class _FewLayers:
         """Return the peak bytes without states; ``sizes`` includes the repeated buffers."""
         once = _live(self._lives, self._lives.bytes, device=device)[self._inside].max(initial=0)
         return int(max(once, _live(self._lives, sizes, device=device)[self._all_kept].max(initial=0)))
-
-
-def _least_dp(layout: Layout) -> int:
-    """Return the least data parallelism with which ranks that divide experts make up whole groups."""
-    return layout.ep // gcd(layout.ep, layout.cp * layout.ulysses)
 
 
 def _template(program: Program, instance: Instance) -> Template:

@@ -16,6 +16,7 @@ from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layout.rank_order import least_dp
 from memo_sim.program.lower import lower
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 
@@ -39,11 +40,12 @@ class RowwiseChoice:
         """
         if not self._measured:
             return decisions
+        dp = least_dp(decisions.layout)
         alike = msgspec.structs.replace(
             decisions,
             swapped_tokens=0,
-            layout=msgspec.structs.replace(decisions.layout, dp=1, zero=0, zero_ranks=0),
-            global_batch=decisions.micro_batch * _least_micro_batches(decisions),
+            layout=msgspec.structs.replace(decisions.layout, dp=dp, zero=0, zero_ranks=0),
+            global_batch=dp * decisions.micro_batch * _least_micro_batches(decisions),
         )
         if alike not in self._known:
             try:
@@ -66,7 +68,7 @@ class RowwiseChoice:
         if layout.pp == 1 or layout.subsequences > 1 or layout.schedule not in {"gpipe", "1f1b", "interleaved"}:
             return None
         whole = msgspec.structs.replace(layout, pp=1, pp_layers=(), schedule="1f1b", virtual_stages=1)
-        alone = msgspec.structs.replace(decisions, layout=whole, global_batch=decisions.micro_batch)
+        alone = msgspec.structs.replace(decisions, layout=whole, global_batch=layout.dp * decisions.micro_batch)
         if alone not in self._in_one_stage:
             each = {self._fastest_of(work) for work in _works(alone)}
             self._in_one_stage[alone] = each.pop() if len(each) == 1 else None

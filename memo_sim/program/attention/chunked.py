@@ -69,7 +69,7 @@ class ChunkedAttention:
         self.chunks = attention_chunks(writer.decisions)
         self.room = self.chunks[0][1]
         """Number of a rank's rows in a buffer for one chunk."""
-        kv = 2 * self.inside.kv_width
+        kv = self.inside.cache_width
         self.features = {"kv": kv, "d_kv": kv, "lse": self.inside.heads}
         """Features of a token, by tensor; tensors that are not listed have the queries' features."""
         self.features["qk_raw"] = self.shape.q_width + self.shape.kv_width
@@ -265,7 +265,8 @@ class ChunkedAttention:
         """Write the gradient of attention's output, chunk by chunk, and its copies to the host.
 
         With sequence parallelism it is gathered chunk by chunk. The projection's weight gradient is written from each
-        chunk, so the whole never exists.
+        chunk, so the whole never exists. An adapter's gradients are written from each chunk too, after that of its
+        low-rank rows.
         """
         writer, shape = self.writer, self.shape
         for c, (first, tokens) in enumerate(self.chunks):
@@ -276,13 +277,20 @@ class ChunkedAttention:
                 sequence_sharded = Rows(writer.own("d_attn_seq", self.room, shape.q_width), 0, tokens)
             shard = writer.before_gather(writer.shard_rows("d_resid", (first, tokens)))
             grad = writer.gather("proj.grad", shard, "d_proj_full", 0, tokens=self.room)
-            if self._by_chunks:
-                attended = Rows(writer.attended(self.ulysses.sequence_sharded("attn"), kept=True), first, tokens)
+            attended = Rows(writer.attended(self.ulysses.sequence_sharded("attn"), kept=True), first, tokens)
+            if self._by_chunks and not self._adapted:
                 writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
             writer.dgrad("proj", grad, sequence_sharded, shape.q_width, shape.hidden)
+            if self._adapted:
+                writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
             self.ulysses.to_head_ranks("d_attn", sequence_sharded, head_sharded, writer.suffix)
             self._store("d_attn", c, head_sharded.slot)
         writer.suffix = ""
+
+    @property
+    def _adapted(self) -> bool:
+        """Whether weights are frozen beside low-rank adapters."""
+        return self.writer.decisions.lora is not None
 
     def _project_backward(self) -> None:
         """Write the gradients of the projection's parameters that ``_output_gradient`` has not written."""
@@ -294,10 +302,11 @@ class ChunkedAttention:
 
     @property
     def _by_chunks(self) -> bool:
-        """Whether the projection's weight gradient is written chunk by chunk: of gathered rows, or in FP8.
+        """Whether the projection's weight gradient is written chunk by chunk: of gathered rows, in FP8, or an adapter's.
 
-        In FP8 a chunk's gradient is quantised once for both products."""
-        return self.shape.gathered or self.writer.fp8 is not None
+        In FP8 a chunk's gradient is quantised once for both products.
+        """
+        return self.shape.gathered or self.writer.fp8 is not None or self._adapted
 
     def _keys(self, k: int) -> Rows:
         return self._chunk("kv", k, f"kv.back.{k % DOUBLE_BUFFER_SLOTS}")
@@ -369,7 +378,7 @@ class ChunkedAttention:
         phase, builder.phase, writer.suffix = builder.phase, Phase.RECOMPUTE, f".again.c{k}"
         writer.norm("norm1", "x", (first, tokens), (0, tokens))
         # In FP8 what a product read is not what its weight's gradient reads, which is gathered below.
-        source = self._gathered((0, tokens)) if writer.fp8 is None else None
+        source = self._gathered((0, tokens)) if writer.trains("qkv") and writer.fp8 is None else None
         builder.phase, writer.suffix = phase, f".c{k}"
         writer.product_and_norm_backward(
             "qkv",

@@ -109,28 +109,60 @@ class ExchangedExperts(ExpertMlp):
         return Rows(self.writer.own("dispatched", self.rows, self.shape.hidden), *rows)
 
     def _dispatch(self, name: str, source: Rows, out: Rows) -> None:
-        """Emit the way of tokens' rows to the experts' rows ``out``, for all of them at the first row block.
-
-        Rows of the second norm that this template has received are not sent again.
-        """
+        """Emit the way of tokens' rows to the experts' rows ``out``, for all of them at the first row block."""
         if name != "dispatch.grad":
             if self._received:
                 return
             self._received, out = True, Rows(out.slot, *self._all)
-        row = self.shape.hidden * self.writer.size
-        sent = self._row_buffer(f"{name}.sent")
-        super()._dispatch(name, source, sent)
-        arrived = self._row_buffer(f"{name}.arrived")
-        self._all_to_all(name, sent, arrived, row)
-        self._arrange(f"{name}.arrange", arrived, out, row)
+        _, arrived = self._send(name, source)
+        self._arrange(f"{name}.arrange", arrived, out, self._row_bytes)
 
-    def _combine(self, name: str, source: str, out: Rows) -> None:
+    def _combine(self, name: str, source: str, out: Rows, **kept: Access) -> None:
         """Emit the way of the experts' rows back to their tokens, and the sum of each token's rows."""
-        row = self.shape.hidden * self.writer.size
+        _, returned = self._send_back(name, source)
+        super()._combine(name, returned.slot, out, **kept)
+
+    def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:
+        """Write the gradients of the first product beside the exchanges that they do not need.
+
+        compute  [gradient of the rows        ]              [gradient of the weight        ][combine]
+        ep       [second norm's rows again    ]              [gradients of the rows back    ]
+
+        What is sent stays until after the product beside it: if its memory were free before, the product could take it
+        for its result, and would wait for the exchange.
+        """
+        writer, tokens = self.writer, (0, self.shape.tokens)
+        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
+        again = None if self._received else self._send("dispatch.again", source)
+        d_rows = Rows(writer.own("d_dispatched", self.rows, self.shape.hidden), *self._all)
+        self._dgrad("experts_up", d_up, d_rows)
+        sent, returned = self._send_back("dispatch.bwd", d_rows.slot)
+        dispatched = self._dispatched(self._all)
+        if again is not None:
+            copies, arrived = again
+            self._arrange("dispatch.again.arrange", arrived, dispatched, self._row_bytes, kept=reads(copies))
+        self._wgrad("experts_up", d_up, dispatched)
+        d_norm = Rows(writer.own("d_norm2", self.shape.tokens, self.shape.hidden), *tokens)
+        super()._combine("dispatch.bwd", returned.slot, d_norm, kept=reads(sent))
+        return source, d_norm
+
+    def _send(self, name: str, source: Rows) -> tuple[Rows, Rows]:
+        """Emit the copy of tokens' rows to the rows that are sent, and their exchange; return these and what comes."""
+        sent, arrived = self._row_buffer(f"{name}.sent"), self._row_buffer(f"{name}.arrived")
+        super()._dispatch(name, source, sent)
+        self._all_to_all(name, sent, arrived, self._row_bytes)
+        return sent, arrived
+
+    def _send_back(self, name: str, source: str) -> tuple[Rows, Rows]:
+        """Emit the copy of experts' rows to their order of arrival, and their exchange; return these and what comes."""
         sent, returned = self._row_buffer(f"{name}.sent"), self._row_buffer(f"{name}.returned")
-        self._arrange(f"{name}.back", Rows(source, *self._all), sent, row, back=True)
-        self._all_to_all(name, sent, returned, row)
-        super()._combine(name, returned.slot, out)
+        self._arrange(f"{name}.back", Rows(source, *self._all), sent, self._row_bytes, back=True)
+        self._all_to_all(name, sent, returned, self._row_bytes)
+        return sent, returned
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.shape.hidden * self.writer.size
 
     def _activation_backward(self, grad: Rows, d_up: Rows, d_probs: Rows) -> None:
         """Write the gradients of the first product, and of the probabilities, which go back to their tokens."""
@@ -168,8 +200,13 @@ class ExchangedExperts(ExpertMlp):
         sizes = (self.experts, shape.dispatched, load, shape.ep, shape.pair_rows)
         return received_sizes(*sizes, rows.first, rows.tokens)
 
-    def _arrange(self, name: str, source: Rows, out: Rows, row: int, *, back: bool = False) -> None:
-        """Emit the copy of rows from their order of arrival to that of experts, or back; ``row``: bytes of one."""
+    def _arrange(
+        self, name: str, source: Rows, out: Rows, row: int, *, back: bool = False, kept: Access | None = None
+    ) -> None:
+        """Emit the copy of rows from their order of arrival to that of experts, or back.
+
+        ``row``: bytes of one row. ``kept``: an operand whose memory nothing may take before it.
+        """
         self._emit(
             name,
             "experts.arrange.back" if back else "experts.arrange",
@@ -180,6 +217,7 @@ class ExchangedExperts(ExpertMlp):
             x=reads(source),
             order=reads(self._arrived((0, self.rows) if back else (out.first, out.tokens))),
             out=writes(out),
+            kept=kept,
         )
 
     def _exchange(self, name: str, what: str, sent: Rows, row: int) -> Rows:

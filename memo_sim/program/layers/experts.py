@@ -71,6 +71,8 @@ class ExpertMlp:
         self.rows = self.shape.expert_rows
         """Number of dispatched rows; with expert parallelism, of rows that the rank can receive."""
         self.shared = SharedExpert(writer)
+        self.frozen = writer.decisions.lora is not None
+        """Whether none of the weights are trained."""
         self.clamped = experts.activation == "clamped"
         self.activation = "experts.clamped" if self.clamped else "experts.swiglu"
 
@@ -144,7 +146,8 @@ class ExpertMlp:
         self._dispatch("dispatch.grad", upstream, d_down)
         t = Rows(writer.own("d_act", self.rows, shape.expert_width), *whole)
         self._dgrad("experts_down", d_down, t)
-        self._wgrad("experts_down", d_down, Rows("act", *whole))
+        if not self.frozen:
+            self._wgrad("experts_down", d_down, Rows("act", *whole))
         d_up = Rows(writer.own("d_up", self.rows, 2 * shape.expert_width), *whole)
         d_probs = self._own("d_probs", "fp32", shape.tokens, experts.per_token)
         self._activation_backward(t, d_up, d_probs)
@@ -153,13 +156,7 @@ class ExpertMlp:
         self.shared.backward(upstream)
         d_logits = self._own("d_logits", "fp32", shape.tokens, experts.count)
         self._route_backward(d_probs, d_logits)
-        d_rows = writer.own("d_dispatched", self.rows, shape.hidden)
-        self._dgrad("experts_up", d_up, Rows(d_rows, *whole))
-        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
-        dispatched = self._dispatched_again(source)
-        self._wgrad("experts_up", d_up, dispatched)
-        d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
-        self._combine("dispatch.bwd", d_rows, d_norm)
+        source, d_norm = self._first_product_backward(d_up)
         self.shared.input_gradient(source, d_norm)
         self._router_backward(d_logits, source, d_norm)
         summed = writer.scatter("d_norm2", d_norm)
@@ -168,10 +165,22 @@ class ExpertMlp:
             "norm2", grad=summed, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
         )
 
+    def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:
+        """Write the gradients of the first product's weight and of its input; return the norm and its gradient."""
+        writer, shape, tokens = self.writer, self.shape, (0, self.shape.tokens)
+        d_rows = Rows(writer.own("d_dispatched", self.rows, shape.hidden), *self._all)
+        self._dgrad("experts_up", d_up, d_rows)
+        source = writer.shard_rows("norm2", tokens)
+        if not self.frozen:
+            source = writer.gather_again("norm2", source, "norm2_full", 0)
+            self._wgrad("experts_up", d_up, self._dispatched_again(source))
+        d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
+        self._combine("dispatch.bwd", d_rows.slot, d_norm)
+        return source, d_norm
+
     def _dispatched_again(self, source: Rows) -> Rows:
         """Write the copy of ``source`` to dispatched rows once more, for the gradient of the first product's weight."""
-        own = self.writer.own(f"{self.builder.phase}.dispatched", self.rows, self.shape.hidden)
-        dispatched = Rows(own, *self._all)
+        dispatched = self._dispatched(self._all)
         self._dispatch("dispatch.again", source, dispatched)
         return dispatched
 
@@ -287,6 +296,8 @@ class ExpertMlp:
             weight=writer.param("router.weight"),
             out=accumulates(d_norm),
         )
+        if self.frozen:
+            return
         if self.shape.tp > 1:
             work = Collective("all_reduce", NUMBER * tokens * count, self.shape.tp, "tp")
             self.builder.emit("router.reduce", "all_reduce", Lane.TP, work, tensor=accumulates(d_logits))
@@ -380,6 +391,8 @@ class ExpertMlp:
             bias=writer.param("experts_down.bias"),
             out=accumulates(d_probs),
         )
+        if self.frozen:
+            return
         self._router_product(
             "experts_down.bgrad",
             self._in_fp32(count, hidden, tokens, "wgrad"),
@@ -432,8 +445,8 @@ class ExpertMlp:
         del name
         return table.combine_workspace_bytes(out.tokens, self.shape.hidden, self.writer.dtype, seats=self.shape.ep > 1)
 
-    def _combine(self, name: str, source: str, out: Rows) -> None:
-        """Emit the sum of each token's dispatched rows."""
+    def _combine(self, name: str, source: str, out: Rows, **kept: Access) -> None:
+        """Emit the sum of each token's dispatched rows; ``kept``: operands whose memory nothing may take before it."""
         row = self.shape.hidden * self.writer.size
         self._emit(
             name,
@@ -446,6 +459,7 @@ class ExpertMlp:
             x=reads(Rows(source, *self._all)),
             places=reads(self._seats),
             out=writes(out),
+            **kept,
         )
 
     def _weight(self, name: str) -> Access | None:

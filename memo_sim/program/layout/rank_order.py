@@ -24,7 +24,7 @@ distance between its consecutive ranks:
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 from memo_sim.contract.plan import Layout
@@ -84,3 +84,8 @@ def members(group: str, layout: Layout, rank: int) -> list[int]:
     step = stride(group, layout)
     first = rank - coordinate(group, layout, rank) * step
     return [first + i * step for i in range(degree(group, layout))]
+
+
+def least_dp(layout: Layout) -> int:
+    """Return the least data parallelism with which ranks that divide experts make up whole groups."""
+    return layout.ep // gcd(layout.ep, layout.cp * layout.ulysses)
