@@ -26,8 +26,9 @@ from torch.nn import functional
 
 from memo_exec.kernels.attention_backend import CAUSAL, AttentionBackward, Mask, Packing
 from memo_exec.kernels.call import Call
-from memo_exec.kernels.documents import segments
+from memo_exec.kernels.documents import EVERYTHING, Joined, Segment, segments
 from memo_sim.program.ir.work import Attention, WindowedAttention
+from memo_sim.program.layout.token_order import cuts_documents
 
 BACKENDS = {
     "torch-flash-cpu": "memo_exec.kernels.attention_torch_cpu",
@@ -57,9 +58,11 @@ def attention(call: Call) -> None:
         if packing is not None:
             backend.forward_packed(own_q, own_k, own_v, written, sums, packing=packing, scale=scale)
         else:
-            for at, own, of in _documents(call, work):
-                rows = own_q[at, own], own_k[at, of], own_v[at, of], written[at, own], sums[at, own]
-                backend.forward(*rows, mask=_mask(work), scale=scale)
+            for document in _documents(call, work):
+                rows, seen = Joined(document.queries, document.at), Joined(document.keys, document.at)
+                with rows.written(written, sums) as results:
+                    operands = rows.of(own_q), seen.of(own_k), seen.of(own_v)
+                    backend.forward(*operands, *results, mask=_mask(work), scale=scale)
         if work.padded:
             into.copy_(written[..., : work.value_dim])
 
@@ -102,19 +105,21 @@ def attention_backward(call: Call) -> None:
                 packing,
             )
         else:
-            for at, own, of in _documents(call, work):
-                backend.backward(
-                    AttentionBackward(
-                        mine.grad[at, own],
-                        (own_q[at, own], own_k[at, of], mine.values[at, of]),
-                        mine.out[at, own],
-                        sums[at, own],
-                        (into_q[at, own], into_k[at, of], mine.grad_values[at, of]),
-                        mask=_mask(work),
-                        scale=scale,
-                        deterministic=call.context.decisions.deterministic,
+            for document in _documents(call, work):
+                rows, seen = Joined(document.queries, document.at), Joined(document.keys, document.at)
+                with rows.written(into_q) as (of_q,), seen.written(into_k, mine.grad_values) as (of_k, of_v):
+                    backend.backward(
+                        AttentionBackward(
+                            rows.of(mine.grad),
+                            (rows.of(own_q), seen.of(own_k), seen.of(mine.values)),
+                            rows.of(mine.out),
+                            rows.of(sums),
+                            (of_q, of_k, of_v),
+                            mask=_mask(work),
+                            scale=scale,
+                            deterministic=call.context.decisions.deterministic,
+                        )
                     )
-                )
         mine.finish()
 
 
@@ -137,20 +142,24 @@ def _padded(rows: Tensor, work: Attention) -> Tensor:
     return functional.pad(rows, (0, work.head_dim - work.value_dim)) if work.padded else rows
 
 
-def _documents(call: Call, work: Attention) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield (sequences, queries, keys) of each document, or of all sequences where a sequence is one document."""
+def _documents(call: Call, work: Attention) -> Iterator[Segment]:
+    """Yield each document of a call, or all sequences where a sequence is one document."""
     if call.context.decisions.documents is None:
-        yield slice(None), slice(None), slice(None)
+        yield EVERYTHING
         return
-    for part in segments(call, work):
-        yield slice(part.sequence, part.sequence + 1), part.queries, part.keys
+    yield from segments(call, work)
 
 
 def _packing(call: Call, work: Attention, backend: ModuleType) -> Packing | None:
-    """Return the documents of a rank's own rows, for backends that take them in one call; None for other calls."""
-    if call.context.decisions.documents is None or work.mask == "none" or not hasattr(backend, "forward_packed"):
+    """Return the documents of a rank's own rows, for backends that take them in one call.
+
+    None for other calls, and for windows, which play document by document.
+    """
+    decisions = call.context.decisions
+    own = work.mask == "causal" and not isinstance(work, WindowedAttention) and not cuts_documents(decisions)
+    if decisions.documents is None or not own or not hasattr(backend, "forward_packed"):
         return None
-    lengths = [part.queries.stop - part.queries.start for part in segments(call, work)]
+    lengths = [rows.stop - rows.start for part in segments(call, work) for rows in part.queries]
     return Packing(call["documents"][: len(lengths) + 1], max(lengths))
 
 

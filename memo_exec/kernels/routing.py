@@ -175,8 +175,8 @@ def route_backward(call: Call) -> None:
         counts = scratch.take(experts.count, dtype=torch.int32)
         counts.copy_(call["ends"])[1:].sub_(call["ends"][:-1])
         loads = scratch.take(experts.count).copy_(counts)
-    if loads is not None and experts.selection_bias:
-        call["loads"].add_(loads)
+    if loads is not None and (summed := call.get("loads")) is not None:  # none where the bias is frozen
+        summed.add_(loads)
     for block in blocks_of(len(scores)):
         rows = block.stop - block.start
         given, sums = picked[:rows], number[:rows]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import inf, prod
 
+from memo_sim.contract.adapters import NONE
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
@@ -38,14 +39,17 @@ from memo_sim.views.plan_table import layout_label
 BILLION = 1e9
 HOUR_S = 3600.0
 
-STATES: dict[States, str] = {
-    "fp32": "gradients, master weights and AdamW's moments in fp32, on the device",
-    "bf16": "gradients and master weights in fp32, AdamW's moments in bf16, on the device",
-    "host": "gradients in fp32 on the device; master weights and AdamW's moments in fp32 in host memory",
-    "pure-bf16": "gradients and AdamW's moments in bf16, no master weights, on the device",
-    "pure-bf16-fp32-moments": "gradients in bf16, AdamW's moments in fp32, no master weights, on the device",
+STATES: dict[States, tuple[str, str]] = {
+    "fp32": ("gradients, ", "master weights and AdamW's moments in fp32, on the device"),
+    "bf16": ("gradients and ", "master weights in fp32, AdamW's moments in bf16, on the device"),
+    "host": (
+        "gradients in fp32 on the device; ",
+        "master weights and AdamW's moments in fp32 in host memory",
+    ),
+    "pure-bf16": ("gradients and ", "AdamW's moments in bf16, no master weights, on the device"),
+    "pure-bf16-fp32-moments": ("gradients in bf16, ", "AdamW's moments in fp32, no master weights, on the device"),
 }
-"""Where and in which dtype a bf16 model's states are kept."""
+"""Where and in which dtype a bf16 model's states are kept: its gradients, unless they are given, and the rest."""
 
 KERNELS: dict[RowwiseKernel, str] = {
     "torch": "memo-exec's own, one torch operator each",
@@ -274,9 +278,12 @@ def _network(question: Question) -> list[Assumption]:
 
 def _states(decisions: Decisions) -> str:
     layout, pure = decisions.layout, decisions.dtype == "fp32" and decisions.states != "host"
-    what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else STATES[decisions.states]
-    if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32") and not pure:
-        what += f"; but gradients are summed in {gradient_dtype(decisions)} (--grad-sums)"
+    grads, others = STATES[decisions.states]
+    if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32"):
+        grads = f"gradients in {gradient_dtype(decisions)} (--grad-sums), "
+    what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else grads + others
+    if decisions.lora is not None:
+        what += ", of the adapters alone"
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
@@ -413,13 +420,19 @@ def left_out(question: Question) -> list[LeftOut]:
         KNOBS[name].option
         for name in open_knobs
         if (name != "micro_batch" or not question.open_micro_batch)
-        and (name != "tp_overlap" or (question.model.mixture is None and question.model.latent is None))
+        and (name != "tp_overlap" or _takes_tp_overlap(question))
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
     found += [*_micro_batches_left_out(question), *_kernels_left_out(question), *_fp8_left_out(question)]
     if knobs:
         found.append(LeftOut(what=f"other values of {', '.join(knobs)}", option="memo-sim explain PLAN changes each"))
     return found
+
+
+def _takes_tp_overlap(question: Question) -> bool:
+    """Return whether ``--tp-overlap`` has a lowering for the model and its adapters (``RULES``)."""
+    model = question.model
+    return model.mixture is None and model.latent is None and question.adapters == NONE
 
 
 def _open_layouts(question: Question) -> list[LeftOut]:
@@ -435,7 +448,7 @@ def _open_layouts(question: Question) -> list[LeftOut]:
         if pins.zero is None:
             more += [f"zero {level}" for level in every.zeros if level not in question.zeros]
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
-        if pins.metp is None and _alike(question):
+        if pins.metp is None and _alike(question) and question.adapters == NONE:
             found.append(LeftOut(what="metp above 1", option="--system metp"))
     if pins.subsequences is None and _alike(question):
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
@@ -445,7 +458,7 @@ def _open_layouts(question: Question) -> list[LeftOut]:
 def _kernels_left_out(question: Question) -> list[LeftOut]:
     """Return that compiled kernels were not tried, where the profile has measured them: memo-exec cannot play them."""
     measured = "compiled" in question.hardware.framework_rowwise_bytes_per_s
-    if question.system not in OPEN or question.rowwise is not None or not measured:
+    if question.system not in OPEN or question.rowwise is not None or not measured or question.adapters != NONE:
         return []
     return [LeftOut(what="kernels of torch.compile, which memo-exec does not run", option="--compile")]
 

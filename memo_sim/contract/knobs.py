@@ -347,6 +347,7 @@ Kind = (
     | Numbers
     | LayerChoice
     | Load
+    | LowRank
     | DocumentLengths
     | LowRank
     | Factor

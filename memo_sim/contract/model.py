@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain, cycle, groupby, islice
 from typing import Annotated, Literal
@@ -493,20 +494,26 @@ class Model(
         """
         return self.layers_active_params + self.vocab * self.hidden
 
-    def step_flops(self, seq_tokens: int, sequences: int = 1, *, attended: float = 1.0) -> float:
+    def step_flops(
+        self, seq_tokens: int, sequences: int = 1, *, attended: Callable[[int], float] | None = None
+    ) -> float:
         """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 per sequence, with a causal mask.
 
         Without a mask, attention has twice as many FLOPs. With a window, each token counts the keys that it sees.
         Where values are narrower than queries and keys, their mean width stands for head_dim.
-        ``attended``: the share of the pairs of a query and a key that packed documents attend.
+        ``attended``: the pairs of a query and a key that packed documents attend in a sequence, by window (0: none).
         """
-        pairs = float(seq_tokens) ** 2 * (2.0 if self.bidirectional else 1.0)
-        windows = [shape.window for shape in self._every_layer if 0 < shape.window < seq_tokens]
-        attention = 6.0 * (self.layers - len(windows)) * self.score_width * pairs * attended
-        attention += sum(
-            12.0 * self.score_width * pairs_in_window(seq_tokens, seq_tokens, window) for window in windows
-        )
+        windows = [shape.window if shape.window < seq_tokens else 0 for shape in self._every_layer]
+        pairs = attended or (lambda window: self._pairs(seq_tokens, window))
+        every = sum(times * pairs(window) for window, times in Counter(windows).items())
+        attention = 12.0 * self.score_width * every
         return sequences * (6.0 * seq_tokens * self.mfu_params + attention)
+
+    def _pairs(self, tokens: int, window: int) -> float:
+        """Return the pairs of a query and a key in a sequence of one document; without a window half of all."""
+        if window:
+            return pairs_in_window(tokens, tokens, window)
+        return float(tokens) ** 2 * (1.0 if self.bidirectional else 0.5)
 
 
 def pairs_in_window(queries: int, keys: int, window: int) -> int:

@@ -62,8 +62,9 @@ def _states_bytes(decisions: Decisions) -> int:
 
 def _not_kept(decisions: Decisions) -> str:
     """Return which tensors a layer does not keep because no gradient reads them."""
-    dropped, shape = unread(decisions), shape_of(decisions)
-    tensors = skeletal_of(decisions, shape, decisions.model.layer(0))
+    layer = decisions.model.layer(decisions.model.layers - 1)
+    dropped = unread(decisions, experts=layer.experts is not None)
+    tensors = skeletal_of(decisions, shape_of(decisions), layer)
     freed = [tensor for tensor in tensors if tensor.name in dropped]
     if not freed or decisions.recompute == "full":
         return ""

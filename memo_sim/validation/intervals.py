@@ -125,7 +125,11 @@ def setting_of(system: str, decisions: Decisions, hardware: Hardware, prediction
         allocation_retries=prediction.allocation_retries > 0,
         seq_tokens=decisions.seq_tokens,
         devices=decisions.layout.devices,
-        kernels={**kernels, "dtype": decisions.dtype + (f" with FP8 ({decisions.fp8})" * (decisions.fp8 != "none"))},
+        kernels={
+            **kernels,
+            "dtype": decisions.dtype + (f" with FP8 ({decisions.fp8})" * (decisions.fp8 != "none")),
+            **({"training": "adapters"} if decisions.lora else {}),
+        },
     )
 
 
@@ -213,6 +217,10 @@ def _class_of(setting: Setting) -> Class:
     return setting.generation, setting.framework, setting.allocation_retries
 
 
+ALL_WEIGHTS = "all weights"
+"""What every published row trains."""
+
+
 class _Reach:
     """What the rows of one class cover: the longest sequence, the most devices, the kernels."""
 
@@ -220,7 +228,7 @@ class _Reach:
         known = list(settings)
         self.longest = max(s.seq_tokens for s in known)
         self.most = max(s.devices for s in known)
-        self.kernels: dict[str, set[str]] = {}
+        self.kernels: dict[str, set[str]] = {"training": {ALL_WEIGHTS}}
         for setting in known:
             for name, kernel in setting.kernels.items():
                 self.kernels.setdefault(name, set()).add(kernel)

@@ -100,19 +100,17 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 def _parts(decisions: Decisions, shape: Shape, everyone: str) -> list[Part]:
     """Return the earlier keys of other ranks, rows of ``everyone``.
 
-    Early chunks come before both own chunks, other chunks before the late one. The late chunks of other ranks are in
-    reverse order, so with packed documents each has a call of its own, in which a document is one run of rows.
+    Early chunks come before both own chunks, other chunks before the late one.
     """
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
     parts = [Part(Rows(everyone, 0, rank * half), chunks=tuple(range(rank)))] if rank else []
     if later := (cp - 1 - rank) * half:
-        early = tuple(range(rank + 1, cp))
-        parts.append(Part(Rows(everyone, (rank + 1) * half, later), late=True, suffix=".early", chunks=early))
-        places = range(cp + rank + 1, 2 * cp) if decisions.documents else (cp + rank + 1,)
-        each = later // len(places)
-        for i, place in enumerate(places):
-            keys, suffix = Rows(everyone, place * half, each), f".late{i or ''}"
-            parts.append(Part(keys, late=True, suffix=suffix, chunks=(3 * cp - 1 - place,)))
+        chunks = tuple(range(rank + 1, cp))
+        for place, suffix, held in (
+            (rank + 1, ".early", chunks),
+            (cp + rank + 1, ".late", tuple(2 * cp - 1 - chunk for chunk in chunks)),
+        ):
+            parts.append(Part(Rows(everyone, place * half, later), late=True, suffix=suffix, chunks=held))
     segments = shared(gathered_segments(decisions), len(parts))
     return [replace(part, segments=segments) for part in parts]
 

@@ -175,9 +175,7 @@ class Attention:
     @property
     def pairs(self) -> float:
         """Pairs of a query and a key in one head, without those that a mask removes."""
-        if self.segments:
-            return float(sum(each for _, _, each in self.segments))
-        return self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
+        return float(sum(each for _, _, each in self.segments)) if self.segments else self._pairs
 
     @property
     def flops(self) -> float:
@@ -204,6 +202,11 @@ class Attention:
         features = 3 * self.head_dim + 2 * value_dim if self.backward else self.head_dim + value_dim
         return 2.0 * self.pairs * self.heads * features
 
+    @property
+    def _pairs(self) -> float:
+        """Pairs of a query and a key, where a sequence is one document."""
+        return self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class WindowedAttention(Attention):
@@ -215,8 +218,8 @@ class WindowedAttention(Attention):
     window: int = 0
 
     @property
-    def pairs(self) -> float:
-        """Pairs that the window leaves."""
+    def _pairs(self) -> float:
+        """Pairs of a query and a key that the window leaves."""
         return float(self.batch * pairs_in_window(self.q_tokens, self.k_tokens, self.window))
 
 

@@ -215,11 +215,13 @@ class Activations:
 
         Full recompute shares only the layer input.
         """
+        if self._unread(tensor):
+            return False
         if self.decisions.recompute == "selective":
             return tensor.name not in selective.rebuilt(self.shape)
         if self.decisions.recompute == "operators":
             return tensor.name not in operator_recompute.rebuilt(self.decisions.model, self.shape)
-        if tensor.name in module_recompute.rebuilt(self.decisions) or self._unread(tensor):
+        if tensor.name in module_recompute.rebuilt(self.decisions):
             return False
         return self.decisions.recompute != "full" or tensor.name == "x"
 
@@ -252,7 +254,7 @@ class Activations:
 
     def _unread(self, tensor: Skeletal) -> bool:
         """Return whether backward does not read a tensor."""
-        return tensor.name in frozen_products.unread(self.decisions)
+        return tensor.name in frozen_products.unread(self.decisions, experts=self.shape.experts is not None)
 
     def _made(self, tensor: Skeletal, kind: TemplateKind) -> bool:
         """Return whether a template writes a tensor that it does not share: backward, only what it recomputes."""

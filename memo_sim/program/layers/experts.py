@@ -71,6 +71,8 @@ class ExpertMlp:
         self.rows = self.shape.expert_rows
         """Number of dispatched rows; with expert parallelism, of rows that the rank can receive."""
         self.shared = SharedExpert(writer)
+        self.frozen = writer.decisions.lora is not None
+        """Whether none of the weights are trained."""
         self.clamped = experts.activation == "clamped"
         self.activation = "experts.clamped" if self.clamped else "experts.swiglu"
 
@@ -144,7 +146,8 @@ class ExpertMlp:
         self._dispatch("dispatch.grad", upstream, d_down)
         t = Rows(writer.own("d_act", self.rows, shape.expert_width), *whole)
         self._dgrad("experts_down", d_down, t)
-        self._wgrad("experts_down", d_down, Rows("act", *whole))
+        if not self.frozen:
+            self._wgrad("experts_down", d_down, Rows("act", *whole))
         d_up = Rows(writer.own("d_up", self.rows, 2 * shape.expert_width), *whole)
         d_probs = self._own("d_probs", "fp32", shape.tokens, experts.per_token)
         self._activation_backward(t, d_up, d_probs)
@@ -167,8 +170,10 @@ class ExpertMlp:
         writer, shape, tokens = self.writer, self.shape, (0, self.shape.tokens)
         d_rows = Rows(writer.own("d_dispatched", self.rows, shape.hidden), *self._all)
         self._dgrad("experts_up", d_up, d_rows)
-        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
-        self._wgrad("experts_up", d_up, self._dispatched_again(source))
+        source = writer.shard_rows("norm2", tokens)
+        if not self.frozen:
+            source = writer.gather_again("norm2", source, "norm2_full", 0)
+            self._wgrad("experts_up", d_up, self._dispatched_again(source))
         d_norm = Rows(writer.own("d_norm2", shape.tokens, shape.hidden), *tokens)
         self._combine("dispatch.bwd", d_rows.slot, d_norm)
         return source, d_norm
@@ -291,6 +296,8 @@ class ExpertMlp:
             weight=writer.param("router.weight"),
             out=accumulates(d_norm),
         )
+        if self.frozen:
+            return
         if self.shape.tp > 1:
             work = Collective("all_reduce", NUMBER * tokens * count, self.shape.tp, "tp")
             self.builder.emit("router.reduce", "all_reduce", Lane.TP, work, tensor=accumulates(d_logits))
@@ -384,6 +391,8 @@ class ExpertMlp:
             bias=writer.param("experts_down.bias"),
             out=accumulates(d_probs),
         )
+        if self.frozen:
+            return
         self._router_product(
             "experts_down.bgrad",
             self._in_fp32(count, hidden, tokens, "wgrad"),

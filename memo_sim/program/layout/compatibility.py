@@ -235,7 +235,6 @@ IN_FP8 = (
         because="deferred weight gradients would have to keep gradients in FP8",
         when=lambda d: d.fp8 != "none" and _staged(d),
     ),
-    _FP8.allows("decisions.attention_chunk_tokens", 0, because="chunks of attention would each be quantised"),
     _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
     _FP8.allows(
         "decisions.recompute",
@@ -246,7 +245,9 @@ IN_FP8 = (
         "decisions.modules", "auto", "operators", because="memo has no list of what FP8 modules of transformers save"
     ),
     _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
-    _FP8.allows("decisions.grad_sums", "auto", "params", because="autocast casts fp32 weights to bf16, not to FP8"),
+    _FP8.allows(
+        "decisions.grad_sums", "auto", "fp32", "params", because="autocast casts fp32 weights to bf16, not to FP8"
+    ),
 )
 _DOCUMENTS = _Feature(
     name="packed documents",
@@ -543,6 +544,7 @@ EXPERTS = (
         wanted="experts without a shared one and biases, whose activation is silu",
         hint="--system any prices memo's own operators",
     ),
+    _MODULE_EXPERTS.allows("layout.ep", 1, because="FSDP2 divides their weights, and gathers them layer by layer"),
     _MODULE_EXPERTS.allows("layout.tp", 1, because="memo knows experts of Hugging Face's modules on one rank alone"),
     Rule(
         name="experts: layer_pattern",
@@ -797,12 +799,12 @@ DOCUMENTS = (
     ),
     Rule(
         name="packed documents: windows",
-        breaks=lambda d: d.documents is not None and windowed(d),
-        what="attention windows of packed documents are not priced",
-        where="decisions.documents",
-        got=lambda d: f"documents with a window of {_longest_window(d)} tokens",
-        wanted="one document a sequence, or a model without windows",
-        hint="leave --documents out",
+        breaks=lambda d: d.documents is not None and windowed(d) and d.layout.cp > 1,
+        what="context parallelism has no lowering of attention windows beside packed documents",
+        where="layout.cp",
+        got=lambda d: f"cp {d.layout.cp} with documents and a window of {_longest_window(d)} tokens",
+        wanted="1",
+        hint="--cp 1 with tp or Ulysses, or leave --documents out",
     ),
     CUTS_OF_DOCUMENTS,
     Rule(
@@ -879,9 +881,6 @@ LATENT = (
         hint="leave --rebuild-qkv out, or --recompute tokenwise",
     ),
 )
-ADAPTERS_WITHOUT_ATTENTION_CHUNKS = _ADAPTERS.allows(
-    "decisions.attention_chunk_tokens", 0, because="chunks would need the order of their gradients changed"
-)
 ADAPTERS = (
     Rule(
         name="adapters: model",
@@ -897,13 +896,14 @@ ADAPTERS = (
     ),
     Rule(
         name="adapters: experts",
-        breaks=lambda d: d.lora is not None and d.model.mixture is not None,
-        what="adapters have no lowering beside experts",
+        breaks=lambda d: bool(d.lora and d.model.mixture and {"gate", "up", "down"}.intersection(d.lora.targets)),
+        what="adapters of experts have no lowering: each would need grouped products of its own",
         where="decisions.adapters",
         got=lambda d: f"{d.adapters} with a model with experts",
-        wanted="none, or a model without experts",
-        hint="leave --lora out: an adapter of every expert would need grouped products of its own",
+        wanted="targets among q, k, v and proj",
+        hint="--lora r=16,targets=qkv+proj",
     ),
+    _ADAPTERS.allows("layout.ep", 1, because="ranks that share frozen experts would keep no gradients of their block"),
     _ADAPTERS.allows("layout.metp", 1, because="METP's rings would carry the adapters with the weights"),
     _ADAPTERS.allows(
         "layout.tp_overlap", "none", because="the chunks of a product would each need their part of the adapter"
@@ -920,7 +920,6 @@ ADAPTERS = (
         *("none", "selective", "norms", "mlp", "full", "tokenwise"),
         because="every second product would be rebuilt without its adapter",
     ),
-    ADAPTERS_WITHOUT_ATTENTION_CHUNKS,
     _ADAPTERS.allows(
         "decisions.memory_policy",
         *("planned", "caching"),

@@ -114,7 +114,7 @@ class Block:
         """
         decayed = self.decayed_elements
         bias = self.find(SELECTION_BIAS)
-        selection = bias.elements if bias else 0
+        selection = bias.elements if bias and not bias.frozen else 0
         ends = {"decay": decayed, "selection": decayed + selection, "no_decay": self.trained_elements}
         ends[FROZEN] = self.elements
         firsts = (0, *ends.values())

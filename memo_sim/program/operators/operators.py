@@ -583,7 +583,7 @@ class OperatorWriter:
         shard = None
         if source is None and self.trains(product):
             mine = self.shard_rows(norm, at)
-            source = self.gather_again(norm, mine, f"{norm}_full", at[0])
+            source = self.gather_again(norm, mine, f"{norm}_full", at[0], tokens=tokens)
             shard = mine if source != mine else None
         summed = self.multiply_and_scatter(
             f"d_{norm}",

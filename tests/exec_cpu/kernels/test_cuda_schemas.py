@@ -25,6 +25,7 @@ POLICIES: list[dict[str, Any]] = [
     {"recompute": "tokenwise", "swapped_tokens": 128},
     {"swapped_tokens": 256, "states": "host"},
     {"states": "bf16"},
+    {"recompute": "tokenwise", "adapters": "r=8,alpha=8,targets=q+v+ffn"},
 ]
 
 

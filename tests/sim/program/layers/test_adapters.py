@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from memo_sim.contract.adapters import adapters_of, parse_adapters
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.model import LayerShape, Model
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import BufferClass, Mode
 from memo_sim.program.ir.kinds import FamilyKind, Phase, TemplateKind
@@ -18,13 +19,17 @@ from memo_sim.program.layers.frozen_products import INPUTS, unread
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.values import check_values
 from tests.sim.program.verify import planted
-from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide, faults_of
+from tests.sim.small_programs import EXPERTS, GPT, LLAMA, POLICIES, decide, faults_of
 
 EVERY = "r=16,alpha=32,targets=qkv+proj+ffn"
 FEW = "r=16,alpha=32,targets=q+v"
 DOWN = "r=16,alpha=32,targets=down"
+ATTENTION = "r=16,alpha=32,targets=qkv+proj"
 HALF = ("tokenwise", 0.5)
 UNEVEN = LLAMA.of_layers([LayerShape(ffn_hidden=640), LayerShape(ffn_hidden=512)] * 2)
+SHARED = msgspec.structs.replace(EXPERTS.layer(0).experts, shared=128, selection_bias=True, z_loss=1e-3)
+MIXED = EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[LayerShape(ffn_hidden=640, experts=SHARED)] * 3])
+"""The first layer has an MLP; the others have experts, a shared one, and a bias of their choice."""
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tensor parallel": (Layout(tp=2, sequence_parallel=True, dp=2, zero=3), {}),
     "copies of heads": (Layout(tp=8, sequence_parallel=True), {}),
@@ -74,6 +79,12 @@ def test_other_knobs_pass_the_checkers(
         assert faults_of(decide(model, layout, policy, adapters=text, **fields)) == []
 
 
+@pytest.mark.parametrize(("recompute", "alpha"), [("none", 0.5), HALF, ("mlp", 0.0), ("norms", 0.0), ("full", 1.0)])
+def test_attention_beside_experts_passes_the_checkers(recompute: str, alpha: float) -> None:
+    for layout in (Layout(), Layout(tp=2, sequence_parallel=True, dp=2, zero=3)):
+        assert faults_of(decide(MIXED, layout, (recompute, alpha), adapters=ATTENTION)) == []
+
+
 @pytest.mark.parametrize("op", ["lora.a", "lora.b", "lora.b.dgrad", "linear.dgrad.add", "lora.b.wgrad", "linear.wgrad"])
 @pytest.mark.parametrize("product", ["qkv", "proj", "ffn_up", "ffn_down"])
 def test_a_kernel_left_out_is_found(op: str, product: str) -> None:
@@ -89,10 +100,19 @@ def test_a_kernel_left_out_is_found(op: str, product: str) -> None:
 
 
 @pytest.mark.parametrize("text", [EVERY, DOWN, FEW, "r=4,alpha=4,targets=proj", "r=4,alpha=4,targets=gate"])
-@pytest.mark.parametrize("recompute", ["none", "mlp", "norms"])
+@pytest.mark.parametrize("recompute", ["none", "mlp", "norms", "selective"])
 def test_a_layer_keeps_what_its_backward_reads(recompute: str, text: str) -> None:
     """The kept tensors are those that a backward reads before it writes them; others are left out."""
-    decisions = decide(LLAMA, Layout(ulysses=2), (recompute, 0.0), adapters=text)
+    check_kept(decide(LLAMA, Layout(ulysses=2), (recompute, 0.0), adapters=text))
+
+
+@pytest.mark.parametrize("recompute", ["none", "mlp", "norms", "selective"])
+def test_a_layer_of_experts_keeps_what_its_backward_reads(recompute: str) -> None:
+    shared = EXPERTS.of_layers([LayerShape(ffn_hidden=640, experts=SHARED)] * 2)
+    check_kept(decide(shared, policy=(recompute, 0.0), adapters=ATTENTION))
+
+
+def check_kept(decisions: Decisions) -> None:
     (program,) = lower(decisions)
     (backward,) = (t for t in program.templates if t.name == "layer.bwd")
     kept = {f.name for f in program.families if f.kind is FamilyKind.SKELETAL}
@@ -105,8 +125,9 @@ def test_a_layer_keeps_what_its_backward_reads(recompute: str, text: str) -> Non
             if operand.mode & Mode.WRITE:
                 written.add(name)
     assert kept <= read
-    assert {f"skeletal.{name}" for name in unread(decisions)}.isdisjoint(kept | read)
-    assert unread(decisions) <= set(INPUTS.values())
+    dropped = unread(decisions, experts=decisions.model.mixture is not None)
+    assert {f"skeletal.{name}" for name in dropped}.isdisjoint(kept | read)
+    assert dropped <= {*INPUTS.values(), "shared_act"}
 
 
 def test_weights_and_states_are_those_of_the_adapters() -> None:

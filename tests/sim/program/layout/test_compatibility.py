@@ -67,7 +67,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "true with documents",
     ),
     "packed documents: bidirectional": (Layout(), {**PACKED, "model": BIDIRECTIONAL}, "true with documents"),
-    "packed documents: windows": (Layout(), {**PACKED, "model": WINDOW}, "documents with a window of 256 tokens"),
+    "packed documents: windows": (
+        Layout(cp=2),
+        {**PACKED, "model": WINDOW},
+        "cp 2 with documents and a window of 256 tokens",
+    ),
     "packed documents: most": (
         Layout(),
         {"documents": Documents(lengths=((512, 1),), most=2**20)},
@@ -122,6 +126,18 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
             "recompute": "full",
         },
         "experts with a shared one, with biases, or with a clamped activation",
+    ),
+    "experts of modules: ep": (
+        Layout(dp=2, ep=2),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+            "recompute": "full",
+            "global_batch": 2,
+        },
+        "2 with a model with experts",
     ),
     "experts of modules: tp": (
         Layout(tp=2),
@@ -284,7 +300,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "FP8: tp_overlap": (chunked(), {"fp8": "mx"}, "chunked with fp8 mx"),
     "FP8: multiplexed": (multiplexed(), {"fp8": "tensor"}, "true with fp8 tensor"),
     "FP8: schedule": (Layout(pp=2, schedule="zero-bubble"), {"fp8": "delayed"}, "zero-bubble with fp8 delayed"),
-    "FP8: attention_chunk_tokens": (Layout(), CHUNKS | {"fp8": "tensor"}, "512 with fp8 tensor"),
     "FP8: mlp_rebuild": (
         Layout(),
         {"fp8": "tensor", "recompute": "full", "mlp_chunk_tokens": 512, "mlp_rebuild": "layer"},
@@ -310,6 +325,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "r=8,alpha=8,targets=gate with a model without a gate",
     ),
     "adapters: experts": (Layout(), {"model": EXPERTS, "adapters": LORA}, f"{LORA} with a model with experts"),
+    "adapters: ep": (
+        Layout(dp=2, ep=2),
+        {"model": EXPERTS, "adapters": "r=8,alpha=8,targets=q"},
+        "2 with adapters r=8,alpha=8,targets=q",
+    ),
     "adapters: metp": (Layout(metp=2), {"adapters": LORA}, f"2 with adapters {LORA}"),
     "adapters: tp_overlap": (chunked(), {"adapters": LORA}, f"chunked with adapters {LORA}"),
     "adapters: schedule": (
@@ -323,7 +343,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"recompute": "operators", "adapters": LORA},
         f"operators with adapters {LORA}",
     ),
-    "adapters: attention_chunk_tokens": (Layout(), {**CHUNKS, "adapters": LORA}, f"512 with adapters {LORA}"),
     "adapters: memory_policy": (Layout(), {"memory_policy": "eager", "adapters": LORA}, f"eager with adapters {LORA}"),
     "adapters: rowwise": (
         Layout(),
