@@ -600,6 +600,7 @@ def _latent(config: _Config, model_type: str) -> LatentAttention:
     Raises:
         BadInput: when a field is missing or wrong.
     """
+    config.given("head_dim")  # transformers writes that of the rotary part
     return LatentAttention(
         q_rank=config.whole("q_lora_rank") if config.given("q_lora_rank") is not None else 0,
         kv_rank=config.whole("kv_lora_rank"),
