@@ -610,15 +610,6 @@ EXPERTS = (
         hint="leave --ep out: a rank would need the second products' biases of all experts, and its own of the first",
     ),
     Rule(
-        name="expert parallelism: memory_policy",
-        breaks=lambda d: d.layout.ep > 1 and d.memory_policy == "eager",
-        what="no framework's expert parallelism is known",
-        where="layout.ep",
-        got=lambda d: f"{d.layout.ep} with memory_policy eager",
-        wanted="1, or memory_policy planned or caching",
-        hint="leave --ep out, or --system memo, any or every-layout",
-    ),
-    Rule(
         name="capacity of experts: ep",
         breaks=lambda d: d.layout.ep == 1 and (d.expert_capacity > 0 or d.expert_overflow != "drop"),
         what="a rank with all experts has a place for every row",

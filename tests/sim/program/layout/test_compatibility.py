@@ -43,6 +43,7 @@ def chunked(**changes: Any) -> Layout:
 
 
 PACKED = {"documents": Documents(lengths=((512, 1),))}
+BIASED = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64, bias=True))
 SELECTING = msgspec.structs.replace(
     EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, selection_bias=True, selection_rate=0.001)
 )
@@ -317,6 +318,19 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(),
         {"fp8": "tensor", "grad_sums": "autocast", "memory_policy": "eager"},
         "autocast with fp8 tensor",
+    ),
+    "expert parallelism: model": (Layout(dp=2, ep=2), {}, "2"),
+    "expert parallelism: replicas": (Layout(dp=3, ep=2), {"model": EXPERTS, "global_batch": 3}, "2 of 3 ranks"),
+    "expert parallelism: zero_ranks": (
+        Layout(dp=4, ep=2, zero=1, zero_ranks=2),
+        {"model": EXPERTS, "global_batch": 4},
+        "2 with ep 2",
+    ),
+    "expert parallelism: biases": (Layout(dp=2, ep=2), {"model": BIASED}, "2 with experts that have biases"),
+    "capacity of experts: ep": (
+        Layout(),
+        {"model": EXPERTS, "expert_capacity": 1.5},
+        "capacity 1.5, overflow drop with ep 1",
     ),
     "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
     "selection bias: gradients": (
