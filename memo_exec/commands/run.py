@@ -39,7 +39,7 @@ from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observe.observed import Observed
 from memo_exec.training import checkpoint, peft_folder, run_folder, weights
 from memo_exec.training.conversations import Conversations, load_conversations
-from memo_exec.training.dataset import Dataset, load_dataset
+from memo_exec.training.dataset import Dataset, holds_documents, load_dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.loop import StepFigure, Training
 from memo_exec.training.rollouts import MadeUp, load_rollouts
@@ -54,6 +54,7 @@ from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import counted, format_percent
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.expert_load import nearest_load, shown_load
+from memo_sim.program.layout.token_order import rows_of_a_cut
 from memo_sim.program.lower import lower
 from memo_sim.views.busy import busy_by
 
@@ -267,9 +268,11 @@ def _data(
             got=f"a plan with the objective {decisions.objective}",
             hint="leave it out, or memo-sim what-if ... --objective grpo",
         )
-    if options.data is not None and options.data.suffix.lower() == ".jsonl":
+    pretraining = decisions.documents is not None and options.data is not None and holds_documents(options.data)
+    if options.data is not None and options.data.suffix.lower() == ".jsonl" and not pretraining:
         vocab, room = decisions.model.vocab, _room(decisions)
-        return load_conversations(options.data, vocab, decisions.seq_tokens, options.tokenizer, room)
+        loaded = load_conversations(options.data, vocab, decisions.seq_tokens, options.tokenizer, room)
+        return dataclasses.replace(loaded, multiple=rows_of_a_cut(decisions))
     if options.tokenizer is not None:
         raise UsageError(
             "a tokenizer is for conversations",
@@ -277,7 +280,13 @@ def _data(
             wanted="--data FILE.jsonl",
             hint="leave --tokenizer out: other data are tokens already, or bytes",
         )
-    return load_dataset(options.data, decisions.model.vocab, decisions.documents)
+    return _windows(options.data, decisions)
+
+
+def _windows(data: Path | None, decisions: Decisions) -> Dataset:
+    """Return windows of a file of tokens, or of the included text."""
+    multiple = rows_of_a_cut(decisions)
+    return load_dataset(data, decisions.model.vocab, decisions.documents, multiple=multiple)
 
 
 def _room(decisions: Decisions) -> int:
@@ -292,7 +301,7 @@ def _rollouts(options: RunOptions, decisions: Decisions, *, kl: bool) -> Convers
             "rollouts are tokens already", got=f"--tokenizer {options.tokenizer}", hint="leave --tokenizer out"
         )
     if options.data is None:
-        return MadeUp(load_dataset(None, vocab, decisions.documents), vocab)
+        return MadeUp(_windows(None, decisions), vocab)
     if options.data.suffix.lower() != ".jsonl":
         raise UsageError(
             "the objective grpo needs rollouts",
@@ -300,7 +309,8 @@ def _rollouts(options: RunOptions, decisions: Decisions, *, kl: bool) -> Convers
             wanted="a .jsonl file with prompt_ids, completion_ids, advantage, old_logprobs and ref_logprobs",
             hint="leave --data out for made-up rollouts",
         )
-    return load_rollouts(options.data, vocab, decisions.seq_tokens, kl=kl, room=_room(decisions))
+    loaded = load_rollouts(options.data, vocab, decisions.seq_tokens, kl=kl, room=_room(decisions))
+    return dataclasses.replace(loaded, multiple=rows_of_a_cut(decisions))
 
 
 def _check_inputs(options: RunOptions, decisions: Decisions) -> None:

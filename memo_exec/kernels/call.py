@@ -25,7 +25,15 @@ from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.heads import divided_heads, shares
 from memo_sim.program.layout.partition import partition
-from memo_sim.program.layout.token_order import clipped, clipped_runs, row_blocks, shard_runs, token_runs
+from memo_sim.program.layout.token_order import (
+    Run,
+    clipped,
+    clipped_runs,
+    cuts_documents,
+    row_blocks,
+    shard_runs,
+    token_runs,
+)
 from memo_sim.program.operators.workspaces import SCRATCH_ALIGNMENT_BYTES, merge_scratch_bytes
 
 Ends = tuple[tuple[int, ...], ...]
@@ -72,7 +80,7 @@ class Context:
         """Allocate the constants once, so that no kernel allocates them."""
         self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
         self.inverse_frequencies = inverse_frequencies(self.model, self.decisions.seq_tokens).to(self.device)
-        """Rotary frequencies in fp32; the length is half of head_dim."""
+        """Rotary frequencies in fp32; the length is half of a head's rotary features."""
         self.own_frequencies = {
             shape.rope_theta: unscaled_frequencies(self.model, shape.rope_theta).to(self.device)
             for shape in self.model.layer_shapes
@@ -81,8 +89,6 @@ class Context:
         """Those of layers whose tables have a base of their own, by base."""
         self.mesh = MeshCoordinates(self.decisions.layout, self.rank)
         """This rank's mesh coordinates."""
-        self.runs = token_runs(self.decisions, self.rank)
-        self._shard_runs = shard_runs(self.decisions, self.rank)
         parts = partition(self.decisions)
         self._starts = (0, *accumulate(parts))
         self.row_blocks = [row_blocks(self.decisions, number) for number in range(len(parts))]
@@ -99,6 +105,7 @@ class Context:
         """By layer and expert: rows, summed over micro-batches."""
         self._ends: list[Ends] = [self._drawn_ends()] if self.decisions.documents else []
         """For each micro-batch of the step, where its documents end; the drawn ones until a step brings its own."""
+        self._runs = self._order()
         self.overflow = torch.zeros(3, dtype=torch.int64, device=self.device)
         """With expert parallelism: dispatched rows that were dropped, the most rows that one layer sent to a rank, and
         all dispatched rows, of all forwards so far."""
@@ -110,7 +117,7 @@ class Context:
         if layout.ring == 1 and layout.subsequences == 1 and not in_chunks(self.decisions):
             return None
         heads = self.shares[self.mesh.at("ulysses")].heads
-        size = merge_scratch_bytes(heads, model.head_dim, self.decisions.dtype)
+        size = merge_scratch_bytes(heads, model.value_dim, self.decisions.dtype)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _drawn_ends(self) -> Ends:
@@ -123,6 +130,17 @@ class Context:
     def bring(self, ends: Sequence[Ends]) -> None:
         """Keep where the documents of a step's micro-batches end."""
         self._ends = list(ends)
+        if cuts_documents(self.decisions):
+            self._runs = self._order()
+
+    def _order(self) -> list[tuple[tuple[Run, ...], tuple[Run, ...]]]:
+        """Return the runs of this rank's rows and of its token shard: one pair, or one for each micro-batch."""
+        every = self._ends if cuts_documents(self.decisions) else [()]
+        return [tuple(of(self.decisions, self.rank, ends) for of in (token_runs, shard_runs)) for ends in every]  # type: ignore[misc]
+
+    def runs(self, micro_batch: int, *, shard: bool = False) -> tuple[Run, ...]:
+        """Return the runs of this rank's rows, or with ``shard`` of its sequence-parallel token shard."""
+        return self._runs[micro_batch % len(self._runs)][shard]
 
     def ends(self, micro_batch: int) -> Ends:
         """Return where the documents of a micro-batch end; empty where a sequence is one document."""
@@ -136,7 +154,7 @@ class Context:
         The yielded rows count from ``first``. With ``shard``, rows are those of the sequence-parallel token shard.
         """
         ends, length = self.ends(micro_batch), self.decisions.seq_tokens
-        for run in clipped(self._shard_runs if shard else self.runs, first, rows):
+        for run in clipped(self.runs(micro_batch, shard=shard), first, rows):
             sequence, token = divmod(run.token, length)
             row, last = run.row - first, token + run.tokens
             begin = 0

@@ -97,12 +97,14 @@ def all_to_all(call: Call) -> None:
 
 
 def _widths(call: Call, head_sharded: Tensor) -> list[int]:
-    """Return the features of each rank's head-sharded rows: of its queries, or of its Q, K and V."""
+    """Return the features of each rank's head-sharded rows: of attention's output, or of its Q, K and V."""
     context = call.context
-    queries = [share.heads * context.model.head_dim for share in context.shares]
-    if head_sharded.shape[1] == queries[context.mesh.at("ulysses")]:
-        return queries
-    return [(share.heads + 2 * share.kv_heads) * context.model.head_dim for share in context.shares]
+    model = context.model
+    outputs = [share.heads * model.value_dim for share in context.shares]
+    if head_sharded.shape[1] == outputs[context.mesh.at("ulysses")]:
+        return outputs
+    key, value = model.head_dim, model.value_dim
+    return [(share.heads + share.kv_heads) * key + share.kv_heads * value for share in context.shares]
 
 
 def broadcast(call: Call) -> None:

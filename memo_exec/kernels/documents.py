@@ -2,34 +2,79 @@
 
 The ends of documents are data of a step. They are known on the host before the step, from the data loader, so no kernel
 reads them from the device. Attention is called once for each document, on views of its rows, or by a kernel that takes
-where they end in a tensor, which is written before the step (``input.documents``). The rows of a rank that
-belong to one document lie together, and so do the keys of each call (``memo_sim/program/attention/``):
+where they end in a tensor, which is written before the step (``input.documents``). A rank's rows of one document:
 
     sequence     | a a a a a a a b | b b b b b b b b | b c c c c c c c | c c c c d d d d |     cp 2, chunks 0 .. 3
     rank 1       |   chunk 1: b b b b b b b b | chunk 2: b c c c c c c c |                     own rows: b, then c
     keys of 0    |   chunk 0: a a a a a a a b |                                                b alone has queries here
+
+Where ranks cut every document instead, each has an early and a late chunk of all of them (``layout/token_order.py``).
+These lie apart, so the rows of a document are copied together for its call, and its results back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from memo_exec.kernels.call import Call, Context, Ends
 from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.work import Attention
+from memo_sim.program.layout.token_order import cuts_documents
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The queries and keys of one document in one call, as rows of one sequence of it."""
+    """The queries and keys of one document in one call, as runs of rows of one sequence of it, in order of tokens.
 
-    sequence: int
-    queries: slice
-    keys: slice
+    There are several runs where ranks cut every document, and where an all-gather brings chunks in reverse order.
+    """
+
+    sequence: int | None
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+
+    @property
+    def at(self) -> slice:
+        """The sequence, as an index that keeps its dimension."""
+        return slice(None) if self.sequence is None else slice(self.sequence, self.sequence + 1)
+
+
+EVERYTHING = Segment(None, (slice(None),), (slice(None),))
+"""All rows of all sequences."""
+
+
+class Joined:
+    """Runs of rows of (batch, rows, ...) tensors as one: a view of a single run, or a copy of several."""
+
+    def __init__(self, runs: tuple[slice, ...], at: slice) -> None:
+        """``at``: the sequence that the rows are of."""
+        self._runs, self._at = runs, at
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the rows of a tensor, in the order of runs."""
+        if len(self._runs) == 1:
+            return tensor[self._at, self._runs[0]]
+        return torch.cat([tensor[self._at, run] for run in self._runs], dim=1)
+
+    @contextmanager
+    def written(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield tensors to write the rows to; several runs are then copied to their places."""
+        targets = tuple(self.of(tensor) for tensor in tensors)
+        yield targets
+        if len(self._runs) == 1:
+            return
+        lengths = [run.stop - run.start for run in self._runs]
+        for tensor, target in zip(tensors, targets, strict=True):
+            for run, rows in zip(self._runs, torch.split(target, lengths, dim=1), strict=True):
+                tensor[self._at, run] = rows
 
 
 def segments(call: Call, work: Attention) -> Iterator[Segment]:
@@ -37,22 +82,23 @@ def segments(call: Call, work: Attention) -> Iterator[Segment]:
     own, rows = _own_chunks(call.context)
     queries, keys = own[len(own) - work.q_tokens // rows :], work.chunks or own
     for sequence, ends in enumerate(call.context.ends(call.micro_batch)):
-        for first, end in pairwise((0, *ends)):
-            mine, theirs = (_rows(part, rows, first, end) for part in (queries, keys))
-            if mine is not None and theirs is not None:
+        for document in pairwise((0, *ends)):
+            mine, theirs = (_rows(call.context, chunks, document) for chunks in (queries, keys))
+            if mine and theirs:
                 yield Segment(sequence, mine, theirs)
 
 
 def own_ends(context: Context, micro_batch: int) -> list[int]:
     """Return where documents begin among the rows of a rank's attention, and the end of the last one.
 
-    Rows count over all sequences of the micro-batch; documents without a row here are left out.
+    Rows count over all sequences of the micro-batch; documents without a row here are left out. Where every document is
+    cut, the ends are those of its early chunks alone.
     """
     own, rows = _own_chunks(context)
     found = [0]
     for sequence, ends in enumerate(context.ends(micro_batch)):
-        parts = [_rows(own, rows, first, end) for first, end in pairwise((0, *ends))]
-        found += [sequence * len(own) * rows + part.stop for part in parts if part is not None]
+        parts = [_rows(context, own, document) for document in pairwise((0, *ends))]
+        found += [sequence * len(own) * rows + part[0].stop for part in parts if part]
     return found
 
 
@@ -63,35 +109,35 @@ def _own_chunks(context: Context) -> tuple[tuple[int, ...], int]:
     return (rank, chunks - 1 - rank) if chunks > 1 else (0,), context.decisions.seq_tokens // chunks
 
 
-def _rows(chunks: Sequence[int], rows: int, first: int, end: int) -> slice | None:
-    """Return which rows of ``chunks`` hold tokens [first, end) of a sequence; None for none."""
-    found = [
-        (place * rows + low - chunk * rows, place * rows + high - chunk * rows)
-        for place, chunk in enumerate(chunks)
-        if (low := max(first, chunk * rows)) < (high := min(end, (chunk + 1) * rows))
-    ]
-    if not found:
-        return None
-    assert all(before[1] == after[0] for before, after in pairwise(found)), "a document's rows lie apart"
-    return slice(found[0][0], found[-1][1])
+def _rows(context: Context, chunks: Sequence[int], document: tuple[int, int]) -> tuple[slice, ...]:
+    """Return which rows of ``chunks`` hold the tokens [first, end) of a document; neighbouring runs are joined."""
+    (first, end), decisions = document, context.decisions
+    count = 2 * decisions.layout.ring
+    rows = decisions.seq_tokens // count if count > 2 else decisions.seq_tokens
+    found: list[slice] = []
+    for place, chunk in enumerate(chunks):
+        if cuts_documents(decisions):
+            low, high = first // count, end // count
+        else:
+            low, high = max(first, chunk * rows) - chunk * rows, min(end, (chunk + 1) * rows) - chunk * rows
+        if low >= high:
+            continue
+        run = slice(place * rows + low, place * rows + high)
+        if found and found[-1].stop == run.start:
+            found[-1] = slice(found[-1].start, run.stop)
+        else:
+            found.append(run)
+    return tuple(found)
 
 
 def check_documents(decisions: Decisions) -> None:
     """Refuse plans whose documents memo-exec does not play.
 
     Raises:
-        CannotRun: when ranks cut every document, or positions are scaled by the length of the sequence.
+        CannotRun: when positions are scaled by the length of the sequence.
     """
     if decisions.documents is None:
         return
-    if decisions.document_cuts != "sequence":
-        raise CannotRun(
-            "memo-exec cuts sequences, not every document: which rows a rank has would change from step to step",
-            where="$.decisions.document_cuts",
-            got=decisions.document_cuts,
-            wanted="sequence",
-            hint="make the plan with --document-cuts sequence; the other cuts are a prediction only",
-        )
     scaling = decisions.model.rope_scaling
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
         raise CannotRun(

@@ -11,7 +11,9 @@ from memo_sim.contract.model import Model, RopeScaling
 
 
 def inverse_frequencies(model: Model, seq_tokens: int) -> Tensor:
-    """Return ``theta ** (-2 i / head_dim)`` for i < head_dim / 2 in fp32, with the model's scaling applied.
+    """Return ``theta ** (-2 i / size)`` for i < size / 2 in fp32, with the model's scaling applied.
+
+    ``size``: the rotary features of a head (``Model.rotary_dim``).
 
     ``seq_tokens``, the sequence's length, matters for dynamic and longrope.
     """
@@ -29,7 +31,7 @@ def inverse_frequencies(model: Model, seq_tokens: int) -> Tensor:
             return _yarn(plain, scaling, model)
         case "dynamic":
             longer = max(seq_tokens, scaling.original_max_positions) / scaling.original_max_positions
-            power = model.head_dim / (model.head_dim - 2)
+            power = model.rotary_dim / (model.rotary_dim - 2)
             base = model.rope_theta * (scaling.factor * longer - (scaling.factor - 1)) ** power
             return 1.0 / torch.pow(base, exponents)
         case "longrope":
@@ -44,7 +46,7 @@ def unscaled_frequencies(model: Model, theta: float) -> Tensor:
 
 
 def _exponents(model: Model) -> Tensor:
-    return torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
+    return torch.arange(0, model.rotary_dim, 2, dtype=torch.int64).float() / model.rotary_dim
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling, model: Model) -> Tensor:
@@ -52,12 +54,12 @@ def _yarn(plain: Tensor, scaling: RopeScaling, model: Model) -> Tensor:
 
     def frequency_of(turns: float) -> float:
         spread = math.log(scaling.original_max_positions / (turns * 2 * math.pi))
-        return model.head_dim * spread / (2 * math.log(model.rope_theta))
+        return model.rotary_dim * spread / (2 * math.log(model.rope_theta))
 
     low, high = frequency_of(scaling.beta_fast), frequency_of(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, model.head_dim - 1)
+    low, high = max(low, 0), min(high, model.rotary_dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / width).clamp(0, 1)
     return plain / scaling.factor * ramp + plain * (1 - ramp)

@@ -65,7 +65,11 @@ def linear_dgrad_add(call: Call) -> None:
 
 def linear_wgrad(call: Call) -> None:
     """``out += grad.T @ x``: the gradient of the weight, summed in the dtype of ``out`` (fp32, or that of ``grad``)."""
-    grad, x = call.matrix("grad"), call.matrix("x")
+    add_weight_gradient(call, call.matrix("grad"), call.matrix("x"))
+
+
+def add_weight_gradient(call: Call, grad: Tensor, x: Tensor) -> None:
+    """Add the gradient of a weight to the call's ``out``, as ``linear_wgrad`` does."""
     _add_products(call, grad, x, [(slice(None), slice(None), call["out"].view(grad.shape[1], x.shape[1]))])
 
 

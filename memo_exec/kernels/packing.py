@@ -104,19 +104,21 @@ def _packed(qkv: Tensor, width: int, call: Call) -> Tensor:
 def _by_rank(plain: Tensor, grouped: Tensor, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield views of the features of plain rows, and of all their copies in the rows that are grouped by rank.
 
-    Features have any shape, and their copies one dimension more, the first. Rows have Q, K and V, or Q alone.
+    Features have any shape, and their copies one dimension more, the first. Rows have Q, K and V, or attention's
+    output.
     """
     context = call.context
-    size, shares = context.model.head_dim, context.shares
-    q, kv = context.heads * size, context.kv_heads * size
-    parts = ((0, q),) if plain.shape[1] == q else ((0, q), (q, kv), (q + kv, kv))
+    size, value, shares = context.model.head_dim, context.model.value_dim, context.shares
+    q, kv, out = context.heads * size, context.kv_heads * size, context.heads * value
+    packed = ((0, q, size), (q, kv, size), (q + kv, context.kv_heads * value, value))
+    parts = ((0, out, value),) if plain.shape[1] == out else packed
     mine = [share.heads + 2 * share.kv_heads * (len(parts) > 1) for share in shares]
     if len(set(mine)) > 1:
         yield from _unequal(plain, grouped, call, [heads * size for heads in mine])
         return
     ranks, taken = grouped.view(len(shares), len(plain), -1), 0
-    for first, width in parts:
-        own = (shares[0].kv_heads if first else shares[0].heads) * size
+    for first, width, head in parts:
+        own = (shares[0].kv_heads if first else shares[0].heads) * head
         features = torch.unflatten(plain[:, first : first + width], 1, (-1, own)).transpose(0, 1)
         copies = torch.unflatten(ranks[:, :, taken : taken + own], 0, (len(features), -1)).transpose(0, 1)
         yield features, copies

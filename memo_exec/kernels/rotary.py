@@ -38,7 +38,7 @@ class Tables:
         theta = work.theta if isinstance(work, Rotary) else 0.0
         self._frequencies = call.context.own_frequencies[theta] if theta else call.context.inverse_frequencies
         self._scaling = None if theta else call.context.model.rope_scaling
-        half, self.scratch = call.context.model.head_dim // 2, call.scratch()
+        half, self.scratch = call.context.model.rotary_dim // 2, call.scratch()
         rows = min(len(packed), NORM_ROWS)
         self._positions = self.scratch.take(rows)
         self._wide = self.scratch.take(rows, half), self.scratch.take(rows, half)
@@ -46,7 +46,7 @@ class Tables:
         self._narrow = [self.scratch.take(rows, half, dtype=packed.dtype) for _ in range(2)] if narrow else None
 
     def of(self, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines from row ``first`` on, (rows, head_dim / 2), in the packed tensor's dtype."""
+        """Return cosines and sines from row ``first`` on, (rows, rotary features / 2), in the packed tensor's dtype."""
         positions, (cosines, sines) = self._positions, self._wide
         for run, place in self._call.positions(self._first + first, rows):
             torch.arange(place, place + run.stop - run.start, out=positions[run])

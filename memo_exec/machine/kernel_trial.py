@@ -11,7 +11,7 @@ The comparison also finds a wrong causal alignment and NaN, not only an exceptio
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
 
@@ -22,6 +22,7 @@ from memo_exec.kernels import KERNELS, Call, Context
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.kernels.attention_backend import CAUSAL, WHOLE, AttentionBackward, Mask
 from memo_exec.memory.dtypes import TORCH_DTYPES
+from memo_sim.contract.attention_kernels import pads_values
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.knobs import DtypeName, RowwiseKernel
 from memo_sim.contract.model import Model
@@ -62,11 +63,13 @@ class Heads:
     heads: int
     kv_heads: int
     head_dim: int
+    narrow_values: int = 0
+    """Features of a value, where these are not ``head_dim``."""
 
     @classmethod
     def of(cls, model: Model) -> Heads:
         """Return one key/value head of a model with its group of query heads."""
-        return cls(model.heads // model.kv_heads, 1, model.head_dim)
+        return cls(model.heads // model.kv_heads, 1, model.head_dim, model.narrow_values)
 
 
 def forms_of(decisions: Decisions) -> tuple[Form, ...]:
@@ -95,15 +98,20 @@ def attention_fails(
     *,
     deterministic: bool = False,
 ) -> str:
-    """Return why an attention kernel cannot compute these heads on ``device``; "" when it can."""
+    """Return why an attention kernel cannot compute these heads on ``device``; "" when it can.
+
+    A kernel that needs values as wide as keys gets them so, as a step pads them.
+    """
+    tried = replace(heads, narrow_values=0) if pads_values(kernel) else heads
 
     def play() -> str:
         backend = import_module(BACKENDS[kernel])
-        q, k, v, grads = _operands(heads, form, lambda *shape: _random(shape, device, dtype))
-        grad, parts = _random(q.shape, device, dtype), FORMS[form]
+        q, k, v, grads = _operands(tried, form, lambda *shape: _random(shape, device, dtype))
+        grad, parts = _random((*q.shape[:3], v.shape[3]), device, dtype), FORMS[form]
+        scale = {"scale": float(q.shape[3] ** -0.5)} if tried.narrow_values else {}
         outs, lses = [torch.empty_like(grad) for _ in parts], [torch.empty(q.shape[:3], device=device) for _ in parts]
         for (mask, keys), out, lse in zip(parts, outs, lses, strict=True):
-            backend.forward(q, k[:, keys], v[:, keys], out, lse, mask=mask)
+            backend.forward(q, k[:, keys], v[:, keys], out, lse, mask=mask, **scale)
         whole = torch.stack(lses).logsumexp(0)
         shares = [(lse - whole).exp().unsqueeze(-1) for lse in lses]
         out = sum((o.float() * share for o, share in zip(outs, shares, strict=True)), torch.zeros(())).to(grad.dtype)
@@ -111,7 +119,7 @@ def attention_fails(
         for mask, keys in parts:
             into = (grads[0], grads[1][:, keys], grads[2][:, keys])
             qkv = (q, k[:, keys], v[:, keys])
-            backend.backward(AttentionBackward(grad, qkv, out, whole, into, mask, deterministic=deterministic))
+            backend.backward(AttentionBackward(grad, qkv, out, whole, into, mask, deterministic, **scale))
             grad_q += grads[0]
         masked = form != "whole"
         window = parts[0][0].window
@@ -125,6 +133,8 @@ def _operands(
     heads: Heads, form: Form, made: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """Return Q, K, V and the tensors for their gradients, as views of packed tensors like those of a step."""
+    if heads.narrow_values:
+        return _of_two_widths(heads, form, made)
     if form in ("parts", "window after earlier keys"):
         q = made(1, TOKENS, heads.heads, heads.head_dim)
         kv = made(1, EARLIER + TOKENS, 2, heads.kv_heads, heads.head_dim)
@@ -134,6 +144,29 @@ def _operands(
     sizes = [heads.heads, heads.kv_heads, heads.kv_heads]
     q, k, v = torch.split(packed, sizes, dim=2)
     return q, k, v, torch.split(torch.empty_like(packed), sizes, dim=2)
+
+
+def _of_two_widths(
+    heads: Heads, form: Form, made: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return what ``_operands`` does, with values of another width than queries and keys."""
+    widths = [heads.head_dim, heads.head_dim, heads.narrow_values]
+    counts = [heads.heads, heads.kv_heads, heads.kv_heads]
+
+    def views(packed: Tensor, first: int) -> tuple[Tensor, ...]:
+        sizes = [width * count for width, count in zip(widths[first:], counts[first:], strict=True)]
+        found = torch.split(packed, sizes, dim=2)
+        return tuple(torch.unflatten(x, 2, (n, -1)) for x, n in zip(found, counts[first:], strict=True))
+
+    total = sum(width * count for width, count in zip(widths, counts, strict=True))
+    if form == "parts":
+        queries = heads.heads * heads.head_dim
+        q, kv = made(1, TOKENS, heads.heads, heads.head_dim), made(1, EARLIER + TOKENS, total - queries)
+        k, v = views(kv, 1)
+        return q, k, v, (torch.empty_like(q), *views(torch.empty_like(kv), 1))
+    packed = made(1, TOKENS, total)
+    q, k, v = views(packed, 0)
+    return q, k, v, views(torch.empty_like(packed), 0)
 
 
 def _random(shape: Sequence[int], device: torch.device, dtype: DtypeName) -> Tensor:

@@ -72,6 +72,8 @@ class Conversations:
     room: int = 0
     """The most documents of a sequence of a plan that packs them; 0: a sequence is one conversation."""
     noun: str = "conversation"
+    multiple: int = 1
+    """What the rows of a document are a multiple of, where ranks cut every document; the others are padding."""
 
     @cached_property
     def sha256(self) -> str:
@@ -116,7 +118,7 @@ class Conversations:
             for item in held:
                 place = slice(ends[-1], seq_tokens)
                 _place(item, ids[row, place], labels[row, place], rollout[row, place])
-                ends.append(min(ends[-1] + len(item.ids), seq_tokens))
+                ends.append(min(ends[-1] + self._rows(item), seq_tokens))
             documents.append((*ends[1:], *([seq_tokens] if ends[-1] < seq_tokens else [])))
         numbers = rollout if self.items[0].rollout is not None else None
         return Batch(ids, labels, tuple(documents) if self.room else (), numbers)
@@ -137,13 +139,17 @@ class Conversations:
         order = np.random.default_rng([seed, epoch]).permutation(len(self.used))
         found, free = list[list[Conversation]](), 0
         for item in (self.used[number] for number in order.tolist()):
-            if not found or len(item.ids) > free or len(found[-1]) + 1 >= self.room:
+            if not found or self._rows(item) > free or len(found[-1]) + 1 >= self.room:
                 found.append([])
                 free = self.seq_tokens
             found[-1].append(item)
-            free -= min(len(item.ids), free)
+            free -= min(self._rows(item), free)
         self._epochs[seed, epoch] = found
         return found
+
+    def _rows(self, item: Conversation) -> int:
+        """Return the rows that a conversation takes."""
+        return -(-len(item.ids) // self.multiple) * self.multiple
 
     @cached_property
     def _epochs(self) -> dict[tuple[int, int], list[list[Conversation]]]:

@@ -16,6 +16,8 @@ A plan with packed documents needs to know where they end. Its windows are the s
     anything read as text    lines; the included text, as below
     .npy, .bin, .ids         lengths drawn from the plan's histogram, from the seed and the step
 
+Where ranks cut every document, its rows are filled up to a multiple, and drawn lengths are rounded up to one.
+
 The last token of a document has no target. The piece of a document that a window cuts off at its end has one more.
 """
 
@@ -75,6 +77,8 @@ class Dataset:
     """The lengths that the plan packs; None: a sequence is one document."""
     ends: Ids | None = None
     """Where the documents of the file end, in tokens; None: their lengths are drawn."""
+    multiple: int = 1
+    """What the rows of a document are a multiple of, where ranks cut every document."""
 
     @cached_property
     def sha256(self) -> str:
@@ -104,6 +108,8 @@ class Dataset:
             labels[row, : len(window) - 1] = window[1:]
         if self.documents is None:
             return Batch(ids, labels)
+        if self.ends is not None and self.multiple > 1:
+            return self._filled_up(starts.tolist(), seq_tokens)
         ends = tuple(
             self._drawn(f"{seed}:{step}:{row}", seq_tokens) if self.ends is None else self._within(start, seq_tokens)
             for row, start in enumerate(starts.tolist())
@@ -117,7 +123,26 @@ class Dataset:
     def _drawn(self, seed: str, seq_tokens: int) -> tuple[int, ...]:
         """Return where documents of drawn lengths end in a sequence."""
         assert self.documents is not None
-        return tuple(accumulate(next(fill(self.documents.draw(Random(seed)), seq_tokens))))
+        return tuple(accumulate(next(fill(self.documents.draw(Random(seed)), seq_tokens, self.multiple))))
+
+    def _filled_up(self, starts: list[int], seq_tokens: int) -> Batch:
+        """Return sequences whose documents are filled up to a multiple of rows, without targets in the added rows."""
+        assert self.ends is not None
+        ids = np.zeros((len(starts), seq_tokens), dtype=np.int64)
+        labels = np.full((len(starts), seq_tokens), IGNORED_LABEL, dtype=np.int64)
+        every = []
+        for row, start in enumerate(starts):
+            at, ends = start, [0]
+            while ends[-1] < seq_tokens and at < len(self.tokens):
+                end = int(self.ends[np.searchsorted(self.ends, at + 1)])
+                taken, first = min(end - at, seq_tokens - ends[-1]), ends[-1]
+                piece = np.asarray(self.tokens[at : min(end, at + taken + 1)], dtype=np.int64)
+                ids[row, first : first + taken] = piece[:taken]
+                labels[row, first : first + len(piece) - 1] = piece[1:]
+                ends.append(first + -(-taken // self.multiple) * self.multiple)
+                at += taken
+            every.append((*ends[1:-1], seq_tokens))
+        return Batch(ids, labels, tuple(every))
 
     def _within(self, start: int, seq_tokens: int) -> tuple[int, ...]:
         """Return where the file's documents end in a window from ``start`` on; padding counts as one."""
@@ -126,10 +151,13 @@ class Dataset:
         return (*(self.ends[low:high] - start).tolist(), seq_tokens)
 
 
-def load_dataset(path: str | Path | None, vocab: int, documents: Documents | None = None) -> Dataset:
+def load_dataset(
+    path: str | Path | None, vocab: int, documents: Documents | None = None, *, multiple: int = 1
+) -> Dataset:
     """Return the tokens of ``path``, or those of the included text when it is None.
 
-    ``documents``: the lengths of documents that the plan packs, if it packs any.
+    ``documents``: the lengths of documents that the plan packs, if it packs any. ``multiple``: what their rows are a
+    multiple of.
 
     Raises:
         BadInput: when the file cannot be read, has fewer than two tokens, or has ids outside the vocabulary.
@@ -158,7 +186,20 @@ def load_dataset(path: str | Path | None, vocab: int, documents: Documents | Non
             wanted=f"0 to {vocab - 1}",
             hint="check that the file was made with this model's tokenizer",
         )
-    return Dataset(file, tokens, documents, ends)
+    return Dataset(file, tokens, documents, ends, multiple)
+
+
+def holds_documents(path: Path) -> bool:
+    """Return whether a file's first line is a document of JSON: an object with a ``text`` or with ``input_ids``."""
+    if path.suffix.lower() != ".jsonl":
+        return False
+    check_regular(path)
+    line = next((line for line in read_regular(path).splitlines() if line.strip()), b"")
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return isinstance(found, dict) and bool({"text", "input_ids"} & found.keys())
 
 
 def _read(file: Path, size: int, vocab: int) -> NDArray[Any]:

@@ -1,8 +1,9 @@
 """Reads and writes weights as Hugging Face directories: GPT-2, Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3's text
-models, Mixtral, Qwen3-MoE and GPT-OSS.
+models, Mixtral, Qwen3-MoE, GPT-OSS and dense DeepSeek-V3.
 
 - Our matrices are (out, in). Q, K, V are packed into one, and so are [gate; up].
 - GPT-2 stores matrices as (in, out), because it uses Conv1D.
+- The products of latent attention are one matrix here: that of the queries' latent, then that of keys and values.
 - Phi-3 packs Q, K, V and [gate; up] as we do; the others store them separately.
 - The experts of a layer are one tensor here, and a tensor for every expert and matrix there. GPT-OSS has one tensor
   too, of (in, out) matrices, with the features of gate and up in turn.
@@ -29,7 +30,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.files import check_regular
 from memo_sim.contract.huggingface import GPT_OSS, config_of, model_from_config, model_type
-from memo_sim.contract.model import Experts, LayerShape, Model
+from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 
 SHARD_BYTES = 4 * 2**30
@@ -110,6 +111,8 @@ def _products(model: Model, kind: str, layer: LayerShape) -> dict[str, list[tupl
         "qkv": [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
         "proj": [("self_attn.o_proj", h)],
     }
+    if model.latent is not None:
+        attention = _latent_products(model, model.latent)
     if layer.experts is not None and kind == GPT_OSS:
         return attention
     if layer.experts is not None:
@@ -120,6 +123,18 @@ def _products(model: Model, kind: str, layer: LayerShape) -> dict[str, list[tupl
     return attention | mlp
 
 
+def _latent_products(model: Model, latent: LatentAttention) -> dict[str, list[tuple[str, int]]]:
+    """Return the parts of the matrices of latent attention (DeepSeek-V2 and V3)."""
+    queries = [("self_attn.q_a_proj", latent.q_rank)] if latent.q_rank else []
+    keys = model.heads * (latent.nope_dim + latent.value_dim)
+    return {
+        "latent": [*queries, ("self_attn.kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim)],
+        "q_up": [("self_attn.q_b_proj" if latent.q_rank else "self_attn.q_proj", model.q_width)],
+        "kv_up": [("self_attn.kv_b_proj", keys)],
+        "proj": [("self_attn.o_proj", model.hidden)],
+    }
+
+
 def _norms(model: Model) -> list[tuple[str, str, int]]:
     """Return the norms of a layer: our name, the stored one, and the features."""
     h = model.hidden
@@ -127,6 +142,9 @@ def _norms(model: Model) -> list[tuple[str, str, int]]:
     if model.post_norms:
         behind = [("post_attn", "post_attention_layernorm", h), ("norm2", "pre_feedforward_layernorm", h)]
         norms = [norms[0], *behind, ("post_mlp", "post_feedforward_layernorm", h)]
+    if (latent := model.latent) is not None:
+        norms += [("q_latent_norm", "self_attn.q_a_layernorm", latent.q_rank)] if latent.q_rank else []
+        norms.append(("kv_latent_norm", "self_attn.kv_a_layernorm", latent.kv_rank))
     if model.qk_norm:
         norms += [("q_norm", "self_attn.q_norm", model.head_dim), ("k_norm", "self_attn.k_norm", model.head_dim)]
     return norms

@@ -12,7 +12,7 @@ the tokens of its rows. After each step the ranks exchange their times, so a ste
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -35,6 +35,7 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import GIB, format_percent, format_seconds
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.layout.token_order import Run, token_runs
 
 MOST_RECORDS = 32
 """How many records are kept for the comparison: those of the last steps."""
@@ -137,7 +138,7 @@ class Training:
         self.pieces += sum(map(len, batch.documents))
         self.attended += squares(batch.documents)
         scalars, documents = self._scalars(number, batch), self._documents(batch)
-        record = self.interpreter.run_step(self._micro_batches(batch), scalars, documents)
+        record = self.interpreter.run_step(self._micro_batches(batch, documents), scalars, documents)
         overflow = self.interpreter.context.overflow.tolist() if decisions.layout.ep > 1 else (0, 0, 0)
         by_rank = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes, *overflow)
         self.overflow = Overflow.of([counts for _, _, _, *counts in by_rank], decisions)
@@ -167,15 +168,16 @@ class Training:
         saved = f"the last good checkpoint is {self.last_saved}; " if self.last_saved is not None else ""
         return f"{saved}use a lower --lr, or more --warmup-steps"
 
-    def _micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, ...]]:
+    def _micro_batches(self, batch: Batch, documents: Sequence[Ends]) -> list[tuple[torch.Tensor, ...]]:
         """Return this rank's micro-batches: its sequences of the global batch, in order, and of these its tokens."""
         decisions, context = self.plan.decisions, self.interpreter.context
         shares, share, size = decisions.layout.dp, context.mesh.at("dp"), decisions.micro_batch
-        tokens = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in context.runs])
+        every = documents or [()] * decisions.micro_batches
+        tokens = [tokens_of(token_runs(decisions, context.rank, ends)) for ends in every]
         parts = []
         for whole in (batch.ids, batch.labels, *(() if batch.rollout is None else (batch.rollout,))):
-            own = torch.chunk(torch.from_numpy(whole), shares)[share]
-            parts.append([sequences.flatten(0, 1)[tokens] for sequences in torch.split(own, size)])
+            own = torch.split(torch.chunk(torch.from_numpy(whole), shares)[share], size)
+            parts.append([sequences.flatten(0, 1)[mine] for sequences, mine in zip(own, tokens, strict=True)])
         return list(zip(*parts, strict=True))
 
     def _documents(self, batch: Batch) -> list[Ends]:
@@ -272,6 +274,11 @@ class Training:
         self.last_saved, self.step = saved, run.step
         self.run_id = run.run or self.run_id
         self.losses, self.grad_norms = list(run.losses), list(run.grad_norms)
+
+
+def tokens_of(runs: Iterable[Run]) -> torch.Tensor:
+    """Return the tokens of a micro-batch that lie in runs of rows, in the order of rows."""
+    return torch.cat([torch.arange(run.token, run.token + run.tokens) for run in runs])
 
 
 def peak_flops(plan: Plan) -> float | None:

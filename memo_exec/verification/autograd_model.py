@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memo_exec.kernels import StepScalars
 from memo_sim.contract.adapters import Adapters
-from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
+from memo_sim.contract.model import LATENT_NORM_EPS, Experts, LatentAttention, LayerShape, Model, RopeScaling
 from memo_sim.program.layout.parameters import SELECTION_BIAS
 
 HELD_SCORES = 2**23
@@ -160,6 +160,8 @@ class AutogradModel:
 
     def _attention(self, x: Tensor, at: str, layer: LayerShape) -> Tensor:
         m = self.model
+        if m.latent is not None:
+            return self._attended(*self._from_latents(x, at, m.latent), at, layer)
         packed = self._linear(x, f"{at}qkv").view(*x.shape[:-1], -1, m.head_dim).transpose(1, 2)
         q, k, v = torch.split(packed, [m.heads, m.kv_heads, m.kv_heads], dim=1)
         if m.qk_norm:
@@ -168,7 +170,34 @@ class AutogradModel:
         if not m.learned_positions:
             q, k = self._rotated(q, layer.rope_theta), self._rotated(k, layer.rope_theta)
         k, v = (t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in (k, v))
-        if m.heads * x.shape[1] ** 2 <= HELD_SCORES:
+        return self._attended(q, k, v, at, layer)
+
+    def _from_latents(self, x: Tensor, at: str, latent: LatentAttention) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Q, K and V that latents make, each (sequences, heads, tokens, features)."""
+
+        def heads(name: str, source: Tensor) -> Tensor:
+            return torch.unflatten(self._linear(source, f"{at}{name}"), -1, (self.model.heads, -1)).transpose(1, 2)
+
+        def normed(part: Tensor, name: str) -> Tensor:
+            return F.rms_norm(part, part.shape[-1:], self.p[f"{at}{name}_norm.weight"], LATENT_NORM_EPS)
+
+        parts = torch.split(self._linear(x, f"{at}latent"), [latent.q_rank, latent.kv_rank, latent.rope_dim], dim=-1)
+        q = heads("q_up", normed(parts[0], "q_latent") if latent.q_rank else x)
+        expanded = heads("kv_up", normed(parts[1], "kv_latent"))
+        k, v = torch.split(expanded, [latent.nope_dim, latent.value_dim], dim=-1)
+        shared = self._turned(parts[2].unsqueeze(1), latent).expand(-1, self.model.heads, -1, -1)
+        own, rotary = torch.split(q, [latent.nope_dim, latent.rope_dim], dim=-1)
+        q = torch.cat((own, self._turned(rotary, latent)), dim=-1) * latent.score_scale
+        return q, torch.cat((k, shared), dim=-1), v
+
+    def _turned(self, x: Tensor, latent: LatentAttention) -> Tensor:
+        """Return rotary features after their rotation, sorted into halves."""
+        return self._rotated(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) if latent.interleaved else x, 0.0)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, at: str, layer: LayerShape) -> Tensor:
+        """Return the projection of attention; each tensor is (sequences, heads, tokens, features)."""
+        m = self.model
+        if m.heads * q.shape[2] ** 2 <= HELD_SCORES:
             out = self._heads(q, k, v, layer.window, self.p.get(f"{at}sinks"))
         else:
             parts = [[t[:, head : head + 1] for t in (q, k, v)] for head in range(m.heads)]
@@ -195,7 +224,7 @@ class AutogradModel:
 
     def _rotated(self, x: Tensor, theta: float) -> Tensor:
         first, second = x.chunk(2, dim=-1)
-        own = (theta or 1.0) ** (torch.arange(self.model.head_dim // 2, dtype=x.dtype) * (-2 / self.model.head_dim))
+        own = (theta or 1.0) ** (torch.arange(self.model.rotary_dim // 2, dtype=x.dtype) * (-2 / self.model.rotary_dim))
         frequencies = own if theta else self._frequencies(x.shape[2]).to(x.dtype)
         angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * frequencies
         scaling = None if theta else self.model.rope_scaling
@@ -206,8 +235,8 @@ class AutogradModel:
     def _frequencies(self, tokens: int) -> Tensor:
         m = self.model
         found = []
-        for i in range(m.head_dim // 2):
-            frequency = m.rope_theta ** (-2 * i / m.head_dim)
+        for i in range(m.rotary_dim // 2):
+            frequency = m.rope_theta ** (-2 * i / m.rotary_dim)
             if (s := m.rope_scaling) is not None:
                 frequency = self._scaled(s, frequency, i, tokens)
             found.append(frequency)
@@ -226,14 +255,14 @@ class AutogradModel:
             case "dynamic":
                 longer = max(1.0, tokens / s.original_max_positions)
                 grown = s.factor * longer - s.factor + 1
-                return float(frequency * grown ** (-2 * i / (self.model.head_dim - 2)))
+                return float(frequency * grown ** (-2 * i / (self.model.rotary_dim - 2)))
             case "longrope":
                 return frequency / (s.long_factors if tokens > s.original_max_positions else s.short_factors)[i]
         return (1 - share) * frequency / s.factor + share * frequency
 
     def _interpolated(self, s: RopeScaling, i: int) -> float:
         """Return yarn's ramp at frequency number ``i``: 0 keeps the frequency, 1 divides it."""
-        size, theta = self.model.head_dim, self.model.rope_theta
+        size, theta = self.model.rotary_dim, self.model.rope_theta
         ends = [
             size * math.log(s.original_max_positions / (2 * math.pi * b), theta) / 2 for b in (s.beta_fast, s.beta_slow)
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
@@ -25,6 +25,7 @@ from memo_exec.kernels import KERNELS, Kernel, StepScalars
 from memo_exec.kernels.call import Ends
 from memo_exec.machine.rank_placement import first_fit_placement
 from memo_exec.training import weights
+from memo_exec.training.loop import tokens_of
 from memo_sim.contract.documents import fill
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
@@ -35,7 +36,7 @@ from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layers.loss import ROLLOUT_NUMBERS
 from memo_sim.program.layout.rank_order import coordinate
-from memo_sim.program.layout.token_order import token_runs
+from memo_sim.program.layout.token_order import rows_of_a_cut, token_runs
 
 NOISE_STD = 0.08
 """Of the noise on every parameter. With GPT-2's initial values alone most gradients would be tiny."""
@@ -119,7 +120,7 @@ class Play:
         for step in range(1, self.steps + 1):
             inputs = global_batch(self.decisions, self.seed, step)
             documents = _own_documents(self.decisions, rank, global_documents(self.decisions, self.seed, step))
-            own = _own_batch(self.decisions, rank, inputs)
+            own = _own_batch(self.decisions, rank, inputs, documents)
             record = interpreter.run_step(own, scalars_of(step, inputs[1]), documents)
             losses.append(record.loss)
             norms.append(record.grad_norm)
@@ -176,14 +177,18 @@ def counted_targets(labels: Tensor) -> int:
     return int((labels != -100).sum())
 
 
-def _own_batch(decisions: Decisions, rank: int, inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+def _own_batch(
+    decisions: Decisions, rank: int, inputs: tuple[Tensor, ...], documents: Sequence[Ends]
+) -> list[tuple[Tensor, ...]]:
     """Return the micro-batches of a rank: its sequences, and of these its tokens in the order of its rows."""
-    chosen = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in token_runs(decisions, rank)])
+    every = documents or [()] * decisions.micro_batches
+    chosen = [tokens_of(token_runs(decisions, rank, ends)) for ends in every]
     share = coordinate("dp", decisions.layout, rank)
     split = []
     for whole in inputs:
         own = torch.chunk(whole, decisions.layout.dp)[share]
-        split.append([part.flatten(0, 1)[chosen] for part in torch.split(own, decisions.micro_batch)])
+        parts = torch.split(own, decisions.micro_batch)
+        split.append([part.flatten(0, 1)[mine] for part, mine in zip(parts, chosen, strict=True)])
     return list(zip(*split, strict=True))
 
 
@@ -191,7 +196,8 @@ def global_documents(decisions: Decisions, seed: int, step: int) -> Ends:
     """Return where the documents of every sequence of a step end; empty where a sequence is one document."""
     if decisions.documents is None:
         return ()
-    sequences = fill(decisions.documents.draw(Random(f"documents {seed}:{step}")), decisions.seq_tokens)
+    lengths = decisions.documents.draw(Random(f"documents {seed}:{step}"))
+    sequences = fill(lengths, decisions.seq_tokens, rows_of_a_cut(decisions))
     return tuple(tuple(accumulate(next(sequences))) for _ in range(decisions.global_batch))
 
 

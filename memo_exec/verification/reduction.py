@@ -24,7 +24,7 @@ from memo_exec.kernels.documents import check_documents
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import Experts, LayerShape, Model
+from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Layout
 from memo_sim.contract.verdict import Reduction
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -48,6 +48,8 @@ LAYERS_OF_CHUNK = 2
 HEAD_DIM = 16
 HIDDEN = 64
 VOCAB = 96
+LATENT_RANK = 32
+"""Largest number of features of a latent."""
 EXPERTS, EXPERT_WIDTH, GROUPS = 8, 16, 4
 ROWS = 64
 """Rows of a rank's micro-batch where nothing needs whole granules."""
@@ -111,6 +113,7 @@ def keep_everything(decisions: Decisions) -> Decisions:
     plain: dict[str, Any] = {"subsequences": 1, "multiplexed": False, "tp_overlap": "none"}
     plain |= {"schedule": "1f1b", "virtual_stages": 1, "pp_layers": ()}
     policy: dict[str, Any] = {"recompute": "none", "recompute_layers": "all", "keep_norms": False, "early_stop": False}
+    policy |= {"rebuild_qkv": False}
     policy |= {"swapped_tokens": 0, "subsequence_swapped_tokens": (), "offload_window": 0, "rounding_buffers": False}
     policy |= {"mlp_chunk_tokens": 0, "mlp_rebuild": "block", "attention_chunk_tokens": 0, "loss_chunk_tokens": 0}
     policy |= {"overlap": "none", "memory_policy": "caching", "replay_allocator": False}
@@ -130,6 +133,12 @@ def reductions(plan: Decisions, here: Decisions) -> list[Reduction]:
 
 def _alpha(d: Decisions) -> str:
     return f"{d.alpha:.3g} ({d.swapped_tokens} of {d.local_tokens} tokens)" if d.swapped_tokens else "0"
+
+
+def _latent_shown(d: Decisions) -> str:
+    if (latent := d.model.latent) is None:
+        return "none"
+    return f"{latent.q_rank} / {latent.kv_rank}, values of {latent.value_dim}"
 
 
 def _experts_shown(d: Decisions) -> str:
@@ -156,6 +165,7 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("hidden", lambda d: str(d.model.hidden)),
     ("heads / key-value heads", lambda d: f"{d.model.heads} / {d.model.kv_heads}"),
     ("head size", lambda d: str(d.model.head_dim)),
+    ("latents of queries / keys and values", _latent_shown),
     ("MLP width", lambda d: ", ".join(str(shape.ffn_hidden) for shape in d.model.layer_shapes)),
     ("experts", _experts_shown),
     ("attention windows", _windows_shown),
@@ -360,7 +370,8 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
     copies = sharing_ranks(model, plan.layout)
     kv_total = max(1, layout.tp // min(copies, layout.tp)) if copies > 1 else divided * kv_heads
     total = divided * heads
-    head_dim = head_dim or model.head_dim
+    latent = _latent(model.latent, own_heads=head_dim == 0)
+    head_dim = latent.head_dim if latent else head_dim or model.head_dim
     q_width = total * head_dim
     hidden = q_width if model.hidden == model.q_width else max(HIDDEN, q_width + head_dim)
     ratio = min(model.ffn_hidden / model.hidden, 4.0)
@@ -373,7 +384,8 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
 
     scaling = model.rope_scaling
     if scaling is not None:
-        original, frequencies = min(ROWS, scaling.original_max_positions), head_dim // 2
+        rotated = latent.rope_dim if latent else head_dim
+        original, frequencies = min(ROWS, scaling.original_max_positions), rotated // 2
         scaling = msgspec.structs.replace(
             scaling,
             original_max_positions=original,
@@ -387,10 +399,20 @@ def _model(plan: Decisions, here: Decisions, head_dim: int) -> Model:
         heads=total,
         kv_heads=kv_total,
         head_dim=head_dim,
+        latent=latent,
         vocab=VOCAB // layout.tp * layout.tp if model.vocab % plan.layout.tp == 0 else VOCAB + 1,
         rope_scaling=scaling,
         query_scalar=model.query_scalar * head_dim / model.head_dim,
     )
+
+
+def _latent(latent: LatentAttention | None, *, own_heads: bool) -> LatentAttention | None:
+    """Return narrow latents; ``own_heads``: with the plan's heads, else with narrow ones."""
+    if latent is None:
+        return None
+    ranks = {name: min(getattr(latent, name), LATENT_RANK) for name in ("q_rank", "kv_rank")}
+    narrow = {name: min(getattr(latent, name), HEAD_DIM) for name in ("nope_dim", "rope_dim", "value_dim")}
+    return msgspec.structs.replace(latent, **ranks, **({} if own_heads else narrow))
 
 
 def _with_windows(plan: Decisions, here: Decisions) -> Model:

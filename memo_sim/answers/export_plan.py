@@ -182,13 +182,21 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             wanted="a model without experts",
             hint="memo-exec runs the plan itself",
         )
-    if decisions.documents:
+    if decisions.model.latent:
         raise UsageError(
-            "memo writes no framework's options of packed documents",
+            "memo writes no framework's options of latent attention",
+            where="model.latent",
+            got=decisions.model.name,
+            wanted="a model without latent attention",
+            hint="memo-exec runs the plan itself",
+        )
+    if decisions.documents and framework.sayings["decisions.documents"].how == "none":
+        raise UsageError(
+            f"memo writes no options of packed documents for {framework.title}",
             where="decisions.documents",
             got=decisions.documents.source or "documents",
-            wanted="a plan without documents",
-            hint="memo-exec runs the plan itself",
+            wanted="a plan without documents, or a framework that packs them",
+            hint="--to trl, or memo-exec runs the plan itself",
         )
     if decisions.objective != "next-token":
         raise UsageError(

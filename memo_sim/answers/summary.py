@@ -31,6 +31,7 @@ from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
 from memo_sim.reasons.experts import active_weights
+from memo_sim.reasons.latent import expansion
 from memo_sim.reasons.windows import attended
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
@@ -38,14 +39,17 @@ from memo_sim.views.plan_table import layout_label
 BILLION = 1e9
 HOUR_S = 3600.0
 
-STATES: dict[States, str] = {
-    "fp32": "gradients, master weights and AdamW's moments in fp32, on the device",
-    "bf16": "gradients and master weights in fp32, AdamW's moments in bf16, on the device",
-    "host": "gradients in fp32 on the device; master weights and AdamW's moments in fp32 in host memory",
-    "pure-bf16": "gradients and AdamW's moments in bf16, no master weights, on the device",
-    "pure-bf16-fp32-moments": "gradients in bf16, AdamW's moments in fp32, no master weights, on the device",
+STATES: dict[States, tuple[str, str]] = {
+    "fp32": ("gradients, ", "master weights and AdamW's moments in fp32, on the device"),
+    "bf16": ("gradients and ", "master weights in fp32, AdamW's moments in bf16, on the device"),
+    "host": (
+        "gradients in fp32 on the device; ",
+        "master weights and AdamW's moments in fp32 in host memory",
+    ),
+    "pure-bf16": ("gradients and ", "AdamW's moments in bf16, no master weights, on the device"),
+    "pure-bf16-fp32-moments": ("gradients in bf16, ", "AdamW's moments in fp32, no master weights, on the device"),
 }
-"""Where and in which dtype a bf16 model's states are kept."""
+"""Where and in which dtype a bf16 model's states are kept: its gradients, unless they are given, and the rest."""
 
 KERNELS: dict[RowwiseKernel, str] = {
     "torch": "memo-exec's own, one torch operator each",
@@ -221,6 +225,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
             option="--libraries",
         ),
         *_experts(question, decisions),
+        *_latent(decisions),
         *_windows(decisions),
         *_documents(decisions),
         *_fp8(decisions),
@@ -273,11 +278,12 @@ def _network(question: Question) -> list[Assumption]:
 
 def _states(decisions: Decisions) -> str:
     layout, pure = decisions.layout, decisions.dtype == "fp32" and decisions.states != "host"
-    what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else STATES[decisions.states]
+    grads, others = STATES[decisions.states]
+    if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32"):
+        grads = f"gradients in {gradient_dtype(decisions)} (--grad-sums), "
+    what = "parameters, gradients and AdamW's moments in fp32, on the device" if pure else grads + others
     if decisions.lora is not None:
         what += ", of the adapters alone"
-    if decisions.memory_policy != "eager" and decisions.grad_sums in ("params", "fp32") and not pure:
-        what += f"; but gradients are summed in {gradient_dtype(decisions)} (--grad-sums)"
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
@@ -327,6 +333,13 @@ def _documents(decisions: Decisions) -> list[Assumption]:
         return []
     value = packed_from(decisions.documents, decisions.seq_tokens)
     return [Assumption(name="documents", value=value, option="--documents")]
+
+
+def _latent(decisions: Decisions) -> list[Assumption]:
+    """Return how latent attention is computed."""
+    if decisions.model.latent is None:
+        return []
+    return [Assumption(name="latent attention", value=expansion(decisions), option="--rebuild-qkv, --attention")]
 
 
 FP8_SCALES = {
@@ -407,13 +420,19 @@ def left_out(question: Question) -> list[LeftOut]:
         KNOBS[name].option
         for name in open_knobs
         if (name != "micro_batch" or not question.open_micro_batch)
-        and (name != "tp_overlap" or (question.model.mixture is None and question.adapters == NONE))
+        and (name != "tp_overlap" or _takes_tp_overlap(question))
         and getattr(question.pins if hasattr(question.pins, name) else question, name) == KNOBS[name].default
     ]
     found += [*_micro_batches_left_out(question), *_kernels_left_out(question), *_fp8_left_out(question)]
     if knobs:
         found.append(LeftOut(what=f"other values of {', '.join(knobs)}", option="memo-sim explain PLAN changes each"))
     return found
+
+
+def _takes_tp_overlap(question: Question) -> bool:
+    """Return whether ``--tp-overlap`` has a lowering for the model and its adapters (``RULES``)."""
+    model = question.model
+    return model.mixture is None and model.latent is None and question.adapters == NONE
 
 
 def _open_layouts(question: Question) -> list[LeftOut]:
@@ -523,7 +542,8 @@ def _of_other_systems(question: Question) -> list[LeftOut]:
 
 def _alike(question: Question) -> bool:
     """Return whether METP and subsequences may be asked for: layers are alike, and sequences not packed (``RULES``)."""
-    alike = question.model.mixture is None and len(question.model.layer_shapes) == 1
+    model = question.model
+    alike = model.mixture is None and model.latent is None and len(model.layer_shapes) == 1
     return alike and question.documents is None
 
 

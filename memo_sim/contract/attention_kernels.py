@@ -92,5 +92,45 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
 PRICED_ONLY = frozenset(name for name, kernel in ATTENTION_KERNELS.items() if not kernel.executed)
 """Kernels that memo-exec does not have."""
 
+PADS_VALUES = frozenset(("flash2", "torch-flash", "torch-flash-cpu"))
+"""Kernels whose values have as many features as queries and keys, so that zeros pad narrower ones
+(flash-attention's csrc/flash_attn/flash_api.cpp; torch's aten operators of flash attention)."""
+
+
+WIDENS_BACKWARD = frozenset(("flash3",))
+"""Kernels that compute backward as if narrow values were as wide as keys, without copies of them (hopper/flash_api.cpp,
+``head_size_v_rounded = head_size_rounded``)."""
+
+
+def computes_values_wide(kernel: str, *, backward: bool) -> bool:
+    """Return whether a kernel computes with narrow values as if they had the width of queries and keys."""
+    return kernel in PADS_VALUES or (backward and kernel in WIDENS_BACKWARD)
+
+
+def pads_values(kernel: str) -> bool:
+    """Return whether a kernel needs narrow values padded to the width of queries and keys."""
+    return kernel in PADS_VALUES
+
+
+def takes_values(kernel: str, head_dim: int, value_dim: int) -> bool:
+    """Return whether a kernel can compute with queries and keys of ``head_dim`` features and values of ``value_dim``.
+
+    Kernels that pad take narrower values. flash-attn 3 has kernels for 192 and 128 (hopper/flash_api.cpp), flash-attn 4
+    for these and for any two widths up to 128 (flash_attn/cute/interface.py). cuDNN takes any two widths up to its
+    limit. The first generation and attention without a flash kernel take none.
+    """
+    if value_dim == head_dim:
+        return True
+    match kernel:
+        case "flash3":
+            return 128 < head_dim <= 192 and 96 < value_dim <= 128
+        case "flash4":
+            return (head_dim, value_dim) == (192, 128) or max(head_dim, value_dim) <= 128
+        case "torch-cudnn" | "te-fused":
+            return True
+        case _:
+            return pads_values(kernel) and value_dim < head_dim
+
+
 FLASH_GENERATIONS: tuple[AttentionName, ...] = ("flash4", "flash3", "flash2", "flash1")
 """Generations of flash attention on GPUs, the newest first."""

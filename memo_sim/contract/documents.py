@@ -28,6 +28,7 @@ import msgspec
 
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.files import check_regular, read_regular
+from memo_sim.contract.model import pairs_in_window
 from memo_sim.contract.units import MOST_TOKENS, parse_tokens
 
 MOST_LENGTHS = 256
@@ -62,6 +63,10 @@ class Documents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if lengths != sorted(set(lengths)):
             raise ValueError("lengths must be in increasing order, each once")
 
+    def __str__(self) -> str:
+        """Return what tables show: what was given, or the mean."""
+        return self.source or f"{len(self.lengths)} lengths, mean {self.mean:,.0f} tokens"
+
     @property
     def mean(self) -> float:
         """Mean tokens of a document."""
@@ -91,10 +96,18 @@ class Documents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         fullest = max(len(pieces) for pieces in packed(self, seq_tokens))
         return min(seq_tokens, fullest + fullest // 2 + 16)
 
-    def pairs(self, seq_tokens: int) -> float:
-        """Return the pairs of a query and a key in a sequence, counted as in ``Model.step_flops``: half of squares."""
+    def pairs(self, seq_tokens: int, window: int = 0) -> float:
+        """Return the pairs of a query and a key in a sequence, counted as in ``Model.step_flops``: half of squares.
+
+        ``window``: how many keys a query sees at most; 0: all of its document's before it.
+        """
         drawn = packed(self, seq_tokens)
-        return sum(tokens * tokens for pieces in drawn for tokens in pieces) / (2 * len(drawn))
+        return sum(pairs_of(tokens, window) for pieces in drawn for tokens in pieces) / len(drawn)
+
+
+def pairs_of(tokens: int, window: int = 0) -> float:
+    """Return the pairs of a query and a key in a document: half of its square, or those that a window leaves."""
+    return pairs_in_window(tokens, tokens, window) if 0 < window < tokens else tokens * tokens / 2
 
 
 def attended_share(documents: Documents | None, seq_tokens: int) -> float:

@@ -1,5 +1,6 @@
 """Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3's
-text models, GPT-2, and the mixtures of experts Mixtral, Qwen3-MoE and GPT-OSS.
+text models, GPT-2, the mixtures of experts Mixtral, Qwen3-MoE and GPT-OSS, and DeepSeek-V2 and V3 (latent attention)
+where no layer has experts.
 
 Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
 belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
@@ -16,11 +17,15 @@ import msgspec
 from msgspec.structs import replace
 
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
+from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model, RopeScaling
 from memo_sim.contract.units import MOST_EXPERTS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
-SUPPORTED = ("gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED = (
+    *("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2"),
+    *("qwen3", "qwen3_moe"),
+)
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+WITH_LATENT = ("deepseek_v2", "deepseek_v3")
 GEMMA3, GPT_OSS = "gemma3_text", "gpt_oss"
 ALWAYS_WINDOWED = ("mistral", "mixtral", "phi3")
 """Types whose every layer has the window of ``sliding_window``, which no other field turns off."""
@@ -36,10 +41,11 @@ T = TypeVar("T")
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 EXPERTS = "mixtures of experts"
+LATENT = "latent attention"
 _WITH_KEYS = {
     EXPERTS: ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
     "a model inside a model": ("text_config", "vision_config", "audio_config"),
-    "latent attention": ("kv_lora_rank", "q_lora_rank"),
+    LATENT: ("kv_lora_rank", "q_lora_rank"),
     "state-space layers": ("state_size", "ssm_cfg", "mamba_d_ssm", "mamba_d_state", "linear_num_value_heads"),
     "soft-capped logits": ("attn_logit_softcapping", "final_logit_softcapping"),
     "layers without positions": ("no_rope_layers",),
@@ -153,10 +159,16 @@ def model_type(model: Model) -> str:
     raise UsageError(
         "no model type of Hugging Face has this shape",
         got=model.name,
-        wanted="a GPT-2 with learned positions and biases, a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma 3, a Mixtral "
-        "or a Qwen3-MoE; layers that differ in windows alone",
+        wanted="a GPT-2 with learned positions and biases, a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma 3, a Mixtral, "
+        "a Qwen3-MoE or a dense DeepSeek-V3; layers that differ in windows alone",
         hint="use checkpoints, which can store any model",
     )
+
+
+def _latent_type(model: Model, latent: LatentAttention) -> str | None:
+    """Return the model type of a model with latent attention, or None."""
+    scaled = latent.score_scale == 1 or _yarn_of(model) is not None
+    return "deepseek_v3" if scaled and model.mixture is None and not _feeds_differ(model) else None
 
 
 def _type_of(model: Model) -> str | None:
@@ -177,6 +189,13 @@ def _type_of(model: Model) -> str | None:
         return GEMMA3 if whole and not model.qkv_bias and not model.proj_bias else None
     if model.proj_bias and not model.linear_bias:
         return None
+    return _gated_type(model)
+
+
+def _gated_type(model: Model) -> str | None:
+    """Return the type of a model of Llama's kind, with or without experts and latents."""
+    if model.latent is not None:
+        return _latent_type(model, model.latent)
     if model.mixture is not None:
         return _type_with_experts(model, model.mixture)
     return None if _feeds_differ(model) else _dense_type(model)
@@ -259,7 +278,7 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         }
     biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
-    own = _experts_of(model, kind) if model.mixture is not None else {}
+    own = _experts_of(model, kind) if model.mixture is not None else _latent_of(model)
     own |= _windows_of(model, kind)
     if kind == GPT_OSS:
         own["attention_bias"] = model.qkv_bias
@@ -281,6 +300,29 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
         **biases,
         **own,
     }
+
+
+def _latent_of(model: Model) -> dict[str, Any]:
+    """Return the fields about latent attention in a DeepSeek-V3's ``config.json``; nothing without a latent."""
+    if (latent := model.latent) is None:
+        return {}
+    return {
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "head_dim": latent.rope_dim,
+        "rope_interleave": latent.interleaved,
+        "attention_bias": False,
+        "first_k_dense_replace": model.layers,
+    }
+
+
+def _yarn_of(model: Model) -> RopeScaling | None:
+    """Return the model's scaling if it is yarn's and stretches positions."""
+    scaling = model.rope_scaling
+    return scaling if scaling is not None and scaling.kind == "yarn" and scaling.factor > 1 else None
 
 
 def _windows_of(model: Model, kind: str) -> dict[str, Any]:
@@ -354,6 +396,8 @@ def _scaling_of(model: Model) -> dict[str, Any] | None:
         found["attention_factor"] = scaling.attention_factor
     if scaling.kind == "yarn":
         found |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+    if model.latent is not None and scaling.kind == "yarn" and scaling.factor > 1:
+        found["mscale_all_dim"] = (sqrt(model.latent.score_scale) - 1) / (0.1 * log(scaling.factor))
     if scaling.kind == "longrope":
         found |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
     return found
@@ -473,7 +517,10 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     if model_type != "llama" and "num_key_value_heads" not in config.fields:  # the first Llama configs lack this key
         raise config.refusal("num_key_value_heads", "a field that the model's shape needs is missing")
-    if model_type in ("qwen3", "qwen3_moe", GEMMA3, GPT_OSS) or config.given("head_dim") is not None:
+    latent = _latent(config, model_type) if model_type in WITH_LATENT else None
+    if latent is not None:
+        head_dim = latent.head_dim
+    elif model_type in ("qwen3", "qwen3_moe", GEMMA3, GPT_OSS) or config.given("head_dim") is not None:
         head_dim = config.whole("head_dim")
     else:
         head_dim = _even_split(config, "hidden_size", hidden, heads)
@@ -499,9 +546,55 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
         "qk_norm": model_type in ("qwen3", "qwen3_moe", GEMMA3),
         "activation": "gelu_tanh" if gemma else "silu",
         "query_scalar": _query_scalar(config, head_dim) if gemma else 0.0,
+        "latent": latent,
         **dict.fromkeys(("post_norms", "scaled_embeddings", "norms_from_one"), gemma),
         "experts": _experts(config, model_type) if model_type in WITH_EXPERTS else None,
     }
+
+
+def _latent(config: _Config, model_type: str) -> LatentAttention:
+    """Return the latent attention of a DeepSeek-V2 or V3.
+
+    Raises:
+        BadInput: when layers have experts, or products have biases.
+    """
+    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
+    dense = config.given("first_k_dense_replace")
+    if config.given("n_routed_experts") is not None and not (isinstance(dense, int) and dense >= layers):
+        raise config.refusal(
+            "n_routed_experts",
+            "not modelled: experts in a model of this type",
+            wanted=f"first_k_dense_replace {layers}, so that no layer has experts",
+        )
+    for key in (
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+        "topk_method",
+    ):
+        config.given(key)  # of experts, which no layer has
+    return LatentAttention(
+        q_rank=config.whole("q_lora_rank") if config.given("q_lora_rank") is not None else 0,
+        kv_rank=config.whole("kv_lora_rank"),
+        nope_dim=config.whole("qk_nope_head_dim"),
+        rope_dim=config.whole("qk_rope_head_dim"),
+        value_dim=config.whole("v_head_dim"),
+        interleaved=model_type == "deepseek_v2" or config.flag("rope_interleave", True),
+        score_scale=_score_scale(config),
+    )
+
+
+def _score_scale(config: _Config) -> float:
+    """Return the factor on scores of yarn with ``mscale_all_dim`` (transformers, ``yarn_apply_mscale``)."""
+    table = config.part("rope_scaling" if config.given("rope_scaling") else "rope_parameters")
+    kind = table.text("rope_type" if "rope_type" in table.fields else "type", "default")
+    weight = table.number("mscale_all_dim", 0.0, least=0.0)
+    if kind == "default" or not weight:
+        return 1.0
+    factor = table.number("factor", least=1.0)
+    return (0.1 * weight * log(factor) + 1.0) ** 2
 
 
 def _query_scalar(config: _Config, head_dim: int) -> float:
@@ -718,7 +811,8 @@ def _refuse_unmodelled(config: _Config, model_type: str) -> None:
     if config.flag("is_encoder_decoder", False):
         raise config.refusal("is_encoder_decoder", "only decoders are modelled", wanted="false")
     for what, keys in _WITH_KEYS.items():
-        for key in keys if what != EXPERTS or model_type not in WITH_EXPERTS else ():
+        own = {EXPERTS: (*WITH_EXPERTS, *WITH_LATENT), LATENT: WITH_LATENT}.get(what, ())
+        for key in keys if model_type not in own else ():
             if key not in _ALLOWED.get(model_type, ()) and _asks_for(config.given(key)):
                 text = f"not modelled: {what}" + (" in a model of this type" if what == EXPERTS else "")
                 raise config.refusal(key, text, wanted="no such key, or its neutral value")

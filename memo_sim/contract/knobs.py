@@ -535,6 +535,13 @@ class Pins:
         needs="metp",
     )
     """Not searched: it saves 1 % of a short step and takes two thirds more memory."""
+    rebuild_qkv: bool = _knob(
+        False,
+        Flag(),
+        "A model with latent attention: backward computes Q, K and V of the heads again from the latents, by two"
+        " products, in place of keeping or swapping them (Megatron-LM's recompute module mla_up_proj).",
+    )
+    """Not searched: it trades time for memory beside every recompute mode, as the user likes."""
     pp: int | None = _knob(None, Degree(), "Pipeline stages.", at="layout", labels=(Part("pp"),))
     """None: what the system searches, else one stage."""
     pp_layers: tuple[int, ...] | None = _knob(

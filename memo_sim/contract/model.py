@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain, cycle, groupby, islice
 from typing import Annotated, Literal
@@ -138,6 +139,53 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return (self.per_token if active else self.count) * each + (self.count if self.router_bias else 0)
 
 
+LATENT_NORM_EPS = 1e-6
+"""Added to the variance in the norms of latents, whatever the model's own is (transformers, DeepseekV3RMSNorm)."""
+
+
+class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Attention whose keys and values come from a narrow latent (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+        q latent, kv latent, shared rotary key = x A        each latent has an RMSNorm of its own
+        Q of each head = q latent B_q                       nope_dim features without positions, rope_dim rotary ones
+        K, V of each head = kv latent B_kv                  nope_dim features of the key, value_dim of the value
+        key of each head = [its own part, the shared rotary key]
+
+    This is the expanded form, in which models are trained. The absorbed form multiplies B_kv into the queries and
+    suits decoding; memo does not model it.
+    """
+
+    q_rank: Annotated[int, msgspec.Meta(ge=0, le=MOST_WIDTH)] = 0
+    """Features of the queries' latent; 0: queries are one product of the layer's normed input (DeepSeek-V2-Lite)."""
+    kv_rank: Width
+    """Features of the latent of keys and values, without the rotary key."""
+    nope_dim: Width
+    """Features of a head of Q and K that have no positions."""
+    rope_dim: Width
+    """Features of a head of Q, and of the key that all heads share, that are rotated by their positions."""
+    value_dim: Width
+    """Features of a head of V, and of attention's output."""
+    interleaved: bool = True
+    """Whether rotary pairs are neighbours (2i, 2i + 1), as in DeepSeek's weights, or (i, i + rope_dim / 2)."""
+    score_scale: Rate = 1.0
+    """Factor on the scores beyond 1 / sqrt(nope_dim + rope_dim): the square of yarn's mscale_all_dim term."""
+
+    def __post_init__(self) -> None:
+        """Refuse an odd number of rotary features."""
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim ({self.rope_dim}) must be even for rotary positions")
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head of Q and of K."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def width(self) -> int:
+        """Features of the product that makes both latents and the rotary key."""
+        return self.q_rank + self.kv_rank + self.rope_dim
+
+
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one layer may have other than the model's other layers. Layers with equal shapes are of one layer kind."""
 
@@ -192,6 +240,9 @@ class Model(
     bidirectional: bool = False
     """Whether a token also attends to later tokens (BERT); otherwise the mask is causal."""
     activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
+    latent: LatentAttention | None = None
+    """The latent that keys and values come from, in every layer (MLA); None: Q, K and V are products of the layer's
+    input."""
     experts: Experts | None = None
     """The experts that every layer has in place of an MLP, if there is no ``layer_pattern``; None: an MLP."""
     source: str = ""
@@ -222,11 +273,12 @@ class Model(
         """Refuse shapes that no transformer can have."""
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if not self.learned_positions and self.head_dim % 2:
+        if not self.learned_positions and self.rotary_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary positions")
+        self._check_latent()
         scaling = self.rope_scaling
-        if scaling is not None and scaling.kind == "longrope" and len(scaling.long_factors) != self.head_dim // 2:
-            raise ValueError(f"longrope needs {self.head_dim // 2} long_factors, one for each frequency")
+        if scaling is not None and scaling.kind == "longrope" and len(scaling.long_factors) != self.rotary_dim // 2:
+            raise ValueError(f"longrope needs {self.rotary_dim // 2} long_factors, one for each frequency")
         if self.activation not in (("silu", "gelu_tanh") if self.gated else ("gelu", "gelu_tanh")):
             wanted = "silu or gelu_tanh" if self.gated else "gelu or gelu_tanh"
             raise ValueError(f"activation of the {self.family} family must be {wanted}, not {self.activation}")
@@ -239,6 +291,21 @@ class Model(
             raise ValueError("norms behind attention and MLP belong to the llama family without biases before them")
         if self.bidirectional and (self.sinks or self.windowed):
             raise ValueError("windows and sinks need causal attention")
+
+    def _check_latent(self) -> None:
+        """Refuse heads that do not fit the latent, and what no model with a latent has."""
+        if (latent := self.latent) is None:
+            return
+        if self.head_dim != latent.head_dim:
+            raise ValueError(f"head_dim ({self.head_dim}) must be nope_dim + rope_dim ({latent.head_dim})")
+        if self.heads != self.kv_heads:
+            raise ValueError(
+                f"latent attention has a key for every head: kv_heads ({self.kv_heads}) must be {self.heads}"
+            )
+        if not self.gated or self.qkv_bias or self.linear_bias or self.proj_bias or self.qk_norm:
+            raise ValueError("latent attention belongs to the llama family without biases and norms of heads")
+        if self.windowed or self.sinks or self.post_norms or self.query_scalar:
+            raise ValueError("latent attention has no windows, no sinks, and no norms behind attention and MLP")
 
     def _check_pattern(self) -> None:
         """Refuse a pattern longer than the model or of too many kinds, and a width that is not the widest layer's."""
@@ -290,7 +357,8 @@ class Model(
     @property
     def score_scale(self) -> float:
         """The factor on attention's scores."""
-        return float((self.query_scalar or self.head_dim) ** -0.5)
+        factor = self.latent.score_scale if self.latent else 1.0
+        return float((self.query_scalar or self.head_dim) ** -0.5) * factor
 
     def of_layers(self, shapes: Sequence[LayerShape]) -> Model:
         """Return the same model with other layers, in the shortest pattern; equal layers need none."""
@@ -326,12 +394,46 @@ class Model(
         """Features of K, and of V: ``kv_heads * head_dim``."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def value_dim(self) -> int:
+        """Features of a head of V, and of attention's output."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def narrow_values(self) -> int:
+        """``value_dim`` where it is not ``head_dim``; else 0."""
+        return self.value_dim if self.value_dim != self.head_dim else 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head of Q and K that rotary positions rotate."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Features of attention's output: ``heads * value_dim``."""
+        return self.heads * self.value_dim
+
+    @property
+    def score_width(self) -> float:
+        """Mean features of Q and of the output: each pair of a query and a key takes 4 FLOPs a feature in forward."""
+        return (self.q_width + self.attention_width) / 2
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of the matrices of a layer's attention, without biases."""
+        if (latent := self.latent) is None:
+            return self.hidden * (2 * self.q_width + 2 * self.kv_width)
+        queries = (latent.q_rank or self.hidden) * self.q_width
+        keys = latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
+        return self.hidden * latent.width + queries + keys + self.attention_width * self.hidden
+
     def matrix_params_of(self, shape: LayerShape, *, active: bool = False) -> int:
         """Return the weights of the matrices of a layer of this shape, without biases and norms.
 
         ``active``: only those that one token is multiplied with: all of them, or the router and few of the experts.
         """
-        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
+        attention = self.attention_params
         if shape.experts is not None:
             return attention + shape.experts.params(self.hidden, active=active)
         return attention + (3 if self.gated else 2) * self.hidden * shape.ffn_hidden
@@ -341,6 +443,7 @@ class Model(
         norms = (4 if self.post_norms else 2) * self.hidden * self._norm_vectors
         norms += (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
         norms += self.hidden if self.proj_bias and not self.linear_bias else 0
+        norms += self.latent.q_rank + self.latent.kv_rank if self.latent else 0
         qkv_bias = self.q_width + 2 * self.kv_width if self.qkv_bias else 0
         if shape.experts is not None:
             return norms + qkv_bias + shape.experts.vector_params(self.hidden, active=active)
@@ -391,17 +494,26 @@ class Model(
         """
         return self.layers_active_params + self.vocab * self.hidden
 
-    def step_flops(self, seq_tokens: int, sequences: int = 1, *, attended: float = 1.0) -> float:
+    def step_flops(
+        self, seq_tokens: int, sequences: int = 1, *, attended: Callable[[int], float] | None = None
+    ) -> float:
         """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 per sequence, with a causal mask.
 
         Without a mask, attention has twice as many FLOPs. With a window, each token counts the keys that it sees.
-        ``attended``: the share of the pairs of a query and a key that packed documents attend.
+        Where values are narrower than queries and keys, their mean width stands for head_dim.
+        ``attended``: the pairs of a query and a key that packed documents attend in a sequence, by window (0: none).
         """
-        pairs = float(seq_tokens) ** 2 * (2.0 if self.bidirectional else 1.0)
-        windows = [shape.window for shape in self._every_layer if 0 < shape.window < seq_tokens]
-        attention = 6.0 * (self.layers - len(windows)) * self.q_width * pairs * attended
-        attention += sum(12.0 * self.q_width * pairs_in_window(seq_tokens, seq_tokens, window) for window in windows)
+        windows = [shape.window if shape.window < seq_tokens else 0 for shape in self._every_layer]
+        pairs = attended or (lambda window: self._pairs(seq_tokens, window))
+        every = sum(times * pairs(window) for window, times in Counter(windows).items())
+        attention = 12.0 * self.score_width * every
         return sequences * (6.0 * seq_tokens * self.mfu_params + attention)
+
+    def _pairs(self, tokens: int, window: int) -> float:
+        """Return the pairs of a query and a key in a sequence of one document; without a window half of all."""
+        if window:
+            return pairs_in_window(tokens, tokens, window)
+        return float(tokens) ** 2 * (1.0 if self.bidirectional else 0.5)
 
 
 def pairs_in_window(queries: int, keys: int, window: int) -> int:

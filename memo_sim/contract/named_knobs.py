@@ -49,6 +49,7 @@ class Knobs(TypedDict, total=False):
     metp: int | None
     overlap_exchanges: bool | None
     keep_norms: bool | None
+    rebuild_qkv: bool | None
     pp: int | None
     pp_layers: Sequence[int] | str | None
     schedule: Schedule | None

@@ -6,13 +6,14 @@ machine.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
 
 from memo_sim.contract.adapters import Adapters, AdaptersText, adapters_of
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
-from memo_sim.contract.documents import Documents, attended_share
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import did_you_mean
 from memo_sim.contract.knobs import (
     MOST_CAPACITY,
@@ -227,6 +228,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether METP's layers keep the outputs of their norms, as METP's authors count (Table 1) and autograd does.
 
     Otherwise backward recomputes them."""
+    rebuild_qkv: bool = False
+    """Whether backward of latent attention computes Q, K and V again from the latents, in place of keeping them
+    (``layers/latent_attention.py``)."""
     early_stop: bool = False
     """Whether full recompute leaves out the MLP's second product, whose output backward does not read."""
     swapped_tokens: Tokens = 0
@@ -350,8 +354,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         With adapters: 4 for each frozen weight and token (forward, gradient of the input), 6 for each of an adapter.
         """
-        share, lora = attended_share(self.documents, self.seq_tokens), self.lora
-        whole = self.model.step_flops(self.seq_tokens, self.global_batch, attended=share)
+        attended = None if self.documents is None else partial(self.documents.pairs, self.seq_tokens)
+        whole, lora = self.model.step_flops(self.seq_tokens, self.global_batch, attended=attended), self.lora
         if lora is None:
             return whole
         more = 6.0 * lora.params(self.model) - 2.0 * self.model.mfu_params

@@ -52,9 +52,11 @@ have no measured rates of windows. The CPU's kernel computes blocks of as many q
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import log
 
 from memo_sim.contract.attention_kernels import Libraries
+from memo_sim.contract.documents import pairs_of
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import AttentionTable
 from memo_sim.contract.model import pairs_in_window
@@ -181,14 +183,14 @@ class AttentionRates:
         if high is not low:
             ends = (log(low.head_dim), log(high.head_dim))
             rate = between(ends, (rate, high.rate(loop, grid, masked=masked, wave=self._wave)), log(work.head_dim))
-        return work.flops / rate
+        return work.computed_flops / rate
 
     def _of_documents(self, work: Attention, sizes: list[_HeadSize], outside: set[str]) -> float:
         """Return the seconds of a call over packed documents: every class at the rate of its own length."""
         low = max((s for s in sizes if s.head_dim <= work.head_dim), key=lambda s: s.head_dim, default=sizes[0])
         high = min((s for s in sizes if s.head_dim >= work.head_dim), key=lambda s: s.head_dim, default=sizes[-1])
         grid = float(work.batch * work.heads) * (work.k_tokens if work.backward else work.q_tokens)
-        masked, flops = work.mask == "causal", work.flops
+        masked, flops = work.mask == "causal", work.computed_flops
         every = sum(pairs for _, _, pairs in work.segments)
         seconds, apart_s = 0.0, 0.0
         for queries, keys, pairs in work.segments:
@@ -210,19 +212,31 @@ class AttentionRates:
 
 def _computed(work: WindowedAttention) -> Attention:
     """Return a call without a mask that has the pairs which a window's call computes, in whole tiles."""
-    earlier = work.k_tokens - work.q_tokens
-    if work.kernel == "torch-flash-cpu":
-        least, most = CPU_BLOCK_TOKENS
-        rows = min(max(work.window, least), most, work.q_tokens)
-        blocks = -(-work.q_tokens // rows)
-        seen = sum(min(earlier + (block + 1) * rows, rows + work.window - 1) for block in range(blocks))
-        keys = -(-seen // blocks)
-    else:
-        rows, before = -(-work.q_tokens // TILE_TOKENS), -(-earlier // TILE_TOKENS)
-        tiles = pairs_in_window(rows, rows + before, 1 + -(-(work.window - 1) // TILE_TOKENS))
-        keys = -(-tiles * TILE_TOKENS // rows)
-    keys = min(keys, work.k_tokens)
+    keys = _keys_computed(work, work.q_tokens, work.k_tokens)
     q, k = (keys, work.q_tokens) if work.backward else (work.q_tokens, keys)
-    return Attention(
+    found = Attention(
         work.batch, q, k, "none", work.heads, work.kv_heads, work.head_dim, work.backward, work.kernel, work.dtype
     )
+    return replace(found, segments=tuple(_segment_computed(work, *each) for each in work.segments))
+
+
+def _segment_computed(work: WindowedAttention, queries: int, keys: int, pairs: int) -> tuple[int, int, int]:
+    """Return a class of packed documents with the pairs that a window's call computes of them."""
+    computed = _keys_computed(work, queries, keys)
+    factor = queries * computed / pairs_of(queries, work.window)
+    seen = (computed, queries) if work.backward else (queries, computed)
+    return *seen, round(pairs * factor)
+
+
+def _keys_computed(work: WindowedAttention, queries: int, keys: int) -> int:
+    """Return the keys that a window's call computes for a query, on average."""
+    earlier = keys - queries
+    if work.kernel == "torch-flash-cpu":
+        least, most = CPU_BLOCK_TOKENS
+        rows = min(max(work.window, least), most, queries)
+        blocks = -(-queries // rows)
+        seen = sum(min(earlier + (block + 1) * rows, rows + work.window - 1) for block in range(blocks))
+        return min(-(-seen // blocks), keys)
+    rows, before = -(-queries // TILE_TOKENS), -(-earlier // TILE_TOKENS)
+    tiles = pairs_in_window(rows, rows + before, 1 + -(-(work.window - 1) // TILE_TOKENS))
+    return min(-(-tiles * TILE_TOKENS // rows), keys)

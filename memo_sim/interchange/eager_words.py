@@ -62,6 +62,8 @@ _COMMON: dict[str, Saying] = {
     "decisions.libraries": Saying("own", lost="what is installed decides it"),
     "decisions.replay_allocator": Saying("none", lost=_NO_ARENA),
     "model.bidirectional": Saying("none", lost="it trains causal models"),
+    "model.latent": Saying("none", lost="memo writes no options of latent attention"),
+    "decisions.rebuild_qkv": Saying("none", lost="memo writes no options of latent attention"),
     "model.experts": Saying("none", lost=_NO_EXPERTS),
     "model.layer_pattern": Saying("none", lost="its models have layers of one kind"),
 }

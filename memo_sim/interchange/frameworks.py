@@ -41,6 +41,7 @@ def framework_of(sources: Sequence[Source]) -> Framework:
     """
     left = dict[str, Framework]()
     for source in sources:
+        _refuse_verl(source)
         know = {name: framework for name, framework in FRAMEWORKS.items() if framework.reads(source)}
         if not know and len(sources) > 1:
             continue  # a script that starts another one of the files
@@ -60,3 +61,20 @@ def framework_of(sources: Sequence[Source]) -> Framework:
         names = ", ".join(source.name for source in sources)
         raise BadInput("no framework's files that memo knows", where=names, hint="say which with --framework")
     return next(iter(left.values()))
+
+
+def _refuse_verl(source: Source) -> None:
+    """Refuse a job of verl by name: its actor's step has a command, its rollouts and its other models have none.
+
+    Raises:
+        BadInput: when the file starts or configures verl.
+    """
+    if not any(word in source.text for word in ("verl.trainer", "actor_rollout_ref")):
+        return
+    raise BadInput(
+        "memo does not read verl's jobs",
+        where=source.name,
+        wanted="a script, configuration or recipe of " + ", ".join(f.title for f in FRAMEWORKS.values()),
+        hint="price the actor's step: memo-sim what-if MODEL --objective grpo --seq-len TOKENS (of prompt and response)"
+        " --zero 3 --ulysses N --recompute full",
+    )

@@ -331,6 +331,8 @@ SAYINGS: dict[str, Saying] = {
     "decisions.expert_load": Saying("none", (), _NO_EXPERTS),
     "decisions.expert_capacity": Saying("none", (), _NO_EXPERTS),
     "decisions.expert_overflow": Saying("none", (), _NO_EXPERTS),
+    "model.latent": Saying("none", (), "memo writes no options of latent attention"),
+    "decisions.rebuild_qkv": Saying("none", (), "memo writes no options of latent attention"),
     "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),
     "model.experts": Saying("none", (), _NO_EXPERTS),
     "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),

@@ -47,7 +47,7 @@ _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)(?:[= ]+|$)([^\s\\]*)")
 _NAMED = re.compile(r"--(module|config)[= ]+([\w.]+)")
 _CONVERTED = {
     True: "no framework's adapters are known: priced as training of all parameters",
-    False: "memo does not read 8-bit products: the job is priced in bf16; --fp8 prices them",
+    False: "memo does not read 8-bit products: the job is priced in bf16",
 }
 _DATA = ("checkpoint", "dataloader", "validator", "metrics", "profiler", "lr_scheduler", "comm", "tokenizer")
 
@@ -667,7 +667,7 @@ def _explain_ignored(settings: Settings) -> None:
     converters = str(settings.values.get("model_spec.converters", ""))
     settings.ignore("model_spec.converters", _CONVERTED.get("LoRA" in converters, ""))
     quantized = [key for key in settings.values if "float8" in key.lower() or "mx" in key.lower() or "quantize" in key]
-    settings.ignore(quantized, "memo does not read 8-bit products: the job is priced in bf16; --fp8 prices them")
+    settings.ignore(quantized, "memo does not read 8-bit products: the job is priced in bf16")
     settings.ignore(
         ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree"), "memo has no experts"
     )

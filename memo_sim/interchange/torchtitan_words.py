@@ -74,6 +74,7 @@ SAYINGS = sayings(
         "decisions.kernels.adamw": exact(
             "optimizer.implementation", lost="moments in bf16 need the fused kernel, which is its default"
         ),
+        "decisions.fp8": Saying("none", lost="its float8 has a scale for each row, and memo writes none of its MXFP8"),
         "decisions.dtype": exact("training.mixed_precision_param", lost="bf16 or fp32"),
         "decisions.deterministic": exact("debug.deterministic"),
         "decisions.cuda_graphs": exact("training.disable_cuda_graphs", lost="not with pipeline stages"),

@@ -7,7 +7,11 @@ Sources, in TRL 1.16: ``trainer/sft_config.py``, ``trainer/sft_trainer.py``, ``t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
+from memo_sim.contract.attention_kernels import AttentionName
+from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.accelerate import (
     ACCELERATE,
@@ -19,7 +23,7 @@ from memo_sim.interchange.accelerate import (
 from memo_sim.interchange.accelerate import (
     jobs as accelerate_jobs,
 )
-from memo_sim.interchange.eager_words import exact
+from memo_sim.interchange.eager_words import exact, near
 from memo_sim.interchange.framework import Framework, Read, Saying, Source
 from memo_sim.interchange.hf_read import kind_of, read_files
 from memo_sim.interchange.hf_words import accelerate_yaml, arguments_of, yaml_text
@@ -28,6 +32,8 @@ from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import hub_name
 
 ARGUMENTS = "sft.yaml"
+PACKS: tuple[AttentionName, ...] = ("flash2", "flash3")
+"""Attention kernels by which TRL keeps packed documents apart; it warns of others (``FLASH_ATTENTION_VARIANTS``)."""
 TOKENWISE, TOKENWISE_LAUNCH = "sft_tokenwise.py", "train_tokenwise.sh"
 
 _NO_TP = "it starts no tensor parallelism; context parallelism takes its ranks"
@@ -60,6 +66,13 @@ SAYINGS = hugging_face_sayings(
             lost="the likelihood in tiles whose product runs again in backward (loss_type nll); priced as TRL's earlier"
             " chunks under checkpoint",
         ),
+        "decisions.documents": near(
+            "packing",
+            "packing_strategy",
+            lost="it fits whole documents into sequences, longest first, so that some rows stay empty, and lengths are"
+            " those of the data set",
+        ),
+        "decisions.document_cuts": Saying("none", lost="it packs no documents beside context parallelism"),
         "decisions.loss_chunk_tokens": Saying("own", lost="TRL fixes the tiles of its loss"),
     }
 )
@@ -101,7 +114,26 @@ def jobs(decisions: Decisions) -> tuple[Job, ...]:
     Raises:
         UsageError: when transformers has no model of this shape.
     """
-    return accelerate_jobs(decisions, tp=False, own_program=False)
+    found = accelerate_jobs(decisions, tp=False, own_program=False)
+    return tuple(map(partial(_packing, decisions), found)) if decisions.documents else found
+
+
+def _packing(decisions: Decisions, job: Job) -> Job:
+    """Return a job that packs the plan's documents, by flash attention, which alone keeps them apart in TRL.
+
+    Raises:
+        UsageError: with context parallelism, whose attention sees whole sequences.
+    """
+    if (job.pins.cp or 1) > 1:
+        raise UsageError(
+            "TRL packs no documents beside context parallelism, which takes the place of tp and Ulysses there",
+            where="decisions.documents",
+            got=f"cp {job.pins.cp}",
+            wanted="a plan of whole sequences on every rank",
+            hint="search a plan with --tp 1 --cp 1, or memo-exec runs the plan itself",
+        )
+    attention = job.pins.attention if job.pins.attention in PACKS else PACKS[0]
+    return replace(job, documents=decisions.documents, pins=replace(job.pins, attention=attention))
 
 
 def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
@@ -111,7 +143,7 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
         "model_name_or_path": hub_name(job.model) or ".",
         "dataset_name": "trl-lib/Capybara",
         **arguments_of(job),
-        "packing": False,
+        **({"packing": True, "packing_strategy": "bfd_split"} if job.documents else {"packing": False}),
         "activation_offloading": False,
         "loss_type": "nll",
         **({"pad_to_multiple_of": 2 * cp} if cp > 1 else {}),
@@ -121,6 +153,8 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
         "output_dir": "output",
     }
     note = "dataset_name: yours, of documents as long as max_length; shorter ones take less time and memory."
+    if job.documents:
+        note = "dataset_name: yours, whose documents are packed; the plan's lengths are in plan.json."
     command = ("-m", "trl.scripts.sft", "--config", ARGUMENTS, "--model_name_or_path", '"${MODEL}"', '"$@"')
     return {
         ARGUMENTS: yaml_text(arguments, (*header, note)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, FLASH_GENERATIONS
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, FLASH_GENERATIONS, takes_values
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.costs.attention import of_year
@@ -41,6 +41,7 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
         backward=True,
         kernel=kernel,
         dtype=base.dtype,
+        narrow_values=base.model.narrow_values,
     )
     fewest = fewest_head_groups(work)
     planned = msgspec.structs.replace(base, kernels=Kernels(attention=kernel))
@@ -51,7 +52,7 @@ def attention_kernel(question: Question) -> str:
     """Return the kernel of the question: the one that it names, else the system's, else the fastest in backward.
 
     A generation stands for the first of its kernels that the profile has for the question's dtype, ``flash`` for the
-    newest generation that it has.
+    newest generation that it has; of these, only kernels that take the model's heads.
 
     Raises:
         Infeasible: when plain attention is asked for with a planned arena, or the profile has no such kernel, or none
@@ -74,11 +75,12 @@ def attention_kernel(question: Question) -> str:
             wanted=" or ".join(measured) or "a profile with attention kernels",
             hint="another --dtype or --libraries, --attention plain, or calibrate the device again",
         )
+    if asked in fastest:
+        return asked
+    fastest = _of_its_heads(question, fastest)
     if asked is None:
         own = (kernel for kernel in question.preset.attention if kernel in fastest)
         return next(own, max(fastest, key=lambda kernel: fastest[kernel]))
-    if asked in fastest:
-        return asked
     generations = (*FLASH_GENERATIONS, "torch-flash-cpu") if asked == FLASH else (asked,)
     found = [
         name
@@ -95,6 +97,12 @@ def attention_kernel(question: Question) -> str:
             hint="another --attention",
         )
     return found[0]
+
+
+def _of_its_heads(question: Question, rates: dict[str, float]) -> dict[str, float]:
+    """Return the kernels that take the model's widths of keys and values; all of them where none does."""
+    model = question.model
+    return {k: rate for k, rate in rates.items() if takes_values(k, model.head_dim, model.value_dim)} or rates
 
 
 def _backward_rates(question: Question) -> dict[str, float]:

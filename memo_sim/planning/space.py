@@ -192,7 +192,8 @@ def _base(question: Question, layout: Layout) -> Decisions:
         # Of an eager framework's experts, memo knows those of these modules under full recompute alone.
         return msgspec.structs.replace(given, overlap=overlap, modules="huggingface", recompute="full")
     # A base keeps everything, and whose modules do that is the policy's to say.
-    return msgspec.structs.replace(given, keep_norms=norms, overlap=overlap, modules="auto")
+    rebuilt = question.pins.rebuild_qkv
+    return msgspec.structs.replace(given, keep_norms=norms, rebuild_qkv=rebuilt, overlap=overlap, modules="auto")
 
 
 def _check_not_too_many(question: Question, found: int) -> None:

@@ -58,7 +58,7 @@ def _forward_flops(model: Model, seq_tokens: int) -> tuple[list[float], float]:
         return pairs_in_window(seq_tokens, seq_tokens, window) / seq_tokens if 0 < window < seq_tokens else keys
 
     shapes = [model.layer(number) for number in range(model.layers)]
-    work = [2.0 * model.matrix_params_of(shape) + 4.0 * seen(shape.window) * model.q_width for shape in shapes]
+    work = [2.0 * model.matrix_params_of(shape) + 4.0 * seen(shape.window) * model.score_width for shape in shapes]
     return work, 2.0 * model.vocab * model.hidden
 
 

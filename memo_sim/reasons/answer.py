@@ -36,7 +36,9 @@ from memo_sim.reasons.attention import attention
 from memo_sim.reasons.documents import documents
 from memo_sim.reasons.experts import experts
 from memo_sim.reasons.fp8 import fp8
+from memo_sim.reasons.latent import latent_attention
 from memo_sim.reasons.metp import metp
+from memo_sim.reasons.policy import policy
 from memo_sim.reasons.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.reasons.subsequences import balance, heuristic, subsequences
 from memo_sim.reasons.windows import windows
@@ -121,6 +123,8 @@ def explain(
         *_ulysses(simulation),
         *_tp_chunks(simulation),
         *experts(question, simulation),
+        *latent_attention(simulation),
+        *policy(simulation),
         *fp8(question, simulation),
         *documents(question, simulation),
         *windows(simulation),

@@ -33,7 +33,7 @@ UNEVEN = 0.005
 
 def packed_from(documents: Documents, seq_tokens: int) -> str:
     """Return how long documents are, and how many make up a sequence."""
-    given = documents.source or f"{len(documents.lengths)} lengths"
+    given = str(documents)
     shape = "exponential, cut at max" if given.startswith("mean=") else f"up to {documents.lengths[-1][0]:,} tokens"
     share = format_percent(attended_share(documents, seq_tokens))
     return (
@@ -53,9 +53,10 @@ def documents(question: Question, simulation: Simulation) -> list[str]:
         _attention_s(simulation, pricer, others) for others in ({}, dict.fromkeys(_segments(decisions), ()))
     )
     share = format_percent(attended_share(given, decisions.seq_tokens))
+    where = " in layers without a window" if decisions.model.windowed else ""
     text = (
-        f"Documents: a sequence has {pace.pieces:,.1f} of them, which attend {share} of the pairs of one document."
-        f" Attention takes {format_seconds(taken)} of a rank's step; of sequences of one document it would take"
+        f"Documents: a sequence has {pace.pieces:,.1f} of them; they attend {share} of the pairs of one document"
+        f"{where}. Attention takes {format_seconds(taken)} of a rank's step; of sequences of one document it would take"
         f" {format_seconds(whole)}.{_other_mfu(simulation)}"
     )
     other: DocumentCuts = "documents" if decisions.document_cuts == "sequence" else "sequence"
@@ -98,8 +99,8 @@ def _other_mfu(simulation: Simulation) -> str:
     mfu, decisions = simulation.prediction.mfu, simulation.decisions
     if mfu is None:
         return ""
-    flops = msgspec.structs.replace(decisions, documents=None).step_flops
-    whole = format_percent(mfu * flops / decisions.step_flops)
+    of_one = msgspec.structs.replace(decisions, documents=None, document_cuts="sequence")
+    whole = format_percent(mfu * of_one.step_flops / decisions.step_flops)
     return f" Counted as if each sequence were one document, MFU would read {whole}."
 
 

@@ -17,6 +17,9 @@ from memo_sim.contract.documents import (
     parse_documents,
 )
 from memo_sim.contract.errors import MemoError
+from memo_sim.contract.model import pairs_in_window
+from memo_sim.contract.plan import Decisions
+from tests.exec_cpu.small import llama
 from tests.sim.small_programs import decide
 
 OPTION = "--documents"
@@ -35,7 +38,8 @@ def test_a_file_has_one_length_or_a_length_and_a_count_a_line(tmp_path: Path) ->
     path.write_text("100\n\n 200, 3\n100\n", encoding="utf-8")
     given = parse_documents(str(path), option=OPTION)
     assert given.lengths == ((100, 2), (200, 3))
-    assert given.source == "lengths.txt"
+    assert str(given) == "lengths.txt"
+    assert str(Documents(lengths=given.lengths)) == "2 lengths, mean 160 tokens"
 
 
 def test_many_lengths_are_rounded_and_keep_their_mean() -> None:
@@ -75,6 +79,16 @@ def test_mfu_counts_the_pairs_that_are_attended() -> None:
     whole, parts = decide(), decide(documents=Documents(lengths=((512, 1),)))
     products = 6.0 * whole.seq_tokens * whole.model.mfu_params * whole.global_batch
     assert (parts.step_flops - products) * 4 == pytest.approx(whole.step_flops - products)
+
+
+def test_mfu_counts_the_pairs_that_a_window_leaves_in_each_document() -> None:
+    window = llama(window=100)
+    given = Documents(lengths=((64, 1), (512, 1)))
+    flops = Decisions(model=window, seq_tokens=2048, documents=given).step_flops
+    pieces = packed(given, 2048)
+    pairs = sum(pairs_in_window(n, n, 100) if n > 100 else n * n / 2 for each in pieces for n in each) / len(pieces)
+    products = 6.0 * 2048 * window.mfu_params
+    assert flops - products == pytest.approx(12 * window.layers * window.q_width * pairs)
 
 
 def test_the_most_documents_leave_room_and_may_be_given() -> None:

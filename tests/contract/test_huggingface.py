@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.huggingface import SUPPORTED, config_of, model_from_config, not_read
-from memo_sim.contract.model import Experts, Model, RopeScaling
+from memo_sim.contract.model import Experts, LatentAttention, Model, RopeScaling
 from tests.refusals import check_fields
 
 REAL = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
@@ -35,6 +35,19 @@ PHI3 = {**LLAMA, "model_type": "phi3", "max_position_embeddings": 128, "sliding_
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", **_QWEN_EXPERTS}
+DEEPSEEK: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 3,
+}
 GEMMA3 = {
     **LLAMA,
     "model_type": "gemma3_text",
@@ -136,7 +149,43 @@ def test_experts() -> None:
     assert refusal({**QWEN3_MOE, "mlp_only_layers": [0, 1, 2]}).where == "config.json: $.mlp_only_layers"
     assert refusal({**QWEN3_MOE, "mlp_only_layers": "0"}).where == "config.json: $.mlp_only_layers"
     assert refusal({**MIXTRAL, "router_jitter_noise": 0.1}).where == "config.json: $.router_jitter_noise"
-    assert refusal({**LLAMA, "model_type": "deepseek_v3"}).where == "config.json: $.model_type"
+    assert refusal({**DEEPSEEK, "first_k_dense_replace": 2}).where == "config.json: $.n_routed_experts"
+
+
+def test_latent_attention() -> None:
+    """The widths of a DeepSeek-V3 whose layers are all dense; ``head_dim`` there is that of the rotary part."""
+    model = loaded(DEEPSEEK)
+    wanted = LatentAttention(q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=12)
+    assert (model.latent, model.head_dim, model.value_dim) == (wanted, 24, 12)
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0}
+    v2 = {**DEEPSEEK, "model_type": "deepseek_v2", "q_lora_rank": None, "rope_scaling": yarn}
+    scaled = loaded(v2).latent
+    assert scaled is not None
+    assert scaled.q_rank == 0
+    assert scaled.score_scale == pytest.approx((0.1 * log(40) + 1) ** 2)
+    for config in (DEEPSEEK, v2, {**DEEPSEEK, "rope_interleave": False}):
+        model = loaded(config)
+        again = loaded(config_of(model, 128))
+        scale = pytest.approx(model.latent.score_scale)
+        assert again.latent is not None
+        assert again.latent.score_scale == scale
+        same = msgspec.structs.replace(again.latent, score_scale=model.latent.score_scale)
+        assert msgspec.structs.replace(again, name=model.name, source=model.source, latent=same) == model
+    for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        assert (
+            refusal({name: value for name, value in DEEPSEEK.items() if name != key}).where == f"config.json: $.{key}"
+        )
+    assert refusal({**DEEPSEEK, "attention_bias": True}).where == "config.json: $.attention_bias"
+    assert refusal({**DEEPSEEK, "num_key_value_heads": 2}).where == "config.json"
+    assert refusal({**LLAMA, "kv_lora_rank": 16}).where == "config.json: $.kv_lora_rank"
+
+
+def test_deepseek_v3_without_experts_has_the_parameters_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK))
+    assert loaded(DEEPSEEK).total_params == theirs.num_parameters()
 
 
 def test_gpt_oss() -> None:
@@ -342,7 +391,7 @@ def test_unknown_types_list_the_supported_ones() -> None:
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, ("a model inside a model",)),
         ({"model_type": "olmoe", "num_local_experts": 8}, ("mixtures of experts (num_local_experts)",)),
         (
-            {"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": 512},
+            {"model_type": "minicpm3", "n_routed_experts": 256, "kv_lora_rank": 512},
             ("mixtures of experts", "latent attention (kv_lora_rank)"),
         ),
         (

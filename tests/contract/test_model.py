@@ -5,7 +5,7 @@ import pytest
 
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import DATA, list_models, load_model
-from memo_sim.contract.model import Experts, LayerRun, LayerShape, Model, pairs_in_window
+from memo_sim.contract.model import Experts, LatentAttention, LayerRun, LayerShape, Model, pairs_in_window
 
 MEMO_TABLE_2 = {
     "gpt-7b": (32, 4096, 16384, 32),
@@ -41,7 +41,7 @@ GPT_OSS = {
 
 
 def test_presets() -> None:
-    tiny = [f"{name}-tiny" for name in ("gpt", "llama", "mixtral", "qwen3-moe", "gemma3", "sinks", "gpt-oss")]
+    tiny = [f"{name}-tiny" for name in ("gpt", "llama", "mixtral", "mla", "qwen3-moe", "gemma3", "sinks", "gpt-oss")]
     published = [*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *EXPERTS, *GEMMA3, *GPT_OSS]
     assert list_models() == sorted([*published, *tiny])
     for name in list_models():
@@ -143,12 +143,38 @@ def test_experts_take_the_place_of_the_mlp_of_some_layers() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [f"{name}-tiny" for name in ("gpt", "llama", "mixtral", "qwen3-moe", "gemma3", "sinks", "gpt-oss")],
+    [f"{name}-tiny" for name in ("gpt", "llama", "mixtral", "mla", "qwen3-moe", "gemma3", "sinks", "gpt-oss")],
 )
 def test_tiny_models_read_bytes_on_a_laptop(name: str) -> None:
     model = load_model(name)
     assert model.vocab == 256
     assert model.layers_matrix_params < 1_000_000
+
+
+def test_latent_attention_by_hand() -> None:
+    """Weights and attention's FLOPs of one layer of mla-tiny: 4 heads of 48, values of 32."""
+    model = load_model("mla-tiny")
+    down, up = 128 * (64 + 32 + 16), 64 * 4 * 48 + 32 * 4 * (32 + 32)
+    assert model.attention_params == down + up + 4 * 32 * 128
+    assert model.layer_params(0) == model.attention_params + 3 * 128 * 384 + 2 * 128 + 64 + 32
+    s = 1024
+    pairs = s * s / 2
+    attention = 4 * 3 * 2 * pairs * 4 * (48 + 32)  # layers, forward and twice that, two FLOPs, heads, widths
+    assert model.step_flops(s) == pytest.approx(6 * s * model.mfu_params + attention)
+
+
+def test_latent_attention_is_refused_where_no_model_has_it() -> None:
+    model = load_model("mla-tiny")
+    for fields, says in (
+        ({"head_dim": 64}, "head_dim"),
+        ({"kv_heads": 2}, "a key for every head"),
+        ({"qk_norm": True}, "without biases and norms of heads"),
+        ({"latent": msgspec.structs.replace(model.latent, nope_dim=33, rope_dim=16)}, "nope_dim"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            msgspec.structs.replace(model, **fields)
+    with pytest.raises(ValueError, match="must be even"):
+        LatentAttention(kv_rank=32, nope_dim=32, rope_dim=15, value_dim=32)
 
 
 @pytest.mark.parametrize("name", GEMMA3)

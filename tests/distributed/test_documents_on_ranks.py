@@ -27,6 +27,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp and ulysses": {"layout": Layout(cp=2, ulysses=2), "model": GPT, **HALF},
     "dp, zero 3": {"layout": Layout(dp=2, zero=3), "global_batch": 4, **HALF},
     "stages": {"layout": Layout(pp=2, cp=2), "global_batch": 4, "recompute": "full"},
+    "ring of 2, cut documents": {"layout": Layout(cp=2), "document_cuts": "documents", **HALF},
+    "ring of 4, cut documents": {"layout": Layout(cp=4), "document_cuts": "documents", "recompute": "full"},
+    "all-gather of 4, cut documents": {
+        "layout": Layout(cp=4, cp_exchange="all_gather"),
+        "document_cuts": "documents",
+        "recompute": "selective",
+    },
+    "cp and ulysses, cut documents": {"layout": Layout(cp=2, ulysses=2), "document_cuts": "documents", **HALF},
+    "cp and tp, cut documents": {
+        "layout": Layout(cp=2, tp=2, sequence_parallel=True),
+        "document_cuts": "documents",
+        "micro_batch": 2,
+        "global_batch": 4,
+        "recompute": "full",
+    },
     "zero-bubble": {"layout": Layout(pp=2, schedule="zero-bubble"), "global_batch": 4},
 }
 

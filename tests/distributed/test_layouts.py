@@ -140,7 +140,10 @@ def test_states(team: Team, layout: Layout, states: str) -> None:
 )
 def test_pure_bf16_gradients_err_as_one_process_does(team: Team, layout: Layout) -> None:
     """Errors against fp32. Sums over ranks are rounded to bf16 too, so twice one process's error is allowed."""
-    narrow = {"dtype": "bf16", "states": "pure-bf16", "seq_tokens": 256}
+    _check_errors(team, layout, {"dtype": "bf16", "states": "pure-bf16", "seq_tokens": 256})
+
+
+def _check_errors(team: Team, layout: Layout, narrow: dict[str, Any]) -> None:
     exact, one, parted = (
         parity.whole_gradients(team.play(parity.play, each.layout.devices, each, 1, {}))
         for each in (
@@ -152,6 +155,21 @@ def test_pure_bf16_gradients_err_as_one_process_does(team: Team, layout: Layout)
     for name, value in exact.items():
         errors = [float((each[name] - value).norm() / value.norm()) for each in (one, parted)]
         assert errors[1] < 2 * errors[0], name
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        {"states": "pure-bf16-fp32-moments"},
+        {"states": "pure-bf16", "grad_sums": "fp32"},
+        {"states": "fp32", "grad_sums": "params"},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_states_of_several_dtypes_err_as_one_process_does(team: Team, states: dict[str, Any]) -> None:
+    layout = Layout(tp=2, sequence_parallel=True, dp=2, zero=3)
+    _check_errors(team, layout, {"dtype": "bf16", "seq_tokens": 256, **states})
 
 
 @pytest.mark.parametrize(

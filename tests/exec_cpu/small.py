@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import StepScalars
 from memo_exec.training import weights
 from memo_exec.training.checkpoint import STATES
-from memo_sim.contract.model import Experts, LayerShape, Model, RopeScaling
+from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model, RopeScaling
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
@@ -99,6 +100,35 @@ WINDOWED_MODELS = {
     ),
 }
 """Models with windows in all layers, with alternating windows and sinks (GPT-OSS's attention), and Gemma 3's."""
+
+
+LATENT = LatentAttention(q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=16)
+LATENT_MODELS = {
+    "latent": llama(name="latent", kv_heads=4, head_dim=24, latent=LATENT),
+    "latent-lite": llama(
+        name="latent-lite",
+        kv_heads=4,
+        head_dim=24,
+        latent=msgspec.structs.replace(LATENT, q_rank=0, interleaved=False),
+    ),
+    "latent-yarn": llama(
+        name="latent-yarn",
+        kv_heads=4,
+        head_dim=24,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_positions=32),
+        latent=msgspec.structs.replace(LATENT, score_scale=1.3),
+    ),
+}
+LATENT_MODELS["latent-lite-yarn"] = msgspec.structs.replace(
+    LATENT_MODELS["latent-yarn"], latent=msgspec.structs.replace(LATENT, q_rank=0, score_scale=1.3)
+)
+"""Models with latent attention: with and without a latent for queries, and with scaled scores."""
+
+_ROUTED = Experts(count=4, per_token=2, hidden=48, scores="sigmoid", scale=2.5, selection_bias=True, shared=32)
+DEEPSEEK_MODEL = msgspec.structs.replace(LATENT_MODELS["latent-yarn"], name="deepseek-small").of_layers(
+    [LayerShape(ffn_hidden=160), *[LayerShape(ffn_hidden=160, experts=_ROUTED)] * 2]
+)
+"""DeepSeek-V3's layers: latent attention, a first dense layer, sigmoid scores, a selection bias, a shared expert."""
 
 EXPERT_MODELS = {
     "mixtral": llama(name="mixtral-small", experts=Experts(count=4, per_token=2, hidden=48)),

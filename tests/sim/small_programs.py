@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from memo_sim.contract.model import Experts, Model
+from memo_sim.contract.model import Experts, LatentAttention, Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
@@ -40,6 +40,18 @@ LLAMA = Model(
     tied_embeddings=False,
     qk_norm=True,
     activation="silu",
+)
+LATENT = msgspec.structs.replace(
+    LLAMA,
+    name="latent",
+    qk_norm=False,
+    heads=4,
+    kv_heads=4,
+    head_dim=48,
+    latent=LatentAttention(q_rank=96, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32),
+)
+NO_Q_LATENT = msgspec.structs.replace(
+    LATENT, name="no-q-latent", latent=msgspec.structs.replace(LATENT.latent, q_rank=0, score_scale=1.5)
 )
 EXPERTS = msgspec.structs.replace(LLAMA, name="experts", experts=Experts(count=8, per_token=2, hidden=192))
 POLICIES = [

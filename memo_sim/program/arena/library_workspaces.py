@@ -87,7 +87,7 @@ def merging_bytes(program: Program) -> int:
     if not any(i.op == "attention.merge" for i in instructions):
         return 0
     works = [i.work for i in instructions if isinstance(i.work, Attention)]
-    return max(merge_scratch_bytes(work.heads, work.head_dim, work.dtype) for work in works)
+    return max(merge_scratch_bytes(work.heads, work.value_dim, work.dtype) for work in works)
 
 
 def library_workspaces(program: Program, columns: Columns | None = None) -> frozenset[int]:

@@ -52,7 +52,7 @@ def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: 
     everyone, mine = _gathered(builder)
     for name, ranks in ((mine, 1), (everyone, shape.cp)):
         if not builder.has(name):
-            builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, 2 * shape.kv_width)
+            builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, shape.cache_width)
     pack(builder, decisions, shape, mine, suffix)
     builder.emit(
         f"kv.gather{suffix}",
@@ -74,7 +74,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write the calls after the local square's backward; sum each key's gradients at the rank that holds the key."""
     for name, ranks in ((D_ALL, shape.cp), (D_MINE, 1)):
-        builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, 2 * shape.kv_width)
+        builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, shape.cache_width)
     own_d_q(builder, decisions, shape)
     for part in _parts(decisions, shape, _gathered(builder)[0]):
         into = Rows(D_ALL, part.keys.first, part.keys.tokens)
@@ -83,7 +83,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         queries = Rows("d_q.part", 0, part.queries(shape))
         add(builder, decisions, f"d_q.add{part.suffix}", queries, builder.all("d_qkv"))
     for i, rows in enumerate(_unmet(shape)):
-        size = rows.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+        size = rows.tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]
         work = Rowwise("zero", rows.tokens, 0, size)
         builder.emit(f"d_kv.clear{i or ''}", "zero", Lane.COMPUTE, work, target=writes(rows))
     builder.emit(
@@ -100,19 +100,17 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 def _parts(decisions: Decisions, shape: Shape, everyone: str) -> list[Part]:
     """Return the earlier keys of other ranks, rows of ``everyone``.
 
-    Early chunks come before both own chunks, other chunks before the late one. The late chunks of other ranks are in
-    reverse order, so with packed documents each has a call of its own, in which a document is one run of rows.
+    Early chunks come before both own chunks, other chunks before the late one.
     """
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
     parts = [Part(Rows(everyone, 0, rank * half), chunks=tuple(range(rank)))] if rank else []
     if later := (cp - 1 - rank) * half:
-        early = tuple(range(rank + 1, cp))
-        parts.append(Part(Rows(everyone, (rank + 1) * half, later), late=True, suffix=".early", chunks=early))
-        places = range(cp + rank + 1, 2 * cp) if decisions.documents else (cp + rank + 1,)
-        each = later // len(places)
-        for i, place in enumerate(places):
-            keys, suffix = Rows(everyone, place * half, each), f".late{i or ''}"
-            parts.append(Part(keys, late=True, suffix=suffix, chunks=(3 * cp - 1 - place,)))
+        chunks = tuple(range(rank + 1, cp))
+        for place, suffix, held in (
+            (rank + 1, ".early", chunks),
+            (cp + rank + 1, ".late", tuple(2 * cp - 1 - chunk for chunk in chunks)),
+        ):
+            parts.append(Part(Rows(everyone, place * half, later), late=True, suffix=suffix, chunks=held))
     segments = shared(gathered_segments(decisions), len(parts))
     return [replace(part, segments=segments) for part in parts]
 
@@ -131,4 +129,4 @@ def keys_before(shape: Shape) -> int:
 
 
 def _all_bytes(decisions: Decisions, shape: Shape) -> int:
-    return shape.cp * shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    return shape.cp * shape.tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]

@@ -60,7 +60,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         windowed.forward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
-    own = own_segments(decisions)
+    own = own_segments(decisions, shape.window)
     work = attention_work(
         decisions, shape, tokens, tokens, _mask(decisions), backward=False, window=shape.window, segments=own
     )
@@ -101,7 +101,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         windowed.backward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
-    own = own_segments(decisions)
+    own = own_segments(decisions, shape.window)
     work = attention_work(
         decisions, shape, tokens, tokens, _mask(decisions), backward=True, window=shape.window, segments=own
     )

@@ -69,7 +69,7 @@ class ChunkedAttention:
         self.chunks = attention_chunks(writer.decisions)
         self.room = self.chunks[0][1]
         """Number of a rank's rows in a buffer for one chunk."""
-        kv = 2 * self.inside.kv_width
+        kv = self.inside.cache_width
         self.features = {"kv": kv, "d_kv": kv, "lse": self.inside.heads}
         """Features of a token, by tensor; tensors that are not listed have the queries' features."""
         self.features["qk_raw"] = self.shape.q_width + self.shape.kv_width
@@ -94,6 +94,8 @@ class ChunkedAttention:
 
     def _all_chunks(self, *, store: bool) -> None:
         """Write norm, product and attention of every chunk; ``store``: also store what backward needs on the host."""
+        if not self.builder.has(attended := self.ulysses.sequence_sharded("attn")):
+            self.writer.own(attended, self.shape.tokens, self.shape.q_width)  # not kept: the projection keeps it in FP8
         for c, rows in enumerate(self.chunks):
             self.writer.suffix = f".c{c}"
             if c:
@@ -210,7 +212,8 @@ class ChunkedAttention:
     def _gathered(self, at: RowBlock) -> Rows:
         """Gather the norm's output of one chunk over tensor-parallel ranks."""
         writer = self.writer
-        return writer.gather("norm1", writer.shard_rows("norm1", at), "norm1_full", 0, tokens=self.room)
+        normed = writer.shard_rows(writer.read_by_product("norm1"), at)
+        return writer.gather("norm1", normed, "norm1_full", 0, tokens=self.room)
 
     def _out(self, c: int) -> Rows:
         """Return where attention of a chunk writes: the whole output, or under Ulysses one of two chunk buffers."""
@@ -272,10 +275,10 @@ class ChunkedAttention:
             sequence_sharded = head_sharded
             if shape.ulysses > 1:
                 sequence_sharded = Rows(writer.own("d_attn_seq", self.room, shape.q_width), 0, tokens)
-            shard = writer.shard_rows("d_resid", (first, tokens))
+            shard = writer.before_gather(writer.shard_rows("d_resid", (first, tokens)))
             grad = writer.gather("proj.grad", shard, "d_proj_full", 0, tokens=self.room)
-            attended = Rows(self.ulysses.sequence_sharded("attn"), first, tokens)
-            if shape.gathered and not self._adapted:
+            attended = Rows(writer.attended(self.ulysses.sequence_sharded("attn"), kept=True), first, tokens)
+            if self._by_chunks and not self._adapted:
                 writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
             writer.dgrad("proj", grad, sequence_sharded, shape.q_width, shape.hidden)
             if self._adapted:
@@ -292,10 +295,18 @@ class ChunkedAttention:
     def _project_backward(self) -> None:
         """Write the gradients of the projection's parameters that ``_output_gradient`` has not written."""
         writer, shape, grad = self.writer, self.shape, self.builder.all("d_resid")
-        if not shape.gathered and not self._adapted:
+        if not self._by_chunks:
             attended = self.builder.all(self.ulysses.sequence_sharded("attn"))
             writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
         writer.bgrad("proj", grad, shape.hidden)
+
+    @property
+    def _by_chunks(self) -> bool:
+        """Whether the projection's gradients are written chunk by chunk: of gathered rows, in FP8, or of an adapter.
+
+        In FP8 a chunk's gradient is quantised once for both products.
+        """
+        return self.shape.gathered or self.writer.fp8 is not None or self._adapted
 
     def _keys(self, k: int) -> Rows:
         return self._chunk("kv", k, f"kv.back.{k % DOUBLE_BUFFER_SLOTS}")
@@ -366,7 +377,8 @@ class ChunkedAttention:
         grad = shared_heads.product_gradient(writer, sequence_sharded, self.room)
         phase, builder.phase, writer.suffix = builder.phase, Phase.RECOMPUTE, f".again.c{k}"
         writer.norm("norm1", "x", (first, tokens), (0, tokens))
-        source = self._gathered((0, tokens)) if writer.trains("qkv") else None
+        # In FP8 what a product read is not what its weight's gradient reads, which is gathered below.
+        source = self._gathered((0, tokens)) if writer.trains("qkv") and writer.fp8 is None else None
         builder.phase, writer.suffix = phase, f".c{k}"
         writer.product_and_norm_backward(
             "qkv",

@@ -16,6 +16,7 @@ from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Attention, Mask, Rowwise, WindowedAttention
 from memo_sim.program.layout.documents import Segments, most_pieces
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.token_order import cuts_documents
 from memo_sim.program.operators.workspaces import FLASH_TILE_TOKENS as TILE_TOKENS
 from memo_sim.program.operators.workspaces import attention_workspace_bytes, sum_workspace_bytes
 
@@ -56,6 +57,7 @@ def attention_work(
         backward=backward,
         kernel=decisions.kernels.attention,
         dtype=decisions.dtype,
+        narrow_values=decisions.model.narrow_values,
         segments=segments,
     )
 
@@ -68,15 +70,29 @@ def documents(builder: TemplateBuilder) -> dict[str, Access]:
 def workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> Access | None:
     """Add a buffer for the kernel's scratch, which lives for one instruction; None when the kernel needs none."""
     groups, deterministic = decisions.kernels.head_groups, decisions.deterministic
-    if work.segments and work.backward and work.kernel in PADS_DOCUMENTS:
+    copied = _joined_bytes(decisions, work)
+    if decisions.documents is not None and work.backward and work.kernel in PADS_DOCUMENTS:
         more = TILE_TOKENS * most_pieces(decisions) // work.batch
         work = replace(work, q_tokens=work.q_tokens + more, k_tokens=work.k_tokens + more)
-    return builder.scratch(name, attention_workspace_bytes(work, groups, deterministic=deterministic))
+    return builder.scratch(name, copied + attention_workspace_bytes(work, groups, deterministic=deterministic))
+
+
+def _joined_bytes(decisions: Decisions, work: Attention) -> int:
+    """Return the bytes of a document's rows, copied together for a call, where they lie apart (``token_order.py``).
+
+    Forward copies Q, K, V and the output, backward also its gradient and theirs; all of a sequence's rows at most.
+    """
+    if decisions.documents is None or not cuts_documents(decisions):
+        return 0
+    size, statistics = work.head_dim * DTYPE_BYTES[work.dtype], DTYPE_BYTES["fp32"]
+    queries, keys = work.q_tokens * work.heads, 2 * work.k_tokens * work.kv_heads
+    tensors = (4 * queries + 2 * keys) if work.backward else (2 * queries + keys)
+    return (tensors * size + queries * statistics) // decisions.kernels.head_groups
 
 
 def pack(builder: TemplateBuilder, decisions: Decisions, shape: Shape, target: str, suffix: str = "") -> None:
     """Copy this rank's keys and values out of the packed Q, K, V into ``target``."""
-    size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    size = shape.tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]
     builder.emit(
         f"kv.pack{suffix}",
         "kv.pack",
@@ -186,7 +202,7 @@ def part_forward(
     """
     tokens = part.queries(shape)
     if not builder.has("attn.part"):
-        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width)
+        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.attention_width)
         builder.own("lse.part", BufferClass.TRANSIENT, "fp32", shape.tokens, shape.heads)
     out, lse = Rows("attn.part", 0, tokens), Rows("lse.part", 0, tokens)
     builder.emit(

@@ -16,7 +16,7 @@ def project(writer: OperatorWriter, ulysses: Ulysses, rows: RowBlock, at: RowBlo
     attended = Rows(writer.attended(output.slot), *rows)
 
     def product(x: Rows, out: Rows) -> None:
-        writer.linear("proj", x, out, shape.hidden, shape.q_width, bias=False)
+        writer.linear("proj", x, out, shape.hidden, shape.attention_width, bias=False)
 
     summed = writer.multiply_and_scatter("proj", attended, "proj_out", at[0], product, tokens=room)
     summed = writer.post_norm("post_attn", summed, rows)

@@ -94,7 +94,7 @@ def _buffers(
                 BufferClass.EXCHANGE,
                 decisions.dtype,
                 shape.tokens,
-                2 * shape.kv_width,
+                shape.cache_width,
             )
 
 
@@ -109,7 +109,7 @@ def _hop(  # noqa: PLR0917 - the context, the step, and the buffers
     suffix: str = "",
 ) -> None:
     """Send the buffer of ``step - 1`` to the next rank, and receive the buffer of ``step`` from the previous rank."""
-    size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    size = shape.tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]
     apart = shape.ring != "metp" or decisions.layout.overlap_exchanges
     builder.emit(
         f"{kind}.hop{step}{suffix}",
@@ -163,7 +163,7 @@ def _step_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape,
     if step == 1 and len(parts) == 1:
         _clear_late(builder, decisions, shape, sums)
     if step > 1 and not builder.has("d_kv.part"):
-        builder.own("d_kv.part", BufferClass.TRANSIENT, decisions.dtype, half, 2 * shape.kv_width)
+        builder.own("d_kv.part", BufferClass.TRANSIENT, decisions.dtype, half, shape.cache_width)
     for part in parts:
         own_sum = Rows(sums, part.keys.first, half)
         into = own_sum if step == 1 else builder.all("d_kv.part")
@@ -178,5 +178,5 @@ def _step_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape,
 def _clear_late(builder: TemplateBuilder, decisions: Decisions, shape: Shape, slot: str) -> None:
     """Zero the late half of the sums: the rank where they start attends to the early half only."""
     rows = Rows(slot, shape.tokens // 2, shape.tokens - shape.tokens // 2)
-    size = rows.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    size = rows.tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]
     builder.emit("d_kv.clear", "zero", Lane.COMPUTE, Rowwise("zero", rows.tokens, 0, size), target=writes(rows))

@@ -60,7 +60,7 @@ def families(decisions: Decisions, shape: Shape, count: int) -> list[Family]:
     """Return the buffer families of the KV cache and its gradients, ``count`` of each; none without subsequences."""
     if not shape.kv_cache_tokens:
         return []
-    kind, width = BufferClass.KV_CACHE, 2 * shape.kv_width
+    kind, width = BufferClass.KV_CACHE, shape.cache_width
     sums = [
         Family(rows.slot, kind, SUM_DTYPE, rows.tokens, width, count, kind=FamilyKind.PER_LAYER)
         for _, rows in sums_of(shape)
@@ -142,7 +142,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         own_d_q(builder, decisions, shape)
     if not _direct(builder, decisions, shape):
         room = max(shape.tokens, longest)
-        builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, room, 2 * shape.kv_width)
+        builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, room, shape.cache_width)
     work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=True)
     queries = builder.all(d_q)
     into_q = queries if builder.dtype(d_q) == decisions.dtype else builder.all("d_q.part")

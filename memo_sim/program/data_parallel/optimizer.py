@@ -319,15 +319,16 @@ class Optimizer:
         layout = self.decisions.layout
         if self.eager and self.reduced_early:
             self._prepare(builder)
-        partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
+        partial = self.block.partial_runs(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else []
         over: Group = "tp"
         if layout.whole_ends and self.kind is BlockKind.LAYER:
-            partial, over = self.block.partial_elements(sequence_parallel=True), layout.weights_group
-        if partial:
-            rows = Rows("grads", self.block.trained_elements - partial, partial)
+            partial, over = self.block.partial_runs(sequence_parallel=True), layout.weights_group
+        for first, elements in partial:
+            rows = Rows("grads", first, elements)
             size = DTYPE_BYTES[builder.dtype("grads")]
-            work = Collective("all_reduce", size * partial, degree(over, layout), over)
-            builder.emit("vectors", "all_reduce", COLLECTIVE_LANES[over], work, tensor=accumulates(rows))
+            work = Collective("all_reduce", size * elements, degree(over, layout), over)
+            name = "vectors" if first + elements == self.block.trained_elements else "matrices"
+            builder.emit(name, "all_reduce", COLLECTIVE_LANES[over], work, tensor=accumulates(rows))
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
             ranks, group = (self.shards, self.shard_group) if self.shards > 1 else (self.replicas, self.group)

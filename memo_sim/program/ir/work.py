@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from memo_sim.contract.attention_kernels import computes_values_wide, pads_values
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
 from memo_sim.contract.knobs import DtypeName, ProductDtype
 from memo_sim.contract.model import pairs_in_window
@@ -152,6 +153,10 @@ class Attention:
     backward: bool
     kernel: str
     dtype: DtypeName
+    narrow_values: int = field(default=0, repr=False)
+    """Features of a head of V and of the output, where these are not ``head_dim``; else 0.
+
+    The widths of the operands' buffers tell it, so the hash leaves it out."""
     segments: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
     """Pairs of packed documents (``layout/documents.py``): (queries, keys, pairs) by classes of like documents.
 
@@ -163,12 +168,44 @@ class Attention:
     They follow from the layout and the instruction's name, so the hash leaves them out."""
 
     @property
+    def value_dim(self) -> int:
+        """Features of a head of V and of the output."""
+        return self.narrow_values or self.head_dim
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a query and a key in one head, without those that a mask removes."""
+        return float(sum(each for _, _, each in self.segments)) if self.segments else self._pairs
+
+    @property
     def flops(self) -> float:
-        """Floating-point operations without those that a mask removes."""
-        pairs = self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
-        if self.segments:
-            pairs = float(sum(each for _, _, each in self.segments))
-        return 4.0 * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+        """Floating-point operations without those that a mask removes.
+
+        Forward has a product of queries and keys, and one with values. Backward has three and two.
+        """
+        return self._flops(self.value_dim)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the kernel computes with values that zeros pad to ``head_dim``, because it takes no narrower ones."""
+        return self.value_dim != self.head_dim and pads_values(self.kernel)
+
+    @property
+    def computed_flops(self) -> float:
+        """FLOPs that the kernel computes: those of zeros as well, where it computes with wider values."""
+        wide = computes_values_wide(self.kernel, backward=self.backward) and self.value_dim < self.head_dim
+        return self._flops(self.head_dim if wide else self.value_dim)
+
+    def _flops(self, value_dim: int) -> float:
+        if value_dim == self.head_dim:
+            return 4.0 * self.pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+        features = 3 * self.head_dim + 2 * value_dim if self.backward else self.head_dim + value_dim
+        return 2.0 * self.pairs * self.heads * features
+
+    @property
+    def _pairs(self) -> float:
+        """Pairs of a query and a key, where a sequence is one document."""
+        return self.batch * float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +218,9 @@ class WindowedAttention(Attention):
     window: int = 0
 
     @property
-    def flops(self) -> float:
-        """Floating-point operations of the pairs that the window leaves."""
-        pairs = pairs_in_window(self.q_tokens, self.k_tokens, self.window)
-        return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
+    def _pairs(self) -> float:
+        """Pairs of a query and a key that the window leaves."""
+        return float(self.batch * pairs_in_window(self.q_tokens, self.k_tokens, self.window))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,28 +77,37 @@ class WholeAttention:
         whole = (0, shape.tokens)
 
         def product(grad: Rows, into: RowBlock) -> None:
-            d_attn = writer.own(sequence_sharded("d_attn"), shape.tokens, shape.q_width)
-            writer.dgrad("proj", grad, Rows(d_attn, *into), shape.q_width, shape.hidden)
+            d_attn = writer.own(sequence_sharded("d_attn"), shape.tokens, shape.attention_width)
+            writer.dgrad("proj", grad, Rows(d_attn, *into), shape.attention_width, shape.hidden)
 
         upstream = writer.post_norm_backward("post_attn", builder.all("d_resid"))
         gathered = writer.before_gather(upstream)
         d_proj = writer.gather_and_multiply("proj.grad", gathered, "d_proj_full", whole, product)
         d_attn = builder.all(sequence_sharded("d_attn"))
-        writer.own("d_attn", inside.tokens, inside.q_width)
+        writer.own("d_attn", inside.tokens, inside.attention_width)
         self.ulysses.to_heads("d_attn", d_attn)
         if writer.trains("proj"):
             attended = builder.all(writer.attended(sequence_sharded("attn"), kept=True))
-            writer.wgrad("proj", d_proj, attended, shape.hidden, shape.q_width)
+            writer.wgrad("proj", d_proj, attended, shape.hidden, shape.attention_width)
         writer.bgrad("proj", builder.all("d_resid"), shape.hidden)
         writer.own("d_qkv", inside.tokens, inside.qkv_width)
+        self._rebuild()
         if self.decisions.recompute == "selective":
             selective.rebuild(builder, self.decisions, inside)
         writer.sink_backward()
         attention.backward(builder, self.decisions, inside)
         d_qkv = writer.own(sequence_sharded("d_qkv"), shape.tokens, shape.qkv_width)
         self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))
-        writer.positions_backward(builder.all(d_qkv))
-        grad = shared_heads.product_gradient(writer, builder.all(d_qkv), shape.tokens)
+        self._product_backward(builder.all(d_qkv), grad_in)
+
+    def _rebuild(self) -> None:
+        """Write again what attention's backward reads and nothing keeps; here nothing."""
+
+    def _product_backward(self, d_qkv: Rows, grad_in: str) -> None:
+        """Write the backward from the gradient of the packed Q, K, V to that of the layer's input."""
+        writer, whole = self.writer, (0, self.shape.tokens)
+        writer.positions_backward(d_qkv)
+        grad = shared_heads.product_gradient(writer, d_qkv, self.shape.tokens)
         writer.product_and_norm_backward(
             "qkv",
             "norm1",

@@ -24,11 +24,19 @@ from memo_sim.program.layers.attention_half import AttentionHalf, WholeAttention
 from memo_sim.program.layers.expert_exchange import ExchangedExperts
 from memo_sim.program.layers.experts import ExpertMlp
 from memo_sim.program.layers.huggingface_experts import ModuleExperts
+from memo_sim.program.layers.latent_attention import LatentAttentionHalf
 from memo_sim.program.layers.mlp import Mlp
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+
+def _attention_half(writer: OperatorWriter, ulysses: Ulysses, *, chunked: bool) -> AttentionHalf:
+    """Return what writes the attention half of a plan's layers."""
+    if chunked:
+        return ChunkedAttention(writer, ulysses)
+    return LatentAttentionHalf(writer, ulysses) if writer.shape.latent else WholeAttention(writer, ulysses)
 
 
 class LayerWriter(OperatorWriter):
@@ -41,7 +49,7 @@ class LayerWriter(OperatorWriter):
         super().__init__(builder, decisions, shape, block)
         room = attention_chunks(decisions)[0][1] if in_chunks(decisions) else 0
         ulysses = Ulysses(builder, shape, decisions.dtype, room=room)
-        self.attention: AttentionHalf = ChunkedAttention(self, ulysses) if room else WholeAttention(self, ulysses)
+        self.attention: AttentionHalf = _attention_half(self, ulysses, chunked=room > 0)
         self.mlp: Mlp | ExpertMlp = Mlp(self)
         if shape.experts is not None:
             of_modules = ModuleExperts if decisions.modules == "huggingface" else ExpertMlp

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, takes_values
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.expert_load import measured_shares, shown_load
-from memo_sim.program.layout.parameters import without_masters
+from memo_sim.program.layout.parameters import gradient_dtype, without_masters
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -204,6 +204,13 @@ _EXPERTS = _Feature(
     setting="a model with experts",
     hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
 )
+_LATENT = _Feature(
+    name="latent attention",
+    chosen=lambda d: d.model.latent is not None,
+    beside="beside latent attention",
+    setting="a model with latent attention",
+    hint="tp, cp, Ulysses, dp, pp and ZeRO go with latents, and every recompute but operators",
+)
 _MODULE_EXPERTS = replace(
     _EXPERTS,
     name="experts of modules",
@@ -228,7 +235,6 @@ IN_FP8 = (
         because="deferred weight gradients would have to keep gradients in FP8",
         when=lambda d: d.fp8 != "none" and _staged(d),
     ),
-    _FP8.allows("decisions.attention_chunk_tokens", 0, because="chunks of attention would each be quantised"),
     _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
     _FP8.allows(
         "decisions.recompute",
@@ -239,7 +245,9 @@ IN_FP8 = (
         "decisions.modules", "auto", "operators", because="memo has no list of what FP8 modules of transformers save"
     ),
     _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
-    _FP8.allows("decisions.grad_sums", "auto", "params", because="autocast casts fp32 weights to bf16, not to FP8"),
+    _FP8.allows(
+        "decisions.grad_sums", "auto", "fp32", "params", because="autocast casts fp32 weights to bf16, not to FP8"
+    ),
 )
 _DOCUMENTS = _Feature(
     name="packed documents",
@@ -531,6 +539,7 @@ EXPERTS = (
         wanted="experts without a shared one and biases, whose activation is silu",
         hint="--system any prices memo's own operators",
     ),
+    _MODULE_EXPERTS.allows("layout.ep", 1, because="FSDP2 divides their weights, and gathers them layer by layer"),
     _MODULE_EXPERTS.allows("layout.tp", 1, because="memo knows experts of Hugging Face's modules on one rank alone"),
     Rule(
         name="experts: layer_pattern",
@@ -543,12 +552,14 @@ EXPERTS = (
     ),
     Rule(
         name="selection bias: gradients",
-        breaks=lambda d: d.model.mixture is not None and d.model.mixture.selection_rate > 0 and d.states == "pure-bf16",
+        breaks=lambda d: (
+            d.model.mixture is not None and d.model.mixture.selection_rate > 0 and gradient_dtype(d) == "bf16"
+        ),
         what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
         where="decisions.states",
-        got=lambda d: d.states,
+        got=lambda d: f"gradients in bf16 with states {d.states}",
         wanted="gradients in fp32 for a selection bias that moves",
-        hint="--states fp32, or a model with selection_rate 0",
+        hint="--grad-sums fp32, or a model with selection_rate 0",
     ),
     Rule(
         name="load of experts: model",
@@ -785,12 +796,12 @@ DOCUMENTS = (
     ),
     Rule(
         name="packed documents: windows",
-        breaks=lambda d: d.documents is not None and windowed(d),
-        what="attention windows of packed documents are not priced",
-        where="decisions.documents",
-        got=lambda d: f"documents with a window of {_longest_window(d)} tokens",
-        wanted="one document a sequence, or a model without windows",
-        hint="leave --documents out",
+        breaks=lambda d: d.documents is not None and windowed(d) and d.layout.cp > 1,
+        what="context parallelism has no lowering of attention windows beside packed documents",
+        where="layout.cp",
+        got=lambda d: f"cp {d.layout.cp} with documents and a window of {_longest_window(d)} tokens",
+        wanted="1",
+        hint="--cp 1 with tp or Ulysses, or leave --documents out",
     ),
     CUTS_OF_DOCUMENTS,
     Rule(
@@ -804,6 +815,69 @@ DOCUMENTS = (
     ),
 )
 
+LATENT = (
+    _LATENT.allows("decisions.adapters", "none", because="adapters would be of products that latents do not have"),
+    _LATENT.allows("decisions.fp8", "none", because="the products of latents have no FP8 form"),
+    _LATENT.allows(
+        "layout.metp", 1, because="METP passes the weights of Q, K and V round its ring, not those of latents"
+    ),
+    _LATENT.allows(
+        "layout.tp_overlap", "none", because="the latents are gathered, and no chunks of them are multiplied"
+    ),
+    _LATENT.allows(
+        "layout.cp_exchange", "ring", "all_gather", because="scores of whole rows need equal widths of K and V"
+    ),
+    _LATENT.allows("layout.uneven_heads", False, because="ranks exchange equal numbers of heads"),
+    _LATENT.allows("layout.subsequences", 1, because="the KV cache of a prefix would hold expanded keys and values"),
+    _LATENT.allows("decisions.attention_chunk_tokens", 0, because="chunks of tokens would be expanded one by one"),
+    _LATENT.allows("model.bidirectional", False, because="no such model has a latent"),
+    _LATENT.allows(
+        "decisions.recompute",
+        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        because="every second product would have to be chosen among those of latents",
+    ),
+    _LATENT.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would need the gradients of every product of latents",
+        when=lambda d: d.model.latent is not None and _staged(d),
+    ),
+    _LATENT.allows(
+        "decisions.memory_policy",
+        *("planned", "caching"),
+        because="no framework's kernels of latents are known: --system memo, any or every-layout",
+    ),
+    _LATENT.allows(
+        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of latents are known"
+    ),
+    Rule(
+        name="latent attention: attention",
+        breaks=lambda d: not takes_values(d.kernels.attention, d.model.head_dim, d.model.value_dim),
+        what="the kernel has no form for these widths of keys and values",
+        where="decisions.kernels.attention",
+        got=lambda d: f"{d.kernels.attention} with heads of {d.model.head_dim} and values of {d.model.value_dim}",
+        wanted="a kernel that takes them, or pads the values",
+        hint="--attention flash2 pads values with zeros; --attention cudnn takes both widths",
+    ),
+    Rule(
+        name="rebuild_qkv: model",
+        breaks=lambda d: d.rebuild_qkv and d.model.latent is None,
+        what="without latents there is nothing narrower to compute Q, K and V from",
+        where="decisions.rebuild_qkv",
+        got="true with a model without latent attention",
+        wanted="false",
+        hint="leave --rebuild-qkv out, or --recompute tokenwise",
+    ),
+    Rule(
+        name="rebuild_qkv: recompute",
+        breaks=lambda d: d.rebuild_qkv and d.recompute == "full",
+        what="full recompute computes Q, K and V again anyway",
+        where="decisions.rebuild_qkv",
+        got="true with recompute full",
+        wanted="false, or another recompute",
+        hint="leave --rebuild-qkv out, or --recompute tokenwise",
+    ),
+)
 ADAPTERS = (
     Rule(
         name="adapters: model",
@@ -871,6 +945,7 @@ ADAPTERS = (
 
 RULES = (
     *EXPERTS,
+    *LATENT,
     *IN_FP8,
     *WINDOWED,
     *DOCUMENTS,

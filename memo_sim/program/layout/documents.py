@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
-from memo_sim.contract.documents import SEED, Documents, packed
+from memo_sim.contract.documents import SEED, Documents, packed, pairs_of
 from memo_sim.contract.knobs import DocumentCuts
 from memo_sim.contract.plan import Decisions
 
@@ -53,9 +53,12 @@ Piece = tuple[int, int]
 """First row and end of a document's piece in its sequence."""
 
 
-def own_segments(decisions: Decisions) -> Segments:
-    """Return the segments of the causal call over a rank's own rows; empty without documents."""
-    return _segments_of(decisions, 0)
+def own_segments(decisions: Decisions, window: int = 0) -> Segments:
+    """Return the segments of the causal call over a rank's own rows; empty without documents.
+
+    ``window``: how many keys a query sees at most; 0: all. Only where a rank has whole sequences.
+    """
+    return _segments_of(decisions, 0, window)
 
 
 def step_segments(decisions: Decisions, step: int) -> Segments:
@@ -84,10 +87,10 @@ def most_pieces(decisions: Decisions) -> int:
     return decisions.micro_batch * documents.most_pieces(decisions.seq_tokens) if documents else 0
 
 
-def _segments_of(decisions: Decisions, call: int) -> Segments:
+def _segments_of(decisions: Decisions, call: int, window: int = 0) -> Segments:
     if decisions.documents is None:
         return ()
-    return _balance(*_key(decisions)).segments.get(call, ((1, 1, 0),))
+    return _balance(*_key(decisions), window).segments.get(call, ((1, 1, 0),))
 
 
 def _key(decisions: Decisions) -> tuple[Documents, int, int, int, int, int, DocumentCuts]:
@@ -127,9 +130,16 @@ class _Classes:
 
 @lru_cache(maxsize=256)
 def _balance(  # noqa: PLR0917 - the fields of a plan that it depends on
-    documents: Documents, seq_tokens: int, micro_batch: int, count: int, dp: int, ring: int, cuts: DocumentCuts
+    documents: Documents,
+    seq_tokens: int,
+    micro_batch: int,
+    count: int,
+    dp: int,
+    ring: int,
+    cuts: DocumentCuts,
+    window: int = 0,
 ) -> _Balance:
-    multiple = 2 * ring if ring > 1 and cuts == "documents" else 1
+    multiple = 2 * ring if ring > 1 and cuts == "documents" else 1  # as ``token_order.rows_of_a_cut``
     drawn = packed(documents, seq_tokens, multiple)
     batches = [
         [piece for lengths in taken for piece in _pieces(lengths, seq_tokens)] for taken in _grouped(drawn, micro_batch)
@@ -139,11 +149,11 @@ def _balance(  # noqa: PLR0917 - the fields of a plan that it depends on
     calls: dict[int, _Classes] = {}
     needed = 0
     for pieces in batches:
-        by_rank = _pairs_by_rank(pieces, seq_tokens, ring, cuts)
+        by_rank = _pairs_by_rank(pieces, seq_tokens, ring, cuts, window)
         rank = by_rank.index(max(by_rank))
         totals.append(sum(by_rank))
         fullest.append(by_rank[rank])
-        needed += _sum_calls(calls, pieces, seq_tokens, ring, rank, cuts)
+        needed += _sum_calls(calls, pieces, seq_tokens, ring, rank, cuts, window)
     whole, most = sum(totals) / len(batches), sum(fullest) / len(batches)
     replicas = _slowest(fullest, dp, count) / most
     real = documents.pairs(seq_tokens)
@@ -185,9 +195,11 @@ def _rank_of(chunk: int, ring: int) -> int:
     return min(chunk, 2 * ring - 1 - chunk)
 
 
-def _pairs_by_rank(pieces: list[Piece], seq_tokens: int, ring: int, cuts: DocumentCuts) -> list[int]:
+def _pairs_by_rank(pieces: list[Piece], seq_tokens: int, ring: int, cuts: DocumentCuts, window: int = 0) -> list[int]:
     """Return each rank's pairs: a query has those with itself and the document's earlier keys, its own half."""
-    if ring == 1 or cuts == "documents":
+    if ring == 1:
+        return [int(sum(pairs_of(end - first, window) for first, end in pieces))]
+    if cuts == "documents":
         return [sum((end - first) ** 2 for first, end in pieces) // (2 * ring)] * ring
     found, chunk = [0] * ring, seq_tokens // (2 * ring)
     for piece in pieces:
@@ -197,7 +209,13 @@ def _pairs_by_rank(pieces: list[Piece], seq_tokens: int, ring: int, cuts: Docume
 
 
 def _sum_calls(  # noqa: PLR0917 - the sums, and what they are of
-    calls: dict[int, _Classes], pieces: list[Piece], seq_tokens: int, ring: int, rank: int, cuts: DocumentCuts
+    calls: dict[int, _Classes],
+    pieces: list[Piece],
+    seq_tokens: int,
+    ring: int,
+    rank: int,
+    cuts: DocumentCuts,
+    window: int = 0,
 ) -> int:
     """Add the pairs of a rank's calls: 0 its own rows, 1.. the steps of a ring, -1 all these steps.
 
@@ -215,7 +233,7 @@ def _sum_calls(  # noqa: PLR0917 - the sums, and what they are of
         if ring == 1 or cuts == "documents":
             part = (piece[1] - piece[0]) // (2 * ring) if ring > 1 else 0
             own = 2 * part if ring > 1 else piece[1] - piece[0]
-            add(0, own, own, own * own // 2)
+            add(0, own, own, int(pairs_of(own, window)))
             for step in range(1, ring):
                 add(step, own, part, own * part)
             continue

@@ -1,9 +1,9 @@
 """FP8: which products of a layer run in it, which tensors are then kept in it, and the copies that products need.
 
 The linear products of a layer (Q K V, projection, both products of a dense MLP) take operands in FP8 and write bf16, as
-Transformer Engine's modules do. Attention, norms, routers, experts' grouped products, embedding and classifier stay in
-the plan's dtype. Activations and weights are E4M3; gradients are E5M2 with one scale a tensor (TE's hybrid format), and
-E4M3 with scales of blocks.
+Transformer Engine's modules do. Attention, norms, routers, experts (grouped and shared), embedding and classifier stay
+in the plan's dtype. Activations and weights are E4M3; gradients are E5M2 with one scale a tensor (TE's hybrid format),
+and E4M3 with scales of blocks.
 
 A product sums over the features of its operands, a weight's gradient over their tokens. Scales of blocks lie along the
 dimension that is summed, so a tensor has a copy by rows for the first and one by columns for the second. With one scale

@@ -7,7 +7,8 @@ optimizer therefore sees two runs (decay, no decay), while a checkpoint sees nam
 ``memo_exec`` maps them to those of Hugging Face.
 
 For some vectors each tensor-parallel rank computes only a part of the gradient. They come last, so that one all-reduce
-completes them.
+completes them. So it is with the product that makes latents (MLA), the last of the matrices: ranks multiply their token
+shards by all of it.
 
 With low-rank adapters (``contract/adapters.py``) a layer's block begins with them: first the sides that tensor
 parallelism divides, then those that every rank has whole, whose gradients ranks compute in part. All that follows is
@@ -30,7 +31,7 @@ from math import prod
 
 from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import Experts, LayerShape, Model
+from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
 from memo_sim.contract.plan import Decisions
 
 
@@ -86,9 +87,24 @@ class Block:
         return sum(p.elements for p in self.parameters if p.decay and not p.frozen)
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Return the number of trained elements, the last ones, whose gradients tensor-parallel ranks must sum."""
+        """Return the number of trained elements whose gradients tensor-parallel ranks must sum."""
+        return sum(elements for _, elements in self.partial_runs(sequence_parallel=sequence_parallel))
+
+    def partial_runs(self, *, sequence_parallel: bool) -> list[tuple[int, int]]:
+        """Return (first element, elements) of the ranges whose gradients tensor-parallel ranks must sum.
+
+        There is one, of the last trained elements, or with latents one of a matrix before it.
+        """
         least = Part.TOKENS if sequence_parallel else Part.HEADS
-        return sum(p.elements for p in self.parameters if p.part >= least and not p.frozen)
+        found: list[tuple[int, int]] = []
+        for parameter in self.parameters:
+            if parameter.part < least or parameter.frozen:
+                continue
+            if found and sum(found[-1]) == parameter.first:
+                found[-1] = found[-1][0], found[-1][1] + parameter.elements
+            else:
+                found.append((parameter.first, parameter.elements))
+        return found
 
     def runs(self) -> list[tuple[str, int, int]]:
         """Return (name, first element, elements) of the ranges that an optimizer updates alike; none is empty.
@@ -118,6 +134,8 @@ SELECTION_BIAS = "selection.bias"
 micro-batches and ranks, and the optimizer moves the bias by the sign of their difference to the mean."""
 
 Matrices = list[tuple[str, tuple[int, ...]]]
+PARTS = {"latent.weight": Part.TOKENS}
+"""Matrices whose gradient a tensor-parallel rank computes in part."""
 Vectors = list[tuple[str, int, Part]]
 
 
@@ -131,7 +149,8 @@ def _block(
         parameters.append(replace(side, first=first))
         first += side.elements
     for label, shape in matrices:
-        parameters.append(Parameter(label, shape, first, decay=True, frozen=frozen))
+        part = PARTS.get(label, Part.WHOLE)
+        parameters.append(Parameter(label, shape, first, decay=True, part=part, frozen=frozen))
         first += prod(shape)
     for label, width, part in sorted(vectors, key=lambda vector: vector[2]):
         parameters.append(Parameter(label, (width,), first, decay=False, part=part, frozen=frozen))
@@ -205,6 +224,8 @@ def layer_block(
     q, kv = model.q_width // tp, model.kv_width // tp
     up = 2 * f if model.gated else f
     matrices: Matrices = [("qkv.weight", (q + 2 * kv, h)), ("proj.weight", (h, q))]
+    if model.latent is not None:
+        matrices = _of_heads(model, model.latent, tp)
     if (experts := layer.experts) is None:
         matrices += [("ffn_up.weight", (up, h)), ("ffn_down.weight", (h, f))]
     else:
@@ -214,6 +235,7 @@ def layer_block(
             beside = experts.shared // tp
             matrices += [("shared_up.weight", (2 * beside, h)), ("shared_down.weight", (h, beside))]
         matrices.append(("router.weight", (experts.count, h)))
+    matrices += [("latent.weight", (model.latent.width, h))] if model.latent else []  # every rank has all of it
     vectors: Vectors = _of_experts(experts, h, tp) if experts else []
     vectors += [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
@@ -228,9 +250,25 @@ def layer_block(
         vectors.append(("sinks", model.heads // tp, Part.WHOLE))
     if model.post_norms:
         vectors += [(f"{name}.weight", h, Part.TOKENS) for name in POST_NORMS]
+    vectors += _norms_of(model.latent) if model.latent else []
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
     return _block(name, matrices, vectors, adapters, _sides(model, layer, tp, adapters) if adapters else ())
+
+
+def _of_heads(model: Model, latent: LatentAttention, tp: int) -> Matrices:
+    """Return the matrices of latent attention that ranks divide by heads."""
+    heads = model.heads // tp
+    return [
+        ("q_up.weight", (heads * latent.head_dim, latent.q_rank or model.hidden)),
+        ("kv_up.weight", (heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)),
+        ("proj.weight", (model.hidden, heads * latent.value_dim)),
+    ]
+
+
+def _norms_of(latent: LatentAttention) -> Vectors:
+    ranks = (("q", latent.q_rank), ("kv", latent.kv_rank))
+    return [(f"{name}_latent_norm.weight", rank, Part.TOKENS) for name, rank in ranks if rank]
 
 
 def experts_block(model: Model, tp: int, ep: int, experts: Experts | None, *, name: str = "experts") -> Block | None:

@@ -82,7 +82,7 @@ def earlier_tokens(model: Model) -> float:
 
     Where layers differ, these are the products of the average layer: all layers have the same subsequences.
     """
-    return 2.0 * (model.layers_matrix_params / model.layers) / (4.0 * model.q_width)
+    return 2.0 * (model.layers_matrix_params / model.layers) / (4.0 * model.score_width)
 
 
 def balanced(length: float, parts: int, k: float) -> list[float]:

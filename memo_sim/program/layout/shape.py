@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from memo_sim.contract.errors import BadInput, Infeasible
-from memo_sim.contract.model import Experts, LayerShape, Model
+from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.layout.attention_chunks import check_attention_chunks
 from memo_sim.program.layout.compatibility import check_compatible
 from memo_sim.program.layout.expert_load import BALANCED, capacity_rows
-from memo_sim.program.layout.heads import are_even, divided_heads, shares, sharing_ranks
+from memo_sim.program.layout.heads import Share, are_even, divided_heads, shares, sharing_ranks
 from memo_sim.program.layout.partition import PRICE_AGAIN
 
 MOST_RING = 1_024
@@ -79,6 +79,10 @@ class Shape:
     """Tokens of a whole sequence, on all ranks."""
     ring: Literal["cp", "metp"] = "cp"
     """The group that forms the ring of the ``cp`` ranks; "metp" inside METP's attention (``layers/metp.py``)."""
+    latent: LatentAttention | None = None
+    """The latent that keys and values come from (MLA)."""
+    rebuild_qkv: bool = False
+    """Whether backward computes the heads of Q, K and V again from the latents."""
     divided: int = 1
     """Number of ranks that divide the MLP's features."""
 
@@ -126,7 +130,17 @@ class Shape:
     @property
     def qkv_width(self) -> int:
         """Features of the packed Q, K, V."""
-        return self.q_width + 2 * self.kv_width
+        return self.q_width + self.cache_width
+
+    @property
+    def cache_width(self) -> int:
+        """Features of K and V together."""
+        return self.kv_width + self.kv_heads * self.value_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Features of attention's output."""
+        return self.heads * self.value_dim
 
     @property
     def product_width(self) -> int:
@@ -151,20 +165,28 @@ class Shape:
         """Features of one head."""
         return self.q_width // self.heads
 
+    @property
+    def value_dim(self) -> int:
+        """Features of a head of V, and of attention's output."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
     def grouped_width(self, width: int) -> int:
         """Return the features of a sequence-sharded row of ``width`` features, grouped by the rank of their heads.
 
-        Queries' features are grouped as they are. Of Q, K and V, each rank gets its own copy of a key/value head.
+        Attention's output is grouped as it is. Of Q, K and V, each rank gets its own copy of a key/value head.
         """
-        if width == self.q_width:
+        if width == self.attention_width:
             return width
-        ranks = shares(self.heads, self.kv_heads, self.ulysses)
-        return sum(share.heads + 2 * share.kv_heads for share in ranks) * self.head_dim
+        return sum(self._packed(share) for share in shares(self.heads, self.kv_heads, self.ulysses))
 
     def fullest_width(self, width: int) -> int:
         """Return the features of the head-sharded form of such a row, on the rank with the most heads."""
         most = shares(self.heads, self.kv_heads, self.ulysses)[0]
-        return (most.heads + (0 if width == self.q_width else 2 * most.kv_heads)) * self.head_dim
+        return most.heads * self.value_dim if width == self.attention_width else self._packed(most)
+
+    def _packed(self, share: Share) -> int:
+        """Return the features of the packed Q, K and V of the heads of one rank of Ulysses."""
+        return (share.heads + share.kv_heads) * self.head_dim + share.kv_heads * self.value_dim
 
     def shard(self, tokens: int) -> int:
         """Return how many of ``tokens`` tokens this rank's sequence-parallel shard holds."""
@@ -240,6 +262,8 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         tp_rank=tp_rank,
         shared_by=sharing_ranks(model, layout),
         cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
+        latent=model.latent,
+        rebuild_qkv=decisions.rebuild_qkv,
         metp=layout.metp,
         keep_norms=decisions.keep_norms,
         divided=layout.divided,

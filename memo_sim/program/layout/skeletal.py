@@ -13,6 +13,7 @@ tensor belongs to token i of the rank's shard. Layouts change the list:
 - Experts replace the last two by those of dispatched rows, each token's rows one after the other by expert, and by what
   the router decided (``layers/experts.py``). As large a part of dispatched rows is swapped as of tokens. With expert
   parallelism they are the rows that a rank received (``layers/expert_exchange.py``).
+- With a latent (MLA) backward also needs the latents before and after their norms (``layers/latent_attention.py``).
 - A norm behind attention or the MLP (Gemma 3) needs its input, the result of projection or second MLP product. So
   recompute repeats the second product as well, which it leaves out without such a norm.
 - Attention without a flash kernel keeps scores instead of the log-sum-exp (``attention/plain.py``,
@@ -24,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memo_sim.contract.model import Experts, Model
+from memo_sim.contract.model import Experts, LatentAttention, Model
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.layout.parameters import POST_NORMS
 from memo_sim.program.layout.shape import Shape
@@ -78,7 +79,7 @@ def skeletal_tensors(
         return Skeletal(name, shape.shard_tokens, stats, "fp32", Fate.BY_TOKEN, statistics=True)
 
     inside = shape.attention
-    sequence_sharded = (local("attn_seq", shape.q_width),) if shape.ulysses > 1 else ()
+    sequence_sharded = (local("attn_seq", shape.attention_width),) if shape.ulysses > 1 else ()
     behind = {
         which: (sharded(normed_slot(which, shape), shape.hidden), statistics(f"{which}_stats"))
         for which in (POST_NORMS if model.post_norms else ())
@@ -86,14 +87,24 @@ def skeletal_tensors(
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
     name, width = ("q", inside.q_width) if shape.kv_cache_tokens else ("qkv", inside.qkv_width)
     attended = Skeletal(name, inside.tokens, width, dtype, Fate.BY_TOKEN)
+    if (latent := shape.latent) is not None:
+        raw = (
+            sharded("latent", latent.width),
+            Skeletal(
+                "latent_stats", shape.shard_tokens, latent_statistics(latent), "fp32", Fate.BY_TOKEN, statistics=True
+            ),
+            *((sharded("q_latent", latent.q_rank),) if latent.q_rank else ()),
+            sharded("kv_latent", latent.kv_rank),
+            *((sharded("k_rope", latent.rope_dim),) if shape.rebuild_qkv else ()),
+        )
     kept = scores or (Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True),)
     return (
         sharded("x", shape.hidden, Fate.WHOLE),
         sharded("norm1", shape.hidden),
         statistics("norm1_stats"),
         *raw,
-        attended,
-        Skeletal("attn", inside.tokens, inside.q_width, dtype, Fate.WHOLE),
+        *(() if shape.rebuild_qkv else (attended,)),
+        Skeletal("attn", inside.tokens, inside.attention_width, dtype, Fate.WHOLE),
         *kept,
         *sequence_sharded,
         *behind.get("post_attn", ()),
@@ -146,6 +157,11 @@ def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, .
         Skeletal("act", rows, shape.expert_width, dtype, Fate.BY_TOKEN),
         *(Skeletal(name, tokens, features, dtype, Fate.BY_TOKEN) for name, features in beside),
     )
+
+
+def latent_statistics(latent: LatentAttention) -> int:
+    """Return how many numbers the norms of latents keep for each token: the scale of each latent."""
+    return 2 if latent.q_rank else 1
 
 
 def norm_statistics(model: Model) -> int:

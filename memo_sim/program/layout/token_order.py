@@ -9,6 +9,10 @@ are in order (``attention/ulysses.py``). Example with cp 2, ulysses 2, 16 tokens
     ulysses 0      0  1 | 12 13        its first row block, then its second
     ulysses 1      2  3 | 14 15
 
+Where packed documents are cut one by one (``Decisions.document_cuts``), every document has 2 x cp chunks of its own. A
+rank's rows of a sequence are then the early chunks of all documents, and after them the late ones; which tokens these
+are differs from step to step.
+
 All ranks of a tensor-parallel group have the same rows, and a gathered row block has them in this order. Outside of the
 products, sequence parallelism divides the rows of each block once more in the same way. Subsequences are runs of a
 rank's rows, each with its own row blocks. A token shard therefore holds its share of each subsequence, one after the
@@ -17,7 +21,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,6 +30,9 @@ from memo_sim.program.layout.attention_chunks import attention_chunks
 from memo_sim.program.layout.multiplex import boundaries
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.rank_order import coordinate
+
+Ends = Sequence[Sequence[int]]
+"""For each sequence of a micro-batch, where its documents end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +81,13 @@ def _every_block(decisions: Decisions) -> Iterator[tuple[int, int]]:
         first += tokens
 
 
-def token_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
-    """Return the runs of a rank's rows, in the order of rows; together they have ``decisions.local_tokens`` rows."""
+def token_runs(decisions: Decisions, rank: int = 0, ends: Ends = ()) -> tuple[Run, ...]:
+    """Return the runs of a rank's rows, in the order of rows; together they have ``decisions.local_tokens`` rows.
+
+    ``ends``: where packed documents end in each sequence of the micro-batch, for plans that cut every document.
+    """
     layout = decisions.layout
-    whole = _ring_runs(decisions, coordinate(layout.ring_group, layout, rank))
+    whole = _ring_runs(decisions, coordinate(layout.ring_group, layout, rank), ends)
     if layout.ulysses == 1:
         return tuple(whole)
     mine = coordinate("ulysses", layout, rank)
@@ -89,9 +99,9 @@ def token_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
     )
 
 
-def shard_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
+def shard_runs(decisions: Decisions, rank: int = 0, ends: Ends = ()) -> tuple[Run, ...]:
     """Return the runs of a rank's sequence-parallel token shard, or of all its rows without sequence parallelism."""
-    layout, runs = decisions.layout, token_runs(decisions, rank)
+    layout, runs = decisions.layout, token_runs(decisions, rank, ends)
     if layout.tp == 1 or not layout.sequence_parallel:
         return runs
     mine = coordinate("tp", layout, rank)
@@ -113,8 +123,10 @@ def clipped(runs: Iterable[Run], first: int, rows: int) -> Iterator[Run]:
             yield Run(low, run.token + low - run.row, high - low)
 
 
-def _ring_runs(decisions: Decisions, rank: int) -> list[Run]:
+def _ring_runs(decisions: Decisions, rank: int, ends: Ends) -> list[Run]:
     ranks, length = decisions.layout.ring, decisions.seq_tokens
+    if cuts_documents(decisions):
+        return [run for number, each in enumerate(ends) for run in _document_runs(decisions, rank, number, each)]
     starts = range(0, decisions.micro_batch * length, length)
     if ranks == 1:
         return [Run(start, start, length) for start in starts]
@@ -122,3 +134,24 @@ def _ring_runs(decisions: Decisions, rank: int) -> list[Run]:
     places = (rank * chunk, (2 * ranks - 1 - rank) * chunk)
     tokens = [start + place for start in starts for place in places]
     return [Run(i * chunk, token, chunk) for i, token in enumerate(tokens)]
+
+
+def cuts_documents(decisions: Decisions) -> bool:
+    """Return whether ranks cut every document, so that the tokens of their rows are data of a step."""
+    return decisions.document_cuts == "documents" and decisions.layout.ring > 1
+
+
+def rows_of_a_cut(decisions: Decisions) -> int:
+    """Return what the rows of a document are a multiple of: 2 x cp where ranks cut every document, else 1."""
+    return 2 * decisions.layout.ring if cuts_documents(decisions) else 1
+
+
+def _document_runs(decisions: Decisions, rank: int, sequence: int, ends: Sequence[int]) -> Iterator[Run]:
+    """Yield the chunks of every document of a sequence: all early ones, then all late ones."""
+    chunks, length = 2 * decisions.layout.ring, decisions.seq_tokens
+    half = length // chunks
+    for place, chunk in enumerate((rank, chunks - 1 - rank)):
+        begin = (2 * sequence + place) * half
+        for first, end in pairwise((0, *ends)):
+            tokens = (end - first) // chunks
+            yield Run(begin + first // chunks, sequence * length + first + chunk * tokens, tokens)

@@ -232,11 +232,11 @@ class OperatorWriter:
         )
         return out
 
-    def linear(self, name: str, x: Rows, out: Rows, n: int, k: int, *, bias: bool = True) -> None:
+    def linear(self, name: str, x: Rows, out: Rows, n: int, k: int, *, bias: bool = True, op: str = "linear") -> None:
         """Emit ``out = x @ weight.T (+ bias)`` with ``n`` output features and ``k`` input features."""
         self.builder.emit(
             name + self.suffix,
-            "linear",
+            op,
             Lane.COMPUTE,
             self.product(name, out.tokens, n, k, "fprop"),
             x=reads(x),
@@ -414,7 +414,8 @@ class OperatorWriter:
         (all-reduce). ``tokens``: the tokens whose shard the target buffer holds; 0 for all of the rank's. ``first``:
         the rank's row at which ``partial`` begins, when that differs from its row in its buffer.
         """
-        size = partial.tokens * self.shape.hidden * self.size
+        features = self.builder.features(partial.slot)
+        size = partial.tokens * features * self.size
         if self.shape.tp == 1:
             return partial
         if not self.shape.gathered:
@@ -422,7 +423,7 @@ class OperatorWriter:
             self.builder.emit(f"{name}.reduce{self.suffix}", "all_reduce", Lane.TP, work, tensor=accumulates(partial))
             return partial
         room = self.shape.shard(tokens or self.shape.tokens)
-        shard = self.own(f"{name}_shard", room, self.shape.hidden, BufferClass.EXCHANGE)
+        shard = self.own(f"{name}_shard", room, features, BufferClass.EXCHANGE)
         begun = partial.first if first is None else first
         rows = Rows(shard, self.shape.shard(begun), self.shape.shard(partial.tokens))
         work = Collective("reduce_scatter", size, self.shape.tp, "tp")
@@ -453,22 +454,32 @@ class OperatorWriter:
             out=writes(shard),
         )
 
-    def dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int) -> None:
+    def dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int, *, op: str = "linear.dgrad") -> None:
         """Emit ``out = grad @ weight``: ``n`` input features of ``k`` output features."""
         if self.fp8 is not None and self.fp8.has(name):
             grad = self.fp8.gradient(grad, self.suffix)
         self.builder.emit(
             f"{name}.dgrad{self.suffix}",
-            "linear.dgrad",
+            op,
             Lane.COMPUTE,
             self.product(name, out.tokens, n, k, "dgrad"),
             grad=reads(grad),
             weight=self.weight(name, for_dgrad=True),
-            out=writes(out),
+            out=accumulates(out) if op == "linear.dgrad.add" else writes(out),
         )
         self.adapter.dgrad(name, grad, out, n)
 
-    def wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int, *, shard: Rows | None = None) -> None:
+    def wgrad(
+        self,
+        name: str,
+        grad: Rows,
+        x: Rows,
+        m: int,
+        n: int,
+        *,
+        shard: Rows | None = None,
+        op: str = "linear.wgrad",
+    ) -> None:
         """Emit the weight's gradient, ``m`` output features by ``n`` input features, added to the sum.
 
         ``shard``: the rows from which ``x`` was gathered; reading them keeps them alive until here (``gather_again``).
@@ -490,7 +501,7 @@ class OperatorWriter:
         product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None
         self.builder.emit(
             f"{name}.wgrad{self.suffix}",
-            "linear.wgrad",
+            op,
             Lane.COMPUTE,
             self.product(name, m, n, grad.tokens, "wgrad"),
             grad=reads(grad),
@@ -572,7 +583,7 @@ class OperatorWriter:
         shard = None
         if source is None and self.trains(product):
             mine = self.shard_rows(norm, at)
-            source = self.gather_again(norm, mine, f"{norm}_full", at[0])
+            source = self.gather_again(norm, mine, f"{norm}_full", at[0], tokens=tokens)
             shard = mine if source != mine else None
         summed = self.multiply_and_scatter(
             f"d_{norm}",

@@ -60,6 +60,15 @@ SCRATCH_ALIGNMENT_BYTES = 64
 """Alignment of the pieces of a workspace."""
 
 
+def _padded_values_bytes(work: Attention, heads: int, kv_heads: int) -> int:
+    """Return the bytes of tensors with padded values: the values, the output, in backward their gradients too."""
+    if not work.padded:
+        return 0
+    q_bytes, kv_bytes = work.q_tokens * heads, work.k_tokens * kv_heads
+    elements = work.batch * work.head_dim * (q_bytes + kv_bytes) * (2 if work.backward else 1)
+    return elements * DTYPE_BYTES[work.dtype]
+
+
 def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministic: bool = False) -> int:
     """Return the scratch of one attention call, which runs in ``head_groups`` groups of heads one after the other.
 
@@ -81,6 +90,8 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
       for grouped queries on H100s (trl#6845) leave no room for them either. torch copies neither the output nor its
       gradient for cuDNN (aten/src/ATen/native/cudnn/MHA.cpp).
     - transformer-engine needs contiguous copies of its operands.
+    - Kernels that take no values narrower than queries and keys get padded copies of the values, and write a padded
+      output (memo-exec pads as transformers does for flash-attn 2).
 
     Raises:
         Infeasible: for an unknown kernel, for a number of groups that does not divide the key/value heads, or when the
@@ -92,20 +103,23 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
     heads, kv_heads = work.heads // head_groups, work.kv_heads // head_groups
     size = DTYPE_BYTES[work.dtype]
     q_bytes = work.batch * work.q_tokens * heads * work.head_dim
-    kv_bytes = work.batch * work.k_tokens * kv_heads * work.head_dim
+    width = work.head_dim if work.padded else work.value_dim
+    out_bytes = work.batch * work.q_tokens * heads * width
+    kv_bytes = work.batch * work.k_tokens * kv_heads * (work.head_dim + width)
+    padded = _padded_values_bytes(work, heads, kv_heads)
     row = work.batch * work.q_tokens * heads
     returned = work.kernel not in IN_PLACE
     if work.kernel in FIRST_GENERATION:
         sums = 2 * 4 * row if work.kernel == "triton-flash" and not work.backward else 4 * q_bytes + 4 * row
         return sums + repeated_kv_bytes(work) // head_groups * (2 if work.backward else 1)
-    copied = (q_bytes + 2 * kv_bytes) * size if work.kernel == "te-fused" else 0
+    copied = (q_bytes + kv_bytes) * size if work.kernel == "te-fused" else 0
     if not work.backward:
-        return copied + (q_bytes * size if returned else 0) + 4 * row
+        return copied + (out_bytes * size if returned else 0) + 4 * row + padded
     if copied:
-        copied += 2 * q_bytes * size + 4 * row
-    total = copied + ((q_bytes + 2 * kv_bytes) * size if returned else 0)
+        copied += 2 * out_bytes * size + 4 * row
+    total = copied + ((q_bytes + kv_bytes) * size if returned else 0) + padded
     if isinstance(work, WindowedAttention) and work.kernel == "torch-flash-cpu":
-        total += 4 * 2 * kv_bytes  # the keys of neighbouring blocks of queries overlap; sums in fp32
+        total += 4 * kv_bytes  # the keys of neighbouring blocks of queries overlap; sums in fp32
     if work.kernel in ("flash2", "torch-flash"):
         parts = -(-MULTIPROCESSORS // (work.batch * heads)) if deterministic else 1
         total += 4 * q_bytes * parts + 2 * 4 * row
@@ -256,6 +270,29 @@ def rotary_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str, row
     narrow = [] if dtype == "fp32" else [size * block * half] * 2
     kept = [] if rowwise == "triton" else [size * block * heads * half]
     return _pieces(4 * block, *tables, *narrow, *kept)
+
+
+def latent_norm_workspace_bytes(rows: int, features: int, dtype: str) -> int:
+    """Return the scratch of the norms of latents with ``features`` features together: a block of rows in fp32."""
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype))
+
+
+def latent_norm_backward_workspace_bytes(rows: int, features: int) -> int:
+    """Return the scratch of the backward of the norms of latents, which have ``features`` features together.
+
+    For a block of rows: the normalised rows, their gradients and a mean; and two vectors of features.
+    """
+    block = min(rows, NORM_ROWS)
+    return _pieces(*[4 * block * features] * 2, 4 * block, *[4 * features] * 2)
+
+
+def latent_rotary_workspace_bytes(rows: int, heads: int, rope_dim: int, dtype: str) -> int:
+    """Return the scratch of assembling Q, K and V from the products of latents.
+
+    Rotary tables of a block, half of the rotary features of each head of Q and of the shared key, and the rotated key.
+    """
+    size = DTYPE_BYTES[dtype]
+    return rotary_workspace_bytes(rows, heads + 1, rope_dim, dtype) + _pieces(size * min(rows, NORM_ROWS) * rope_dim)
 
 
 def divided_ids_bytes(rows: int) -> int:

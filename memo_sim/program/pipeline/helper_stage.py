@@ -109,7 +109,7 @@ class HelperStage:
     def _hold(self) -> Families:
         """Return the buffers that templates bind, by plain name."""
         shape, layers, dtype = self.shape, self.layers, self.decisions.dtype
-        kv, exchange, cache = 2 * shape.kv_width, BufferClass.EXCHANGE, BufferClass.KV_CACHE
+        kv, exchange, cache = shape.cache_width, BufferClass.EXCHANGE, BufferClass.KV_CACHE
         summed = Optimizer(self.decisions, self.block, BlockKind.LAYER, layers).grad_dtype
         rows = (shape.shard_tokens, shape.hidden)
         found = [

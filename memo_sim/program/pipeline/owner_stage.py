@@ -47,7 +47,7 @@ class OwnerStage:
             name, kind = self._received("grads", stage), FamilyKind.PER_LAYER
             found.append(Family(name, BufferClass.EXCHANGE, grads.dtype, grads.tokens, 1, count, kind=kind))
             if link.exists("d_kv.before"):
-                rows, width = self.shape.start, 2 * self.shape.kv_width
+                rows, width = self.shape.start, self.shape.cache_width
                 name = self._received("d_kv", stage)
                 found.append(Family(name, BufferClass.EXCHANGE, dtype, rows, width, count, kind=kind))
         return found

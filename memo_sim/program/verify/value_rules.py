@@ -31,6 +31,7 @@ from memo_sim.program.ir.kinds import STATE_KINDS, BlockKind, FamilyKind, Templa
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.verify import value_attention as attention
 from memo_sim.program.verify import value_experts as experts
+from memo_sim.program.verify import value_latent as latent
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import ParameterKey, Sum, Value, add_range
@@ -106,6 +107,10 @@ def norm(call: Call) -> None:
         call.put("saved", first, tokens, value._replace(name=f"{out}_saved"), row)
 
 
+LATENT_PRODUCTS = {"norm1": ("latent", LAYER, "latent"), "kv_latent": ("kv_up", LAYER, "kv_up")}
+"""Products of latent attention by what they read: the latents of a token shard, and the heads of gathered latents."""
+
+
 def _product_of(call: Call, value: Value) -> tuple[str, BlockKind, str] | None:
     """Return the product that reads a value: its weight's name and block, and its result's name.
 
@@ -114,6 +119,8 @@ def _product_of(call: Call, value: Value) -> tuple[str, BlockKind, str] | None:
     v, name = call.values, value.name
     partial = "~" if v.tp > 1 else ""
     base = name.removesuffix("*")
+    if v.model.latent and base in LATENT_PRODUCTS:
+        return LATENT_PRODUCTS[base] if name == (base if base == "norm1" else f"{base}{v.full}") else None
     if base in ("norm1", "norm2", "final") and v.full and not name.endswith("*"):
         return None
     if base == "norm2" and v.has_experts(value.layer):
@@ -230,6 +237,10 @@ def _gradient_of(call: Call, value: Value) -> tuple[str, BlockKind, str, int, st
         return "shared_down", LAYER, "d_shared_act", 1, "shared_act"
     if base == ("d_down" if behind else "d_x"):
         return "ffn_down", LAYER, "d_act", 0 if behind else 1, "act"
+    if v.model.latent and base == "d_kv_up":
+        return "kv_up", LAYER, f"d_kv_latent{partial}", 0, "kv_latent"
+    if v.model.latent and base == "d_latent":
+        return "latent", LAYER, "d_norm1", 0, "norm1"
     if base == gradient_name(v):
         return "qkv", LAYER, f"d_norm1{partial}", 0, "norm1"
     products = {
@@ -276,7 +287,9 @@ def dgrad(call: Call) -> None:
         if kind is LAYER and _adapted(call, name):
             result = result._replace(terms=WITHOUT_ADAPTER)
         add = experts.add_shared if name == "shared_up" else add_terms
-        if call.instruction.op == "linear.dgrad.add":
+        if name == "latent":
+            latent.input_gradient(call, first, tokens, result, row)
+        elif call.instruction.op == "linear.dgrad.add":
             add(call, "out", first, tokens, result, row)
         else:
             call.put("out", first, tokens, result, row)
@@ -414,7 +427,7 @@ def wgrad(call: Call) -> None:
                 call.wrong("grad", value, row, "the gradient of a product")
             continue
         name, kind, _, before, x = product
-        x = f"{x}{v.full}" if x.startswith(("norm", "final")) else x
+        x = f"{x}{v.full}" if x.startswith(("norm", "final", "kv_latent")) and name != "latent" else x
         wanted: dict[str, Wanted] = {"grad": (value.name, before), "x": x}
         other, at = values[1]
         assert other is not None
@@ -616,7 +629,7 @@ def zero(call: Call) -> None:
     if call.family("target").features == 1:
         _all_of(call, "target")
         call.values.sums[buffer] = {}
-        call.values.reduced -= {(buffer, "replicas"), (buffer, "vectors")}
+        call.values.reduced -= {(buffer, "replicas"), (buffer, "vectors"), (buffer, "matrices")}
         return
     call.put("target", 0, operand.tokens, Value("zero", -1, -1))
 
@@ -671,7 +684,7 @@ def all_reduce(call: Call) -> None:
     work, family, buffer = call.work, call.family("tensor"), call.buffers["tensor"]
     assert isinstance(work, Collective)
     if family.kind in (FamilyKind.GRADS, FamilyKind.WHOLE_GRADS):
-        _reduced(call, buffer, "stages" if work.group == "tied" else "vectors")
+        _reduced(call, buffer, "stages" if work.group == "tied" else _parts_of(call, buffer))
         return
     if family.kind is FamilyKind.SCALAR or buffer in call.values.sums:
         return
@@ -868,7 +881,7 @@ def flatten(call: Call) -> None:
     """Copy gradients into the tensor that ranks reduce."""
     source, target, reduced = call.buffers["source"], call.buffers["target"], call.values.reduced
     call.values.sums[target] = dict(call.values.sums.get(source, {}))
-    reduced -= {(target, "replicas"), (target, "vectors")}
+    reduced -= {(target, "replicas"), (target, "vectors"), (target, "matrices")}
     reduced |= {(target, what) for buffer, what in reduced if buffer == source}
 
 
@@ -883,6 +896,13 @@ def _all_of(call: Call, role: str, count: int | None = None) -> None:
     operand, elements = call.operands[role], call.family(role).tokens if count is None else count
     if (operand.first, operand.tokens) != (0, elements):
         call.fault(f"{role} is [{operand.first}, {operand.first + operand.tokens}), not all of {elements} elements")
+
+
+def _parts_of(call: Call, buffer: int) -> str:
+    """Return what a sum of parts of gradients is about: the vectors at the end of a block, or matrices before them."""
+    operand = call.operands["tensor"]
+    block = call.values.kind_of_block(buffer)
+    return "vectors" if operand.first + operand.tokens == block.trained_elements else "matrices"
 
 
 def _reduced(call: Call, buffer: int, what: str) -> None:
@@ -1143,5 +1163,6 @@ RULES: dict[str, Rule] = {
     "fp8.transpose": quantise,
     **attention.RULES,
     **experts.RULES,
+    **latent.RULES,
 }
 """The rule of every op."""

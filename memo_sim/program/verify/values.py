@@ -83,7 +83,7 @@ class Values:
         self.sums: dict[int, dict[ParameterKey, Sum]] = {}
         self.reduced: set[tuple[int, str]] = set()
         """Buffers of gradients that were summed over the ranks of a group: with the same parameters ("replicas"), or
-        with a part of the gradient of some vectors ("vectors")."""
+        with a part of the gradient of some vectors ("vectors") or of a matrix ("matrices")."""
         self.normed: set[int] = set()
         """Buffers of gradients whose norm was added."""
         self.updated: dict[tuple[BlockKind, int], list[tuple[int, int]]] = {}
@@ -156,6 +156,14 @@ class Values:
         """Return the parameters that a buffer of the step is about; None where it is about no block."""
         kind = self.family(buffer).block
         return None if kind is None else self.block(kind, self.layer_of(buffer))
+
+    def kind_of_block(self, buffer: int) -> Block:
+        """Return the parameters of the layers of a buffer's kind, or of embedding or head; buffers may be shared."""
+        family = self.family(buffer)
+        assert family.block is not None
+        return (
+            self._layer_blocks[family.layer_kind or 0] if family.block is BlockKind.LAYER else self._ends[family.block]
+        )
 
     def parameter(self, kind: BlockKind, name: str, layer: int | None) -> Parameter | None:
         """Return a parameter of a block, or None when the model has none; without ``layer``, that of the first one."""
@@ -276,9 +284,11 @@ class Values:
         shards = divided or layout.sequence_parallel
         if kind is BlockKind.EXPERTS:
             return missing  # they have no vectors
-        block = self.block(kind, 0)  # layers of all kinds have the same vectors of which ranks compute parts
-        if (divided or layout.tp > 1) and block.partial_elements(sequence_parallel=shards):
-            missing += [] if (buffer, "vectors") in self.reduced else ["vectors"]
+        if divided or layout.tp > 1:
+            block = self.kind_of_block(buffer)
+            for first, elements in block.partial_runs(sequence_parallel=shards):
+                what = "vectors" if first + elements == block.trained_elements else "matrices"
+                missing += [] if (buffer, what) in self.reduced else [what]
         return missing
 
     def _missing_gradients(self) -> Iterator[str]:
@@ -436,7 +446,8 @@ def _nearly_equal(layers: int, runs: int) -> tuple[int, ...]:
 
 def _on_shards(name: str) -> bool:
     """Return whether a gradient sums over the rank's token shard, not over gathered rows."""
-    return name.startswith(("norm", "post_")) or name in ("proj.bias", "ffn_down.bias")
+    latent = name in ("latent.weight", "q_latent_norm.weight", "kv_latent_norm.weight")
+    return latent or name.startswith(("norm", "post_")) or name in ("proj.bias", "ffn_down.bias")
 
 
 def check_values(program: Program, columns: Columns, decisions: Decisions) -> list[str]:

@@ -19,15 +19,29 @@ from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.model import RopeScaling
 from memo_sim.contract.plan import Decisions
 from tests.exec_cpu.kernels import fake_libraries
-from tests.exec_cpu.small import CPU_KERNELS, EXPERT_MODELS, MODELS, batch, decide, gradients, play, scalars
+from tests.exec_cpu.small import (
+    CPU_KERNELS,
+    EXPERT_MODELS,
+    MODELS,
+    WINDOWED_MODELS,
+    batch,
+    decide,
+    gradients,
+    play,
+    scalars,
+)
 
 DOCUMENTS = Documents(lengths=((7, 3), (20, 2), (60, 2)))
 ENDS = ((5, 6, 70, 128), (128,))
 """Where the documents of two sequences end: one has a single token, one is a whole sequence."""
 TOLERANCE = 1e-5
 HALF = {"recompute": "tokenwise", "swapped_tokens": 128}
+EVERY_MODEL = MODELS | WINDOWED_MODELS
 CASES: dict[str, dict[str, Any]] = {
     "llama": HALF,
+    "window": HALF,
+    "sinks": {},
+    "gemma3": HALF,
     "gpt2": {"recompute": "full"},
     "qwen3": {"recompute": "selective"},
     "llama-biased": {},
@@ -35,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def packing(name: str, **changes: Any) -> Decisions:
-    return decide(MODELS[name], **({"documents": DOCUMENTS} | changes))
+    return decide(changes.pop("model", EVERY_MODEL[name]), **({"documents": DOCUMENTS} | changes))
 
 
 def separate_loss(model: AutogradModel, pair: tuple[Tensor, Tensor], scale: float) -> Tensor:
@@ -144,15 +158,7 @@ def test_a_step_with_too_many_documents_is_refused() -> None:
         interpreter.run_step(batches, scalars(batches), [ENDS])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"document_cuts": "documents"},
-        {"model": msgspec.structs.replace(MODELS["llama"], rope_scaling=RopeScaling(kind="dynamic", factor=2.0))},
-    ],
-    ids=["cuts", "scaling"],
-)
-def test_plans_that_cannot_be_played_are_refused(changes: dict[str, Any]) -> None:
-    decisions = msgspec.structs.replace(packing("llama"), **changes)
-    with pytest.raises(CannotRun):
-        play(decisions)
+def test_scaling_by_the_length_of_a_sequence_is_refused() -> None:
+    model = msgspec.structs.replace(MODELS["llama"], rope_scaling=RopeScaling(kind="dynamic", factor=2.0))
+    with pytest.raises(CannotRun, match="scaled by the sequence's length"):
+        play(packing("llama", model=model))

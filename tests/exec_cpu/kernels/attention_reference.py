@@ -16,7 +16,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, shift: int = 0, wi
     query sees at most; the queries then belong to the last keys.
     """
     shift += k.shape[1] - q.shape[1] if window else 0
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:3])
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
     for b, h, rows in _blocks(q):
         keys, values = _of_head(q, k, b, h), _of_head(q, v, b, h)
         scores = _scores(q[b, rows, h], keys, rows, causal=causal, shift=shift, window=window)

@@ -215,7 +215,7 @@ def _flash4_forward(new: bool) -> Any:
     def run(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Any:
         out, lse = given["out"], given["lse"]
         assert q.dtype in (torch.bfloat16, torch.float16)
-        assert out.shape == q.shape
+        assert out.shape == (*q.shape[:3], v.shape[3])
         assert out.dtype == q.dtype
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
         assert lse.dtype == torch.float32
@@ -259,7 +259,7 @@ def _flash4_backward(
     score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
     learnable_sink=None,
 ):  # fmt: skip
-    assert out.shape == dout.shape == q.shape
+    assert out.shape == dout.shape == (*q.shape[:3], v.shape[3])
     given = {"causal": causal, "window_size_left": window_size_left, "window_size_right": window_size_right}
     found = _backward(dout, (q, k, v), out, lse, softmax_scale, **_masked(given, "causal"))
     for target, like, result in zip((dq, dk, dv), (q, k, v), found, strict=True):

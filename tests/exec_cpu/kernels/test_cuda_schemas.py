@@ -6,15 +6,17 @@ report a CUDA device.
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from memo_exec.kernels import attention_torch_cudnn
+from memo_exec.kernels.attention_backend import Mask
 from memo_exec.observe.fake_player import observe_fake
 from memo_sim.contract.plan import Kernels
 from memo_sim.program.lower import lower
-from tests.exec_cpu.small import decide, gpt, llama
+from tests.exec_cpu.small import LATENT_MODELS, decide, gpt, llama
 from tests.pairs import covering
 
 POLICIES: list[dict[str, Any]] = [
@@ -40,9 +42,19 @@ def test_every_call_matches_its_operator(policy: dict[str, Any], chosen: tuple[A
     assert {"attention", "attention.bwd"} <= observed.workspaces.keys()
 
 
+@pytest.mark.parametrize("kernel", ["torch-cudnn", "torch-flash"])
+@pytest.mark.parametrize("policy", [{}, {"rebuild_qkv": True, "recompute": "tokenwise", "swapped_tokens": 128}])
+def test_latent_attention_plays_on_fake_tensors(kernel: str, policy: dict[str, Any]) -> None:
+    """Values are narrower than keys; the declared workspace has what the calls allocate, padded where they pad."""
+    model = msgspec.structs.replace(LATENT_MODELS["latent"], layers=2)
+    decisions = decide(model, dtype="bf16", kernels=Kernels(attention=kernel), **policy)
+    (program,) = lower(decisions)
+    assert observe_fake(decisions, program).unexplained == ()
+
+
 def test_a_call_that_does_not_match_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_a_bias(q: Tensor, k: Tensor, v: Tensor, *results: Tensor, causal: bool) -> None:
-        del results, causal
+    def without_a_bias(q: Tensor, k: Tensor, v: Tensor, *results: Tensor, mask: Mask, scale: float | None) -> None:
+        del results, mask, scale
         torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v)
 
     monkeypatch.setattr(attention_torch_cudnn, "forward", without_a_bias)

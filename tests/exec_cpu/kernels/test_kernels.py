@@ -287,7 +287,7 @@ def test_adamw_with_master_and_narrow_moments(monkeypatch: pytest.MonkeyPatch) -
     }
     wanted.grad = operands["grads"].clone()
     optimizer.step()
-    size = table.adamw_workspace_bytes(200, "bf16")
+    size = table.adamw_workspace_bytes(200, "fp32", "fp32", "bf16")
     play("adamw.decay", GPT, operands, scalars=StepScalars(lr=0.01), workspace_bytes=size)
     torch.testing.assert_close(master, wanted.detach(), rtol=1e-5, atol=1e-6)
     assert torch.equal(operands["params"], master.bfloat16())

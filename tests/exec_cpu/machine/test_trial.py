@@ -53,6 +53,17 @@ def test_a_library_that_computes_attention_works(name: str, form: Form) -> None:
         assert attention_fails(name, HEADS, "bf16", HERE, form) == ""
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_that_takes_narrower_values_works(name: str, form: Form) -> None:
+    with LIBRARIES[name]():
+        assert attention_fails(name, Heads(4, 4, 48, 32), "bf16", HERE, form) == ""
+
+
+def test_a_kernel_that_needs_equal_widths_gets_padded_values() -> None:
+    assert attention_fails("torch-flash-cpu", Heads(4, 4, 48, 32), "fp32", HERE) == ""
+
+
 @pytest.mark.parametrize(
     ("layout", "bidirectional", "forms"),
     [

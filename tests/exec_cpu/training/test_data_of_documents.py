@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,22 @@ def test_the_last_token_of_a_document_has_no_target(tmp_path: Path) -> None:
                 assert ids[place + 1] == ord("a")
             elif place < 31:
                 assert label == ids[place + 1] == ids[place] + 1
+
+
+def test_documents_are_filled_up_where_ranks_cut_them(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("abcde\nfg\nhijklmnopq\n" * 9, encoding="utf-8")
+    data = load_dataset(path, VOCAB, DOCUMENTS, multiple=4)
+    batch = data.batch(2, 1, 6, 24)
+    for ids, labels, ends in zip(batch.ids.tolist(), batch.labels.tolist(), batch.documents, strict=True):
+        assert ends[-1] == 24
+        for first, end in pairwise((0, *ends)):
+            assert (end - first) % 4 == 0
+            real = [token for token in ids[first:end] if token]
+            assert bytes(real) in b"abcde fg hijklmnopq"
+            assert ids[first:end] == real + [0] * (end - first - len(real))
+            assert labels[first : first + len(real) - 1] == real[1:]
+            assert end == 24 or set(labels[first + len(real) - 1 : end]) == {IGNORED_LABEL}
 
 
 def test_lengths_are_drawn_where_a_file_does_not_say_them(tmp_path: Path) -> None:

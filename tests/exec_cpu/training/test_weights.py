@@ -19,7 +19,7 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 from memo_sim.program.lower import lower
-from tests.exec_cpu.small import MODELS, decide, gpt, llama, states
+from tests.exec_cpu.small import MODELS, decide, gpt, llama, play, states
 from tests.refusals import refused
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from memo_sim.contract.catalog import load_cluster
+from memo_sim.contract.model import pairs_in_window
 from memo_sim.costs.attention import AttentionRates, of_year
-from memo_sim.program.ir.work import Attention
+from memo_sim.program.ir.work import Attention, WindowedAttention
 
 TOKENS = 32768
 WHOLE = Attention(1, TOKENS, TOKENS, "causal", 32, 8, 128, backward=False, kernel="flash3", dtype="bf16")
@@ -50,3 +51,14 @@ def test_documents_shorter_than_measured_are_marked(rates: AttentionRates) -> No
 
 def test_no_pairs_take_no_time_beyond_the_launch(rates: AttentionRates) -> None:
     assert rates.seconds(replace(WHOLE, segments=((1, 1, 0),)), set()) == 0
+
+
+def test_a_window_costs_documents_what_it_leaves_of_them(rates: AttentionRates) -> None:
+    named = {name: getattr(WHOLE, name) for name in WHOLE.__slots__}
+    sequence = WindowedAttention(**named, window=1024)
+    alone = replace(sequence, segments=((TOKENS, TOKENS, pairs_in_window(TOKENS, TOKENS, 1024)),))
+    assert alone.flops == sequence.flops
+    assert rates.seconds(alone, set()) == pytest.approx(rates.seconds(sequence, set()), rel=0.01)
+    pairs = TOKENS // 512 * pairs_in_window(512, 512, 1024)
+    shorter = replace(sequence, segments=((512, 512, pairs),))
+    assert rates.seconds(shorter, set()) < rates.seconds(alone, set())

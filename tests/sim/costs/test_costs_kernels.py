@@ -181,7 +181,7 @@ class TestAttention:
 
         def windowed(window: int, tokens: int = 65_536, k_tokens: int = 0) -> WindowedAttention:
             keys = k_tokens or tokens
-            return WindowedAttention(1, tokens, keys, "causal", 32, 8, 128, backward, "flash2", "bf16", window)
+            return WindowedAttention(1, tokens, keys, "causal", 32, 8, 128, backward, "flash2", "bf16", window=window)
 
         work = windowed(1024)
         keys = -(-(9 * 512 - 36) * 128 // 512)

@@ -38,7 +38,7 @@ def played(**changes: Any) -> tuple[Question, Simulation]:
 def test_uneven_ranks_and_replicas_are_named_with_what_they_cost() -> None:
     question, simulation = played()
     whole, ranks, replicas = documents(question, simulation)
-    assert "which attend 3.1 % of the pairs of one document" in whole
+    assert "they attend 3.1 % of the pairs of one document" in whole
     assert "Counted as if each sequence were one document, MFU would read" in whole
     assert ranks.startswith("Cuts of whole sequences give the fullest of 4 cp ranks 1.36 times the mean pairs")
     assert "with --document-cuts documents it would take" in ranks

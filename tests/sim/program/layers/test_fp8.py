@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from memo_sim.contract.catalog import load_model
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.knobs import Fp8Layouts, Fp8Recipe
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.model import Experts, LayerShape, Model
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import BufferClass, Instruction
@@ -58,6 +61,13 @@ def test_blocks_of_the_mlp_and_subsequences_pass_the_checkers() -> None:
     sharded = Layout(tp=2, sequence_parallel=True)
     assert faults_of(decide(LLAMA, sharded, ("full", 0.0), fp8="block", mlp_chunk_tokens=512)) == []
     assert faults_of(decide(LLAMA, Layout(pp=2, subsequences=4), fp8="tensor", global_batch=1)) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
+def test_attention_in_chunks_passes_the_checkers(recipe: tuple[Fp8Recipe, Fp8Layouts]) -> None:
+    fields = {"fp8": recipe[0], "fp8_layouts": recipe[1], "attention_chunk_tokens": 512}
+    for layout in (Layout(tp=2, sequence_parallel=True), Layout(ulysses=2), Layout(dp=2, zero=3)):
+        assert faults_of(decide(LLAMA, layout, ("full", 1.0), mlp_chunk_tokens=512, **fields)) == []
 
 
 def program(recipe: Fp8Recipe, layouts: Fp8Layouts = "tn", **fields: Any) -> Program:
@@ -209,3 +219,23 @@ def test_a_quantisation_that_is_left_out_is_found() -> None:
         (number, *_) = planted.places(made, lambda each, op=op: each.op == op)
         broken = planted.without(made, number, lambda each, op=op: each.op == op)
         assert any("hold nothing" in fault for fault in check_values(broken, expand(broken), decisions)), op
+
+
+SHARED = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64, shared=128))
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (load_model("gemma3-tiny"), {}),
+        (load_model("sinks-tiny"), {}),
+        (SHARED, {}),
+        (LLAMA, {"documents": Documents(lengths=((256, 1),))}),
+        (LLAMA, {"grad_sums": "params", "states": "pure-bf16"}),
+    ],
+    ids=["norms behind, windows", "sinks", "shared expert", "documents", "sums in bf16"],
+)
+def test_other_layers_pass_the_checkers(model: Model, fields: dict[str, Any]) -> None:
+    sharded = Layout(tp=2, sequence_parallel=True)
+    assert faults_of(decide(model, sharded, HALF, fp8="block", **fields)) == []
+    assert faults_of(decide(model, Layout(cp=2, dp=2, zero=3), ("full", 0.0), fp8="tensor", **fields)) == []

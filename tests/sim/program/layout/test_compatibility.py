@@ -13,7 +13,7 @@ from memo_sim.contract.model import Experts, LayerShape
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.layout.compatibility import ARENA_RULES, RULES, Rule, check_compatible
 from memo_sim.program.lower import lower
-from tests.sim.small_programs import GPT, LLAMA
+from tests.sim.small_programs import GPT, LATENT, LLAMA
 
 UNEVEN = GPT.of_layers([LayerShape(ffn_hidden=width) for width in (128, 256, 128, 256)])
 EXPERTS = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64))
@@ -67,7 +67,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "true with documents",
     ),
     "packed documents: bidirectional": (Layout(), {**PACKED, "model": BIDIRECTIONAL}, "true with documents"),
-    "packed documents: windows": (Layout(), {**PACKED, "model": WINDOW}, "documents with a window of 256 tokens"),
+    "packed documents: windows": (
+        Layout(cp=2),
+        {**PACKED, "model": WINDOW},
+        "cp 2 with documents and a window of 256 tokens",
+    ),
     "packed documents: most": (
         Layout(),
         {"documents": Documents(lengths=((512, 1),), most=2**20)},
@@ -123,6 +127,18 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         },
         "experts with a shared one, with biases, or with a clamped activation",
     ),
+    "experts of modules: ep": (
+        Layout(dp=2, ep=2),
+        {
+            "model": EXPERTS,
+            "memory_policy": "eager",
+            "modules": "huggingface",
+            "kernels": Kernels(rowwise="eager"),
+            "recompute": "full",
+            "global_batch": 2,
+        },
+        "2 with a model with experts",
+    ),
     "experts of modules: tp": (
         Layout(tp=2),
         {
@@ -135,6 +151,70 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "2 with a model with experts",
     ),
     "experts: layer_pattern": (Layout(), {"model": SEVERAL_EXPERTS}, "experts of several kinds"),
+    "latent attention: adapters": (
+        Layout(),
+        {"model": LATENT, "adapters": "r=4,alpha=8,targets=ffn"},
+        "r=4,alpha=8,targets=ffn with a model with latent attention",
+    ),
+    "latent attention: fp8": (Layout(), {"model": LATENT, "fp8": "block"}, "block with a model with latent attention"),
+    "latent attention: metp": (Layout(metp=2), {"model": LATENT}, "2 with a model with latent attention"),
+    "latent attention: tp_overlap": (chunked(), {"model": LATENT}, "chunked with a model with latent attention"),
+    "latent attention: cp_exchange": (
+        Layout(cp=2, cp_exchange="rsa"),
+        {"model": LATENT},
+        "rsa with a model with latent attention",
+    ),
+    "latent attention: uneven_heads": (
+        Layout(ulysses=2, uneven_heads=True),
+        {"model": LATENT},
+        "true with a model with latent attention",
+    ),
+    "latent attention: subsequences": (
+        Layout(subsequences=2),
+        {"model": LATENT},
+        "2 with a model with latent attention",
+    ),
+    "latent attention: attention_chunk_tokens": (
+        Layout(),
+        {"model": LATENT, "recompute": "full", "attention_chunk_tokens": 512},
+        "512 with a model with latent attention",
+    ),
+    "latent attention: bidirectional": (
+        Layout(),
+        {"model": msgspec.structs.replace(LATENT, bidirectional=True)},
+        "true with a model with latent attention",
+    ),
+    "latent attention: recompute": (
+        Layout(),
+        {"model": LATENT, "recompute": "operators"},
+        "operators with a model with latent attention",
+    ),
+    "latent attention: schedule": (
+        Layout(pp=2, schedule="zero-bubble"),
+        {"model": LATENT},
+        "zero-bubble with a model with latent attention",
+    ),
+    "latent attention: memory_policy": (
+        Layout(),
+        {"model": LATENT, "memory_policy": "eager"},
+        "eager with a model with latent attention",
+    ),
+    "latent attention: rowwise": (
+        Layout(),
+        {"model": LATENT, "kernels": Kernels(rowwise="compiled")},
+        "compiled with a model with latent attention",
+    ),
+    "latent attention: attention": (
+        Layout(),
+        {"model": LATENT, "kernels": Kernels(attention="flash3")},
+        "flash3 with heads of 48 and values of 32",
+    ),
+    "rebuild_qkv: model": (Layout(), {"rebuild_qkv": True}, "true with a model without latent attention"),
+    "rebuild_qkv: recompute": (
+        Layout(),
+        {"model": LATENT, "recompute": "full", "rebuild_qkv": True},
+        "true with recompute full",
+    ),
     "windows: attention": (
         Layout(),
         {"model": WINDOW, "kernels": Kernels(attention="torch-cudnn")},
@@ -220,7 +300,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "FP8: tp_overlap": (chunked(), {"fp8": "mx"}, "chunked with fp8 mx"),
     "FP8: multiplexed": (multiplexed(), {"fp8": "tensor"}, "true with fp8 tensor"),
     "FP8: schedule": (Layout(pp=2, schedule="zero-bubble"), {"fp8": "delayed"}, "zero-bubble with fp8 delayed"),
-    "FP8: attention_chunk_tokens": (Layout(), CHUNKS | {"fp8": "tensor"}, "512 with fp8 tensor"),
     "FP8: mlp_rebuild": (
         Layout(),
         {"fp8": "tensor", "recompute": "full", "mlp_chunk_tokens": 512, "mlp_rebuild": "layer"},
@@ -235,7 +314,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "autocast with fp8 tensor",
     ),
     "load of experts: number": (Layout(), {"model": EXPERTS, "expert_load": "measured-1500-500"}, "2 experts"),
-    "selection bias: gradients": (Layout(), {"model": SELECTING, "states": "pure-bf16"}, "pure-bf16"),
+    "selection bias: gradients": (
+        Layout(),
+        {"model": SELECTING, "states": "pure-bf16"},
+        "gradients in bf16 with states pure-bf16",
+    ),
     "adapters: model": (
         Layout(),
         {"adapters": "r=8,alpha=8,targets=gate"},
