@@ -124,12 +124,15 @@ class Fp8Operands:
         return self._is_quantised(slot) and self.builder.buffer_class(slot) is BufferClass.EXCHANGE
 
     def _own(self, name: str, grad: Rows) -> Rows:
-        """Return rows like those of a gradient in an FP8 buffer of the template."""
-        builder, whole = self.builder, self.builder.all(grad.slot).tokens
+        """Return as many rows as a gradient's in an FP8 buffer of the template, which row blocks use in turn.
+
+        It has room for the first block, which is the largest.
+        """
+        builder = self.builder
         if not builder.has(name):
             features = fp8.row_features(self.recipe, builder.features(grad.slot))
-            builder.own(name, BufferClass.TRANSIENT, fp8.gradients(self.recipe), whole, features)
-        return Rows(name, grad.first, grad.tokens)
+            builder.own(name, BufferClass.TRANSIENT, fp8.gradients(self.recipe), grad.tokens, features)
+        return Rows(name, 0, grad.tokens)
 
     def _quantise(self, name: str, source: Rows, *copies: Rows) -> None:
         """Emit the quantisation of ``source`` to its copies: by rows first, by columns second."""
