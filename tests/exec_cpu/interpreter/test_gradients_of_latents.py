@@ -25,6 +25,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = ("latent", "latent-lite-yarn")
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LATENT_MODELS]
+
+
 @pytest.mark.parametrize(("policy", "name"), covering(POLICIES, LATENT_MODELS))
 def test_gradients_are_bitwise_those_of_keep(policy: str, name: str) -> None:
     row_blocks = {"recompute": "tokenwise", "swapped_tokens": 128} if "alpha" in policy else {}
@@ -34,7 +38,7 @@ def test_gradients_are_bitwise_those_of_keep(policy: str, name: str) -> None:
     assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
 
 
-@pytest.mark.parametrize("name", LATENT_MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_gradients_equal_autograd(name: str) -> None:
     fields: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128, "micro_batch": 1, "seq_tokens": 256}
     assert_gradients_equal_autograds(decide(LATENT_MODELS[name], rebuild_qkv="yarn" in name, **fields))
@@ -46,7 +50,7 @@ def test_latents_go_with_experts(rebuilt: bool) -> None:
     assert_gradients_equal_autograds(decide(DEEPSEEK_MODEL, rebuild_qkv=rebuilt, **fields))
 
 
-@pytest.mark.parametrize("name", LATENT_MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_whole_model_has_the_gradients_of_transformers(name: str, tmp_path: Path) -> None:
     """The file that memo writes is read as a dense DeepSeek-V3, with the same loss and gradients."""
     decisions = decide(LATENT_MODELS[name], recompute="tokenwise", swapped_tokens=128)

@@ -29,6 +29,7 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
+REBUILT = {"rebuild_qkv": True, "recompute": "tokenwise", "swapped_tokens": 128}
 FAMILIES = [(family, kernel) for kernel in ("torch-flash", "torch-cudnn") for family in (gpt, llama)]
 
 
@@ -43,7 +44,7 @@ def test_every_call_matches_its_operator(policy: dict[str, Any], chosen: tuple[A
 
 
 @pytest.mark.parametrize("kernel", ["torch-cudnn", "torch-flash"])
-@pytest.mark.parametrize("policy", [{}, {"rebuild_qkv": True, "recompute": "tokenwise", "swapped_tokens": 128}])
+@pytest.mark.parametrize("policy", [pytest.param({}, marks=pytest.mark.slow), REBUILT], ids=["keep", "rebuilt"])
 def test_latent_attention_plays_on_fake_tensors(kernel: str, policy: dict[str, Any]) -> None:
     """Values are narrower than keys; the declared workspace has what the calls allocate, padded where they pad."""
     model = msgspec.structs.replace(LATENT_MODELS["latent"], layers=2)
