@@ -75,6 +75,7 @@ def test_without_documents_nothing_is_said() -> None:
     assert not any(work.segments or work.chunks for work in works if isinstance(work, Attention))
 
 
+@pytest.mark.slow
 def test_a_question_in_python_takes_the_text_of_the_option() -> None:
     pins = {"tp": 8, "cp": 1, "ulysses": 1, "recompute": "none", "attention": "flash3", "system": "memo"}
     asked = {"cluster": "h100-1x8", "seq_len": "4k", "global_batch": 1, "documents": "mean=200,max=1k"}
