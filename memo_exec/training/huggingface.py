@@ -1,5 +1,5 @@
 """Reads and writes weights as Hugging Face directories: GPT-2, Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3's text
-models, Mixtral, Qwen3-MoE, GPT-OSS and dense DeepSeek-V3.
+models, Mixtral, Qwen3-MoE, GPT-OSS and DeepSeek-V3.
 
 - Our matrices are (out, in). Q, K, V are packed into one, and so are [gate; up].
 - GPT-2 stores matrices as (in, out), because it uses Conv1D.
@@ -31,7 +31,7 @@ from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.files import check_regular
 from memo_sim.contract.huggingface import GPT_OSS, config_of, model_from_config, model_type
 from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
-from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import SELECTION_BIAS, embed_block, head_block, layer_block
 
 SHARD_BYTES = 4 * 2**30
 IGNORED_ENDINGS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -166,6 +166,9 @@ def _llama(model: Model, kind: str) -> list[Entry]:
                 )
         if kind == GPT_OSS:
             found += _gpt_oss(model, i)
+        if (of := model.layer(i).experts) is not None and of.selection_bias:
+            stored = ((f"{at}mlp.gate.e_score_correction_bias", of.count),)
+            found.append(Entry(f"layer.{i}/{SELECTION_BIAS}", stored))
         found += [
             Entry(f"layer.{i}/{ours}.weight", ((f"{at}{name}.weight", rows),), less_one=shifted)
             for ours, name, rows in norms
@@ -194,7 +197,12 @@ def _experts(experts: Experts, hidden: int, *, mixtral: bool) -> dict[str, list[
     )
     each = [f"{at}.experts.{number}" for number in range(experts.count)]
     wide = [(f"{expert}.{half}", experts.hidden) for expert in each for half in (gate, up)]
-    return {
+    beside = f"{at}.shared_experts"
+    shared = {
+        "shared_up": [(f"{beside}.gate_proj", experts.shared), (f"{beside}.up_proj", experts.shared)],
+        "shared_down": [(f"{beside}.down_proj", hidden)],
+    }
+    return (shared if experts.shared else {}) | {
         "router": [(f"{at}.gate", experts.count)],
         "experts_up": wide,
         "experts_down": [(f"{expert}.{down}", hidden) for expert in each],
@@ -239,7 +247,7 @@ def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str
         BadInput: when the directory is of another model, or a tensor is missing, unknown or of another shape.
     """
     chosen = {entry.ours: entry for entry in entries(model, _check_config(directory, model))}
-    stored = _find(directory, [chosen[name] for name in wanted], model)
+    stored = _find(directory, list(chosen.values()), model)
     for name in wanted:
         parts = [chosen[name].read(_tensor(*stored[part])) for part, _ in chosen[name].parts]
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -258,13 +266,24 @@ def fields_of(directory: Path) -> dict[str, Any]:
 def _check_config(directory: Path, model: Model) -> str:
     """Return the model type of a directory's ``config.json``, after comparing it with ``model``."""
     path, fields = directory / "config.json", fields_of(directory)
-    theirs = model_from_config(fields, where=str(path), name=model.name)
+    theirs, model = (_unrated(each) for each in (model_from_config(fields, where=str(path), name=model.name), model))
     unlike = {"name", "source"} | (set() if model.learned_positions else {"max_positions"})
     for field in msgspec.structs.fields(Model):
         got, want = getattr(theirs, field.name), getattr(model, field.name)
         if field.name not in unlike and got != want:
             raise BadInput("the weights are of another model", where=f"{path}: {field.name}", got=got, wanted=want)
     return str(fields["model_type"])
+
+
+def _unrated(model: Model) -> Model:
+    """Return the model with selection biases that stay as they are: no config.json says how they move."""
+    if model.mixture is None:
+        return model
+    shapes = [model.layer(number) for number in range(model.layers)]
+    replace = msgspec.structs.replace
+    return model.of_layers(
+        [replace(s, experts=replace(s.experts, selection_rate=0.0)) if s.experts else s for s in shapes]
+    )
 
 
 Stored = tuple[Path, str]

@@ -1,6 +1,6 @@
 """Reads a Hugging Face ``config.json`` as a ``Model``, and writes it: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3's
-text models, GPT-2, the mixtures of experts Mixtral, Qwen3-MoE and GPT-OSS, and DeepSeek-V2 and V3 (latent attention)
-where no layer has experts.
+text models, GPT-2, the mixtures of experts Mixtral, Qwen3-MoE and GPT-OSS, and DeepSeek-V3, also V2-Lite (latent
+attention; V2's routers with groups are refused).
 
 Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
 belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
@@ -39,6 +39,12 @@ GEMMA3_THETA, GEMMA3_LOCAL_THETA = 1_000_000.0, 10_000.0
 
 T = TypeVar("T")
 
+_OF_DEEPSEEK_EXPERTS = (
+    *("moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group", "topk_method"),
+    *("moe_layer_freq", "norm_topk_prob", "routed_scaling_factor", "scoring_func"),
+)
+_ROUTERS = {True: ("noaux_tc", "sigmoid"), False: ("greedy", "softmax")}
+"""The routers of a DeepSeek-V3 and of a V2 that memo models: how experts are chosen, and by which scores."""
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 EXPERTS = "mixtures of experts"
 LATENT = "latent attention"
@@ -139,6 +145,11 @@ def _read(config: _Config, name: str) -> Model:
         raise BadInput(str(error), where=where) from None
     if model_type == "qwen3_moe":
         model = _with_dense_layers(config, model)
+    if model_type in WITH_LATENT:
+        try:
+            model = _with_deepseek_experts(config, model)
+        except ValueError as error:
+            raise BadInput(str(error), where=where) from None
     if model_type != "gpt2":
         model = _with_windows(config, model, model_type)
     try:  # a constructor does not check types and bounds; reading the document again does
@@ -160,7 +171,7 @@ def model_type(model: Model) -> str:
         "no model type of Hugging Face has this shape",
         got=model.name,
         wanted="a GPT-2 with learned positions and biases, a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma 3, a Mixtral, "
-        "a Qwen3-MoE or a dense DeepSeek-V3; layers that differ in windows alone",
+        "a Qwen3-MoE or a dense DeepSeek-V3; layers of one kind, windows aside",
         hint="use checkpoints, which can store any model",
     )
 
@@ -168,7 +179,18 @@ def model_type(model: Model) -> str:
 def _latent_type(model: Model, latent: LatentAttention) -> str | None:
     """Return the model type of a model with latent attention, or None."""
     scaled = latent.score_scale == 1 or _yarn_of(model) is not None
-    return "deepseek_v3" if scaled and model.mixture is None and not _feeds_differ(model) else None
+    fits = _has_deepseek_experts(model, model.mixture) if model.mixture else not _feeds_differ(model)
+    return "deepseek_v3" if scaled and fits else None
+
+
+def _has_deepseek_experts(model: Model, experts: Experts) -> bool:
+    """Return whether the first layers have MLPs, and all others the experts of a DeepSeek-V3."""
+    sizes = ("count", "per_token", "hidden", "renormalize", "scale", "groups", "groups_per_token", "selection_rate")
+    named = {name: getattr(experts, name) for name in (*sizes, "shared")}
+    own = Experts(**named, scores="sigmoid", selection_bias=True)
+    having = [model.layer(number).experts is not None for number in range(model.layers)]
+    whole = experts.shared > 0 and experts.shared % experts.hidden == 0
+    return experts == own and whole and _is_mixed(model) and having == sorted(having)
 
 
 def _type_of(model: Model) -> str | None:
@@ -278,7 +300,7 @@ def config_of(model: Model, positions: int) -> dict[str, Any]:
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         }
     biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
-    own = _experts_of(model, kind) if model.mixture is not None else _latent_of(model)
+    own = _latent_of(model) | (_experts_of(model, kind) if model.mixture is not None else {})
     own |= _windows_of(model, kind)
     if kind == GPT_OSS:
         own["attention_bias"] = model.qkv_bias
@@ -353,10 +375,30 @@ def _gemma3_of(model: Model) -> dict[str, Any]:
     }
 
 
+def _deepseek_experts_of(model: Model, experts: Experts) -> dict[str, Any]:
+    """Return the fields about experts in a DeepSeek-V3's ``config.json``."""
+    return {
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.hidden,
+        "n_shared_experts": experts.shared // experts.hidden,
+        "first_k_dense_replace": sum(model.layer(number).experts is None for number in range(model.layers)),
+        "moe_layer_freq": 1,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_per_token,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": experts.renormalize,
+        "routed_scaling_factor": experts.scale,
+    }
+
+
 def _experts_of(model: Model, kind: str) -> dict[str, Any]:
     """Return the fields about experts in the ``config.json`` of a model type."""
     experts = model.mixture
     assert experts is not None
+    if kind == "deepseek_v3":
+        return _deepseek_experts_of(model, experts)
     shared = {
         "num_experts_per_tok": experts.per_token,
         "output_router_logits": experts.balance > 0,
@@ -556,25 +598,9 @@ def _latent(config: _Config, model_type: str) -> LatentAttention:
     """Return the latent attention of a DeepSeek-V2 or V3.
 
     Raises:
-        BadInput: when layers have experts, or products have biases.
+        BadInput: when a field is missing or wrong.
     """
-    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
-    dense = config.given("first_k_dense_replace")
-    if config.given("n_routed_experts") is not None and not (isinstance(dense, int) and dense >= layers):
-        raise config.refusal(
-            "n_routed_experts",
-            "not modelled: experts in a model of this type",
-            wanted=f"first_k_dense_replace {layers}, so that no layer has experts",
-        )
-    for key in (
-        "moe_intermediate_size",
-        "num_experts_per_tok",
-        "n_shared_experts",
-        "n_group",
-        "topk_group",
-        "topk_method",
-    ):
-        config.given(key)  # of experts, which no layer has
+    config.given("head_dim")  # transformers writes that of the rotary part
     return LatentAttention(
         q_rank=config.whole("q_lora_rank") if config.given("q_lora_rank") is not None else 0,
         kv_rank=config.whole("kv_lora_rank"),
@@ -654,6 +680,46 @@ def _windowed_layers(config: _Config, model: Model, model_type: str) -> list[boo
         return [True] * model.layers
     first = 0 if first == 0 else config.whole("max_window_layers", most=MOST_WIDTH)
     return [number >= first for number in range(model.layers)]
+
+
+def _with_deepseek_experts(config: _Config, model: Model) -> Model:
+    """Return a DeepSeek-V2 or V3 with experts in every layer behind the first ``first_k_dense_replace``."""
+    dense = config.given("first_k_dense_replace")
+    if config.given("n_routed_experts") is None or (isinstance(dense, int) and dense >= model.layers):
+        for key in _OF_DEEPSEEK_EXPERTS:
+            config.given(key)  # no layer has experts
+        return model
+    if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
+        raise config.refusal("first_k_dense_replace", "a wrong value", wanted="a number of layers")
+    if config.whole("moe_layer_freq", 1) != 1:
+        raise config.refusal("moe_layer_freq", "layers without experts behind the first are not modelled", wanted="1")
+    shape = LayerShape(ffn_hidden=model.ffn_hidden)
+    routed = replace(shape, experts=_deepseek_experts(config))
+    return model.of_layers([shape] * dense + [routed] * (model.layers - dense))
+
+
+def _deepseek_experts(config: _Config) -> Experts:
+    """Return the experts of a DeepSeek-V3, or of a DeepSeek-V2 whose router has no groups (V2-Lite).
+
+    No field says at which rate the selection bias moves; 0 leaves it as it is.
+    """
+    third = config.text("model_type", "") == "deepseek_v3"
+    for key, wanted in zip(("topk_method", "scoring_func"), _ROUTERS[third], strict=True):
+        if config.text(key, wanted) != wanted:
+            raise config.refusal(key, "this router is not modelled in a model of this type", wanted=wanted)
+    hidden = config.whole("moe_intermediate_size")
+    return Experts(
+        count=config.whole("n_routed_experts", most=MOST_EXPERTS),
+        per_token=config.whole("num_experts_per_tok", most=MOST_EXPERTS),
+        hidden=hidden,
+        renormalize=config.flag("norm_topk_prob", third),
+        scores="sigmoid" if third else "softmax",
+        scale=config.number("routed_scaling_factor", 2.5 if third else 1.0),
+        groups=config.whole("n_group", 1, most=MOST_EXPERTS) if third else 1,
+        groups_per_token=config.whole("topk_group", 1, most=MOST_EXPERTS) if third else 1,
+        selection_bias=third,
+        shared=hidden * config.whole("n_shared_experts", most=MOST_EXPERTS),
+    )
 
 
 def _with_dense_layers(config: _Config, model: Model) -> Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memo_sim.interchange.framework import LIMITED, Saying
-from memo_sim.interchange.plan_paths import plan_paths
+from memo_sim.interchange.plan_paths import NOT_WRITTEN, plan_paths
 
 _NO_METP = "it has no ring of weights (METP)"
 _NO_SUBSEQUENCES = "it plays whole sequences"
@@ -66,6 +66,10 @@ _COMMON: dict[str, Saying] = {
     "decisions.rebuild_qkv": Saying("none", lost="memo writes no options of latent attention"),
     "model.experts": Saying("none", lost=_NO_EXPERTS),
     "model.layer_pattern": Saying("none", lost="its models have layers of one kind"),
+    **{
+        f"model.{name}": Saying("none", lost="memo writes no options of windows, sinks or Gemma's layers")
+        for name in NOT_WRITTEN
+    },
 }
 
 

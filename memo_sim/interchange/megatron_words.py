@@ -18,6 +18,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.framework import LIMITED, Saying
 from memo_sim.interchange.job import Job, job_of
+from memo_sim.interchange.plan_paths import NOT_WRITTEN
 from memo_sim.program.layout.stage import layers_of_runs
 
 Settings = dict[str, Any]
@@ -336,6 +337,10 @@ SAYINGS: dict[str, Saying] = {
     "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),
     "model.experts": Saying("none", (), _NO_EXPERTS),
     "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
+    **{
+        f"model.{name}": Saying("none", (), "memo writes no options of windows, sinks or Gemma's layers")
+        for name in NOT_WRITTEN
+    },
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),
     "layout.tp": Saying("exact", ("tensor_model_parallel_size",)),
     "layout.sequence_parallel": Saying("exact", ("sequence_parallel",)),

@@ -20,6 +20,10 @@ NO_DECISION = ("model.name", "model.source")
 """Texts of a model file that no framework needs."""
 
 
+NOT_WRITTEN = ("window", "sinks", "query_scalar", "proj_bias", "post_norms", "scaled_embeddings", "norms_from_one")
+"""Fields of a model that memo writes no framework's options of; ``answers/export_plan.py`` refuses such models."""
+
+
 def plan_paths() -> tuple[str, ...]:
     """Return the paths of all decisions, the model's shape among them."""
     found = list[str]()

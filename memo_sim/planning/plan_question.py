@@ -24,6 +24,7 @@ OF_THE_POLICY = (
     "offload_inputs",
     "rounding_buffers",
     "early_stop",
+    "rebuild_qkv",
     "mlp_chunk_tokens",
     "mlp_rebuild",
     "attention_chunk_tokens",

@@ -195,6 +195,8 @@ def _not_searched(question: Question, decisions: Decisions) -> list[Change]:
         found.append(Change("recompute_layers", "--recompute-layers all", every))
     elif decisions.recompute == "full" and not decisions.swapped_tokens:
         found.append(Change("offload_inputs", "--offload-inputs", repinned(fixed, alpha=None, offload_inputs=True)))
+    if decisions.model.latent is not None and not decisions.rebuild_qkv and decisions.recompute != "full":
+        found.append(Change("rebuild_qkv", "--rebuild-qkv", repinned(fixed, rebuild_qkv=True)))
     if decisions.rounding_buffers:
         found.append(Change("rounding_buffers", "--no-rounding-buffers", repinned(fixed, rounding_buffers=False)))
     if decisions.loss != "fused":

@@ -65,6 +65,16 @@ GPT_OSS: dict[str, Any] = {
     "sliding_window": 32,
     "swiglu_limit": 7.0,
 }
+DEEPSEEK_V3 = {
+    **DEEPSEEK,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -149,7 +159,38 @@ def test_experts() -> None:
     assert refusal({**QWEN3_MOE, "mlp_only_layers": [0, 1, 2]}).where == "config.json: $.mlp_only_layers"
     assert refusal({**QWEN3_MOE, "mlp_only_layers": "0"}).where == "config.json: $.mlp_only_layers"
     assert refusal({**MIXTRAL, "router_jitter_noise": 0.1}).where == "config.json: $.router_jitter_noise"
-    assert refusal({**DEEPSEEK, "first_k_dense_replace": 2}).where == "config.json: $.n_routed_experts"
+    assert refusal({**DEEPSEEK, "first_k_dense_replace": 2}).where == "config.json: $.moe_intermediate_size"
+
+
+def test_deepseek_v3() -> None:
+    """The first layer has an MLP; the others have experts, and a shared one as wide as two of them."""
+    model = loaded(DEEPSEEK_V3)
+    own = Experts(
+        count=8,
+        per_token=3,
+        hidden=24,
+        scores="sigmoid",
+        scale=2.5,
+        groups=4,
+        groups_per_token=2,
+        selection_bias=True,
+        shared=48,
+    )
+    assert [model.layer(number).experts for number in range(3)] == [None, own, own]
+    again = loaded(config_of(model, 128))
+    assert msgspec.structs.replace(again, name=model.name, source=model.source) == model
+    for key, wrong in (("topk_method", "greedy"), ("scoring_func", "softmax"), ("moe_layer_freq", 2)):
+        assert refusal({**DEEPSEEK_V3, key: wrong}).where == f"config.json: $.{key}"
+    assert refusal({**DEEPSEEK_V3, "first_k_dense_replace": None}).where == "config.json: $.first_k_dense_replace"
+    assert "do not divide" in str(refusal({**DEEPSEEK_V3, "n_group": 3}))
+    lite = {**DEEPSEEK_V3, "model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": False}
+    v2 = loaded({**lite, "scoring_func": "softmax", "routed_scaling_factor": 1.0})
+    assert v2.mixture == Experts(count=8, per_token=3, hidden=24, renormalize=False, shared=48)
+    assert refusal({**lite, "topk_method": "group_limited_greedy"}).where == "config.json: $.topk_method"
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    with torch.device("meta"):
+        theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK_V3))
+    assert model.total_params == theirs.num_parameters()
 
 
 def test_latent_attention() -> None:

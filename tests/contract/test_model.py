@@ -40,10 +40,14 @@ GPT_OSS = {
 """Parameters of published checkpoints, and by hand those that one token uses."""
 
 
+_OF = ("gpt", "llama", "mixtral", "mla", "qwen3-moe", "gemma3", "sinks", "gpt-oss", "deepseek")
+TINY = [f"{name}-tiny" for name in _OF]
+
+
 def test_presets() -> None:
-    tiny = [f"{name}-tiny" for name in ("gpt", "llama", "mixtral", "mla", "qwen3-moe", "gemma3", "sinks", "gpt-oss")]
-    published = [*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *EXPERTS, *GEMMA3, *GPT_OSS]
-    assert list_models() == sorted([*published, *tiny])
+    more = ["llama3-8b", "llama3-70b", "deepseek-v3"]
+    published = [*MEMO_TABLE_2, *METP_TABLE_3, *more, *QWEN3, *EXPERTS, *GEMMA3, *GPT_OSS]
+    assert list_models() == sorted([*published, *TINY])
     for name in list_models():
         model = load_model(name)
         assert model.name == name
@@ -109,6 +113,16 @@ def test_experts(name: str, params: tuple[int, int]) -> None:
     assert model.mfu_params == model.active_params - model.vocab * model.hidden - vectors(model)
 
 
+def test_deepseek_v3() -> None:
+    """Of 671 billion parameters a token uses 37 (arXiv:2412.19437, table 2); the first three layers have MLPs."""
+    model = load_model("deepseek-v3")
+    assert model.total_params == 671_026_404_352
+    assert model.active_params == 37_552_282_624
+    assert [model.layer(number).experts is None for number in (0, 2, 3, 60)] == [True, True, False, False]
+    assert model.mixture is not None
+    assert (model.mixture.shared, model.mixture.selection_rate) == (2048, 0.001)
+
+
 @pytest.mark.parametrize("name", GPT_OSS)
 def test_gpt_oss(name: str) -> None:
     """A token uses 3.6 and 5.1 billion of 20.9 and 116.8 (OpenAI's model card), and its row of the embedding."""
@@ -141,10 +155,7 @@ def test_experts_take_the_place_of_the_mlp_of_some_layers() -> None:
         Experts(count=4, per_token=5, hidden=16)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [f"{name}-tiny" for name in ("gpt", "llama", "mixtral", "mla", "qwen3-moe", "gemma3", "sinks", "gpt-oss")],
-)
+@pytest.mark.parametrize("name", TINY)
 def test_tiny_models_read_bytes_on_a_laptop(name: str) -> None:
     model = load_model(name)
     assert model.vocab == 256

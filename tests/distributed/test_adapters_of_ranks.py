@@ -28,7 +28,13 @@ CASES: dict[str, tuple[str, Layout, str, dict[str, Any]]] = {
         "llama",
         Layout(tp=2, sequence_parallel=True),
         EVERY,
-        {"recompute": "full", "swapped_tokens": 256, "attention_chunk_tokens": 128, "mlp_chunk_tokens": 256},
+        {
+            "seq_tokens": 512,
+            "recompute": "full",
+            "swapped_tokens": 512,
+            "attention_chunk_tokens": 256,
+            "mlp_chunk_tokens": 256,
+        },
     ),
     "subsequences": ("llama", Layout(subsequences=2, pp=2), EVERY, {"recompute": "none", "swapped_tokens": 256}),
 }

@@ -9,7 +9,7 @@ import pytest
 from memo_exec.verification.verify import verify
 from memo_sim.contract.documents import Documents
 from memo_sim.contract.plan import Layout
-from tests.exec_cpu.small import decide, gpt, llama
+from tests.exec_cpu.small import EXPERT_MODELS, decide, gpt, llama
 
 LLAMA = llama(layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn_hidden=160, vocab=97)
 GPT = gpt(layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn_hidden=256, vocab=97, max_positions=0)
@@ -42,6 +42,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "global_batch": 4,
         "recompute": "full",
     },
+    "experts over ranks": {
+        "model": EXPERT_MODELS["mixtral"],
+        "layout": Layout(cp=2, ep=2),
+        "document_cuts": "documents",
+        "recompute": "full",
+    },
+    "adapters": {"layout": Layout(cp=2), "adapters": "r=4,alpha=8,targets=q+v,rslora", **HALF},
+    "a policy's loss": {"layout": Layout(), "objective": "grpo", "recompute": "full"},
     "zero-bubble": {"layout": Layout(pp=2, schedule="zero-bubble"), "global_batch": 4},
 }
 

@@ -162,6 +162,12 @@ WHOLE_MODELS = {
     "gpt-oss": llama(
         name="gpt-oss-whole", qkv_bias=True, proj_bias=True, sinks=True, rope_scaling=YARN, ffn_hidden=48
     ).of_layers([LayerShape(ffn_hidden=48, experts=GPT_OSS, window=32), _OSS, _OSS]),
+    "deepseek": llama(
+        name="deepseek-whole",
+        kv_heads=4,
+        head_dim=24,
+        latent=LatentAttention(q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=12),
+    ).of_layers([LayerShape(ffn_hidden=160), *[LayerShape(ffn_hidden=160, experts=DEEPSEEK)] * 2]),
 }
 """Models with the attention that belongs to their experts."""
 EXPERT_MODELS["first layer dense"] = EXPERT_MODELS["qwen3-moe"].of_layers(

@@ -302,7 +302,7 @@ class ChunkedAttention:
 
     @property
     def _by_chunks(self) -> bool:
-        """Whether the projection's weight gradient is written chunk by chunk: gathered, in FP8, or an adapter's.
+        """Whether the projection's weight gradient is written chunk by chunk: of gathered rows, in FP8, or adapters.
 
         In FP8 a chunk's gradient is quantised once for both products.
         """

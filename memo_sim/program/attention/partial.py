@@ -17,15 +17,15 @@ from memo_sim.program.ir.work import Attention, Mask, Rowwise, WindowedAttention
 from memo_sim.program.layout.documents import Segments, most_pieces
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.token_order import cuts_documents
-from memo_sim.program.operators.workspaces import FLASH_TILE_TOKENS as TILE_TOKENS
-from memo_sim.program.operators.workspaces import attention_workspace_bytes, sum_workspace_bytes
+from memo_sim.program.operators.workspaces import (
+    FLASH_TILE_TOKENS,
+    PADS_DOCUMENTS,
+    attention_workspace_bytes,
+    sum_workspace_bytes,
+)
 
 DOCUMENTS = "input.documents"
 """Slot and family of the ends of packed documents."""
-
-PADS_DOCUMENTS = ("flash1", "flash2", "flash3", "flash4", "torch-flash")
-"""Kernels whose backward over packed documents sums in fp32 rows that are rounded up to tiles for each document
-(flash-attention: csrc/flash_attn/flash_api.cpp and hopper/flash_api.cpp, ``total_q + 128 * batch``)."""
 
 
 def attention_work(
@@ -72,7 +72,7 @@ def workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, n
     groups, deterministic = decisions.kernels.head_groups, decisions.deterministic
     copied = _joined_bytes(decisions, work)
     if decisions.documents is not None and work.backward and work.kernel in PADS_DOCUMENTS:
-        more = TILE_TOKENS * most_pieces(decisions) // work.batch
+        more = FLASH_TILE_TOKENS * most_pieces(decisions) // work.batch
         work = replace(work, q_tokens=work.q_tokens + more, k_tokens=work.k_tokens + more)
     return builder.scratch(name, copied + attention_workspace_bytes(work, groups, deterministic=deterministic))
 

@@ -492,6 +492,11 @@ def _another_number_of_experts(decisions: Decisions) -> bool:
     return of is not None and load.startswith("measured-") and len(measured_shares(load) or ()) != of.count
 
 
+def _moves_selection(decisions: Decisions) -> bool:
+    of = decisions.model.mixture
+    return of is not None and of.selection_rate > 0
+
+
 EXPERTS_WHOLE_MLP = _EXPERTS.allows(
     "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
 )
@@ -552,14 +557,12 @@ EXPERTS = (
     ),
     Rule(
         name="selection bias: gradients",
-        breaks=lambda d: (
-            d.model.mixture is not None and d.model.mixture.selection_rate > 0 and gradient_dtype(d) == "bf16"
-        ),
-        what="the rows of each expert are summed with the gradients, and bf16 cannot count them",
+        breaks=lambda d: _moves_selection(d) and (gradient_dtype(d) != "fp32" or without_masters(d)),
+        what="a selection bias moves by small steps, and counts rows in the gradients' place: bf16 holds neither",
         where="decisions.states",
-        got=lambda d: f"gradients in bf16 with states {d.states}",
-        wanted="gradients in fp32 for a selection bias that moves",
-        hint="--grad-sums fp32, or a model with selection_rate 0",
+        got=lambda d: f"states {d.states}, gradients in {gradient_dtype(d)}",
+        wanted="gradients and master weights in fp32",
+        hint="--states fp32 without --grad-sums, or a model with selection_rate 0",
     ),
     Rule(
         name="load of experts: model",
@@ -605,6 +608,15 @@ EXPERTS = (
         got=lambda d: f"{d.layout.ep} with experts that have biases",
         wanted="1",
         hint="leave --ep out: a rank would need the second products' biases of all experts, and its own of the first",
+    ),
+    Rule(
+        name="expert parallelism: memory_policy",
+        breaks=lambda d: d.layout.ep > 1 and d.memory_policy == "eager",
+        what="no framework's expert parallelism is known",
+        where="layout.ep",
+        got=lambda d: f"{d.layout.ep} with memory_policy eager",
+        wanted="1, or memory_policy planned or caching",
+        hint="leave --ep out, or --system memo, any or every-layout",
     ),
     Rule(
         name="capacity of experts: ep",
@@ -685,6 +697,15 @@ WINDOWED = (
         got=lambda d: f"{d.kernels.attention} with a window of {_longest_window(d)} tokens",
         wanted=", ".join(name for name, kernel in ATTENTION_KERNELS.items() if kernel.windows),
         hint="--attention flash",
+    ),
+    Rule(
+        name="windows: modules",
+        breaks=lambda d: windowed(d) and d.modules == "huggingface" and d.kernels.attention.startswith("torch-"),
+        what="Hugging Face's modules give torch's attention a window as a mask of all pairs, which is not priced",
+        where="decisions.kernels.attention",
+        got=lambda d: f"{d.kernels.attention} with a window of {_longest_window(d)} tokens",
+        wanted="a kernel of flash-attn",
+        hint="--attention flash2 (attn_implementation flash_attention_2)",
     ),
     _WINDOWS.allows("layout.cp_exchange", "ring", "all_gather", because="it has scores of all keys"),
     _WINDOWS.allows("layout.metp", 1, because="METP's ring brings every rank's keys"),

@@ -26,6 +26,10 @@ FIRST_GENERATION = ("flash1", "triton-flash")
 IN_PLACE = (*FIRST_GENERATION, "flash2", "flash3", "flash4")
 """Kernels that write results into given tensors."""
 
+PADS_DOCUMENTS = ("flash1", "flash2", "flash3", "flash4", "torch-flash")
+"""Kernels whose backward over packed documents sums in fp32 rows that are rounded up to tiles for each document
+(flash-attention: csrc/flash_attn/flash_api.cpp and hopper/flash_api.cpp, ``total_q + 128 * batch``)."""
+
 FUSED_KINDS = frozenset(
     f"{kind}{backward}" for kind in ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary") for backward in ("", ".bwd")
 ) | {"cross_entropy"}

@@ -6,7 +6,17 @@ import pytest
 
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
-from tests.exec_cpu.small import EXPERT_MODELS, MODELS, batch, decide, gradients, llama, play, scalars
+from tests.exec_cpu.small import (
+    EXPERT_MODELS,
+    MODELS,
+    WINDOWED_MODELS,
+    batch,
+    decide,
+    gradients,
+    llama,
+    play,
+    scalars,
+)
 
 TOLERANCE = 1e-5
 EVERY = "r=4,alpha=8,targets=qkv+proj+ffn"
@@ -20,6 +30,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "modules again": ("qwen2", "r=4,alpha=8,targets=qkv", {"recompute": "mlp"}),
     "norms again": ("llama", "r=4,alpha=8,targets=proj", {"recompute": "norms"}),
     "frozen sinks": ("sinks", EVERY, {"recompute": "tokenwise", "swapped_tokens": 128}),
+    "norms behind": ("gemma3", EVERY, {"recompute": "tokenwise", "swapped_tokens": 128}),
+    "some targets of Gemma 3": ("gemma3", "r=4,alpha=8,targets=q+down", {"recompute": "full"}),
     "attention beside experts": ("qwen3-moe", "r=4,alpha=8,targets=qkv+proj", {"recompute": "tokenwise"}),
     "row blocks": ("qwen2", EVERY, {"recompute": "full", "mlp_chunk_tokens": 128}),
 }
@@ -28,7 +40,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_autograd(name: str) -> None:
     model, adapters, policy = CASES[name]
-    decisions = decide((MODELS | EXPERT_MODELS | SINKS)[model], global_batch=4, adapters=adapters, **policy)
+    models = MODELS | EXPERT_MODELS | WINDOWED_MODELS | SINKS
+    decisions = decide(models[model], global_batch=4, adapters=adapters, **policy)
     batches = batch(decisions, ignored=0.2)
     with play(decisions) as interpreter:
         reference = AutogradModel(decisions.model, weights.named_parameters(interpreter), adapters=decisions.lora)

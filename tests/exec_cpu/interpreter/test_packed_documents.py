@@ -22,6 +22,7 @@ from tests.exec_cpu.kernels import fake_libraries
 from tests.exec_cpu.small import (
     CPU_KERNELS,
     EXPERT_MODELS,
+    LATENT_MODELS,
     MODELS,
     WINDOWED_MODELS,
     batch,
@@ -36,7 +37,7 @@ ENDS = ((5, 6, 70, 128), (128,))
 """Where the documents of two sequences end: one has a single token, one is a whole sequence."""
 TOLERANCE = 1e-5
 HALF = {"recompute": "tokenwise", "swapped_tokens": 128}
-EVERY_MODEL = MODELS | WINDOWED_MODELS
+EVERY_MODEL = MODELS | WINDOWED_MODELS | LATENT_MODELS
 CASES: dict[str, dict[str, Any]] = {
     "llama": HALF,
     "window": HALF,
@@ -45,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"recompute": "full"},
     "qwen3": {"recompute": "selective"},
     "llama-biased": {},
+    "latent": HALF | {"rebuild_qkv": True},
 }
 
 

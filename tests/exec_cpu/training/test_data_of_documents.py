@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from memo_exec.training.dataset import IGNORED_LABEL, load_dataset
+from memo_exec.training.conversations import load_conversations
+from memo_exec.training.dataset import IGNORED_LABEL, holds_documents, load_dataset
 from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import BadInput
 
@@ -32,6 +34,7 @@ def test_lines_of_json_have_text_or_ids(tmp_path: Path) -> None:
     path.write_text(
         "\n".join(json.dumps(each) for each in ({"text": "ab"}, {"input_ids": [7, 8, 9]})), encoding="utf-8"
     )
+    assert holds_documents(path)
     data = load_dataset(path, VOCAB, DOCUMENTS)
     assert data.tokens.tolist() == [97, 98, 7, 8, 9]
     assert data.ends is not None
@@ -76,6 +79,18 @@ def test_documents_are_filled_up_where_ranks_cut_them(tmp_path: Path) -> None:
             assert ids[first:end] == real + [0] * (end - first - len(real))
             assert labels[first : first + len(real) - 1] == real[1:]
             assert end == 24 or set(labels[first + len(real) - 1 : end]) == {IGNORED_LABEL}
+
+
+def test_conversations_are_filled_up_where_ranks_cut_them(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    line = json.dumps({"prompt_ids": [7, 8, 9], "completion_ids": [1, 2]})
+    path.write_text("\n".join([line] * 5), encoding="utf-8")
+    assert not holds_documents(path)
+    loaded = replace(load_conversations(path, VOCAB, 24, None, 9), multiple=8)
+    batch = loaded.batch(0, 1, 1, 24)
+    assert batch.documents == ((8, 16, 24),)
+    assert batch.ids.tolist() == [[7, 8, 9, 1, 2, 0, 0, 0] * 3]
+    assert np.flatnonzero(batch.labels[0] != IGNORED_LABEL).tolist() == [2, 3, 10, 11, 18, 19]
 
 
 def test_lengths_are_drawn_where_a_file_does_not_say_them(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 from memo_sim.program.lower import lower
-from tests.exec_cpu.small import MODELS, decide, gpt, llama, states
+from tests.exec_cpu.small import MODELS, decide, gpt, llama, play, states
 from tests.refusals import refused
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -276,3 +276,13 @@ def test_a_directory_that_cannot_be_written_is_refused(saved: Path, tmp_path: Pa
     shutil.copy(saved / "config.json", blocked)
     with interpreter_of(llama()) as interpreter, refused(UsageError, where=str(blocked), got="File exists"):
         weights.save(interpreter, blocked)
+
+
+def test_a_rank_reads_the_tensors_that_it_holds(tmp_path: Path) -> None:
+    """With ZeRO 3 or stages a rank holds some tensors; the others in the folder belong to the model all the same."""
+    with play(decide(MODELS["llama"])) as interpreter:
+        weights.save(interpreter, tmp_path)
+        wanted = weights.named_parameters(interpreter)["layer.1/qkv.weight"].clone()
+    ((name, value),) = huggingface.read(tmp_path, MODELS["llama"], ["layer.1/qkv.weight"])
+    assert name == "layer.1/qkv.weight"
+    assert torch.equal(value, wanted)

@@ -9,6 +9,7 @@ import pytest
 
 from memo_exec.verification.reduction import MOST_RANKS_OF_TWO, keep_everything, reduced, reductions
 from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions, Kernels, Layout, Plan
 from memo_sim.program.layout.heads import are_even, divided_heads, sharing_ranks
@@ -132,3 +133,19 @@ def test_plans_that_cannot_be_played_are_refused_by_name(decisions: Decisions, g
 def test_learned_positions_shrink_with_the_sequence() -> None:
     here = reduced(decide(gpt(max_positions=2**17), seq_tokens=2**16, micro_batch=1), attention=CPU)
     assert here.model.max_positions == here.seq_tokens
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=4), Layout(tp=2, sequence_parallel=True, ulysses=2)])
+def test_windows_are_shorter_than_a_chunk_and_stay_with_their_layers(layout: Layout) -> None:
+    """Every sixth layer of a Gemma 3 has no window; four layers of the reduced plan take turns."""
+    gemma = load_model("gemma3-12b")
+    plan = msgspec.structs.replace(large(layout, recompute="tokenwise", swapped_tokens=2**14), model=gemma)
+    here = reduced(plan, attention=CPU)
+    windows = [here.model.layer(number).window for number in range(here.model.layers)]
+    assert windows == [windows[0], 0, windows[0], 0]
+    chunk = here.seq_tokens // (2 * layout.cp if layout.cp > 1 else 1)
+    assert 1 < windows[0] < chunk
+    assert [bool(here.model.layer(number).rope_theta) for number in range(4)] == [True, False, True, False]
+    assert here.model.post_norms
+    shown = {each.what: (each.plan, each.here) for each in reductions(plan, here)}
+    assert shown["attention windows"] == ("1024, none", f"{windows[0]}, none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -115,3 +116,12 @@ def test_the_answer_says_which_kernel_it_assumes_and_that_an_old_one_is_not_run(
     assert "--attention" not in line
     _, not_run = said(attention="flash1")
     assert "memo-exec cannot run flash1" in not_run
+
+
+@pytest.mark.parametrize(("window", "kernel"), [(1024, ""), (32768, "torch-cudnn"), (0, "torch-cudnn")])
+def test_a_model_with_windows_gets_a_kernel_that_takes_them(window: int, kernel: str) -> None:
+    """aten's cuDNN operator has no window; a window that no sequence exceeds needs none."""
+    question = ask("b200-1x8", libraries="2025")
+    windowed = msgspec.structs.replace(question.model, window=window)
+    chosen = attention_kernel(replace(question, model=windowed))
+    assert chosen == kernel or (not kernel and ATTENTION_KERNELS[chosen].windows)

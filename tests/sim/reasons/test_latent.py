@@ -15,6 +15,7 @@ from memo_sim.contract.model import LatentAttention
 from memo_sim.contract.result import Result
 from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.question import Pins, Question
+from memo_sim.reasons.remedies import changes
 
 DEEPSEEK = LatentAttention(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 MODEL = msgspec.structs.replace(
@@ -83,6 +84,13 @@ def test_a_kernel_without_these_heads_is_refused_by_name() -> None:
     question = Question(model, *load_cluster("h100-1x8"), 1 << 14, global_batch=8, pins=pins)
     with pytest.raises(Infeasible, match="no form for these widths"):
         what_if(question)
+
+
+def test_rebuilding_heads_is_a_change_to_try() -> None:
+    decisions = what_if(asked()).best_simulation.decisions
+    assert "--rebuild-qkv" in [change.options for change in changes(asked(), decisions)]
+    again = msgspec.structs.replace(decisions, rebuild_qkv=True)
+    assert "--rebuild-qkv" not in [change.options for change in changes(asked(), again)]
 
 
 def test_what_is_refused_beside_latents_is_not_offered() -> None:

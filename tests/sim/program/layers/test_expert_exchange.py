@@ -173,3 +173,9 @@ def test_what_does_not_go_together_is_refused(where: str) -> None:
     with pytest.raises(Infeasible) as error:
         lower(decide(model, layout, **fields))
     assert error.value.where == where.strip()
+
+
+def test_no_framework_divides_experts() -> None:
+    framework = {"memory_policy": "eager", "modules": "huggingface"}
+    with pytest.raises(Infeasible, match="no framework's expert parallelism is known"):
+        lower(decide(EXPERTS, Layout(dp=2, ep=2), ("full", 0.0), **framework))

@@ -220,6 +220,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": WINDOW, "kernels": Kernels(attention="torch-cudnn")},
         "torch-cudnn with a window of 256 tokens",
     ),
+    "windows: modules": (
+        Layout(),
+        SAVED | {"model": WINDOW, "kernels": Kernels(attention="torch-flash")},
+        "torch-flash with a window of 256 tokens",
+    ),
     "windows: cp_exchange": (
         Layout(cp=2, cp_exchange="rsa"),
         {"model": WINDOW},
@@ -317,7 +322,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "selection bias: gradients": (
         Layout(),
         {"model": SELECTING, "states": "pure-bf16"},
-        "gradients in bf16 with states pure-bf16",
+        "states pure-bf16, gradients in bf16",
     ),
     "adapters: model": (
         Layout(),
