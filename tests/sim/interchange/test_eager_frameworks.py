@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memo_sim.contract.catalog import load_cluster
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import BadInput, MemoError, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.interchange.framework import Read, Source
@@ -421,13 +422,17 @@ def test_what_is_wrong_is_named(name: str, text: str, where: str) -> None:
     assert where in str(refused.value)
 
 
+PACKED = {"trl": [replace(JOBS["trl"]["kept"], documents=Documents(lengths=((512, 1),)))]}
+"""Jobs that are written besides; their documents are data, which is not read again from a job's file."""
+
+
 def test_the_options_in_the_tables_are_those_that_are_written() -> None:
     """A key of a table stands in the files of some job; keys of Python recipes are dotted."""
     for name in EAGER:
         framework = FRAMEWORKS[name]
         written = "\n".join(
             text
-            for job in JOBS[name].values()
+            for job in (*JOBS[name].values(), *PACKED.get(name, ()))
             for file, text in framework.files(job, Launch(1, 8), ()).items()
             if file != "config.json"
         )

@@ -177,5 +177,5 @@ def test_what_does_not_go_together_is_refused(where: str) -> None:
 
 def test_no_framework_divides_experts() -> None:
     framework = {"memory_policy": "eager", "modules": "huggingface"}
-    with pytest.raises(Infeasible, match="no framework's expert parallelism is known"):
+    with pytest.raises(Infeasible, match="ep 2 has no lowering beside experts"):
         lower(decide(EXPERTS, Layout(dp=2, ep=2), ("full", 0.0), **framework))
