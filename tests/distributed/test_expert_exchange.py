@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.distributed.groups import make_groups
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
