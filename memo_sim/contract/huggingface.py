@@ -17,7 +17,11 @@ import msgspec
 from msgspec.structs import replace
 
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model, RopeScaling
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.units import MOST_EXPERTS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
 SUPPORTED = (

@@ -41,8 +41,8 @@ A shared expert (``shared_expert.py``) adds its rows to the sum before it is red
 
 from __future__ import annotations
 
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.hardware import GemmPass
-from memo_sim.contract.model import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane

@@ -9,7 +9,8 @@ import pytest
 
 from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.model import Experts, LayerShape
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.layout.compatibility import ARENA_RULES, RULES, check_compatible
 from memo_sim.program.layout.rules.rule import Rule
