@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memo_sim.contract.hardware import GemmPass
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import AdapterGemm
