@@ -205,9 +205,9 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(here.dtype, torch.float32)
     initial = {name: parameter(name, shape, here.model, seed).to(dtype) for name, shape in shapes.items()}
     model = AutogradModel(here.model, initial, adapters=here.lora)
-    optimizer = _AdamW(
-        {name: p for name, p in model.trained.items() if not _is_bias(name)}, narrow=moment_dtype(here) == "bf16"
-    )
+    counts = {name for name in model.trained if name.endswith(SELECTION_BIAS)}
+    trained = {name: p for name, p in model.trained.items() if name not in counts}
+    optimizer = _AdamW(trained, narrow=moment_dtype(here) == "bf16")
     losses, norms, gradients = [], [], {}
     for step in range(1, steps + 1):
         inputs = global_batch(here, seed, step)
@@ -223,27 +223,25 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
                 total += float(loss.detach())
         found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.trained.items()}
         losses.append(total)
-        norms.append(math.sqrt(sum(float(g.square().sum()) for name, g in found.items() if not _is_bias(name))))
+        # In the place of a selection bias's gradient are the rows of each expert: no gradient, so not in the norm.
+        norms.append(math.sqrt(sum(float(found[name].square().sum()) for name in trained)))
         if step == 1:
             gradients = {name: gradient.clone() for name, gradient in found.items()}
         if step < steps:
             optimizer.step(found)
-            _move_biases(model, found)
+            _balance(here, {name: model.trained[name] for name in counts}, found)
     return Values(gradients, losses, norms, {})
 
 
-def _is_bias(name: str) -> bool:
-    """Return whether a parameter is the bias of a router's choice: its "gradient" is a number of rows."""
-    return name.endswith(SELECTION_BIAS)
-
-
 @torch.no_grad()
-def _move_biases(model: AutogradModel, found: Mapping[str, Tensor]) -> None:
-    """Move every selection bias towards even loads (DeepSeek-V3, section 2.1.2)."""
-    experts = model.model.mixture
-    for name, rows in found.items():
-        if _is_bias(name) and experts is not None:
-            model.p[name].sub_(experts.selection_rate * (rows - rows.mean()).sign())
+def _balance(here: Decisions, biases: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+    """Move selection biases by fixed steps towards the mean number of rows (DeepSeek-V3, section 2.1.2)."""
+    experts = here.model.mixture
+    if experts is None:
+        return
+    for name, bias in biases.items():
+        mean = here.global_batch * here.seq_tokens * experts.per_token / experts.count
+        bias.sub_(experts.selection_rate * torch.sign(rows[name] - mean))
 
 
 class _AdamW:
