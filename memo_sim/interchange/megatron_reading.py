@@ -337,7 +337,7 @@ def _refuse(config: Configuration) -> None:
                 where=f"{config.where}: {config.key(name)}",
                 got=_shown(config.values[name]),
                 wanted="a dense model of one kind of layer",
-                hint="memo-sim what-if MODEL prices presets and config.json files, also with experts or latent attention",
+                hint="memo-sim what-if MODEL prices presets and config.json files, experts and latents too",
             )
 
 
