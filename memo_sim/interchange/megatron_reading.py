@@ -334,10 +334,11 @@ def _refuse(config: Configuration) -> None:
     for name, what in REFUSED.items():
         if config.has(name) and str(config.values[name]).lower() not in FALSE:
             raise BadInput(
-                f"memo has no {what}",
+                f"memo reads no options of {what} from the files of a framework",
                 where=f"{config.where}: {config.key(name)}",
                 got=_shown(config.values[name]),
                 wanted="a dense model of one kind of layer",
+                hint="memo-sim what-if MODEL prices presets and config.json files, experts and latents too",
             )
 
 

@@ -435,7 +435,7 @@ MODEL_ARGS:
 
 
 def test_what_memo_cannot_price_is_refused_or_said() -> None:
-    with pytest.raises(BadInput, match="memo has no experts"):
+    with pytest.raises(BadInput, match="memo reads no options of experts"):
         read(f"{GROWING.rstrip()} --num-experts 8\n")
     found = read(f"{GROWING.rstrip()} --recompute-granularity selective --recompute-modules core_attn layernorm moe\n")
     assert found.job.pins.recompute == "selective"
