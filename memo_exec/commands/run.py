@@ -40,6 +40,7 @@ from memo_exec.distributed.world import World, answered, device_of, joined, laun
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.machine import preflight
 from memo_exec.machine.first_calls import play_first_calls
+from memo_exec.machine.fp8_products import refuse_fp8
 from memo_exec.machine.machine import this_machine
 from memo_exec.machine.memory_budget import Needs, check_memory
 from memo_exec.machine.placement_file import checked_placement, refuse_eager
@@ -288,6 +289,7 @@ def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
     from memo_exec.observe.memory_history import observe_cuda
 
     plan = codec.read(plan_path, Plan)
+    refuse_fp8(plan.decisions, str(plan_path), "the requests of kernels in FP8 were never observed")
     program = preflight.checked_program(plan, where=str(plan_path))
     machine = this_machine()
     if machine.device == "cuda" and plan.decisions.layout.devices == 1:

@@ -22,6 +22,7 @@ from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.world import PATIENCE_S, Launch, World, device_of, joined, launched, side_by_side
 from memo_exec.machine import preflight
+from memo_exec.machine.fp8_products import refuse_fp8
 from memo_exec.machine.machine import this_machine
 from memo_exec.machine.program_checks import program_checks
 from memo_exec.verification.play import Play, Played
@@ -82,6 +83,7 @@ def verify_plan(
     """
     began = time.perf_counter()
     launch, plan = launched(), codec.read(path, Plan)
+    refuse_fp8(plan.decisions, str(path), "verify compares with plain autograd, which has no products in FP8")
     preflight.checked_program(plan, where=str(path))
     kind = _device(plan.decisions, options, launch)
     if launch.world > 1:

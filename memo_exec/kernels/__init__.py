@@ -25,6 +25,7 @@ from memo_exec.kernels import (
     embedding,
     expert_exchange,
     experts,
+    fp8,
     framework_loss,
     latent,
     linear,
@@ -44,6 +45,7 @@ from memo_exec.kernels import (
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
+from memo_sim.program.ir.work import Fp8Gemm
 
 Kernel = Callable[[Call], None]
 
@@ -74,6 +76,15 @@ def _divided(plain: Kernel, divided: Kernel) -> Kernel:
     return play
 
 
+def _in_fp8(plain: Kernel, narrow: Kernel) -> Kernel:
+    """Return a kernel that calls ``narrow`` for a product whose operands are in FP8, else ``plain``."""
+
+    def play(call: Call) -> None:
+        (narrow if isinstance(call.instruction.work, Fp8Gemm) else plain)(call)
+
+    return play
+
+
 def _fused_loss(call: Call) -> None:
     """Compute the loss in one kernel; with torch in row blocks that are written over on the CPU, and of a policy."""
     fused = call.context.device.type == "cuda" and "rollout" not in call.tensors
@@ -88,18 +99,20 @@ _PLAIN: Mapping[str, Kernel] = {
     "layer_norm.bwd": norm.layer_norm_backward,
     "rms_norm": norm.rms_norm,
     "rms_norm.bwd": norm.rms_norm_backward,
-    "linear": linear.linear,
+    "linear": _in_fp8(linear.linear, fp8.linear),
     "linear.add": linear.linear_add,
     "linear.to_gate": linear.linear_to_gate,
     "linear.from_gate": linear.linear_from_gate,
-    "linear.dgrad": linear.linear_dgrad,
+    "linear.dgrad": _in_fp8(linear.linear_dgrad, fp8.linear_dgrad),
     "linear.dgrad.add": linear.linear_dgrad_add,
-    "linear.wgrad": linear.linear_wgrad,
+    "linear.wgrad": _in_fp8(linear.linear_wgrad, fp8.linear_wgrad),
+    "fp8.quantize": fp8.quantise,
+    "params.quantize": fp8.quantise_weights,
     "lora.a": linear.lora_a,
     "lora.b": linear.lora_b,
     "lora.b.dgrad": linear.lora_b_dgrad,
     "lora.b.wgrad": linear.lora_b_wgrad,
-    "linear.wgrad.product": linear.linear_wgrad_product,
+    "linear.wgrad.product": _in_fp8(linear.linear_wgrad_product, fp8.linear_wgrad_product),
     "bias.bwd": linear.bias_backward,
     "gelu": activation.gelu,
     "gelu.bwd": activation.gelu_backward,

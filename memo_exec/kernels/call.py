@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memo_exec.distributed.groups import Groups
 from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.kernels.fp8_scales import Fp8Scales
 from memo_exec.kernels.frequencies import inverse_frequencies, unscaled_frequencies
 from memo_sim.contract.documents import packed
 from memo_sim.contract.model import Model
@@ -109,6 +110,8 @@ class Context:
         self.overflow = torch.zeros(3, dtype=torch.int64, device=self.device)
         """With expert parallelism: dispatched rows that were dropped, the most rows that one layer sent to a rank, and
         all dispatched rows, of all forwards so far."""
+        self.fp8 = None if self.decisions.fp8 == "none" else Fp8Scales(self.device)
+        """The scales of FP8 copies, and scratch of their kernels; None without FP8."""
         self.merging = self._merging()
         """Scratch bytes for merging partial attention results; None if the plan merges nothing."""
 

@@ -15,6 +15,8 @@ def copy(call: Call) -> None:
 def transfer(call: Call) -> None:
     """``target = source`` between device and host; asynchronous if the host tensor is pinned."""
     call["target"].copy_(call["source"], non_blocking=True)
+    if call.context.fp8 is not None:
+        call.context.fp8.carry(call["source"], call["target"])
 
 
 def zero(call: Call) -> None:

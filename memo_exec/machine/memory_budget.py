@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from memo_exec.kernels.fp8_scales import SCRATCH_BYTES
 from memo_exec.machine.machine import Machine
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.placement import Placement
@@ -28,7 +29,7 @@ from memo_sim.program.arena.library_workspaces import (
     results_bytes,
 )
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Attention
+from memo_sim.program.ir.work import Attention, Fp8Gemm
 
 TILE_BYTES = {"fp32": 2 * 256 * 512 * 4 + 4096, "bf16": 2 * 256 * 512 * 6 + 4096}
 """Scratch of one thread in the backward pass of torch's CPU attention: two blocks of 256 queries x 512 keys in fp32, in
@@ -36,6 +37,7 @@ bf16 also their rounded copies, and a few numbers. Measured with torch 2.13 for 
 
 TILES = "attention tiles (one per thread)"
 LIBRARIES = "scratch of matrix libraries"
+QUANTISING = "scratch of products in FP8"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def needs_of(
         device = max(device, _kept_by_size(lives))
     if merges := merging_bytes(program):
         reserve[MERGES] = merges
+    if _in_fp8(program):
+        reserve[QUANTISING] = SCRATCH_BYTES
     if machine.device == "cpu":
         tiles = [TILE_BYTES[dtype] for dtype in _attention_dtypes(program)]
         scratch = {TILES: machine.compute_threads * max(tiles, default=0)}
@@ -98,6 +102,10 @@ def needs_of(
     else:
         reserve[LATER] = LATER_BYTES
     return Needs(device, host, reserve)
+
+
+def _in_fp8(program: Program) -> bool:
+    return any(isinstance(i.work, Fp8Gemm) for template in program.templates for i in template.instructions)
 
 
 def _attention_dtypes(program: Program) -> set[str]:

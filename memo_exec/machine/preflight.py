@@ -5,7 +5,7 @@ A plan is refused, and nothing is substituted, in these cases:
 - its decisions lower to another program than the one it pins;
 - it needs another number of ranks than were started;
 - a kernel is missing here, or fails when it is tried on a few tokens;
-- the device cannot compute in the plan's dtype, or the plan has products in FP8, for which there are no kernels here;
+- the device cannot compute in the plan's dtype, or has no products in FP8 for a plan that has them;
 - too little memory is free.
 """
 
@@ -17,6 +17,7 @@ from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.world import Launch
 from memo_exec.machine.attention_kernels import check_kernels, try_kernels
+from memo_exec.machine.fp8_products import check_fp8, check_recipe
 from memo_exec.machine.library_scratch import library_scratch
 from memo_exec.machine.machine import Machine
 from memo_exec.machine.memory_budget import Needs, check_memory, needs_of
@@ -45,9 +46,10 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
 
     Raises:
         BadInput: when the decisions cannot be lowered, or lower to another program than the one the plan pins.
-        CannotRun: when products of the plan are in FP8, or the step has more than ``MOST_INSTRUCTIONS`` instructions.
+        CannotRun: when the plan's recipe of FP8 has no kernels, or the step has more than ``MOST_INSTRUCTIONS``
+            instructions.
     """
-    check_fp8(plan.decisions, where)
+    check_recipe(plan.decisions, where)
     pinned_programs(plan, where=where, check=lambda: _check_length(plan.decisions, where))
     return rank_program(plan.decisions, MeshCoordinates(plan.decisions.layout, rank))
 
@@ -72,25 +74,6 @@ def pinned_programs(plan: Plan, *, where: str, check: Callable[[], None] = lambd
         ) from None
     check_pinned(plan, programs, where=where)
     return programs
-
-
-def check_fp8(decisions: Decisions, where: str) -> None:
-    """Refuse products in FP8 on every machine.
-
-    They would need kernels that quantise into the plan's buffers, with scales that live as long as these, and products
-    of Transformer Engine or ``torch._scaled_mm`` that write where the plan says.
-
-    Raises:
-        CannotRun: when the plan has such products.
-    """
-    if decisions.fp8 != "none":
-        raise CannotRun(
-            "memo-exec has no kernels for products in FP8, on a GPU or a CPU; such plans are priced only",
-            where=f"{where}: $.decisions.fp8",
-            got=decisions.fp8,
-            wanted="none",
-            hint="make the plan without --fp8, or memo-sim export PLAN --to megatron-lm, which runs FP8",
-        )
 
 
 def _check_length(decisions: Decisions, where: str) -> None:
@@ -121,6 +104,7 @@ def check(
     Raises:
         CannotRun: for the first requirement that this machine does not meet.
     """
+    check_fp8(decisions, program, machine)
     check_kernels(decisions, program, machine)
     _check_dtype(decisions, machine)
     if lent and placement is not None and not has_library_slots(program, placement):
