@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.knobs import Loss, Pins, States
+from memo_sim.contract.knobs import Loss, Pins, ReduceDtype, States
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import counted, parse_tokens
 from memo_sim.interchange.accelerate import hugging_face_sayings
@@ -72,6 +72,7 @@ SAYINGS = hugging_face_sayings(
         "decisions.dtype": exact(f"{FSDP}dtype", f"{FSDP}mixed_precision.param_dtype"),
         "decisions.deterministic": exact(f"{FSDP}full_determinism"),
         "decisions.sharding": exact(f"{ACTOR}strategy"),
+        "decisions.reduce_dtype": exact(f"{FSDP}mixed_precision.reduce_dtype"),
         "decisions.objective": exact("algorithm.adv_estimator"),
         "decisions.loss": near(f"{MODEL}use_fused_kernels", lost="whole logits, or chunks of 512 tokens"),
         "decisions.loss_chunk_tokens": Saying("own", lost="its fused kernels fix the chunks"),
@@ -153,6 +154,7 @@ def read(sources: tuple[Source, ...], given: Mapping[str, str]) -> Read:
             zero=zero,
             zero_ranks=ranks,
             sharding=sharding if zero else None,
+            reduce_dtype=_reduced(settings, states) if zero else "auto",
             recompute="full" if recompute else "none",
             recompute_layers="all" if recompute else None,
             offload_inputs=offloaded if recompute else None,
@@ -242,13 +244,13 @@ def _refuse_others(settings: Settings, said: _Said) -> None:
     Raises:
         BadInput: naming what the job is instead.
     """
-    if "sft" in said.started:
+    if said.started and not said.started.endswith(("main_ppo", "main_ppo.py")):
         raise BadInput(
-            "memo does not read verl's supervised fine-tuning",
+            "memo reads verl's reinforcement learning alone",
             where=settings.where,
             got=said.started,
             wanted="a job of verl.trainer.main_ppo",
-            hint="memo-sim what-if MODEL --seq-len TOKENS --system verl-fsdp prices its step",
+            hint="memo-sim what-if MODEL --seq-len TOKENS --system verl-fsdp prices a step of fine-tuning",
         )
     strategy = settings.text(f"{ACTOR}strategy") or "fsdp"
     megatron = next((name for name in said.configs if "megatron" in name), "")
@@ -455,6 +457,17 @@ def _precision(settings: Settings, assumed: list[str]) -> tuple[Any, States]:
         back = "on the device during the step, as verl has it; the copies to and fro are not priced"
         settings.says(key, back if settings.flag(key) else "on the device")
     return dtype, states
+
+
+def _reduced(settings: Settings, states: States) -> ReduceDtype:
+    """Return the dtype in which gradients are reduced: fp32 by verl's default, also of a model in bf16."""
+    key = f"{FSDP}mixed_precision.reduce_dtype"
+    word = (settings.text(key) or "fp32").lower()
+    settings.says(key, f"reduce_dtype {'bf16' if word in _NARROW else 'fp32'}")
+    settings.raw(f"{FSDP}mixed_precision.buffer_dtype")
+    if word in _NARROW:
+        return "bf16"
+    return "fp32" if states == "pure-bf16" else "auto"
 
 
 def _sharding(settings: Settings, devices: int, assumed: list[str]) -> tuple[Any, int, int | None]:

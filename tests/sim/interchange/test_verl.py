@@ -95,6 +95,8 @@ def test_entropies_keep_the_logits_and_are_said_not_to_be_priced() -> None:
         ({f"{MODEL}tiled_mlp.enabled": "true"}, {"mlp_chunk_tokens": 8192}),  # 2 x 32k on two ranks, in 4 tiles
         ({f"{MODEL}enable_gradient_checkpointing": "false"}, {"recompute": "none", "offload_inputs": None}),
         ({f"{ACTOR}fsdp_config.dtype": "float16"}, {"dtype": "fp16"}),
+        ({f"{ACTOR}fsdp_config.mixed_precision.reduce_dtype": "bf16"}, {"reduce_dtype": "bf16"}),
+        ({f"{ACTOR}fsdp_config.model_dtype": "bf16"}, {"reduce_dtype": "fp32"}),
         ({f"{MODEL}override_config.attn_implementation": "sdpa"}, {"attention": None}),
     ],
 )
@@ -135,6 +137,11 @@ def test_what_the_step_leaves_out_is_said() -> None:
         ({f"{ACTOR}fsdp_config.fsdp_size": "3"}, "does not divide", ""),
         ({f"{ACTOR}fsdp_config.model_dtype": "int8"}, "a wrong value", ""),
         ({f"{ACTOR}ppo_mini_batch_size": "0"}, "a wrong value", ""),
+        (
+            {f"{ACTOR}ppo_mini_batch_size": "$ROWS"},
+            "a wrong value",
+            "--set actor_rollout_ref.actor.ppo_mini_batch_size=",
+        ),
         ({"devices": "1024"}, "fewer sequences than replicas", ""),
     ],
 )
@@ -144,7 +151,7 @@ def test_other_jobs_are_refused_by_name(given: dict[str, str], what: str, hint: 
 
 
 def test_other_programs_of_verl_are_refused_by_name() -> None:
-    with refused(BadInput, what="supervised fine-tuning", hint="--system verl-fsdp"):
+    with refused(BadInput, what="reinforcement learning alone", hint="--system verl-fsdp"):
         read(text="torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=Qwen/Qwen3-8B")
     with refused(BadInput, what="FSDP", got="megatron"):
         read(text=SCRIPT.replace("main_ppo", "main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml'"))
