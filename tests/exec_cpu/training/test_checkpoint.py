@@ -21,7 +21,7 @@ from memo_exec.training import checkpoint_shards as stored
 from memo_exec.training.weights import Held
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, write_plan
 from tests.exec_cpu.small import gpt, llama, states

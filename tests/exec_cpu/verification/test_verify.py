@@ -9,8 +9,9 @@ import pytest
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.verification.verify import AUTOGRAD, KEEP_EVERYTHING, verify
 from memo_sim.contract import codec
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.verdict import Against, Compared, Verdict
 from memo_sim.program.ir.instruction import Instance
 from memo_sim.program.ir.program import Program

@@ -142,15 +142,6 @@ EXPERTS = (
         hint="leave --zero-ranks out: the experts' states are divided over cp x ulysses x dp / ep ranks",
     ),
     Rule(
-        name="expert parallelism: biases",
-        breaks=lambda d: d.layout.ep > 1 and d.model.mixture is not None and d.model.mixture.bias,
-        what="biases of experts have no lowering beside expert parallelism",
-        where="layout.ep",
-        got=lambda d: f"{d.layout.ep} with experts that have biases",
-        wanted="1",
-        hint="leave --ep out: a rank would need the second products' biases of all experts, and its own of the first",
-    ),
-    Rule(
         name="capacity of experts: ep",
         breaks=lambda d: d.layout.ep == 1 and (d.expert_capacity > 0 or d.expert_overflow != "drop"),
         what="a rank with all experts has a place for every row",
