@@ -34,7 +34,7 @@ from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.datasheet import is_datasheet
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.gpu_kind import GpuKind, load_gpu_kinds
-from memo_sim.contract.interchange import FrameworkName, Launcher
+from memo_sim.contract.interchange import FrameworkName, Launcher, ReadFrameworkName
 from memo_sim.contract.knobs import ARGUMENTS
 from memo_sim.contract.model import Model
 from memo_sim.contract.named_arguments import with_names_checked
@@ -495,7 +495,7 @@ def import_job(
     files: PathLike | Sequence[PathLike],
     *,
     cluster: PathLike | None = None,
-    framework: FrameworkName | None = None,
+    framework: ReadFrameworkName | None = None,
     set: Mapping[str, str | float] | None = None,
     search: bool = True,
     progress: Progress | None = None,
@@ -527,7 +527,7 @@ def doctor(
     memory: PathLike | None = None,
     cluster: PathLike | None = None,
     config: PathLike | Sequence[PathLike] | None = None,
-    framework: FrameworkName | None = None,
+    framework: ReadFrameworkName | None = None,
     set: Mapping[str, str | float] | None = None,
     search: bool = True,
     nccl_tests: PathLike | Sequence[PathLike] = (),

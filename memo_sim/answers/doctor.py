@@ -32,7 +32,7 @@ from memo_sim.contract.units import counted, format_seconds
 from memo_sim.costs.contention import COPY as COPIES
 from memo_sim.costs.contention import NodeRates
 from memo_sim.interchange.framework import Framework
-from memo_sim.interchange.frameworks import FRAMEWORKS
+from memo_sim.interchange.frameworks import framework_titled
 from memo_sim.memory.read_requests import read_requests
 from memo_sim.memory.source import Source as Snapshot
 from memo_sim.observed.correction import (
@@ -99,7 +99,7 @@ class Diagnosis:
         imported = self.imported
         if imported is None or imported.job is None or not imported.better:
             raise UsageError("the best plan is that of a job", wanted="--config FILE, without --no-search")
-        framework = next(one for one in FRAMEWORKS.values() if one.title == imported.framework)
+        framework = framework_titled(imported.framework)
         found = [self._exported(each, framework) for each in imported.better if each.decisions is not None]
         fitting = [each for each in found if each is not None and each.fits]
         if not fitting:

@@ -253,6 +253,7 @@ def _better(
             system=named,
             micro_batch=job.micro_batch,
             global_batch=job.global_batch,
+            objective=job.objective,
             pins=kept,
         )
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from memo_sim.commands.interchange import GIVEN, TO
+from memo_sim.commands.interchange import FROM, GIVEN
 from memo_sim.contract.errors import UsageError
 from memo_sim.views.command_line import show, show_document, with_progress
 
@@ -24,7 +24,7 @@ from memo_sim.views.command_line import show, show_document, with_progress
     type=click.Path(),
     help="The job's script or configuration (as `import` reads it): what it costs with the measured rates (repeat).",
 )
-@click.option("--framework", type=click.Choice(TO), help="With --config: whose files they are.")
+@click.option("--framework", type=click.Choice(FROM), help="With --config: whose files they are.")
 @GIVEN
 @click.option("--no-search", is_flag=True, help="With --config: do not search for something better.")
 @click.option("--all", "everything", is_flag=True, help="With --config: show every ignored option with its value.")

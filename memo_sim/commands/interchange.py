@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 TO = ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl")
 """Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
+FROM = (*TO, "verl")
+"""Frameworks that jobs come from; verl's are read alone."""
 
 GIVEN = click.option(
     "--set",
@@ -71,7 +73,7 @@ def export_command(
 @click.command("import")
 @click.argument("files", nargs=-1, required=True, type=click.Path())
 @click.option("--cluster", help="Where the job runs: says what it costs there, and what would be better.")
-@click.option("--framework", type=click.Choice(TO), help="Whose files they are, where they do not show it.")
+@click.option("--framework", type=click.Choice(FROM), help="Whose files they are, where they do not show it.")
 @GIVEN
 @click.option("--no-search", is_flag=True, help="Do not search for something better.")
 @click.option("--all", "everything", is_flag=True, help="Show every option that was ignored with its value.")

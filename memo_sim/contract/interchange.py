@@ -14,6 +14,8 @@ from memo_sim.contract.units import Degree, SequenceTokens
 
 FrameworkName = Literal["megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl"]
 """Frameworks that plans go to and come from; ``interchange/frameworks.py`` has a module for each."""
+ReadFrameworkName = Literal["megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "trl", "verl"]
+"""Frameworks whose jobs are read."""
 
 
 Launcher = Literal["torchrun", "slurm"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.interchange import accelerate, deepspeed, megatron_bridge, megatron_lm, torchtitan, trl
+from memo_sim.interchange import accelerate, deepspeed, megatron_bridge, megatron_lm, torchtitan, trl, verl
 from memo_sim.interchange.framework import Framework, Source
 
 FRAMEWORKS: dict[str, Framework] = {
@@ -21,16 +21,25 @@ FRAMEWORKS: dict[str, Framework] = {
 }
 
 
+READ_ONLY: dict[str, Framework] = {verl.FRAMEWORK.name: verl.FRAMEWORK}
+"""Frameworks whose jobs are read, and not written."""
+_ALL = FRAMEWORKS | READ_ONLY
+
+
+def framework_titled(title: str) -> Framework:
+    """Return the framework with a title, as ``ImportedJob`` has it."""
+    return next(one for one in _ALL.values() if one.title == title)
+
+
 def find_framework(name: str) -> Framework:
     """Return the framework called ``name``.
 
     Raises:
         UsageError: when there is none.
     """
-    if name not in FRAMEWORKS:
-        wanted = ", ".join(FRAMEWORKS)
-        raise UsageError("unknown framework", got=repr(name), wanted=wanted, hint=did_you_mean(name, FRAMEWORKS))
-    return FRAMEWORKS[name]
+    if name not in _ALL:
+        raise UsageError("unknown framework", got=repr(name), wanted=", ".join(_ALL), hint=did_you_mean(name, _ALL))
+    return _ALL[name]
 
 
 def framework_of(sources: Sequence[Source]) -> Framework:
@@ -39,9 +48,10 @@ def framework_of(sources: Sequence[Source]) -> Framework:
     Raises:
         BadInput: when no framework knows one of them, or they are of several.
     """
+    if any(verl.reads(source) for source in sources):  # other words of its commands are those of other frameworks
+        return verl.FRAMEWORK
     left = dict[str, Framework]()
     for source in sources:
-        _refuse_verl(source)
         know = {name: framework for name, framework in FRAMEWORKS.items() if framework.reads(source)}
         if not know and len(sources) > 1:
             continue  # a script that starts another one of the files
@@ -49,7 +59,7 @@ def framework_of(sources: Sequence[Source]) -> Framework:
             raise BadInput(
                 "no framework's file that memo knows",
                 where=source.name,
-                wanted="a script, configuration or recipe of " + ", ".join(f.title for f in FRAMEWORKS.values()),
+                wanted="a script, configuration or recipe of " + ", ".join(f.title for f in _ALL.values()),
                 hint="say which with --framework",
             )
         both = {name: framework for name, framework in left.items() if name in know} if left else know
@@ -61,20 +71,3 @@ def framework_of(sources: Sequence[Source]) -> Framework:
         names = ", ".join(source.name for source in sources)
         raise BadInput("no framework's files that memo knows", where=names, hint="say which with --framework")
     return next(iter(left.values()))
-
-
-def _refuse_verl(source: Source) -> None:
-    """Refuse a job of verl by name: its actor's step has a command, its rollouts and its other models have none.
-
-    Raises:
-        BadInput: when the file starts or configures verl.
-    """
-    if not any(word in source.text for word in ("verl.trainer", "actor_rollout_ref")):
-        return
-    raise BadInput(
-        "memo does not read verl's jobs",
-        where=source.name,
-        wanted="a script, configuration or recipe of " + ", ".join(f.title for f in FRAMEWORKS.values()),
-        hint="price the actor's step: memo-sim what-if MODEL --objective grpo --seq-len TOKENS (of prompt and response)"
-        " --zero 3 --ulysses N --recompute full",
-    )

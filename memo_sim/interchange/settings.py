@@ -61,7 +61,11 @@ class Settings:
             number = least - 1
         if isinstance(value, bool) or number < least or (isinstance(value, float) and number != value):
             raise BadInput(
-                "a wrong value", where=f"{self.where}: {key}", got=repr(value), wanted=f"a whole number from {least}"
+                "a wrong value",
+                where=f"{self.where}: {key}",
+                got=repr(value),
+                wanted=f"a whole number from {least}",
+                hint=f"--set {key}=NUMBER" if "$" in str(value) else None,
             )
         return number
 

@@ -64,6 +64,12 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        what Hugging Face's modules save is swapped or recomputed by token, and the last two layers keep
                        it (``program/layers/huggingface.py``). Where everything kept fits and is faster, nothing is
                        wrapped. The copies that join the rows of q, k, v and of the output are left out
+    verl-fsdp          The actor of verl under FSDP: Ulysses, ZeRO 3, full recompute, transformers' eager modules around
+                       FlashAttention-2, torch's AdamW with its default kernels. The logits of all tokens exist at once,
+                       and flash-attn's cross entropy writes their gradient over them (volcengine/verl@b178a3c:
+                       workers/actor/dp_actor.py, utils/torch_functional.py). ``use_fused_kernels``: ``--loss
+                       checkpointed --loss-chunk 512``. FSDP1 (``--sharding fsdp1``) is verl's default. TiledMLP is that
+                       of DeepSpeed. Meant for ``--objective grpo``
     deepspeed-alst     Arctic long sequence training: Ulysses, ZeRO 3, full recompute whose inputs wait on the host, the
                        MLP in ceil(tokens / hidden) tiles, loss tiles of 1 GiB of logits, Hugging Face's eager modules
                        around FlashAttention-2 (deepspeedai/DeepSpeed@edaa722: TiledMLP and TiledFusedLogitsLoss in
@@ -498,6 +504,20 @@ SYSTEMS = {
             policies=(TOKENWISE,),
             short_sequences=(KEEP,),
             pinnable=(),
+        ),
+        replace(
+            TRL,
+            name="verl-fsdp",
+            about="verl's actor with FSDP: ZeRO 3 over Ulysses and dp; full recompute, whole logits, eager modules",
+            adamw="foreach",
+            attention=("flash2", *TORCH_FLASH),
+            loss="fused",
+            loss_chunk_tokens=0,
+            whole_loss=True,
+            mlp_rebuild="twice",
+            degrees=("ulysses", "dp"),
+            pinnable=(),
+            cp_exchange="ring",
         ),
         System(
             "deepspeed-alst",

@@ -12,11 +12,11 @@ from click.testing import CliRunner
 
 import memo_sim as memo
 from memo_sim.cli import cli
-from memo_sim.commands.interchange import TO
+from memo_sim.commands.interchange import FROM, TO
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import DATA, load_cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.interchange import FrameworkName
+from memo_sim.contract.interchange import FrameworkName, ReadFrameworkName
 from memo_sim.contract.plan import Plan
 from tests.cli.test_doctor_cli import NCCL_TESTS
 from tests.refusals import check_fields
@@ -138,6 +138,7 @@ def test_a_plan_is_exported(answer: memo.WhatIfResult, plan: Path, tmp_path: Pat
     kept = memo.export(plan, to="megatron-lm", cluster="h100-1x2")
     assert (kept.directory, kept.document.cluster) == (None, "h100-1x2")
     assert get_args(FrameworkName) == TO
+    assert get_args(ReadFrameworkName) == FROM
 
 
 def test_a_job_is_read_and_priced(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from memo_sim.contract.errors import BadInput
 from memo_sim.interchange.framework import Read, Source
-from memo_sim.interchange.frameworks import find_framework, framework_of
+from memo_sim.interchange.frameworks import find_framework
 from tests.refusals import refused
 
 ARGUMENTS = """\
@@ -67,9 +67,3 @@ def test_the_command_says_what_is_trained(command: str, objective: str) -> None:
     script = f"{command} --model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1"
     given = {"seq_len": "6k", "devices": "8"}
     assert find_framework("trl").read((Source("train.sh", script),), given).job.objective == objective
-
-
-def test_verls_jobs_are_refused_by_name() -> None:
-    script = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen3-8B"
-    with refused(BadInput, what="verl", hint="--objective grpo"):
-        framework_of((Source("run.sh", script),))

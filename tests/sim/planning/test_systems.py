@@ -199,7 +199,7 @@ def test_megatron_exchanges_heads_only_when_pinned() -> None:
 
 
 STREAMS: tuple[Streams, ...] = ("auto", "recorded", "events")
-TODAY = ("torchtitan", "trl-fsdp2", "deepspeed-alst", "megatron-core")
+TODAY = ("torchtitan", "trl-fsdp2", "verl-fsdp", "deepspeed-alst", "megatron-core")
 """Frameworks of 2025 and 2026."""
 
 
@@ -209,6 +209,7 @@ TODAY = ("torchtitan", "trl-fsdp2", "deepspeed-alst", "megatron-core")
         ("torchtitan", {"tp", "cp", "pp", "dp"}, {3}, "all_gather", {OPERATOR_RECOMPUTE, KEEP, FULL_RECOMPUTE}),
         ("trl-fsdp2", {"cp", "dp"}, {3}, "all_gather", {FULL_RECOMPUTE}),
         ("trl-tokenwise", {"cp", "dp"}, {3}, "all_gather", {KEEP, TOKENWISE}),
+        ("verl-fsdp", {"ulysses", "dp"}, {3}, "ring", {FULL_RECOMPUTE}),
         ("deepspeed-alst", {"ulysses", "dp"}, {3}, "ring", {INPUTS_SWAPPED_MLP_IN_BLOCKS}),
         ("megatron-core", {"tp", "cp", "pp", "dp"}, {1}, "ring", {KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE}),
     ],
