@@ -22,9 +22,10 @@ from memo_sim.contract.units import MOST_EXPERTS, MOST_LAYERS, MOST_TOKENS, MOST
 
 SUPPORTED = (
     *("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2"),
-    *("qwen3", "qwen3_moe"),
+    *("qwen2_moe", "qwen3", "qwen3_moe"),
 )
-WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+QWEN_MOE = ("qwen2_moe", "qwen3_moe")
 WITH_LATENT = ("deepseek_v2", "deepseek_v3")
 GEMMA3, GPT_OSS = "gemma3_text", "gpt_oss"
 ALWAYS_WINDOWED = ("mistral", "mixtral", "phi3")
@@ -143,7 +144,7 @@ def _read(config: _Config, name: str) -> Model:
         )
     except ValueError as error:
         raise BadInput(str(error), where=where) from None
-    if model_type == "qwen3_moe":
+    if model_type in QWEN_MOE:
         model = _with_dense_layers(config, model)
     if model_type in WITH_LATENT:
         try:
@@ -171,7 +172,7 @@ def model_type(model: Model) -> str:
         "no model type of Hugging Face has this shape",
         got=model.name,
         wanted="a GPT-2 with learned positions and biases, a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma 3, a Mixtral, "
-        "a Qwen3-MoE or a dense DeepSeek-V3; layers of one kind, windows aside",
+        "a Qwen2-MoE, a Qwen3-MoE or a dense DeepSeek-V3; layers of one kind, windows aside",
         hint="use checkpoints, which can store any model",
     )
 
@@ -237,6 +238,9 @@ def _is_gpt_oss(model: Model) -> bool:
 
 
 def _type_with_experts(model: Model, experts: Experts) -> str | None:
+    if _is_mixed(model) and experts.shared_gate and not model.qk_norm and not model.windowed:
+        plain = replace(experts, shared=0, shared_gate=False).of_softmax_alone
+        return "qwen2_moe" if plain else None
     if not _is_mixed(model) or model.qkv_bias or not experts.of_softmax_alone:
         return None
     if model.qk_norm:
@@ -410,6 +414,8 @@ def _experts_of(model: Model, kind: str) -> dict[str, Any]:
     if kind == "mixtral":
         own = {"num_local_experts": experts.count, "intermediate_size": experts.hidden}
         return shared | own
+    if kind == "qwen2_moe":
+        shared |= {"shared_expert_intermediate_size": experts.shared, "qkv_bias": model.qkv_bias}
     return shared | {
         "num_experts": experts.count,
         "moe_intermediate_size": experts.hidden,
@@ -581,7 +587,7 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "qkv_bias": biased or projected or model_type == "qwen2",
+        "qkv_bias": biased or projected or model_type == "qwen2" or _has_qwen_biases(config, model_type),
         "proj_bias": projected,
         "sinks": model_type == GPT_OSS,
         "linear_bias": biased,
@@ -592,6 +598,11 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
         **dict.fromkeys(("post_norms", "scaled_embeddings", "norms_from_one"), gemma),
         "experts": _experts(config, model_type) if model_type in WITH_EXPERTS else None,
     }
+
+
+def _has_qwen_biases(config: _Config, model_type: str) -> bool:
+    """Return whether a Qwen2-MoE has biases on Q, K and V; other types have no such field."""
+    return model_type == "qwen2_moe" and config.flag("qkv_bias", True)
 
 
 def _latent(config: _Config, model_type: str) -> LatentAttention:
@@ -661,6 +672,8 @@ def _windowed_layers(config: _Config, model: Model, model_type: str) -> list[boo
     """
     kinds, window = config.given("layer_types"), config.given("sliding_window")
     first, used = config.given("max_window_layers"), config.flag("use_sliding_window", False)
+    if model_type == "qwen2_moe" and used:
+        raise config.refusal("use_sliding_window", "windows are not modelled in a model of this type", wanted="false")
     if model_type in ALWAYS_WINDOWED:
         if kinds is not None:
             raise config.refusal("layer_types", "layers of such a model are alike", wanted="no such key")
@@ -723,7 +736,7 @@ def _deepseek_experts(config: _Config) -> Experts:
 
 
 def _with_dense_layers(config: _Config, model: Model) -> Model:
-    """Return a Qwen3-MoE with an MLP in place of experts in ``mlp_only_layers`` and between every N-th layer."""
+    """Return a Qwen-MoE with an MLP in place of experts in ``mlp_only_layers`` and between every N-th layer."""
     step, dense = config.whole("decoder_sparse_step", 1, most=MOST_LAYERS), config.given("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(each, int) or isinstance(each, bool) for each in dense):
         raise config.refusal("mlp_only_layers", "a wrong value", wanted="a list of numbers of layers")
@@ -740,12 +753,13 @@ def _with_dense_layers(config: _Config, model: Model) -> Model:
 
 
 def _experts(config: _Config, model_type: str) -> Experts:
-    """Return the experts of a Mixtral, Qwen3-MoE or GPT-OSS, which every layer has."""
+    """Return the experts of a Mixtral, Qwen2-MoE, Qwen3-MoE or GPT-OSS, which every layer has."""
     balanced = config.flag("output_router_logits", False)
     balance = config.number("router_aux_loss_coef", 0.001, least=0.0)
     if config.number("router_jitter_noise", 0.0, least=0.0):
         raise config.refusal("router_jitter_noise", "noise on the router's input is not modelled", wanted="0")
-    qwen, oss = model_type == "qwen3_moe", model_type == GPT_OSS
+    qwen, oss = model_type in QWEN_MOE, model_type == GPT_OSS
+    gated = model_type == "qwen2_moe"
     for key, value in CLAMPED.items() if oss else ():
         if config.number(key, value) != value:
             raise config.refusal(key, "this activation of experts is not modelled", wanted=f"{value:g}")
@@ -759,6 +773,8 @@ def _experts(config: _Config, model_type: str) -> Experts:
         router_bias=oss,
         bias=oss,
         activation="clamped" if oss else "silu",
+        shared=config.whole("shared_expert_intermediate_size") if gated else 0,
+        shared_gate=gated,
     )
 
 
@@ -771,7 +787,7 @@ def _even_split(config: _Config, key: str, hidden: int, heads: int) -> int:
 
 def _all_biased(config: _Config, model_type: str) -> bool:
     """Return whether every product has a bias. Allowed: all biases, none, those of Q, K and V (Qwen2), of attention."""
-    if model_type in ("qwen2", GPT_OSS):
+    if model_type in ("qwen2", "qwen2_moe", GPT_OSS):
         return False
     attention, ffn = config.flag("attention_bias", False), model_type == "llama" and config.flag("mlp_bias", False)
     if attention != ffn:
