@@ -336,7 +336,7 @@ class Model(
     @property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """The distinct shapes of layers, in the order in which they first occur; one where all layers are alike."""
-        return tuple(dict.fromkeys(self._every_layer))
+        return _distinct(self.layer_pattern, self.layers, self.ffn_hidden, self.experts, self.window)
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -538,3 +538,11 @@ def _every_layer(
     if not pattern:
         return (LayerShape(ffn_hidden=ffn_hidden, experts=experts, window=window),) * layers
     return tuple(islice(cycle(chain.from_iterable([run.shape] * run.times for run in pattern)), layers))
+
+
+@lru_cache(maxsize=1024)
+def _distinct(
+    pattern: tuple[LayerRun, ...], layers: int, ffn_hidden: int, experts: Experts | None, window: int
+) -> tuple[LayerShape, ...]:
+    """Return the distinct shapes of layers; a search asks for them hundreds of thousands of times."""
+    return tuple(dict.fromkeys(_every_layer(pattern, layers, ffn_hidden, experts, window)))
