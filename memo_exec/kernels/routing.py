@@ -57,6 +57,17 @@ def router(call: Call) -> None:
         out.add_(bias)
 
 
+def shared_gate(call: Call) -> None:
+    """``out = sigmoid(x . weight)`` in fp32: the factor on each token's shared expert (Qwen2-MoE)."""
+    router(call)
+    call["out"].sigmoid_()
+
+
+def shared_gate_backward(call: Call) -> None:
+    """Turn ``grad``, the gradient of these factors, into that of the product under the sigmoid, in place."""
+    torch.ops.aten.sigmoid_backward.grad_input(call["grad"], call["gates"], grad_input=call["grad"])
+
+
 def route(call: Call) -> None:
     """Turn logits into ``scores``, in place, and choose each token's experts and their probabilities."""
     scores, probs, chosen = call.matrix("scores"), call.matrix("probs"), call.matrix("experts")

@@ -201,11 +201,13 @@ def _experts(experts: Experts, hidden: int, *, mixtral: bool) -> dict[str, list[
     )
     each = [f"{at}.experts.{number}" for number in range(experts.count)]
     wide = [(f"{expert}.{half}", experts.hidden) for expert in each for half in (gate, up)]
-    beside = f"{at}.shared_experts"
+    beside = f"{at}.shared_expert" if experts.shared_gate else f"{at}.shared_experts"
     shared = {
         "shared_up": [(f"{beside}.gate_proj", experts.shared), (f"{beside}.up_proj", experts.shared)],
         "shared_down": [(f"{beside}.down_proj", hidden)],
     }
+    if experts.shared_gate:
+        shared["shared_gate"] = [(f"{at}.shared_expert_gate", 1)]
     return (shared if experts.shared else {}) | {
         "router": [(f"{at}.gate", experts.count)],
         "experts_up": wide,

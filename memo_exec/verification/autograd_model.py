@@ -100,7 +100,9 @@ class AutogradModel:
             out = out.index_add(0, tokens, part * probs[tokens, place, None])
         if experts.shared:
             gate, wide = self._linear(x, f"{at}shared_up").chunk(2, dim=-1)
-            out = out + self._linear(F.silu(gate) * wide, f"{at}shared_down")
+            beside = self._linear(F.silu(gate) * wide, f"{at}shared_down")
+            factor = self._linear(x, f"{at}shared_gate").sigmoid() if experts.shared_gate else 1.0
+            out = out + factor * beside
         return out
 
     def _expert(self, x: Tensor, experts: Experts, expert: int, at: str) -> Tensor:

@@ -61,6 +61,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     between -7 and 7."""
     shared: Annotated[int, msgspec.Meta(ge=0, le=MOST_WIDTH)] = 0
     """Features inside the MLP that every token goes to beside its experts (DeepSeek-V3); 0: there is none."""
+    shared_gate: bool = False
+    """Whether that MLP's output is multiplied by a sigmoid gate, one number of each token (Qwen2-MoE)."""
 
     def __post_init__(self) -> None:
         """Refuse more experts of a token than there are, groups that do not divide, and losses without softmax."""
@@ -75,6 +77,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"per_token ({self.per_token}) is more than the experts of {most}")
         if self.selection_rate and not self.selection_bias:
             raise ValueError("selection_rate needs a selection_bias")
+        if self.shared_gate and not self.shared:
+            raise ValueError("shared_gate needs a shared expert")
         if self.scores == "sigmoid" and (self.balance or self.z_loss):
             raise ValueError("balance and z_loss need softmax scores; sigmoid scores have a selection_bias for balance")
 
@@ -90,7 +94,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ``active``: with only the experts of one token.
         """
         wide = (self.per_token if active else self.count) * self.hidden + self.shared
-        return self.count * hidden + 3 * hidden * wide
+        return (self.count + self.shared_gate) * hidden + 3 * hidden * wide
 
     def vector_params(self, hidden: int, *, active: bool = False) -> int:
         """Return the trained biases of a layer's router and experts; the selection bias is not trained by gradient."""

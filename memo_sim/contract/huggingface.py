@@ -20,7 +20,7 @@ from memo_sim.contract.huggingface_types.deepseek import latent_fields, with_dee
 from memo_sim.contract.huggingface_types.experts import expert_fields, with_dense_layers
 from memo_sim.contract.huggingface_types.gemma3 import gemma3_fields
 from memo_sim.contract.huggingface_types.gpt2 import gpt2_fields, gpt2_shape
-from memo_sim.contract.huggingface_types.kinds import GEMMA3, GPT_OSS, SUPPORTED, WITH_LATENT
+from memo_sim.contract.huggingface_types.kinds import GEMMA3, GPT_OSS, QWEN_MOE, SUPPORTED, WITH_LATENT
 from memo_sim.contract.huggingface_types.llama import rotary_shape
 from memo_sim.contract.huggingface_types.rotary_tables import scaling_fields, written_positions
 from memo_sim.contract.huggingface_types.type_of_shape import type_of
@@ -91,7 +91,7 @@ def _read(config: Config, name: str) -> Model:
         )
     except ValueError as error:
         raise BadInput(str(error), where=where) from None
-    if model_type == "qwen3_moe":
+    if model_type in QWEN_MOE:
         model = with_dense_layers(config, model)
     if model_type in WITH_LATENT:
         try:
@@ -119,7 +119,7 @@ def model_type(model: Model) -> str:
         "no model type of Hugging Face has this shape",
         got=model.name,
         wanted="a GPT-2 with learned positions and biases, a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma 3, a Mixtral, "
-        "a Qwen3-MoE or a dense DeepSeek-V3; layers of one kind, windows aside",
+        "a Qwen2-MoE, a Qwen3-MoE or a dense DeepSeek-V3; layers of one kind, windows aside",
         hint="use checkpoints, which can store any model",
     )
 

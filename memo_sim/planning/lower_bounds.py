@@ -363,7 +363,8 @@ class LowerBounds:
             if block is not None:
                 more = _states_bytes(Optimizer(decisions, block, BlockKind.EXPERTS, 1), absent)
                 each[kind] = (each[kind][0] + more[0], each[kind][1] + more[1])
-        stages = {tuple(model.layer_kinds[n] for n in stage.layers) for stage in stages_of(decisions)}
+        of = model.layer_kinds
+        stages = {tuple(of[n] for n in stage.layers) for stage in stages_of(decisions)}
         held = (tuple(sum(each[kind][memory] for kind in kinds) for memory in (0, 1)) for kinds in stages)
         device, host = (min(some) for some in zip(*held, strict=True))
         for optimizer in ends:

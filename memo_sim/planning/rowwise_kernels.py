@@ -16,7 +16,6 @@ from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.program.ir.work import Rowwise
-from memo_sim.program.layout.rank_order import least_dp
 from memo_sim.program.lower import lower
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 
@@ -40,12 +39,14 @@ class RowwiseChoice:
         """
         if not self._measured:
             return decisions
-        dp = least_dp(decisions.layout)
+        # Fused kernels play rows of tokens alone, whichever rank the experts' rows go to.
         alike = msgspec.structs.replace(
             decisions,
             swapped_tokens=0,
-            layout=msgspec.structs.replace(decisions.layout, dp=dp, zero=0, zero_ranks=0),
-            global_batch=dp * decisions.micro_batch * _least_micro_batches(decisions),
+            layout=msgspec.structs.replace(decisions.layout, dp=1, ep=1, zero=0, zero_ranks=0),
+            global_batch=decisions.micro_batch * _least_micro_batches(decisions),
+            expert_capacity=0.0,
+            expert_overflow="drop",
         )
         if alike not in self._known:
             try:

@@ -39,6 +39,7 @@ PHI3 = {**LLAMA, "model_type": "phi3", "max_position_embeddings": 128, "sliding_
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", **_QWEN_EXPERTS}
+QWEN2_MOE = {**LLAMA, "model_type": "qwen2_moe", **_QWEN_EXPERTS, "shared_expert_intermediate_size": 40}
 DEEPSEEK: dict[str, Any] = {
     **LLAMA,
     "model_type": "deepseek_v3",
@@ -126,6 +127,8 @@ TINY = {
     "mistral": MISTRAL,
     "phi3": {**PHI3, "pad_token_id": 0},
     "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen2_moe without biases": {**QWEN2_MOE, "qkv_bias": False, "mlp_only_layers": [1]},
     "qwen3_moe": QWEN3_MOE,
     "qwen3_moe with an MLP": {**QWEN3_MOE, "mlp_only_layers": [1]},
     "gpt2": GPT2,
@@ -510,6 +513,7 @@ def test_gemma_3_is_read_as_transformers_makes_it() -> None:
         {**QWEN3, "layer_types": ["full_attention", *["sliding_attention"] * 2], "sliding_window": 8},
         {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 32},
         {**GEMMA3, "sliding_window_pattern": 2},
+        {**QWEN2_MOE, "qkv_bias": False, "mlp_only_layers": [0], "tie_word_embeddings": True},
         GPT_OSS,
         {**GPT_OSS, "layer_types": ["full_attention"] * 3, "attention_bias": False, "output_router_logits": True},
         {**GEMMA3, "num_hidden_layers": 6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
         Layout(tp=2, dp=2, ep=2, zero=3),
         {"recompute": "none", "swapped_tokens": 0},
     ),
+    "gate of the shared expert": ("qwen2-moe", Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=3), {}),
     "mlp recompute": ("mixtral", Layout(dp=2, ep=2), {"recompute": "mlp", "swapped_tokens": 0}),
 }
 QUICK = {"tp", "biases, tp"}

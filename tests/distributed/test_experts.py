@@ -35,6 +35,8 @@ CASES |= {
     "tensor parallel biases": ("gpt-oss", Layout(tp=2, sequence_parallel=True, dp=2, zero=1), {}),
     "tensor parallel biases, whole tokens": ("gpt-oss", Layout(tp=2, pp=2), {}),
     "shared experts": ("deepseek", Layout(tp=2, sequence_parallel=True, pp=2), {}),
+    "gate of the shared expert": ("qwen2-moe", Layout(tp=2, sequence_parallel=True, dp=2, zero=1), {}),
+    "gate of the shared expert, whole tokens": ("qwen2-moe", Layout(tp=2, pp=2), {}),
     "selection bias and zero 3": ("deepseek", Layout(cp=2, dp=2, zero=3), {}),
     "selection bias and zero 1": ("deepseek", Layout(dp=4, zero=1), {"overlap": "both"}),
 }

@@ -161,6 +161,11 @@ EXPERT_MODELS["gpt-oss"] = llama(name="gpt-oss-small", qkv_bias=True, proj_bias=
 EXPERT_MODELS["deepseek"] = llama(name="deepseek-small", experts=DEEPSEEK).of_layers(
     [LayerShape(ffn_hidden=160), *[LayerShape(ffn_hidden=160, experts=DEEPSEEK)] * 2]
 )
+EXPERT_MODELS["qwen2-moe"] = llama(
+    name="qwen2-moe-small",
+    qkv_bias=True,
+    experts=Experts(count=4, per_token=2, hidden=24, renormalize=False, shared=40, shared_gate=True),
+)
 _OSS = LayerShape(ffn_hidden=48, experts=GPT_OSS)
 WHOLE_MODELS = {
     "gpt-oss": llama(
@@ -173,6 +178,9 @@ WHOLE_MODELS = {
         latent=LatentAttention(q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=12),
     ).of_layers([LayerShape(ffn_hidden=160), *[LayerShape(ffn_hidden=160, experts=DEEPSEEK)] * 2]),
 }
+WHOLE_MODELS["qwen2-moe"] = EXPERT_MODELS["qwen2-moe"].of_layers(
+    [LayerShape(ffn_hidden=160), *[EXPERT_MODELS["qwen2-moe"].layer(0)] * 2]
+)
 """Models with the attention that belongs to their experts."""
 EXPERT_MODELS["first layer dense"] = EXPERT_MODELS["qwen3-moe"].of_layers(
     [LayerShape(ffn_hidden=160), *[EXPERT_MODELS["qwen3-moe"].layer(1)] * 2]

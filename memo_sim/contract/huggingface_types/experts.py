@@ -1,4 +1,4 @@
-"""The fields about the experts of a Mixtral, Qwen3-MoE or GPT-OSS, read and written."""
+"""The fields about the experts of a Mixtral, Qwen-MoE or GPT-OSS, read and written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.huggingface_types.config import Config
 from memo_sim.contract.huggingface_types.deepseek import deepseek_expert_fields
-from memo_sim.contract.huggingface_types.kinds import GPT_OSS
+from memo_sim.contract.huggingface_types.kinds import GPT_OSS, QWEN_MOE
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.model import Model
 from memo_sim.contract.units import MOST_EXPERTS, MOST_LAYERS
@@ -17,12 +17,13 @@ CLAMPED = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 
 
 def routed_experts(config: Config, model_type: str) -> Experts:
-    """Return the experts of a Mixtral, Qwen3-MoE or GPT-OSS, which every layer has."""
+    """Return the experts of a Mixtral, Qwen2-MoE, Qwen3-MoE or GPT-OSS, which every layer has."""
     balanced = config.flag("output_router_logits", False)
     balance = config.number("router_aux_loss_coef", 0.001, least=0.0)
     if config.number("router_jitter_noise", 0.0, least=0.0):
         raise config.refusal("router_jitter_noise", "noise on the router's input is not modelled", wanted="0")
-    qwen, oss = model_type == "qwen3_moe", model_type == GPT_OSS
+    qwen, oss = model_type in QWEN_MOE, model_type == GPT_OSS
+    gated = model_type == "qwen2_moe"
     for key, value in CLAMPED.items() if oss else ():
         if config.number(key, value) != value:
             raise config.refusal(key, "this activation of experts is not modelled", wanted=f"{value:g}")
@@ -36,11 +37,13 @@ def routed_experts(config: Config, model_type: str) -> Experts:
         router_bias=oss,
         bias=oss,
         activation="clamped" if oss else "silu",
+        shared=config.whole("shared_expert_intermediate_size") if gated else 0,
+        shared_gate=gated,
     )
 
 
 def with_dense_layers(config: Config, model: Model) -> Model:
-    """Return a Qwen3-MoE with an MLP in place of experts in ``mlp_only_layers`` and between every N-th layer."""
+    """Return a Qwen-MoE with an MLP in place of experts in ``mlp_only_layers`` and between every N-th layer."""
     step, dense = config.whole("decoder_sparse_step", 1, most=MOST_LAYERS), config.given("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(each, int) or isinstance(each, bool) for each in dense):
         raise config.refusal("mlp_only_layers", "a wrong value", wanted="a list of numbers of layers")
@@ -73,6 +76,8 @@ def expert_fields(model: Model, kind: str) -> dict[str, Any]:
     if kind == "mixtral":
         own = {"num_local_experts": experts.count, "intermediate_size": experts.hidden}
         return shared | own
+    if kind == "qwen2_moe":
+        shared |= {"shared_expert_intermediate_size": experts.shared, "qkv_bias": model.qkv_bias}
     return shared | {
         "num_experts": experts.count,
         "moe_intermediate_size": experts.hidden,

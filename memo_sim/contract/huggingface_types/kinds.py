@@ -4,10 +4,12 @@ from __future__ import annotations
 
 SUPPORTED = (
     *("deepseek_v2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2"),
-    *("qwen3", "qwen3_moe"),
+    *("qwen2_moe", "qwen3", "qwen3_moe"),
 )
 
-WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+
+QWEN_MOE = ("qwen2_moe", "qwen3_moe")
 
 WITH_LATENT = ("deepseek_v2", "deepseek_v3")
 

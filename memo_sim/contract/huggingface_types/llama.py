@@ -50,7 +50,7 @@ def rotary_shape(config: Config, model_type: str) -> dict[str, Any]:
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "qkv_bias": biased or projected or model_type == "qwen2",
+        "qkv_bias": biased or projected or model_type == "qwen2" or _has_qwen_biases(config, model_type),
         "proj_bias": projected,
         "sinks": model_type == GPT_OSS,
         "linear_bias": biased,
@@ -63,9 +63,14 @@ def rotary_shape(config: Config, model_type: str) -> dict[str, Any]:
     }
 
 
+def _has_qwen_biases(config: Config, model_type: str) -> bool:
+    """Return whether a Qwen2-MoE has biases on Q, K and V; other types have no such field."""
+    return model_type == "qwen2_moe" and config.flag("qkv_bias", True)
+
+
 def _all_biased(config: Config, model_type: str) -> bool:
     """Return whether every product has a bias. Allowed: all biases, none, those of Q, K and V (Qwen2), of attention."""
-    if model_type in ("qwen2", GPT_OSS):
+    if model_type in ("qwen2", "qwen2_moe", GPT_OSS):
         return False
     attention, ffn = config.flag("attention_bias", False), model_type == "llama" and config.flag("mlp_bias", False)
     if attention != ffn:

@@ -40,6 +40,8 @@ def _windowed_layers(config: Config, model: Model, model_type: str) -> list[bool
     """
     kinds, window = config.given("layer_types"), config.given("sliding_window")
     first, used = config.given("max_window_layers"), config.flag("use_sliding_window", False)
+    if model_type == "qwen2_moe" and used:
+        raise config.refusal("use_sliding_window", "windows are not modelled in a model of this type", wanted="false")
     if model_type in ALWAYS_WINDOWED:
         if kinds is not None:
             raise config.refusal("layer_types", "layers of such a model are alike", wanted="no such key")

@@ -48,8 +48,8 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase, TemplateKind
-from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise, WidenedGemm
-from memo_sim.program.layers.shared_expert import SharedExpert
+from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise
+from memo_sim.program.layers.shared_expert import SharedExpert, in_fp32
 from memo_sim.program.layout.expert_load import sizes_of
 from memo_sim.program.layout.parameters import SELECTION_BIAS, gradient_dtype
 from memo_sim.program.operators import norms
@@ -99,6 +99,7 @@ class ExpertMlp:
         source = self.writer.gather("norm2", shard, "norm2_full", 0)
         if not routed:
             self._route(source)
+            self.shared.gate(source)
         for i, (first, tokens) in enumerate(blocks):
             if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
                 self.writer.suffix = f".r{i}"
@@ -330,8 +331,7 @@ class ExpertMlp:
 
     def _in_fp32(self, m: int, n: int, k: int, gemm_pass: GemmPass) -> Gemm:
         """Return a product of the router, which is in fp32."""
-        dtype = self.writer.dtype
-        return Gemm(m, n, k, gemm_pass, dtype) if dtype == "fp32" else WidenedGemm(m, n, k, gemm_pass, "fp32", dtype)
+        return in_fp32(self.writer, m, n, k, gemm_pass)
 
     def _route_backward(self, d_probs: Rows, d_logits: Rows) -> None:
         tokens, count, chosen = self.shape.tokens, self.experts.count, self.experts.per_token

@@ -96,7 +96,7 @@ class Block:
     def partial_runs(self, *, sequence_parallel: bool) -> list[tuple[int, int]]:
         """Return (first element, elements) of the ranges whose gradients tensor-parallel ranks must sum.
 
-        There is one, of the last trained elements, or with latents one of a matrix before it.
+        There is one, of the last trained elements, or with latents or a gate one of a matrix before it.
         """
         least = Part.TOKENS if sequence_parallel else Part.HEADS
         found: list[tuple[int, int]] = []
@@ -137,7 +137,7 @@ SELECTION_BIAS = "selection.bias"
 micro-batches and ranks, and the optimizer moves the bias by the sign of their difference to the mean."""
 
 Matrices = list[tuple[str, tuple[int, ...]]]
-PARTS = {"latent.weight": Part.TOKENS}
+PARTS = {"latent.weight": Part.TOKENS, "shared_gate.weight": Part.HEADS}
 """Matrices whose gradient a tensor-parallel rank computes in part."""
 Vectors = list[tuple[str, int, Part]]
 
@@ -234,9 +234,7 @@ def layer_block(
     else:
         if ep == 1:
             matrices += _experts(experts, h, tp, ep)
-        if experts.shared:
-            beside = experts.shared // tp
-            matrices += [("shared_up.weight", (2 * beside, h)), ("shared_down.weight", (h, beside))]
+        matrices += _shared(experts, h, tp)
         matrices.append(("router.weight", (experts.count, h)))
     matrices += [("latent.weight", (model.latent.width, h))] if model.latent else []  # every rank has all of it
     vectors: Vectors = _of_router(experts, h, tp, ep) if experts else []
@@ -290,6 +288,15 @@ def rank_experts_block(model: Model, tp: int, ep: int, experts: Experts, *, name
 def _experts(experts: Experts, hidden: int, tp: int, ep: int) -> Matrices:
     count, inside = experts.count // ep, experts.hidden // tp
     return [("experts_up.weight", (count * 2 * inside, hidden)), ("experts_down.weight", (count * hidden, inside))]
+
+
+def _shared(experts: Experts, hidden: int, tp: int) -> Matrices:
+    """Return the matrices of the shared expert; its gate, if there is one, is whole on every rank."""
+    beside = experts.shared // tp
+    gate: Matrices = [("shared_gate.weight", (1, hidden))] if experts.shared_gate else []
+    if not beside:
+        return []
+    return [("shared_up.weight", (2 * beside, hidden)), ("shared_down.weight", (hidden, beside)), *gate]
 
 
 def _first_biases(experts: Experts, tp: int, ep: int) -> Vectors:

@@ -148,6 +148,7 @@ def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, .
         )
     loss = (decided("lse", "fp32", tokens, 1),) if experts.z_loss else ()
     shared = shape.shared_width
+    gate = (decided("shared_gate", "fp32", tokens, 1),) if experts.shared_gate else ()
     beside = (("shared_up", 2 * shared), ("shared_act", shared)) if shared else ()
     return (
         decided("scores", "fp32", tokens, experts.count),
@@ -155,6 +156,7 @@ def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, .
         decided("probs", "fp32", tokens, experts.per_token),
         decided("experts", "int64", tokens, experts.per_token),
         *ways,
+        *gate,
         Skeletal("up", rows, 2 * shape.expert_width, dtype, Fate.BY_TOKEN),
         Skeletal("act", rows, shape.expert_width, dtype, Fate.BY_TOKEN),
         *(Skeletal(name, tokens, features, dtype, Fate.BY_TOKEN) for name, features in beside),

@@ -51,11 +51,12 @@ def partial_sums(v: Values, name: str) -> list[str]:
     """Return the names that the sum ``name`` has, one after the other; the last one is its own."""
     of = v.model.mixture
     biased, shared = of is not None and of.bias, of is not None and of.shared > 0
+    gated = of is not None and of.shared_gate
     parts = {
         "up": ["product"] + ["bias"] * biased,
         "down": ["experts"] + ["bias"] * biased + ["shared"] * shared,
         "d_probs": ["act"] + ["bias"] * biased,
-        "d_norm2": ["experts"] + ["shared"] * shared + ["router"],
+        "d_norm2": ["experts"] + ["shared"] * shared + ["gate"] * gated + ["router"],
     }[name]
     whole_name = f"{name}~" if v.tp > 1 and name != "up" else name
     return [*(f"{name}.{part}" for part in parts[:-1]), whole_name]
@@ -443,7 +444,49 @@ def gates_backward(call: Call) -> None:
     call.put("out", 0, call.tokens("out"), made)
 
 
+def shared_gate(call: Call) -> None:
+    """Check the gate of the shared expert."""
+    for found in rowwise(call, {"x": f"norm2{call.values.full}"}, {"out": "route_shared_gate"}):
+        weight(call, "weight", "shared_gate.weight", found[0])
+
+
+def shared_activation(call: Call) -> None:
+    """Check the activation of the shared expert, which is multiplied by each token's gate."""
+    rowwise(call, {"x": "shared_up", "gates": "route_shared_gate"}, {"out": "shared_act"})
+
+
+def shared_activation_backward(call: Call) -> None:
+    """Check its backward."""
+    wanted: dict[str, Wanted] = {"grad": "d_shared_act", "x": "shared_up", "gates": "route_shared_gate"}
+    rowwise(call, wanted, {"grad_x": "d_shared_up", "grad_probs": "d_shared_gate"})
+
+
+def shared_gate_backward(call: Call) -> None:
+    """Check the gradient of the product under the sigmoid."""
+    rowwise(call, {"grad": "d_shared_gate", "gates": "route_shared_gate"}, {"grad": "d_shared_logit"})
+
+
+def shared_gate_dgrad(call: Call) -> None:
+    """Check the gate's part of the gradient of its input, which is added to the shared expert's part."""
+    for found in rowwise(call, {"grad": "d_shared_logit", "out": SHARED_NORM}, {"out": "d_norm2.gate"}):
+        weight(call, "weight", "shared_gate.weight", found[0])
+
+
+def shared_gate_wgrad(call: Call) -> None:
+    """Check the gradient of the gate's weight, and add its rows to the sum."""
+    for _, tokens, values in call.pieces("grad", "x"):
+        found = agree(call, {"grad": "d_shared_logit", "x": f"norm2{call.values.full}"}, values, tokens)
+        if found is not None:
+            add_gradient(call, "out", "shared_gate.weight", found, tokens)
+
+
 RULES: dict[str, Rule] = {
+    "shared_gate": shared_gate,
+    "shared_gate.swiglu": shared_activation,
+    "shared_gate.swiglu.bwd": shared_activation_backward,
+    "shared_gate.bwd": shared_gate_backward,
+    "shared_gate.dgrad": shared_gate_dgrad,
+    "shared_gate.wgrad": shared_gate_wgrad,
     "experts.seats": seats,
     "experts.gates": gates,
     "experts.gates.bwd": gates_backward,

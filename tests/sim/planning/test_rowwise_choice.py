@@ -10,12 +10,15 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Curve, Hardware
 from memo_sim.contract.knobs import RowwiseKernel
-from memo_sim.contract.plan import Kernels
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.costs.pricing import Pricer
+from memo_sim.planning import rowwise_kernels
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
 from memo_sim.planning.space import candidates
+from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.lower import lower
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from tests.refusals import refused
 
@@ -61,6 +64,29 @@ def chosen(asked: Question) -> set[RowwiseKernel]:
 
 def every(times: float, **others: float) -> dict[str, float]:
     return dict.fromkeys(FUSED_KINDS, times) | {name.replace("_bwd", ".bwd"): rate for name, rate in others.items()}
+
+
+def test_plans_with_other_places_of_experts_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels play rows of tokens; where rows of experts go changes none of them."""
+    cluster, hardware = machine(every(FAST))
+    asked = Question(
+        model=load_model("mixtral-tiny"), cluster=cluster, hardware=hardware, seq_tokens=16_384, pins=Pins()
+    )
+    lowered: list[Decisions] = []
+
+    def counted(decisions: Decisions, **options: int) -> tuple[Program, ...]:
+        lowered.append(decisions)
+        return lower(decisions, **options)
+
+    monkeypatch.setattr(rowwise_kernels, "lower", counted)
+    choice = rowwise_kernels.RowwiseChoice(hardware)
+    for dp, ep in ((1, 1), (2, 2), (4, 2), (4, 4)):
+        fields = {"expert_capacity": 2.0, "expert_overflow": "refuse"} if ep > 1 else {}
+        decisions = msgspec.structs.replace(asked.decisions(Layout(dp=dp, ep=ep)), global_batch=dp, **fields)
+        found = choice.faster(decisions)
+        assert found == msgspec.structs.replace(decisions, kernels=found.kernels)
+        assert found.kernels.rowwise == "triton"
+    assert len(lowered) == 1
 
 
 def test_a_profile_without_fused_curves_means_torch() -> None:

@@ -45,6 +45,9 @@ ROUTED = {
     "deepseek": EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[LayerShape(ffn_hidden=640, experts=DEEPSEEK)] * 3]),
     "gpt-oss": msgspec.structs.replace(EXPERTS, experts=GPT_OSS, qkv_bias=True, proj_bias=True),
 }
+ROUTED["qwen2-moe"] = msgspec.structs.replace(
+    EXPERTS, qkv_bias=True, experts=Experts(count=8, per_token=2, hidden=192, shared=384, shared_gate=True)
+)
 HALF = ("tokenwise", 0.5)
 LAYOUTS = {
     "tensor parallel": (Layout(tp=2, sequence_parallel=True, dp=2, zero=3), {}),
@@ -104,6 +107,7 @@ BESIDE = [
     *[("deepseek", op) for op in ("linear.add", "linear.dgrad.add", "router.balance")],
     *[("gpt-oss", f"experts.{op}") for op in ("bias", "bias.bwd", "clamped", "clamped.bwd")],
     *[("gpt-oss", f"experts.out_bias{op}") for op in ("", ".dgrad", ".wgrad")],
+    *[("qwen2-moe", f"shared_gate{op}") for op in ("", ".swiglu", ".swiglu.bwd", ".bwd", ".dgrad", ".wgrad")],
 ]
 
 
@@ -114,6 +118,18 @@ def test_a_kernel_of_theirs_left_out_is_found(name: str, op: str) -> None:
     number = planted.places(program, lambda each: each.op == op)[0]
     less = planted.without(program, number, lambda each: each.op == op)
     assert check_values(less, expand(less), decisions)
+
+
+def test_a_gate_of_the_shared_expert_is_one_vector_and_one_number_of_each_token() -> None:
+    model = ROUTED["qwen2-moe"]
+    tensors = {t.name: t for t in skeletal_of(decide(model), shape_of(decide(model)), model.layer(0))}
+    gate = tensors["route_shared_gate"]
+    assert (gate.tokens, gate.features, gate.fate) == (2048, 1, Fate.WHOLE)
+    block = layer_block(model, 2, model.layer(0))
+    found = block.find("shared_gate.weight")
+    assert found is not None
+    assert (found.shape, (found.first, 256) in block.partial_runs(sequence_parallel=False)) == ((1, 256), True)
+    assert layer_block(model, 1, model.layer(0)).elements == model.layer_params(0)
 
 
 def test_a_shared_expert_by_hand() -> None:
