@@ -38,6 +38,7 @@ from memo_sim.program.verify import (
     value_linear,
     value_loss,
     value_moves,
+    value_scores,
 )
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, rowwise, weight
@@ -219,6 +220,7 @@ RULES: dict[str, Rule] = {
     **value_linear.RULES,
     **value_adapters.RULES,
     **value_attention.RULES,
+    **value_scores.RULES,
     **value_latent.RULES,
     **value_experts.RULES,
     **value_loss.RULES,
