@@ -52,6 +52,7 @@ from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise, Wid
 from memo_sim.program.layers.shared_expert import SharedExpert
 from memo_sim.program.layout.expert_load import sizes_of
 from memo_sim.program.layout.parameters import SELECTION_BIAS, gradient_dtype
+from memo_sim.program.operators import norms
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
@@ -83,7 +84,7 @@ class ExpertMlp:
 
     def first_product(self, rows: RowBlock) -> None:
         """Write the norm of a row block; products follow when all tokens are there (``inner``)."""
-        self.writer.norm("norm2", "resid", rows, rows)
+        norms.norm(self.writer, "norm2", "resid", rows, rows)
 
     def rebuild_output(self, rows: RowBlock) -> None:
         """Write what a norm behind the MLP needs: nothing, as models with experts have no such norm."""
@@ -162,8 +163,15 @@ class ExpertMlp:
         self._router_backward(d_logits, source, d_norm)
         summed = writer.scatter("d_norm2", d_norm)
         writer.own("d_resid", shape.shard_tokens, shape.hidden)
-        writer.norm_backward(
-            "norm2", grad=summed, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
+        norms.norm_backward(
+            writer,
+            "norm2",
+            grad=summed,
+            norm_input="resid",
+            residual_grad=grad_out,
+            out="d_resid",
+            rows=tokens,
+            at=tokens,
         )
 
     def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:

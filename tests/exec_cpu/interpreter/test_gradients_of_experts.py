@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from memo_exec.commands.run import load_of_experts
+from memo_exec.commands.run_outcome import load_of_experts
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.kernels.experts import check_device
 from memo_exec.training import huggingface, weights
