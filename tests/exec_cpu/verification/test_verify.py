@@ -10,7 +10,8 @@ import pytest
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.verification.verify import AUTOGRAD, KEEP_EVERYTHING, verify
 from memo_sim.contract import codec
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.verdict import Against, Compared, Verdict
@@ -48,7 +49,9 @@ def test_a_right_plan_is_verified() -> None:
 
 
 def test_selection_biases_have_no_part_in_the_norm_and_move_by_their_own_rule() -> None:
-    of = msgspec.structs.replace(EXPERT_MODELS["deepseek"].layer(1).experts, selection_rate=0.05)
+    experts = EXPERT_MODELS["deepseek"].layer(1).experts
+    assert experts is not None
+    of = msgspec.structs.replace(experts, selection_rate=0.05)
     model = EXPERT_MODELS["deepseek"].of_layers([LayerShape(ffn_hidden=160, experts=of)] * 2)
     verdict = verify(decide(model, micro_batch=1), steps=2, layers=2)
     assert verdict.verified
