@@ -235,12 +235,17 @@ def bias_backward(call: Call) -> None:
     scratch, widened = call.scratch(), grad.dtype != out.dtype and not grad.is_cuda
     numbers, experts = scratch.take(count, dtype=torch.int32), scratch.take(count, dtype=torch.int64)
     ones = scratch.take(count, len(out), dtype=out.dtype if widened else grad.dtype)
-    wide = scratch.take(count, grad.shape[1], dtype=out.dtype) if widened else None
+    seats = call.context.decisions.layout.ep > 1
+    wide = scratch.take(count, grad.shape[1], dtype=ones.dtype) if widened or seats else None
+    empty = scratch.take(count, dtype=torch.bool) if seats else None
     for block in blocks_of(len(grad)):
         rows = block.stop - block.start
         _experts_of(call, call.first("grad") + block.start, numbers[:rows], experts[:rows])
         chosen = ones[:rows].zero_().scatter_(1, experts[:rows].unsqueeze(1), 1.0)
         given = grad[block] if wide is None else wide[:rows].copy_(grad[block])
+        if empty is not None:
+            torch.ge(numbers[:rows], call["ends"][-1], out=empty[:rows])
+            given.masked_fill_(empty[:rows].unsqueeze(1), 0.0)
         if given.dtype == out.dtype:
             out.addmm_(chosen.t(), given)
         else:
@@ -248,19 +253,23 @@ def bias_backward(call: Call) -> None:
 
 
 def _experts_of(call: Call, first: int, numbers: Tensor, out: Tensor) -> None:
-    """Write the expert of each of the dispatched rows from ``first`` on; ``numbers`` is scratch."""
+    """Write the expert of each of the dispatched rows from ``first`` on (empty seats: the last), and their numbers."""
     torch.arange(first, first + len(out), out=numbers)
-    torch.searchsorted(call["ends"], numbers, right=True, out=out)
+    torch.searchsorted(call["ends"], numbers, right=True, out=out).clamp_(max=len(call["ends"]) - 1)
 
 
 def out_bias(call: Call) -> None:
-    """``out[token] +=`` the sum of its experts' probabilities times their biases; ranks of tp add equal parts."""
+    """``out[token] +=`` the sum of its experts' probabilities times their biases; ranks of tp add equal parts.
+
+    Slots without a seat (``expert_exchange.py``) count as zero, here and in both gradients.
+    """
     out = call.matrix("out")
     every, biases, scratch = _all_probabilities(call)
     wide = None if out.dtype == torch.float32 else scratch.take(len(every), out.shape[1])
+    seated = _Seated(call, scratch)
     for block in blocks_of(len(out)):
         rows = block.stop - block.start
-        probs, share = _scattered(call, every, block), 1 / call.context.mesh.size("tp")
+        probs, share = seated.scattered(every, block), 1 / call.context.mesh.size("tp")
         if wide is None:
             out[block].addmm_(probs, biases, alpha=share)
         else:
@@ -273,12 +282,13 @@ def out_bias_dgrad(call: Call) -> None:
     every, biases, scratch = _all_probabilities(call)
     wide = None if grad.dtype == torch.float32 else scratch.take(len(every), grad.shape[1])
     picked = scratch.take(len(every), out.shape[1])
+    seated = _Seated(call, scratch)
     for block in blocks_of(len(out)):
         rows = block.stop - block.start
         given = grad[block] if wide is None else wide[:rows].copy_(grad[block])
         torch.mm(given, biases.t(), out=every[:rows])
         torch.gather(every[:rows], 1, experts[block], out=picked[:rows])
-        out[block].add_(picked[:rows], alpha=1 / call.context.mesh.size("tp"))
+        out[block].add_(seated.cleared(picked[:rows], block), alpha=1 / call.context.mesh.size("tp"))
 
 
 def out_bias_wgrad(call: Call) -> None:
@@ -288,11 +298,13 @@ def out_bias_wgrad(call: Call) -> None:
     every = scratch.take(count, len(out))
     wide = None if grad.dtype == torch.float32 else scratch.take(count, grad.shape[1])
     total = out if out.dtype == torch.float32 else scratch.take(*out.shape).zero_()
+    cast = None if total is out else scratch.take(*out.shape, dtype=out.dtype)
+    seated = _Seated(call, scratch)
     for block in blocks_of(len(grad)):
         given = grad[block] if wide is None else wide[: block.stop - block.start].copy_(grad[block])
-        total.addmm_(_scattered(call, every, block).t(), given)
-    if total is not out:
-        out.add_(scratch.take(*out.shape, dtype=out.dtype).copy_(total))
+        total.addmm_(seated.scattered(every, block).t(), given)
+    if cast is not None:
+        out.add_(cast.copy_(total))
 
 
 def _all_probabilities(call: Call) -> tuple[Tensor, Tensor, Scratch]:
@@ -303,10 +315,29 @@ def _all_probabilities(call: Call) -> tuple[Tensor, Tensor, Scratch]:
     return every, biases if given.dtype == torch.float32 else scratch.take(*biases.shape).copy_(biases), scratch
 
 
-def _scattered(call: Call, every: Tensor, block: slice) -> Tensor:
-    """Write the probabilities of a block of tokens at the columns of their experts, and 0 elsewhere."""
-    rows = every[: block.stop - block.start].zero_()
-    return rows.scatter_(1, call.matrix("experts")[block], call.matrix("probs")[block])
+class _Seated:
+    """The slots of tokens that have a seat: all, unless ranks divide experts."""
+
+    def __init__(self, call: Call, scratch: Scratch) -> None:
+        self.call, self.seats = call, call.matrix("seats") if "seats" in call.tensors else None
+        if self.seats is None:
+            return
+        count, slots = min(len(self.seats), NORM_ROWS), self.seats.shape[1]
+        self.missing, self.probs = scratch.take(count, slots, dtype=torch.bool), scratch.take(count, slots)
+
+    def cleared(self, values: Tensor, block: slice) -> Tensor:
+        """Zero what a block's slots without a seat have in ``values`` (tokens, per_token)."""
+        if self.seats is None:
+            return values
+        missing = self.missing[: len(values)]
+        return values.masked_fill_(torch.eq(self.seats[block], len(self.call["sent"]), out=missing), 0.0)
+
+    def scattered(self, every: Tensor, block: slice) -> Tensor:
+        """Write the probabilities of a block of tokens at the columns of their experts, and 0 elsewhere."""
+        rows, probs = every[: block.stop - block.start].zero_(), self.call.matrix("probs")[block]
+        if self.seats is not None:
+            probs = self.cleared(self.probs[: len(rows)].copy_(probs), block)
+        return rows.scatter_(1, self.call.matrix("experts")[block], probs)
 
 
 def _probabilities(call: Call, out: Tensor) -> Tensor:

@@ -12,7 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from memo_exec.kernels import StepScalars
 from memo_sim.contract.adapters import Adapters
-from memo_sim.contract.model import LATENT_NORM_EPS, Experts, LatentAttention, LayerShape, Model, RopeScaling
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.latent_attention import LATENT_NORM_EPS, LatentAttention
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.program.layout.parameters import SELECTION_BIAS
 
 HELD_SCORES = 2**23
@@ -89,25 +93,29 @@ class AutogradModel:
         Scores are computed in fp32 or wider.
         """
         probs, chosen = self._routed(x, experts, at)
-        up = self.p[f"{at}experts_up.weight"].view(experts.count, -1, x.shape[1])
-        down = self.p[f"{at}experts_down.weight"].view(experts.count, x.shape[1], -1)
-        biases = [self.p.get(f"{at}experts_{each}.bias") for each in ("up", "down")]
-        up_bias, down_bias = (None if each is None else each.view(experts.count, -1) for each in biases)
         out = torch.zeros_like(x)
         for expert in range(experts.count):
             tokens, place = torch.nonzero(chosen == expert, as_tuple=True)
-            gate, wide = F.linear(x[tokens], up[expert], None if up_bias is None else up_bias[expert]).chunk(2, dim=-1)
-            if experts.activation == "clamped":
-                gate = gate.clamp(max=7.0)
-                act = gate * torch.sigmoid(1.702 * gate) * (wide.clamp(-7.0, 7.0) + 1)
-            else:
-                act = F.silu(gate) * wide
-            part = F.linear(act, down[expert], None if down_bias is None else down_bias[expert])
+            part = self._expert(x[tokens], experts, expert, at)
             out = out.index_add(0, tokens, part * probs[tokens, place, None])
         if experts.shared:
             gate, wide = self._linear(x, f"{at}shared_up").chunk(2, dim=-1)
             out = out + self._linear(F.silu(gate) * wide, f"{at}shared_down")
         return out
+
+    def _expert(self, x: Tensor, experts: Experts, expert: int, at: str) -> Tensor:
+        """Return what one expert makes of rows."""
+        up = self.p[f"{at}experts_up.weight"].view(experts.count, -1, x.shape[1])
+        down = self.p[f"{at}experts_down.weight"].view(experts.count, x.shape[1], -1)
+        biases = [self.p.get(f"{at}experts_{each}.bias") for each in ("up", "down")]
+        up_bias, down_bias = (None if each is None else each.view(experts.count, -1)[expert] for each in biases)
+        gate, wide = F.linear(x, up[expert], up_bias).chunk(2, dim=-1)
+        if experts.activation == "clamped":
+            gate = gate.clamp(max=7.0)
+            act = gate * torch.sigmoid(1.702 * gate) * (wide.clamp(-7.0, 7.0) + 1)
+        else:
+            act = F.silu(gate) * wide
+        return F.linear(act, down[expert], down_bias)
 
     def _routed(self, x: Tensor, experts: Experts, at: str) -> tuple[Tensor, Tensor]:
         """Return each token's probabilities and experts, (tokens, per_token).

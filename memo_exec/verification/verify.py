@@ -39,7 +39,7 @@ from memo_exec.verification.play import (
 from memo_exec.verification.reduction import keep_everything, reduced, reductions
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Verdict
-from memo_sim.program.layout.parameters import moment_dtype
+from memo_sim.program.layout.parameters import SELECTION_BIAS, moment_dtype
 from memo_sim.program.lower import lower, program_sha256
 
 KEEP_EVERYTHING, AUTOGRAD = "keep-everything", "autograd"
@@ -205,7 +205,9 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(here.dtype, torch.float32)
     initial = {name: parameter(name, shape, here.model, seed).to(dtype) for name, shape in shapes.items()}
     model = AutogradModel(here.model, initial, adapters=here.lora)
-    optimizer = _AdamW(model.trained, narrow=moment_dtype(here) == "bf16")
+    counts = {name for name in model.trained if name.endswith(SELECTION_BIAS)}
+    trained = {name: p for name, p in model.trained.items() if name not in counts}
+    optimizer = _AdamW(trained, narrow=moment_dtype(here) == "bf16")
     losses, norms, gradients = [], [], {}
     for step in range(1, steps + 1):
         inputs = global_batch(here, seed, step)
@@ -221,12 +223,25 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
                 total += float(loss.detach())
         found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.trained.items()}
         losses.append(total)
-        norms.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in found.values())))
+        # In the place of a selection bias's gradient are the rows of each expert: no gradient, so not in the norm.
+        norms.append(math.sqrt(sum(float(found[name].square().sum()) for name in trained)))
         if step == 1:
             gradients = {name: gradient.clone() for name, gradient in found.items()}
         if step < steps:
             optimizer.step(found)
+            _balance(here, {name: model.trained[name] for name in counts}, found)
     return Values(gradients, losses, norms, {})
+
+
+@torch.no_grad()
+def _balance(here: Decisions, biases: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+    """Move selection biases by fixed steps towards the mean number of rows (DeepSeek-V3, section 2.1.2)."""
+    experts = here.model.mixture
+    if experts is None:
+        return
+    for name, bias in biases.items():
+        mean = here.global_batch * here.seq_tokens * experts.per_token / experts.count
+        bias.sub_(experts.selection_rate * torch.sign(rows[name] - mean))
 
 
 class _AdamW:

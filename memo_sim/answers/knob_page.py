@@ -16,6 +16,11 @@ _ABOUT = """\
 `memo-sim what-if` and `memo-sim longest` take every knob as an option; a knob that is not given is left to the search
 or to the system. A plan file and the JSON documents name a knob as the second column does; a plan file has alpha as
 `swapped_tokens`, a number of tokens. `memo_sim/contract/knobs.py` declares the knobs and says how to add one.
+
+Pages of their own: [subsequences](subsequences.md), [METP](metp.md), [experts](experts.md) (`--ep`, `--expert-load`),
+[latent attention](latent_attention.md) (`--rebuild-qkv`), [windows](windows.md), [packed documents](documents.md)
+(`--documents`), [adapters](lora.md) (`--lora`), [FP8](fp8.md) (`--fp8`), [losses and states](memory.md) (`--loss`,
+`--states`, `--grad-sums`), [GRPO](executor.md#reinforcement-learning-rollouts) (`--objective`).
 """
 _RULES = """\
 ## What does not go together

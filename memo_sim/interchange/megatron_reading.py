@@ -18,7 +18,8 @@ from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
 from memo_sim.contract.knobs import Fp8Recipe, Loss, Overlap, Pins, Recompute, States
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.model import Model
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.units import format_percent
 from memo_sim.interchange.framework import Read
 from memo_sim.interchange.job import Job
@@ -333,10 +334,11 @@ def _refuse(config: Configuration) -> None:
     for name, what in REFUSED.items():
         if config.has(name) and str(config.values[name]).lower() not in FALSE:
             raise BadInput(
-                f"memo has no {what}",
+                f"memo reads no options of {what} from the files of a framework",
                 where=f"{config.where}: {config.key(name)}",
                 got=_shown(config.values[name]),
                 wanted="a dense model of one kind of layer",
+                hint="memo-sim what-if MODEL prices presets and config.json files, experts and latents too",
             )
 
 

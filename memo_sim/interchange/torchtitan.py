@@ -669,7 +669,8 @@ def _explain_ignored(settings: Settings) -> None:
     quantized = [key for key in settings.values if "float8" in key.lower() or "mx" in key.lower() or "quantize" in key]
     settings.ignore(quantized, "memo does not read 8-bit products: the job is priced in bf16")
     settings.ignore(
-        ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree"), "memo has no experts"
+        ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree"),
+        "of experts, which the model does not have",
     )
 
 

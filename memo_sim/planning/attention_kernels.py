@@ -15,7 +15,7 @@ from memo_sim.program.attention.attention import longest_keys
 from memo_sim.program.attention.plain import PLAIN
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.layout.attention_chunks import in_chunks
-from memo_sim.program.layout.compatibility import PLANNED_PLAIN_ATTENTION
+from memo_sim.program.layout.rules.attention_kernels import PLANNED_PLAIN_ATTENTION
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators.head_groups import fewest_head_groups
 
@@ -51,7 +51,8 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
 def attention_kernel(question: Question) -> str:
     """Return the kernel of the question: the one that it names, else the system's, else the fastest in backward.
 
-    Where the model has windows, and the question names no kernel, it is one that takes them, if there is one.
+    Where the model has windows, or sequences are packed from documents, and the question names no kernel, it is one
+    that takes them, if there is one.
     A generation stands for the first of its kernels that the profile has for the question's dtype, ``flash`` for the
     newest generation that it has; of these, only kernels that take the model's heads.
 
@@ -80,7 +81,7 @@ def attention_kernel(question: Question) -> str:
         return asked
     fastest = _of_its_heads(question, fastest)
     if asked is None:
-        able = {kernel: rate for kernel, rate in fastest.items() if _takes_windows(question, kernel)} or fastest
+        able = {kernel: rate for kernel, rate in fastest.items() if _takes_masks(question, kernel)} or fastest
         own = (kernel for kernel in question.preset.attention if kernel in able)
         return next(own, max(able, key=lambda kernel: able[kernel]))
     generations = (*FLASH_GENERATIONS, "torch-flash-cpu") if asked == FLASH else (asked,)
@@ -101,10 +102,11 @@ def attention_kernel(question: Question) -> str:
     return found[0]
 
 
-def _takes_windows(question: Question, kernel: str) -> bool:
-    """Return whether a kernel takes the windows of the question's model, if it has any."""
+def _takes_masks(question: Question, kernel: str) -> bool:
+    """Return whether a kernel takes the windows of the question's model and the packed documents, if there are any."""
     windows = [shape.window for shape in question.model.layer_shapes if 0 < shape.window < question.seq_tokens]
-    return not windows or ATTENTION_KERNELS[kernel].windows
+    of = ATTENTION_KERNELS[kernel]
+    return (not windows or of.windows) and (question.documents is None or of.documents)
 
 
 def _of_its_heads(question: Question, rates: dict[str, float]) -> dict[str, float]:

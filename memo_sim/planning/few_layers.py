@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
 from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
@@ -31,6 +31,7 @@ from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Insta
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
+from memo_sim.program.layout.parameters import without_masters
 from memo_sim.program.layout.rank_order import least_dp
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.repeated_layers import RepeatedLayers, repeated_layers
@@ -71,7 +72,7 @@ class Pass:
 class Passes:
     """Passes of plans on one cluster; plans that differ only in what a pass does not contain share a lowering.
 
-    dp, ZeRO, pipeline stages and the dtypes of states change nothing in a pass.
+    dp, ZeRO, pipeline stages and the dtypes of masters and moments change nothing in a pass.
     """
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
@@ -124,7 +125,8 @@ class Passes:
                 multiplexed=False,
             ),
             global_batch=least * decisions.micro_batch,
-            states="fp32",
+            # Pure bf16 states are the ones whose gradients are bf16, which the products of a pass write.
+            states="pure-bf16" if without_masters(decisions) else "fp32",
             zero_params="auto",
             loss_metrics=0,
             overlap="none",

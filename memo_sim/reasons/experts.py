@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from memo_sim.contract.model import Experts, Model
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.model import Model
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import Simulation
@@ -50,7 +51,7 @@ def experts(question: Question, simulation: Simulation) -> list[str]:
     if layout.ep > 1:
         return [f"{text} {_divided(simulation, of, rows, taken - even)}"]
     if decisions.expert_load == BALANCED:
-        return [f"{text} Every expert is taken to get {rows / of.count:,.0f} rows; --expert-load says otherwise."]
+        return [f"{text} Every expert is assumed to get {rows / of.count:,.0f} rows; --expert-load says otherwise."]
     most = rows_of(of, rows, decisions.expert_load)[0]
     text += f" With a load {shown_load(decisions.expert_load)} the fullest expert gets {most:,} of {rows:,} rows"
     text += f" ({most * of.count / rows:.1f} times the mean): the products take {format_seconds(abs(taken - even))}"

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.distributed.groups import make_groups
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
@@ -25,7 +25,7 @@ from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
 from memo_exec.training.weights import held_by, named_parameters
 from memo_exec.verification.autograd_model import AutogradModel
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.layout.expert_load import capacity_rows
 from memo_sim.program.lower import lower
@@ -46,9 +46,16 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "ulysses": ("mixtral", Layout(ulysses=2, cp=2, ep=4), {}),
     "full recompute": ("first layer dense", Layout(dp=2, ep=2), {"recompute": "full", "swapped_tokens": 0}),
     "shared expert and selection bias": ("deepseek", Layout(tp=2, sequence_parallel=True, dp=2, ep=2), {}),
+    "biases": ("gpt-oss", Layout(dp=4, ep=2, zero=1), {}),
+    "biases, tp": ("gpt-oss", Layout(tp=2, sequence_parallel=True, dp=2, ep=2), {}),
+    "biases, tp, whole tokens": (
+        "gpt-oss",
+        Layout(tp=2, dp=2, ep=2, zero=3),
+        {"recompute": "none", "swapped_tokens": 0},
+    ),
     "mlp recompute": ("mixtral", Layout(dp=2, ep=2), {"recompute": "mlp", "swapped_tokens": 0}),
 }
-QUICK = {"tp"}
+QUICK = {"tp", "biases, tp"}
 Gradients = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 SIZES: dict[str, Any] = {"seq_tokens": 512, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise"}
 
@@ -69,9 +76,9 @@ def test_ep_tp_pp_with_half_the_tokens_swapped_on_eight_ranks() -> None:
         check(eight, decide(EXPERT_MODELS["mixtral"], layout=layout, **sizes))
 
 
-def with_capacity(**fields: Any) -> Decisions:
+def with_capacity(name: str = "mixtral", **fields: Any) -> Decisions:
     """Return decisions whose ranks can send a quarter of their rows to each rank, where some have more for one."""
-    model = msgspec.structs.replace(EXPERT_MODELS["mixtral"], layers=1)
+    model = msgspec.structs.replace(EXPERT_MODELS[name], layers=1)
     sizes: dict[str, Any] = {"seq_tokens": 64, "micro_batch": 1, "global_batch": 2, "expert_capacity": 0.5} | fields
     return decide(model, layout=Layout(dp=2, ep=2), **sizes)
 
@@ -91,8 +98,10 @@ def overflowing(member: Member, decisions: Decisions) -> tuple[bool, list[int], 
         return changed, interpreter.context.overflow.tolist(), record.grad_norm, found
 
 
-def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team) -> None:
-    decisions = with_capacity()
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team, name: str) -> None:
+    """A token loses all of that expert: of GPT-OSS also the bias of its second product."""
+    decisions = with_capacity(name)
     ranks = team.play(overflowing, 2, decisions)
     model = reference(decisions)
     torch.autograd.backward(torch.stack([model.sum_of_losses(rank) for rank in (0, 1)]).sum() / 128)
@@ -101,13 +110,13 @@ def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team) -> N
     assert [counts[1:] for _, counts, _, _ in ranks] == [[most, 128] for most in model.most]
     found: dict[str, Tensor] = {}
     for _, _, _, gradients in ranks:
-        for name, offsets, whole, values in gradients:
-            into = found.setdefault(name, torch.full(whole, torch.nan))
+        for key, offsets, whole, values in gradients:
+            into = found.setdefault(key, torch.full(whole, torch.nan))
             into[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))] = values
-    for name, parameter in model.p.items():
+    for key, parameter in model.p.items():
         assert parameter.grad is not None
-        error = (found[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
-        assert error <= parity.TOLERANCE, f"{name}: {error}"
+        error = (found[key] - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert error <= parity.TOLERANCE, f"{key}: {error}"
 
 
 def test_a_step_with_too_many_rows_is_not_applied_if_the_plan_refuses_it(team: Team) -> None:
@@ -130,8 +139,9 @@ def run_plan(member: Member, plan: Path, options: dict[str, Any]) -> tuple[list[
 
 
 @pytest.mark.slow
-def test_a_run_reports_or_refuses_overflow_and_resumes_on_another_number_of_ranks(team: Team, tmp_path: Path) -> None:
-    model = msgspec.structs.replace(EXPERT_MODELS["mixtral"], vocab=BYTES)
+@pytest.mark.parametrize("of", ["mixtral", "gpt-oss"])
+def test_a_run_reports_or_refuses_overflow_and_resumes_on_other_ranks(team: Team, tmp_path: Path, of: str) -> None:
+    model = msgspec.structs.replace(EXPERT_MODELS[of], vocab=BYTES)
 
     def plan(name: str, layout: Layout, **fields: Any) -> Path:
         decisions = byte_decisions(model=model, layout=layout, global_batch=4, **fields)
@@ -173,11 +183,7 @@ class Dropping(AutogradModel):
 
     def _experts(self, x: Tensor, experts: Experts, at: str) -> Tensor:
         """Return the sum of each token's experts that have a place for its row."""
-        scores = F.linear(x, self.p[f"{at}router.weight"]).softmax(-1)
-        probs, chosen = scores.topk(experts.per_token)
-        probs = probs / probs.sum(-1, keepdim=True)
-        up = self.p[f"{at}experts_up.weight"].view(experts.count, -1, x.shape[1])
-        down = self.p[f"{at}experts_down.weight"].view(experts.count, x.shape[1], -1)
+        probs, chosen = self._routed(x, experts, at)
         taken, out = [0, 0], torch.zeros_like(x)
         for expert in range(experts.count):
             tokens, place = torch.nonzero(chosen == expert, as_tuple=True)
@@ -185,8 +191,7 @@ class Dropping(AutogradModel):
             free = max(0, self.capacity - taken[rank])
             taken[rank] += len(tokens)
             tokens, place = tokens[:free], place[:free]
-            gate, wide = F.linear(x[tokens], up[expert]).chunk(2, dim=-1)
-            part = F.linear(F.silu(gate) * wide, down[expert]) * probs[tokens, place, None]
+            part = self._expert(x[tokens], experts, expert, at) * probs[tokens, place, None]
             out = out.index_add(0, tokens, part)
         self.dropped.append(sum(max(0, rows - self.capacity) for rows in taken))
         self.most.append(max(taken))

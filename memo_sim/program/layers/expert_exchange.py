@@ -13,8 +13,8 @@ A rank of ``ep`` has count / ep experts, and its own tokens. Forward, for the ro
 
 Sizes are known before the step: each rank sends ``capacity`` rows to each rank (``layout/expert_load.py``), so the host
 waits for nothing. Two small all-to-alls go with the rows of forward: how many rows of each expert there are, and the
-probabilities, by which the rank of the expert multiplies. A row beyond the capacity has no seat: it counts as zero and
-its expert gets no gradient of it (the executor counts such rows).
+probabilities, by which the rank of the expert multiplies. A row beyond the capacity has no seat: it counts as zero
+(without the bias of the second product) and its expert gets no gradient of it (the executor counts such rows).
 
 Backward sends the gradients of the rows of the sum to the experts, and those of the rows and of the probabilities
 back. It also sends the rows of the second norm again, which the gradient of the first product's weight reads: they are
@@ -27,7 +27,7 @@ their tokens, and each sends them to the ranks with its own features.
 
 from __future__ import annotations
 
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass
@@ -186,6 +186,13 @@ class ExchangedExperts(ExpertMlp):
     def _weights_of(self, rows: RowBlock) -> dict[str, Access]:
         """Return the probability of each received row."""
         return {"gates": reads(Rows("route_gates", *rows))}
+
+    def _read_for_seats(self) -> dict[str, Access]:
+        """Return each slot's seat, and the rows that are sent: their number is the seat of a slot without one."""
+        return {"seats": reads(self._seats), "sent": reads(self._sent)}
+
+    def _seats_scratch(self) -> int:
+        return table.missing_seats_workspace_bytes(self.shape.tokens, self.experts.per_token)
 
     def _weight(self, name: str) -> Access | None:
         found = self._block.find(name)

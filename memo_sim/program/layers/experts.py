@@ -30,7 +30,8 @@ has the same dispatched rows. Sums over ranks are needed where features were div
 
 Biases (GPT-OSS). Those of the first product are added to its rows. Those of the second are added to the sum over each
 token's experts, as a product: probabilities of all experts (mostly 0) x biases, of which each tensor-parallel rank adds
-an equal part.
+an equal part. With expert parallelism those of the first lie with a rank's experts, and those of the second, which are
+few numbers, whole on every rank: they are added to its own tokens, so no rank needs another's.
 
 Selection bias (DeepSeek-V3). Its place in the gradients gets the rows of each expert, once for each micro-batch, in
 backward. So they are summed over micro-batches and ranks with the gradients, and the optimizer's step moves the bias:
@@ -41,8 +42,8 @@ A shared expert (``shared_expert.py``) adds its rows to the sum before it is red
 
 from __future__ import annotations
 
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.hardware import GemmPass
-from memo_sim.contract.model import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
@@ -51,6 +52,7 @@ from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise, Wid
 from memo_sim.program.layers.shared_expert import SharedExpert
 from memo_sim.program.layout.expert_load import sizes_of
 from memo_sim.program.layout.parameters import SELECTION_BIAS, gradient_dtype
+from memo_sim.program.operators import norms
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
@@ -82,7 +84,7 @@ class ExpertMlp:
 
     def first_product(self, rows: RowBlock) -> None:
         """Write the norm of a row block; products follow when all tokens are there (``inner``)."""
-        self.writer.norm("norm2", "resid", rows, rows)
+        norms.norm(self.writer, "norm2", "resid", rows, rows)
 
     def rebuild_output(self, rows: RowBlock) -> None:
         """Write what a norm behind the MLP needs: nothing, as models with experts have no such norm."""
@@ -161,8 +163,15 @@ class ExpertMlp:
         self._router_backward(d_logits, source, d_norm)
         summed = writer.scatter("d_norm2", d_norm)
         writer.own("d_resid", shape.shard_tokens, shape.hidden)
-        writer.norm_backward(
-            "norm2", grad=summed, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
+        norms.norm_backward(
+            writer,
+            "norm2",
+            grad=summed,
+            norm_input="resid",
+            residual_grad=grad_out,
+            out="d_resid",
+            rows=tokens,
+            at=tokens,
         )
 
     def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:
@@ -197,11 +206,11 @@ class ExpertMlp:
                 "experts_up.add",
                 "experts.bias",
                 rows[1],
-                2 * size + NUMBER * self.experts.count,
+                2 * size + NUMBER * self.shape.own_experts,
                 2 * size,
                 table.expert_bias_workspace_bytes(rows[1], 2 * width, writer.dtype),
                 x=accumulates(up),
-                bias=writer.param("experts_up.bias"),
+                bias=self._weight("experts_up.bias"),
                 ends=reads(self._ends),
             )
         self._emit(
@@ -368,13 +377,22 @@ class ExpertMlp:
         self._router_product(
             "experts_down.add",
             self._in_fp32(tokens, hidden, count, "dgrad"),
-            table.expert_out_bias_workspace_bytes(tokens, hidden, count, writer.dtype),
+            table.expert_out_bias_workspace_bytes(tokens, hidden, count, writer.dtype) + self._seats_scratch(),
             op="experts.out_bias",
             probs=reads(self._tokens("route_probs")),
             experts=reads(self._tokens("route_experts")),
             bias=writer.param("experts_down.bias"),
             out=accumulates(combined),
+            **self._read_for_seats(),
         )
+
+    def _read_for_seats(self) -> dict[str, Access]:
+        """Return the operands that tell which slots' rows no expert got: none, where a rank has all experts."""
+        return {}
+
+    def _seats_scratch(self) -> int:
+        """Return the scratch of leaving such slots out, in bytes."""
+        return 0
 
     def _biases_backward(self, upstream: Rows, d_up: Rows, d_probs: Rows) -> None:
         """Emit the gradients of both products' biases, and what the second's add to the probabilities' gradients."""
@@ -384,33 +402,39 @@ class ExpertMlp:
         self._router_product(
             "experts_down.add.dgrad",
             self._in_fp32(tokens, count, hidden, "fprop"),
-            table.expert_out_bias_dgrad_workspace_bytes(tokens, hidden, count, of.per_token, writer.dtype),
+            table.expert_out_bias_dgrad_workspace_bytes(tokens, hidden, count, of.per_token, writer.dtype)
+            + self._seats_scratch(),
             op="experts.out_bias.dgrad",
             grad=reads(upstream),
             experts=decided["experts"],
             bias=writer.param("experts_down.bias"),
             out=accumulates(d_probs),
+            **self._read_for_seats(),
         )
         if self.frozen:
             return
         self._router_product(
             "experts_down.bgrad",
             self._in_fp32(count, hidden, tokens, "wgrad"),
-            table.expert_out_bias_wgrad_workspace_bytes(tokens, hidden, count, writer.dtype, into=into),
+            table.expert_out_bias_wgrad_workspace_bytes(tokens, hidden, count, writer.dtype, into=into)
+            + self._seats_scratch(),
             op="experts.out_bias.wgrad",
             grad=reads(upstream),
             **decided,
+            **self._read_for_seats(),
             out=writer.grad("experts_down.bias"),
         )
-        kernel, width = writer.decisions.kernels.attention, 2 * shape.expert_width
+        kernel, width, own = writer.decisions.kernels.attention, 2 * shape.expert_width, shape.own_experts
         self._router_product(
             "experts_up.bgrad",
-            Gemm(count, width, self.rows, "wgrad", writer.dtype),
-            table.expert_bias_backward_workspace_bytes(self.rows, width, count, writer.dtype, kernel, into=into),
+            Gemm(own, width, self.rows, "wgrad", writer.dtype),
+            table.expert_bias_backward_workspace_bytes(
+                self.rows, width, own, writer.dtype, kernel, into=into, seats=shape.ep > 1
+            ),
             op="experts.bias.bwd",
             grad=reads(d_up),
             ends=reads(self._ends),
-            out=writer.grad("experts_up.bias"),
+            out=self._weight_grad("experts_up.bias"),
         )
 
     def _dispatch(self, name: str, source: Rows, out: Rows) -> None:

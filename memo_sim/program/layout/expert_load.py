@@ -9,7 +9,7 @@ empty.
     measured-  the rows of each expert in thousandths of the mean, the fullest first (``contract/expert_load.py``)
 
 With expert parallelism a rank receives the rows of its own experts alone, from every rank of the group. Which experts
-are full is not known, so they are taken to be dealt to the ranks in turn: the fullest to the first rank, the next to
+are full is not known, so memo deals them to the ranks in turn: the fullest to the first rank, the next to
 the second, and so on. The first rank is then the fullest; the others wait for it, so it is the one that is priced.
 
     rows 8 4 2 2 of 4 experts, ep 2:   rank 0 gets 8 + 2, rank 1 gets 4 + 2     share of the fullest 10 / 8 of the mean
@@ -25,7 +25,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import ceil
 
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 
 BALANCED = "balanced"
 LEAST_SHARE = 1e-6

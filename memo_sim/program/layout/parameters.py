@@ -30,8 +30,11 @@ from enum import IntEnum
 from math import prod
 
 from memo_sim.contract.adapters import Adapters
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 
 
@@ -236,7 +239,7 @@ def layer_block(
             matrices += [("shared_up.weight", (2 * beside, h)), ("shared_down.weight", (h, beside))]
         matrices.append(("router.weight", (experts.count, h)))
     matrices += [("latent.weight", (model.latent.width, h))] if model.latent else []  # every rank has all of it
-    vectors: Vectors = _of_experts(experts, h, tp) if experts else []
+    vectors: Vectors = _of_router(experts, h, tp, ep) if experts else []
     vectors += [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
@@ -281,7 +284,7 @@ def experts_block(model: Model, tp: int, ep: int, experts: Experts | None, *, na
 
 def rank_experts_block(model: Model, tp: int, ep: int, experts: Experts, *, name: str = "experts") -> Block:
     """Return the block of one rank's experts, or (``ep`` 1) of all of them."""
-    return _block(name, _experts(experts, model.hidden, tp, ep), [], None)
+    return _block(name, _experts(experts, model.hidden, tp, ep), _first_biases(experts, tp, ep), None)
 
 
 def _experts(experts: Experts, hidden: int, tp: int, ep: int) -> Matrices:
@@ -289,13 +292,23 @@ def _experts(experts: Experts, hidden: int, tp: int, ep: int) -> Matrices:
     return [("experts_up.weight", (count * 2 * inside, hidden)), ("experts_down.weight", (count * hidden, inside))]
 
 
-def _of_experts(experts: Experts, hidden: int, tp: int) -> Vectors:
-    """Return the biases of a router and its experts; the selection bias comes first, as its update differs."""
+def _first_biases(experts: Experts, tp: int, ep: int) -> Vectors:
+    """Return the biases of the experts' first products, which lie where their matrices do."""
+    width = experts.count // ep * 2 * (experts.hidden // tp)
+    return [("experts_up.bias", width, Part.WHOLE)] if experts.bias else []
+
+
+def _of_router(experts: Experts, hidden: int, tp: int, ep: int) -> Vectors:
+    """Return the biases of a layer's own block; the selection bias comes first, as its update differs.
+
+    Those of the experts' second products are here with expert parallelism too: they are added to token rows.
+    """
     found: Vectors = []
     if experts.selection_bias:
         found.append((SELECTION_BIAS, experts.count, Part.WHOLE))
+    if ep == 1:
+        found += _first_biases(experts, tp, ep)
     if experts.bias:
-        found.append(("experts_up.bias", experts.count * 2 * (experts.hidden // tp), Part.WHOLE))
         found.append(("experts_down.bias", experts.count * hidden, Part.WHOLE))
     if experts.router_bias:
         found.append(("router.bias", experts.count, Part.WHOLE))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from memo_sim.contract import attention_kernels
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import RowwiseKernel
-from memo_sim.contract.model import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.work import Attention, WindowedAttention
 from memo_sim.program.operators.head_groups import check_head_groups, flash3_head_dim, round_up
@@ -476,16 +476,30 @@ def expert_bias_workspace_bytes(rows: int, features: int, dtype: str) -> int:
 
 
 def expert_bias_backward_workspace_bytes(
-    rows: int, features: int, experts: int, dtype: str, attention_kernel: str, *, into: str = "fp32"
+    rows: int,
+    features: int,
+    experts: int,
+    dtype: str,
+    attention_kernel: str,
+    *,
+    into: str = "fp32",
+    seats: bool = False,
 ) -> int:
     """Return the scratch of the gradient of the first product's biases, for a block of dispatched rows.
 
     Row numbers, experts, and a one for every row at its expert; on a CPU, and where the sum is in another dtype, the
-    rows and those ones in the dtype of the sum.
+    rows and those ones in the dtype of the sum. ``seats``: a copy of the rows in any case, and whether each is empty.
     """
     block, widened = min(rows, NORM_ROWS), dtype != into and on_cpu(attention_kernel)
     size = DTYPE_BYTES[into if widened else dtype]
-    return _pieces(4 * block, 8 * block, size * block * experts, *((size * block * features,) if widened else ()))
+    copied = (size * block * features,) if widened or seats else ()
+    return _pieces(4 * block, 8 * block, size * block * experts, *copied, *((block,) if seats else ()))
+
+
+def missing_seats_workspace_bytes(rows: int, per_token: int) -> int:
+    """Return the scratch of leaving slots without a seat out: for a block of tokens, which, and probabilities."""
+    slots = min(rows, NORM_ROWS) * per_token
+    return _pieces(slots, 4 * slots)
 
 
 def expert_out_bias_workspace_bytes(rows: int, features: int, experts: int, dtype: str) -> int:

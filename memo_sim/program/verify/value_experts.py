@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.parameters import SELECTION_BIAS
 from memo_sim.program.verify.value_call import Call
-from memo_sim.program.verify.value_operands import Wanted, add_gradient, agree, rowwise, weight
+from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import Value
 from memo_sim.program.verify.value_terms import whole
 
@@ -300,7 +300,7 @@ def bias(call: Call) -> None:
         if found is None:
             call.put("x", first, tokens, None)
             continue
-        weight(call, "bias", "experts_up.bias", found[0])
+        weight(call, "bias", "experts_up.bias", found[0], _block(call))
         _ends(call, Value("", found[0], found[1]))
         _same_rows(call, "x", first, found[3])
         call.put("x", first, tokens, Value("up", found[0], found[1]), found[3])
@@ -313,32 +313,46 @@ def bias_backward(call: Call) -> None:
         if found is not None:
             _ends(call, Value("", found[0], found[1]))
             _same_rows(call, "grad", first, found[3])
-            add_gradient(call, "out", "experts_up.bias", found, tokens)
+            add_gradient(call, "out", "experts_up.bias", found, tokens, kind=_block(call))
 
 
 def out_bias(call: Call) -> None:
     """Check the biases of the second product, which are added to the sum over each token's experts."""
     before, after = partial_sums(call.values, "down")[:2]
-    wanted = {"out": before, "probs": "route_probs", "experts": "route_experts"}
+    wanted = {"out": before, "probs": "route_probs", "experts": "route_experts", **_seated(call)}
     for found in rowwise(call, {**wanted}, {"out": after}):
         weight(call, "bias", "experts_down.bias", found[0])
+        _sent(call, found)
+
+
+def _seated(call: Call) -> dict[str, Wanted]:
+    """Return the operand that says which slots have a seat, where ranks divide the experts."""
+    return {"seats": "route_seats"} if _exchanged(call) else {}
+
+
+def _sent(call: Call, found: Found) -> None:
+    """Check the operand whose number of rows is the seat of a slot without one."""
+    if _exchanged(call):
+        _decided(call, "sent", Value("route_sent", found[0], found[1]), call.values.expert_rows)
 
 
 def out_bias_dgrad(call: Call) -> None:
     """Check what the biases of the second product add to the gradients of the probabilities."""
     before, after = partial_sums(call.values, "d_probs")
     wanted: dict[str, Wanted] = {"grad": (f"d_x{call.values.full}", 1), "experts": "route_experts", "out": before}
-    for found in rowwise(call, wanted, {"out": after}):
+    for found in rowwise(call, wanted | _seated(call), {"out": after}):
         weight(call, "bias", "experts_down.bias", found[0])
+        _sent(call, found)
 
 
 def out_bias_wgrad(call: Call) -> None:
     """Check the gradient of these biases, and add its rows to the sum."""
     wanted: dict[str, Wanted] = {"grad": (f"d_x{call.values.full}", 1)}
-    wanted |= {"probs": "route_probs", "experts": "route_experts"}
+    wanted |= {"probs": "route_probs", "experts": "route_experts", **_seated(call)}
     for _, tokens, values in call.pieces(*wanted):
         found = agree(call, wanted, values, tokens)
         if found is not None:
+            _sent(call, found)
             add_gradient(call, "out", "experts_down.bias", found, tokens)
 
 
@@ -425,7 +439,7 @@ def gates_backward(call: Call) -> None:
         value = None
     if value is not None:
         _decided(call, "seats", value._replace(name="route_seats"), call.values.tokens)
-    made = None if value is None else value._replace(name=_partial(call, "d_probs"))
+    made = None if value is None else value._replace(name=partial_sums(call.values, "d_probs")[0])
     call.put("out", 0, call.tokens("out"), made)
 
 

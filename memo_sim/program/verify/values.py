@@ -283,7 +283,7 @@ class Values:
         divided = layout.whole_ends and kind is BlockKind.LAYER
         shards = divided or layout.sequence_parallel
         if kind is BlockKind.EXPERTS:
-            return missing  # they have no vectors
+            return missing  # a rank has all of its vectors' gradients
         if divided or layout.tp > 1:
             block = self.kind_of_block(buffer)
             for first, elements in block.partial_runs(sequence_parallel=shards):

@@ -4,18 +4,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import pytest
 
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.verification.verify import AUTOGRAD, KEEP_EVERYTHING, verify
 from memo_sim.contract import codec
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.model import LayerShape, Model
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.verdict import Against, Compared, Verdict
 from memo_sim.program.ir.instruction import Instance
 from memo_sim.program.ir.program import Program
 from memo_sim.views.verdict_table import verdict_table
-from tests.exec_cpu.small import LLAMA3, decide, gpt, llama
+from tests.exec_cpu.small import EXPERT_MODELS, LLAMA3, decide, gpt, llama
 
 LARGE = llama(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn_hidden=14336, vocab=128256)
 
@@ -43,6 +45,14 @@ def test_a_right_plan_is_verified() -> None:
         kinds = {each.what for each in against(verdict, reference).compared}
         assert {"loss", "gradient norm", "gradient of layer/qkv.weight", "gradient of embed/tokens.weight"} <= kinds
     assert 0.0 < (largest(verdict, AUTOGRAD).difference or 0.0) < 1e-5
+
+
+def test_selection_biases_have_no_part_in_the_norm_and_move_by_their_own_rule() -> None:
+    of = msgspec.structs.replace(EXPERT_MODELS["deepseek"].layer(1).experts, selection_rate=0.05)
+    model = EXPERT_MODELS["deepseek"].of_layers([LayerShape(ffn_hidden=160, experts=of)] * 2)
+    verdict = verify(decide(model, micro_batch=1), steps=2, layers=2)
+    assert verdict.verified
+    assert (largest(verdict, AUTOGRAD).difference or 0.0) < 1e-5
 
 
 def wrong_lse(call: Call) -> None:

@@ -16,8 +16,8 @@ from memo_sim.answers.import_job import decisions_of
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.knobs import Fp8Recipe, Recompute
-from memo_sim.contract.model import RopeScaling
 from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.interchange import megatron_bridge
 from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
 from memo_sim.interchange.frameworks import framework_of
@@ -435,7 +435,7 @@ MODEL_ARGS:
 
 
 def test_what_memo_cannot_price_is_refused_or_said() -> None:
-    with pytest.raises(BadInput, match="memo has no experts"):
+    with pytest.raises(BadInput, match="memo reads no options of experts"):
         read(f"{GROWING.rstrip()} --num-experts 8\n")
     found = read(f"{GROWING.rstrip()} --recompute-granularity selective --recompute-modules core_attn layernorm moe\n")
     assert found.job.pins.recompute == "selective"

@@ -10,6 +10,7 @@ import pytest
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH_GENERATIONS
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.documents import parse_documents
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import Pins
@@ -125,3 +126,12 @@ def test_a_model_with_windows_gets_a_kernel_that_takes_them(window: int, kernel:
     windowed = msgspec.structs.replace(question.model, window=window)
     chosen = attention_kernel(replace(question, model=windowed))
     assert chosen == kernel or (not kernel and ATTENTION_KERNELS[chosen].windows)
+
+
+def test_packed_documents_get_a_kernel_that_takes_them() -> None:
+    """aten's cuDNN operator, the fastest of these libraries, takes no documents."""
+    question = ask("b200-1x8", libraries="2025")
+    assert attention_kernel(question) == "torch-cudnn"
+    packing = replace(question, documents=parse_documents("mean=2k,max=16k", option="--documents"))
+    assert ATTENTION_KERNELS[attention_kernel(packing)].documents
+    assert ATTENTION_KERNELS[attention_kernel(replace(packing, model=load_model("mla-tiny")))].documents

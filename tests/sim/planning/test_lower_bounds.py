@@ -17,7 +17,7 @@ from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SYSTEMS, TOKENWISE
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import SearchResult, best_with_more_memory, search
 from memo_sim.planning.space import candidates, with_alpha
-from memo_sim.program.layout.compatibility import KEEPS_ALL_TOKENS
+from memo_sim.program.layout.rules.recompute import KEEPS_ALL_TOKENS
 from memo_sim.views.plan_table import layout_label
 from tests.pairs import covering
 
@@ -140,6 +140,24 @@ def test_collectives_beside_each_other_do_not_break_the_lower_bound(layout: Layo
         assert played.step_s is not None
         assert 0 < bounds.of(decisions).step_s <= played.step_s
         assert not bounds.reach(decisions, played.step_s * (1 + 1e-9))
+
+
+def test_gradients_in_bf16_are_not_below_their_lower_bound() -> None:
+    """Chunks of the loss add to the classifier's gradient again and again: in bf16 that is less to move."""
+    cluster, hardware = with_memory(*load_cluster("h100-2x8"), device_bytes=ROOM, host_bytes=ROOM)
+    gemma = load_model("gemma3-4b")
+    narrow = Decisions(
+        model=gemma.of_layers([gemma.layer(0)] * 2),
+        seq_tokens=1 << 15,
+        loss="checkpointed",
+        loss_chunk_tokens=4096,
+        states="pure-bf16",
+    )
+    bounds = LowerBounds(hardware, cluster)
+    for decisions in (narrow, msgspec.structs.replace(narrow, grad_sums="fp32")):
+        played = simulate(decisions, hardware, cluster).prediction.step_s
+        assert played is not None
+        assert 0.98 * played < bounds.of(decisions).step_s <= played
 
 
 @pytest.mark.parametrize("states", ["bf16", "host"])

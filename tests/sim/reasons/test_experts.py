@@ -9,7 +9,7 @@ from functools import lru_cache
 import msgspec
 import pytest
 
-from memo_sim.answers.summary import left_out
+from memo_sim.answers.left_out import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
@@ -35,7 +35,7 @@ def test_a_balanced_load_is_assumed_and_named() -> None:
     result = balanced()
     (line,) = [each for each in result.why if each.startswith("Experts:")]
     assert "a token goes to 2 of 8, and uses 1.84 of 6.07 billion parameters, which MFU counts" in line
-    assert line.endswith("Every expert is taken to get 4,096 rows; --expert-load says otherwise.")
+    assert line.endswith("Every expert is assumed to get 4,096 rows; --expert-load says otherwise.")
     (assumption,) = [each for each in result.summary.assumptions if each.name == "experts"]
     assert assumption.option == "--expert-load"
     assert assumption.value.startswith("load balanced, no row dropped;")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -9,7 +10,9 @@ import msgspec
 import pytest
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.model import Experts, LayerShape, Model
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import Instruction
@@ -31,6 +34,9 @@ from memo_sim.program.verify.values import check_values
 from tests.sim.program.verify import planted
 from tests.sim.small_programs import EXPERTS, LLAMA, decide, faults_of
 
+BIASED = msgspec.structs.replace(
+    EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, router_bias=True, bias=True, activation="clamped")
+)
 MIXED = EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[EXPERTS.layer(0)] * 3])
 HALF = ("tokenwise", 0.5)
 LAYOUTS: dict[str, tuple[Layout, tuple[str, float], dict[str, Any]]] = {
@@ -56,6 +62,36 @@ def test_every_layout_passes_the_checkers(name: str) -> None:
 
 def test_layers_without_experts_pass_the_checkers() -> None:
     assert faults_of(decide(MIXED, Layout(cp=2, pp=2, dp=2, zero=1, ep=2), HALF, global_batch=8)) == []
+
+
+BIASED_LAYOUTS = {
+    "tp": (Layout(tp=2, sequence_parallel=True, cp=2, ep=2), HALF),
+    "whole tokens, zero 3": (Layout(tp=2, dp=2, ep=2, zero=3), ("none", 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", BIASED_LAYOUTS)
+def test_biases_pass_the_checkers(name: str) -> None:
+    layout, policy = BIASED_LAYOUTS[name]
+    assert faults_of(decide(BIASED, layout, policy)) == []
+
+
+def test_biases_for_slots_that_may_have_no_seat_are_found() -> None:
+    """Their probabilities have to count as zero, which needs the seats."""
+    decisions = decide(BIASED, Layout(dp=2, ep=2), global_batch=2, seq_tokens=256)
+    (program,) = lower(decisions)
+
+    def elsewhere(each: Instruction) -> Instruction:
+        slot = next(o.slot for o in each.operands if o.role == "experts")
+        return replace(each, operands=tuple(replace(o, slot=slot) if o.role == "seats" else o for o in each.operands))
+
+    for part in ("", ".dgrad", ".wgrad"):
+
+        def chosen(each: Instruction, part: str = part) -> bool:
+            return each.op == f"experts.out_bias{part}"
+
+        wrong = planted.replaced(program, planted.places(program, chosen)[0], chosen, elsewhere)
+        assert any("route_seats" in fault for fault in check_values(wrong, expand(wrong), decisions)), part
 
 
 MOVES = ("experts.seats", "experts.gates", "experts.all_to_all", "experts.arrivals", "experts.arrange")
@@ -146,6 +182,14 @@ def test_experts_have_a_block_of_their_own_with_fewer_replicas() -> None:
     assert reduced == {"experts.reduce": [Collective("reduce_scatter", 4 * size, 2, "expert_grads")]}
 
 
+def test_biases_of_the_first_products_lie_with_their_experts() -> None:
+    """The others, which token rows get, are whole on every rank: 8 experts x 256 features."""
+    (divided,), (whole,) = (lower(decide(BIASED, Layout(tp=2, dp=2, ep=ep), global_batch=2)) for ep in (2, 1))
+    sizes = [{f.name: f.tokens for f in program.families} for program in (divided, whole)]
+    assert sizes[0]["params.experts"] == 4 * (2 * 96 * 256 + 256 * 96 + 2 * 96)
+    assert sizes[1]["params.layer"] - sizes[0]["params.layer"] == 2 * sizes[0]["params.experts"]
+
+
 def test_groups_are_consecutive_ranks_with_the_same_tp_coordinate() -> None:
     layout = Layout(tp=2, cp=2, dp=2, ep=2, pp=2)
     assert members("ep", layout, 0) == [0, 2]
@@ -155,13 +199,11 @@ def test_groups_are_consecutive_ranks_with_the_same_tp_coordinate() -> None:
     assert layout.devices == 16
 
 
-BIASED = msgspec.structs.replace(EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, bias=True))
 REFUSED: dict[str, tuple[Model, Layout, dict[str, Any]]] = {
     "layout.ep": (LLAMA, Layout(dp=2, ep=2), {}),
     "layout.ep ": (EXPERTS, Layout(dp=2, tp=2, ep=4), {}),
     "experts": (EXPERTS, Layout(dp=3, ep=3), {}),
     "layout.zero_ranks": (EXPERTS, Layout(dp=4, ep=2, zero=1, zero_ranks=2), {}),
-    "layout.ep  ": (BIASED, Layout(dp=2, ep=2), {}),
     "decisions.expert_capacity": (EXPERTS, Layout(dp=2), {"expert_capacity": 2.0}),
     "decisions.expert_capacity ": (EXPERTS, Layout(dp=2), {"expert_overflow": "refuse"}),
 }

@@ -9,9 +9,11 @@ import pytest
 
 from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.model import Experts, LayerShape
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions, Kernels, Layout
-from memo_sim.program.layout.compatibility import ARENA_RULES, RULES, Rule, check_compatible
+from memo_sim.program.layout.compatibility import ARENA_RULES, RULES, check_compatible
+from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT, LATENT, LLAMA
 
@@ -43,7 +45,6 @@ def chunked(**changes: Any) -> Layout:
 
 
 PACKED = {"documents": Documents(lengths=((512, 1),))}
-BIASED = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64, bias=True))
 SELECTING = msgspec.structs.replace(
     EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, selection_bias=True, selection_rate=0.001)
 )
@@ -326,7 +327,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": EXPERTS, "global_batch": 4},
         "2 with ep 2",
     ),
-    "expert parallelism: biases": (Layout(dp=2, ep=2), {"model": BIASED}, "2 with experts that have biases"),
     "capacity of experts: ep": (
         Layout(),
         {"model": EXPERTS, "expert_capacity": 1.5},
