@@ -9,17 +9,19 @@ import pytest
 
 from memo_exec.commands.run import run
 from memo_exec.commands.run_options import RunOptions
+from memo_exec.commands.verify import VerifyOptions, verify_plan
 from memo_exec.distributed.world import Launch, launched
 from memo_exec.machine import machine as machines
 from memo_exec.machine import preflight
 from memo_exec.machine.attention_kernels import attention_kernels
+from memo_exec.machine.fp8_products import check_operands
 from memo_exec.machine.machine import Machine
 from memo_exec.machine.memory_budget import check_memory, needs_of
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import BadInput, CannotRun, UsageError
 from memo_sim.contract.knobs import FrameworkLibrary
-from memo_sim.contract.plan import Decisions, Kernels, Layout, Plan
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
 from tests.exec_cpu.small import gpt
@@ -70,10 +72,61 @@ def test_dtypes_the_device_does_not_compute_in() -> None:
     check_fields(refusal(byte_decisions(dtype="fp16")), CannotRun, where="$.decisions.dtype", got="fp16")
 
 
-def test_products_in_fp8_are_refused_on_every_machine(tmp_path: Path) -> None:
-    path = write_plan(tmp_path / "plan.json", byte_decisions(dtype="bf16", fp8="tensor"))
-    with refused(CannotRun, where="$.decisions.fp8", got="tensor", wanted="none", hint="--fp8"):
-        preflight.checked_program(codec.read(path, Plan), where=str(path))
+IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
+
+
+@pytest.mark.parametrize("changes", [{"fp8": "delayed"}, {"fp8": "block"}, {"fp8_layouts": "any"}])
+def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]) -> None:
+    plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | changes)))
+    ((name, value),) = changes.items()
+    wanted = "tensor" if name == "fp8" else "tn"
+    with refused(CannotRun, where=f"plan.json: $.decisions.{name}", got=value, wanted=wanted, hint="--fp8"):
+        preflight.checked_program(plan, where="plan.json")
+
+
+def test_a_cpu_runs_no_products_in_fp8(tmp_path: Path) -> None:
+    found = refusal(byte_decisions(swapped_tokens=0, **IN_FP8))
+    check_fields(found, CannotRun, where="$.decisions.fp8", got="a CPU", wanted="H100", hint="--fp8")
+    path = write_plan(tmp_path / "plan.json", byte_decisions(swapped_tokens=0, **IN_FP8))
+    with refused(CannotRun, what="verify", where="$.decisions.fp8", got="tensor", wanted="none"):
+        verify_plan(path, VerifyOptions())
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_gpus_other_than_hopper_run_no_products_in_fp8(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    found = refusal(byte_decisions(swapped_tokens=0, **IN_FP8), GPU)
+    check_fields(found, CannotRun, got=".".join(map(str, capability)), wanted="H100")
+
+
+FP8_PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "kept": ({}, ""),
+    "all rows are swapped": ({"swapped_tokens": 256}, ""),
+    "whole tokens on tensor-parallel ranks": ({"layout": Layout(tp=2)}, ""),
+    "zero 3": ({"layout": Layout(dp=2, zero=3)}, ""),
+    "half of the rows are swapped": ({"swapped_tokens": 128}, "copy"),
+    "rows are gathered": ({"layout": Layout(tp=2, sequence_parallel=True)}, "all_gather"),
+    "rows are rebuilt in part": ({"recompute": "tokenwise", "swapped_tokens": 128}, "fp8.quantize"),
+}
+
+
+@pytest.mark.parametrize("name", FP8_PROGRAMS)
+def test_every_operand_in_fp8_has_one_scale(name: str) -> None:
+    changes, writer = FP8_PROGRAMS[name]
+    program = lower(byte_decisions(**({"swapped_tokens": 0} | IN_FP8 | changes)))[0]
+    if not writer:
+        return check_operands(program)
+    with refused(CannotRun, where="$.decisions.fp8", got=writer, wanted="one instruction"):
+        check_operands(program)
+    return None
+
+
+def test_sizes_of_products_in_fp8_are_multiples_of_16() -> None:
+    (program,) = lower(byte_decisions(model=gpt(vocab=256, ffn_hidden=200), swapped_tokens=0, **IN_FP8))
+    with refused(CannotRun, where="$.decisions.fp8", got="200", wanted="16"):
+        check_operands(program)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, sequence_parallel=True)])
