@@ -23,6 +23,8 @@ from memo_exec.commands import run as command
 from memo_exec.commands import verify as verify_command
 from memo_exec.commands.outputs import draw_both
 from memo_exec.commands.report import report_page
+from memo_exec.commands.run_options import run_options
+from memo_exec.commands.run_outcome import Outcome
 from memo_exec.training.loop import StepFigure
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison
@@ -109,7 +111,7 @@ class _Compared(TypedResult):
 class RunResult(_Compared):
     """How a run went: the measured step beside the predicted one, the losses, and both timelines."""
 
-    outcome: command.Outcome
+    outcome: Outcome
 
     @property
     def document(self) -> Comparison:
@@ -274,7 +276,7 @@ def run(
         "debug": debug,
         "replay_allocator": replay_allocator,
     }
-    options = command.run_options(named)
+    options = run_options(named)
     with _file_of(plan) as path:
         outcome = command.run(path, options, tell=tell or (lambda figure: None), note=note or (lambda text: None))
     return None if outcome is None else RunResult(outcome)

@@ -35,7 +35,7 @@ from memo_sim.views.command_line import (
 from memo_sim.views.stage_numbers import from_one
 
 if TYPE_CHECKING:
-    from memo_exec.commands.run import Outcome
+    from memo_exec.commands.run_outcome import Outcome
     from memo_sim.contract.comparison import Comparison
     from memo_sim.contract.trace import Trace
 
@@ -174,7 +174,8 @@ def run_command(**options: Any) -> None:
     memo-exec.
     """
     from memo_exec.commands.outputs import check_outputs, of_rank
-    from memo_exec.commands.run import run, run_options
+    from memo_exec.commands.run import run
+    from memo_exec.commands.run_options import run_options
 
     for name in ("trace_path", "measured_path"):
         options[name] = options[name] and of_rank(options[name])
@@ -306,7 +307,8 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
     that can run the step, fake tensors are used, so the step does not have to fit this machine.
     """
     from memo_exec.commands.outputs import check_outputs, of_rank, write_perfetto
-    from memo_exec.commands.run import RunOptions, run
+    from memo_exec.commands.run import run
+    from memo_exec.commands.run_options import RunOptions
     from memo_sim.contract.codec import write
 
     if as_requests:

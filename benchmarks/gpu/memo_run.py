@@ -12,7 +12,7 @@ from benchmarks.gpu.case import SEED, SEQUENCES, Case, named
 from benchmarks.gpu.plain_run import peaks
 from benchmarks.gpu.row import Row, mfu_of, row_of, timed
 from memo_exec.commands import compare
-from memo_exec.commands.run import machine_text
+from memo_exec.commands.run_outcome import machine_text
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.record import lane_busy_s, measured_trace
 from memo_exec.machine import preflight

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import torch
 
-from memo_exec.commands.run import connected_groups, machine_text
+from memo_exec.commands.run import connected_groups
+from memo_exec.commands.run_outcome import machine_text
 from memo_exec.commands.verify_bounds import BOUNDS
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.model import Model
+from memo_sim.contract.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(model: Model, seq_tokens: int) -> Tensor:

@@ -17,7 +17,7 @@ from memo_exec.kernels.call import Call
 from memo_exec.kernels.linear import add_weight_gradient
 from memo_exec.kernels.norm import reciprocal_deviation
 from memo_exec.kernels.rotary import Tables
-from memo_sim.contract.model import LATENT_NORM_EPS, LatentAttention
+from memo_sim.contract.latent_attention import LATENT_NORM_EPS, LatentAttention
 from memo_sim.program.operators.workspaces import NORM_ROWS
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call, Scratch
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 from memo_sim.program.operators.workspaces import NORM_ROWS
 
 LEAST_SUM = 1e-20

@@ -31,7 +31,7 @@ from memo_sim.contract.units import format_percent
 from memo_sim.program.attention.rsa import writes_scores
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Rowwise
-from memo_sim.program.layout.compatibility import windowed
+from memo_sim.program.layout.rules.windows import windowed
 
 TOKENS = 256
 EARLIER = 320

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import msgspec
 
 from memo_exec.probes.operators import Operator
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import DtypeName, RowwiseKernel
-from memo_sim.contract.model import Experts, Family, Model
+from memo_sim.contract.model import Family, Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, Mask, Rowwise

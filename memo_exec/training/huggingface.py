@@ -28,9 +28,13 @@ from torch import Tensor
 
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.files import check_regular
-from memo_sim.contract.huggingface import GPT_OSS, config_of, model_from_config, model_type
-from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
+from memo_sim.contract.huggingface import config_of, model_from_config, model_type
+from memo_sim.contract.huggingface_types.kinds import GPT_OSS
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.program.layout.parameters import SELECTION_BIAS, embed_block, head_block, layer_block
 
 SHARD_BYTES = 4 * 2**30

@@ -12,7 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from memo_exec.kernels import StepScalars
 from memo_sim.contract.adapters import Adapters
-from memo_sim.contract.model import LATENT_NORM_EPS, Experts, LatentAttention, LayerShape, Model, RopeScaling
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.latent_attention import LATENT_NORM_EPS, LatentAttention
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.program.layout.parameters import SELECTION_BIAS
 
 HELD_SCORES = 2**23

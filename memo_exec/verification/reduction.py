@@ -23,8 +23,11 @@ import msgspec
 from memo_exec.kernels.documents import check_documents
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun, Infeasible, UsageError
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Layout
 from memo_sim.contract.verdict import Reduction
 from memo_sim.program.layout.attention_chunks import in_chunks

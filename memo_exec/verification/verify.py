@@ -39,7 +39,7 @@ from memo_exec.verification.play import (
 from memo_exec.verification.reduction import keep_everything, reduced, reductions
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.verdict import Against, CheckResult, Compared, Verdict
-from memo_sim.program.layout.parameters import moment_dtype
+from memo_sim.program.layout.parameters import SELECTION_BIAS, moment_dtype
 from memo_sim.program.lower import lower, program_sha256
 
 KEEP_EVERYTHING, AUTOGRAD = "keep-everything", "autograd"
@@ -205,7 +205,9 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(here.dtype, torch.float32)
     initial = {name: parameter(name, shape, here.model, seed).to(dtype) for name, shape in shapes.items()}
     model = AutogradModel(here.model, initial, adapters=here.lora)
-    optimizer = _AdamW(model.trained, narrow=moment_dtype(here) == "bf16")
+    optimizer = _AdamW(
+        {name: p for name, p in model.trained.items() if not _is_bias(name)}, narrow=moment_dtype(here) == "bf16"
+    )
     losses, norms, gradients = [], [], {}
     for step in range(1, steps + 1):
         inputs = global_batch(here, seed, step)
@@ -221,12 +223,27 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
                 total += float(loss.detach())
         found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.trained.items()}
         losses.append(total)
-        norms.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in found.values())))
+        norms.append(math.sqrt(sum(float(g.square().sum()) for name, g in found.items() if not _is_bias(name))))
         if step == 1:
             gradients = {name: gradient.clone() for name, gradient in found.items()}
         if step < steps:
             optimizer.step(found)
+            _move_biases(model, found)
     return Values(gradients, losses, norms, {})
+
+
+def _is_bias(name: str) -> bool:
+    """Return whether a parameter is the bias of a router's choice: its "gradient" is a number of rows."""
+    return name.endswith(SELECTION_BIAS)
+
+
+@torch.no_grad()
+def _move_biases(model: AutogradModel, found: Mapping[str, Tensor]) -> None:
+    """Move every selection bias towards even loads (DeepSeek-V3, section 2.1.2)."""
+    experts = model.model.mixture
+    for name, rows in found.items():
+        if _is_bias(name) and experts is not None:
+            model.p[name].sub_(experts.selection_rate * (rows - rows.mean()).sign())
 
 
 class _AdamW:

@@ -26,9 +26,9 @@ from typing import Annotated
 
 import msgspec
 
+from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.files import check_regular, read_regular
-from memo_sim.contract.model import pairs_in_window
 from memo_sim.contract.units import MOST_TOKENS, parse_tokens
 
 MOST_LENGTHS = 256

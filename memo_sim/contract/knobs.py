@@ -14,7 +14,7 @@ How to add a knob:
 2. Give ``Layout`` or ``Decisions`` (``contract/plan.py``) a field of the same name. A test compares the two.
 3. Copy the pin into the plan: ``planning/layouts.py`` fills a ``Layout``, ``planning/space.py`` fills ``Decisions``.
 4. Use the decision where programs are written (``program``).
-5. If it excludes other knobs, add a rule to ``program/layout/compatibility.py``.
+5. If it excludes other knobs, add a rule to a module of ``program/layout/rules``.
 6. If a system searches it, name it in ``System.searched`` (``planning/presets.py``).
 7. Write ``docs/knobs.md`` and ``contract/named_knobs.py`` again; the tests that compare them print the commands.
 

@@ -4,210 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import chain, cycle, groupby, islice
+from itertools import groupby
 from typing import Annotated, Literal
 
 import msgspec
 
-from memo_sim.contract.units import MOST_EXPERTS, MOST_TOKENS, MOST_WIDTH, Layers, NonNegative, Positive, Rate, Width
+from memo_sim.contract.attended_pairs import pairs_in_window
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.layer_shape import MOST_LAYER_KINDS, LayerRun, LayerShape, distinct_layers, every_layer
+from memo_sim.contract.rope_scaling import RopeScaling
+from memo_sim.contract.units import MOST_TOKENS, Layers, NonNegative, Rate, Width
 
 Family = Literal["gpt", "llama"]
-MOST_LAYER_KINDS = 64
-"""Models whose every layer has a width of its own (OpenELM) have a few dozen; a search takes longer with each kind."""
-
-
-class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Scaling of the rotary tables, as in transformers (``modeling_rope_utils.py``).
-
-    - linear: all frequencies are divided by ``factor``.
-    - llama3: low frequencies are, high ones are not, with a band between ``low_freq_factor`` and ``high_freq_factor``.
-    - yarn: the same with a ramp between ``beta_fast`` and ``beta_slow`` rotations (Peng et al. 2023).
-    - dynamic: the base grows with the sequence beyond ``original_max_positions`` (NTK).
-    - longrope: each frequency has a divisor of its own, another one for sequences above ``original_max_positions``.
-    """
-
-    kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope"]
-    factor: Annotated[float, msgspec.Meta(ge=1)] = 1.0
-    low_freq_factor: Rate = 1.0
-    high_freq_factor: Rate = 4.0
-    original_max_positions: Positive = 8192
-    attention_factor: Rate = 1.0
-    """Factor on cosines and sines (yarn, longrope)."""
-    beta_fast: Rate = 32.0
-    beta_slow: Rate = 1.0
-    truncate: bool = True
-    """Whether yarn's ramp ends at whole frequencies."""
-    short_factors: tuple[Rate, ...] = ()
-    long_factors: tuple[Rate, ...] = ()
-    """Divisors by frequency (longrope)."""
-
-    def __post_init__(self) -> None:
-        """Refuse an empty band between the two frequencies, and divisors of another number of frequencies."""
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError("high_freq_factor must be more than low_freq_factor")
-        if len(self.short_factors) != len(self.long_factors):
-            raise ValueError("short_factors and long_factors must have one entry for each frequency")
-
-
-class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mixture of experts in place of a layer's MLP: each token goes to few of many narrow MLPs.
-
-    A router (one product, in fp32) scores the experts of every token; softmax over all of them gives probabilities, of
-    which the ``per_token`` largest choose the experts. A token's output is the sum of their outputs, each times its
-    probability (Shazeer et al. 2017; Fedus et al. 2021).
-
-    Other routers: DeepSeek-V3 has sigmoid scores, groups of experts, a selection bias, a scale and a shared expert. A
-    softmax over the chosen experts' logits (GPT-OSS) is the renormalised softmax over all.
-    """
-
-    count: Annotated[int, msgspec.Meta(ge=2, le=MOST_EXPERTS)]
-    """Experts of a layer."""
-    per_token: Annotated[int, msgspec.Meta(ge=1, le=MOST_EXPERTS)]
-    """Experts that each token goes to."""
-    hidden: Width
-    """Features inside one expert."""
-    renormalize: bool = True
-    """Whether the probabilities of a token's experts are divided by their sum (Mixtral; Qwen3 with norm_topk_prob)."""
-    balance: NonNegative = 0.0
-    """Coefficient of the loss that evens out the experts' loads (Switch Transformer, equation 4); 0: no such loss.
-
-    Each layer and micro-batch of a rank has its own, from its own tokens, divided by ``per_token`` as in Megatron-LM
-    (transformers has one for all layers together, and does not divide it). Only its gradient is added, not its value to
-    the loss that is reported."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of the router's logits; sigmoid is for each expert by itself (DeepSeek-V3)."""
-    scale: Rate = 1.0
-    """Factor on the probabilities of the chosen experts (``routed_scaling_factor``)."""
-    groups: Annotated[int, msgspec.Meta(ge=1, le=MOST_EXPERTS)] = 1
-    """Groups of neighbouring experts; a group's score is the sum of its two best experts' (``n_group``)."""
-    groups_per_token: Annotated[int, msgspec.Meta(ge=1, le=MOST_EXPERTS)] = 1
-    """The groups with the best scores, from which a token's experts are chosen (``topk_group``)."""
-    selection_bias: bool = False
-    """Whether each expert has a bias on its score that counts for the choice alone, not for the probability."""
-    selection_rate: NonNegative = 0.0
-    """By how much the selection bias rises after a step in which the expert had fewer rows than the mean, or falls.
-
-    DeepSeek-V3 (section 2.1.2) trained with 0.001; 0 leaves the bias as it is."""
-    z_loss: NonNegative = 0.0
-    """Coefficient of the mean over tokens of the squared log-sum-exp of the logits (ST-MoE, equation 5); 0: no loss.
-
-    Only its gradient is added, as with ``balance``."""
-    router_bias: bool = False
-    """Whether the router's product has a bias (GPT-OSS)."""
-    bias: bool = False
-    """Whether both products of every expert have biases (GPT-OSS)."""
-    activation: Literal["silu", "clamped"] = "silu"
-    """silu: silu(gate) x up. clamped (GPT-OSS): gate x sigmoid(1.702 x gate) x (up + 1), with gate at most 7 and up
-    between -7 and 7."""
-    shared: Annotated[int, msgspec.Meta(ge=0, le=MOST_WIDTH)] = 0
-    """Features inside the MLP that every token goes to beside its experts (DeepSeek-V3); 0: there is none."""
-    shared_gate: bool = False
-    """Whether that MLP's output is multiplied by a sigmoid gate, one number of each token (Qwen2-MoE)."""
-
-    def __post_init__(self) -> None:
-        """Refuse more experts of a token than there are, groups that do not divide, and losses without softmax."""
-        if self.per_token > self.count:
-            raise ValueError(f"per_token ({self.per_token}) is more than the {self.count} experts")
-        if self.count % self.groups or (self.groups > 1 and self.count < 2 * self.groups):
-            raise ValueError(f"{self.groups} groups do not divide {self.count} experts into groups of two or more")
-        if self.groups_per_token > self.groups:
-            raise ValueError(f"groups_per_token ({self.groups_per_token}) is more than the {self.groups} groups")
-        if self.per_token > self.groups_per_token * self.count // self.groups:
-            most = f"{self.groups_per_token} of {self.groups} groups"
-            raise ValueError(f"per_token ({self.per_token}) is more than the experts of {most}")
-        if self.selection_rate and not self.selection_bias:
-            raise ValueError("selection_rate needs a selection_bias")
-        if self.shared_gate and not self.shared:
-            raise ValueError("shared_gate needs a shared expert")
-        if self.scores == "sigmoid" and (self.balance or self.z_loss):
-            raise ValueError("balance and z_loss need softmax scores; sigmoid scores have a selection_bias for balance")
-
-    @property
-    def of_softmax_alone(self) -> bool:
-        """Whether there is nothing beside a softmax router and experts gated by silu, as in Mixtral and Qwen3-MoE."""
-        own = {name: getattr(self, name) for name in ("count", "per_token", "hidden", "renormalize", "balance")}
-        return self == Experts(**own)
-
-    def params(self, hidden: int, *, active: bool = False) -> int:
-        """Return the weights of the matrices of a layer's router, experts and shared expert.
-
-        ``active``: with only the experts of one token.
-        """
-        wide = (self.per_token if active else self.count) * self.hidden + self.shared
-        return (self.count + self.shared_gate) * hidden + 3 * hidden * wide
-
-    def vector_params(self, hidden: int, *, active: bool = False) -> int:
-        """Return the trained biases of a layer's router and experts; the selection bias is not trained by gradient."""
-        each = 2 * self.hidden + hidden if self.bias else 0
-        return (self.per_token if active else self.count) * each + (self.count if self.router_bias else 0)
-
-
-LATENT_NORM_EPS = 1e-6
-"""Added to the variance in the norms of latents, whatever the model's own is (transformers, DeepseekV3RMSNorm)."""
-
-
-class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Attention whose keys and values come from a narrow latent (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
-
-        q latent, kv latent, shared rotary key = x A        each latent has an RMSNorm of its own
-        Q of each head = q latent B_q                       nope_dim features without positions, rope_dim rotary ones
-        K, V of each head = kv latent B_kv                  nope_dim features of the key, value_dim of the value
-        key of each head = [its own part, the shared rotary key]
-
-    This is the expanded form, in which models are trained. The absorbed form multiplies B_kv into the queries and
-    suits decoding; memo does not model it.
-    """
-
-    q_rank: Annotated[int, msgspec.Meta(ge=0, le=MOST_WIDTH)] = 0
-    """Features of the queries' latent; 0: queries are one product of the layer's normed input (DeepSeek-V2-Lite)."""
-    kv_rank: Width
-    """Features of the latent of keys and values, without the rotary key."""
-    nope_dim: Width
-    """Features of a head of Q and K that have no positions."""
-    rope_dim: Width
-    """Features of a head of Q, and of the key that all heads share, that are rotated by their positions."""
-    value_dim: Width
-    """Features of a head of V, and of attention's output."""
-    interleaved: bool = True
-    """Whether rotary pairs are neighbours (2i, 2i + 1), as in DeepSeek's weights, or (i, i + rope_dim / 2)."""
-    score_scale: Rate = 1.0
-    """Factor on the scores beyond 1 / sqrt(nope_dim + rope_dim): the square of yarn's mscale_all_dim term."""
-
-    def __post_init__(self) -> None:
-        """Refuse an odd number of rotary features."""
-        if self.rope_dim % 2:
-            raise ValueError(f"rope_dim ({self.rope_dim}) must be even for rotary positions")
-
-    @property
-    def head_dim(self) -> int:
-        """Features of a head of Q and of K."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def width(self) -> int:
-        """Features of the product that makes both latents and the rotary key."""
-        return self.q_rank + self.kv_rank + self.rope_dim
-
-
-class LayerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one layer may have other than the model's other layers. Layers with equal shapes are of one layer kind."""
-
-    ffn_hidden: Width
-    """Features of the MLP's hidden row."""
-    experts: Experts | None = None
-    """The experts in place of the MLP; None: an MLP."""
-    window: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
-    """Keys that a token attends to at most: its own and those right before it; 0: all before it."""
-    rope_theta: NonNegative = 0.0
-    """Base of this layer's rotary tables, which then have no scaling; 0: the model's base and scaling."""
-
-
-class LayerRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``times`` layers in a row that are alike."""
-
-    shape: LayerShape
-    times: Layers = 1
 
 
 class Model(
@@ -336,7 +145,7 @@ class Model(
     @property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """The distinct shapes of layers, in the order in which they first occur; one where all layers are alike."""
-        return _distinct(self.layer_pattern, self.layers, self.ffn_hidden, self.experts, self.window)
+        return distinct_layers(self.layer_pattern, self.layers, self.ffn_hidden, self.experts, self.window)
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -346,7 +155,7 @@ class Model(
 
     @property
     def _every_layer(self) -> tuple[LayerShape, ...]:
-        return _every_layer(self.layer_pattern, self.layers, self.ffn_hidden, self.experts, self.window)
+        return every_layer(self.layer_pattern, self.layers, self.ffn_hidden, self.experts, self.window)
 
     @property
     def mixture(self) -> Experts | None:
@@ -518,31 +327,3 @@ class Model(
         if window:
             return pairs_in_window(tokens, tokens, window)
         return float(tokens) ** 2 * (1.0 if self.bidirectional else 0.5)
-
-
-def pairs_in_window(queries: int, keys: int, window: int) -> int:
-    """Return the pairs of a query and a key that it sees: its own key and those before it, ``window`` at most.
-
-    The queries belong to the last of ``keys`` keys. ``window`` times the queries, less what the first ones lack.
-    """
-    lacking = window - 1 - (keys - queries)
-    rows = max(0, min(queries, lacking))
-    return queries * window - rows * lacking + rows * (rows - 1) // 2
-
-
-@lru_cache(maxsize=1024)
-def _every_layer(
-    pattern: tuple[LayerRun, ...], layers: int, ffn_hidden: int, experts: Experts | None, window: int
-) -> tuple[LayerShape, ...]:
-    """Return the shape of every layer."""
-    if not pattern:
-        return (LayerShape(ffn_hidden=ffn_hidden, experts=experts, window=window),) * layers
-    return tuple(islice(cycle(chain.from_iterable([run.shape] * run.times for run in pattern)), layers))
-
-
-@lru_cache(maxsize=1024)
-def _distinct(
-    pattern: tuple[LayerRun, ...], layers: int, ffn_hidden: int, experts: Experts | None, window: int
-) -> tuple[LayerShape, ...]:
-    """Return the distinct shapes of layers; a search asks for them hundreds of thousands of times."""
-    return tuple(dict.fromkeys(_every_layer(pattern, layers, ffn_hidden, experts, window)))

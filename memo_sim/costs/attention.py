@@ -55,11 +55,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import log
 
+from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.documents import pairs_of
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import AttentionTable
-from memo_sim.contract.model import pairs_in_window
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.program.ir.work import Attention, WindowedAttention
 

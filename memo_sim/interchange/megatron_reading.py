@@ -18,7 +18,8 @@ from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
 from memo_sim.contract.knobs import Fp8Recipe, Loss, Overlap, Pins, Recompute, States
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.model import Model
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.units import format_percent
 from memo_sim.interchange.framework import Read
 from memo_sim.interchange.job import Job

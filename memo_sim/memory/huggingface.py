@@ -43,7 +43,7 @@ from memo_sim.program.ir.instruction import Instruction, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Rowwise
-from memo_sim.program.layout.compatibility import saves_of_modules
+from memo_sim.program.layout.rules.modules import saves_of_modules
 
 READ_AGAIN = {"rms_norm": "stats", "qk_norm": "raw", "swiglu": "x", "experts.swiglu": "x"}
 """Operators whose modules save more than the program keeps, with the operand by which their backward is known."""

@@ -15,7 +15,7 @@ from memo_sim.program.attention.attention import longest_keys
 from memo_sim.program.attention.plain import PLAIN
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.layout.attention_chunks import in_chunks
-from memo_sim.program.layout.compatibility import PLANNED_PLAIN_ATTENTION
+from memo_sim.program.layout.rules.attention_kernels import PLANNED_PLAIN_ATTENTION
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators.head_groups import fewest_head_groups
 

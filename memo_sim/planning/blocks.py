@@ -21,15 +21,12 @@ from memo_sim.planning.contradictions import check_rules
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.layout.attention_chunks import MOST_CHUNKS, check_attention_chunks
-from memo_sim.program.layout.compatibility import (
-    CHUNKS_UNDER_FULL_RECOMPUTE,
-    EXPERTS_WHOLE_MLP,
-    METP_WHOLE_MLP,
-    MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
-    MLP_BLOCKS_UNDER_ZERO_BUBBLE,
-    Rule,
-    check_compatible,
-)
+from memo_sim.program.layout.compatibility import check_compatible
+from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_FULL_RECOMPUTE
+from memo_sim.program.layout.rules.experts import EXPERTS_WHOLE_MLP
+from memo_sim.program.layout.rules.metp import METP_WHOLE_MLP
+from memo_sim.program.layout.rules.mlp_blocks import MLP_BLOCKS_UNDER_FULL_RECOMPUTE, MLP_BLOCKS_UNDER_ZERO_BUBBLE
+from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.layout.shape import Shape, shape_of
 
 BLOCKS = 8

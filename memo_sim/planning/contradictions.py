@@ -1,7 +1,7 @@
 """Refuses pins that contradict each other or the system, and pins without effect, before anything is searched.
 
 These are wrong options (``UsageError``). Pins that only some layouts do not go with are refused layout by layout in
-``space.py`` (``Infeasible``). Both read the rules of ``program/layout/compatibility.py``.
+``space.py`` (``Infeasible``). Both read the rules of ``program/layout/rules``.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import DEGREES, KNOBS, PINNED, Knob
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.question import CHOOSES_ADAMW, Question
-from memo_sim.program.layout.compatibility import (
+from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.rules.documents import CUTS_OF_DOCUMENTS
+from memo_sim.program.layout.rules.memory_policy import (
     AUTOCAST_OF_FP32_STATES,
-    CUTS_OF_DOCUMENTS,
     FSDP_OF_A_FRAMEWORK,
     GRAPHS_OF_EAGER,
     LIMITED_ALLOCATOR,
-    MODULES_OF_A_FRAMEWORK,
     PLANNED_LIBRARIES,
     REDUCED_BY_FSDP,
-    SELECTIVE_SWAPS_NOTHING,
-    SOME_LAYERS,
     STREAMS_OF_A_FRAMEWORK,
     SUMS_OF_A_FRAMEWORK,
-    VIRTUAL_STAGES_INTERLEAVE,
-    Rule,
 )
-from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.rules.modules import MODULES_OF_A_FRAMEWORK
+from memo_sim.program.layout.rules.pipeline_stages import VIRTUAL_STAGES_INTERLEAVE
+from memo_sim.program.layout.rules.recompute import SELECTIVE_SWAPS_NOTHING, SOME_LAYERS
+from memo_sim.program.layout.rules.rule import Rule
 
 OF_OPTIONS = (
     VIRTUAL_STAGES_INTERLEAVE,

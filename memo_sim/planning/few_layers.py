@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
 from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand

@@ -15,7 +15,9 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.sppo import allowed
 from memo_sim.planning.stage_splits import splits
 from memo_sim.planning.subsequences import counts
-from memo_sim.program.layout.compatibility import METP_SCHEDULE, MOST_ZERO_OF_STAGES, MULTIPLEXING
+from memo_sim.program.layout.rules.metp import METP_SCHEDULE
+from memo_sim.program.layout.rules.multiplexing import MULTIPLEXING
+from memo_sim.program.layout.rules.pipeline_stages import MOST_ZERO_OF_STAGES
 
 CHUNKS = (2, 4)
 """Chunks of layers a stage that the interleaved schedule is tried with."""

@@ -17,7 +17,7 @@ from math import inf
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates

@@ -31,14 +31,12 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import OF_THE_SEQUENCE, refusal
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.subsequences import PartPrices, hide, part_prices, swap_each, swap_fraction
-from memo_sim.program.layout.compatibility import (
-    MODULES_ARE_RECOMPUTED,
-    NORMS_KEPT_UNDER_FULL_RECOMPUTE,
-    check_compatible,
-)
+from memo_sim.program.layout.compatibility import check_compatible
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.rank_order import ENDS, degree
 from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.rules.metp import NORMS_KEPT_UNDER_FULL_RECOMPUTE
+from memo_sim.program.layout.rules.modules import MODULES_ARE_RECOMPUTED
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 

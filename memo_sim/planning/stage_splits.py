@@ -21,7 +21,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from memo_sim.contract.model import Model, pairs_in_window
+from memo_sim.contract.attended_pairs import pairs_in_window
+from memo_sim.contract.model import Model
 from memo_sim.program.layout.stage import nearly_equal
 
 GAIN = 1.01

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from memo_sim.contract.model import Experts, Model
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.model import Model
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import Simulation

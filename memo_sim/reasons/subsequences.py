@@ -24,7 +24,7 @@ from memo_sim.planning.sppo import Choice, allowed
 from memo_sim.planning.subsequences import hidden_tokens, most_held_bytes, part_prices, rounded
 from memo_sim.program.ir.instruction import BufferClass
 from memo_sim.program.layout.partition import partition, swapped_parts
-from memo_sim.views.plan_table import short_of
+from memo_sim.views.plan_table import short_by
 
 SPPO = "sppo"
 SKELETAL = BufferClass.SKELETAL.value
@@ -99,8 +99,7 @@ def heuristic(question: Question, found: SearchResult) -> list[str]:
         f"{format_seconds(choice.step_s)} by its formula"
     )
     if played.step_s is None:
-        short = f"short by {format_bytes(played.shortfall_bytes)} of {short_of(played.status)}"
-        return [f"{text}, but it does not fit: {short}."]
+        return [f"{text}, but it does not fit: {short_by(played)}."]
     slower = played.step_s / (best.prediction.step_s or played.step_s) - 1
     against = f"{format_percent(abs(slower))} {'slower' if slower >= 0 else 'faster'} than the best plan of the search"
     ask = f" (--tp {choice.sp} --pp {choice.pp} --subsequences {choice.subsequences})" if slower < 0 else ""

@@ -6,7 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from memo_sim.contract.model import Model, pairs_in_window
+from memo_sim.contract.attended_pairs import pairs_in_window
+from memo_sim.contract.model import Model
 from memo_sim.contract.units import DTYPE_BYTES, counted, format_bytes, format_percent, format_seconds
 from memo_sim.engine.simulate import Simulation
 from memo_sim.program.ir.instruction import Instruction

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from memo_sim.contract.knobs import PINNED, Listed, Mark
-from memo_sim.contract.plan import Layout, PlanRow, Stall, StepInterval
+from memo_sim.contract.plan import Layout, PlanRow, Prediction, Stall, StepInterval
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.views.accuracy import class_label
@@ -149,6 +149,11 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
 def short_of(status: str) -> str:
     """Return what a plan is short of that does not fit, in words; of any other plan its status."""
     return SHORT_OF.get(status, status)
+
+
+def short_by(refused: Prediction) -> str:
+    """Return how much more memory a plan needs that does not fit, in words."""
+    return f"short by {format_bytes(refused.shortfall_bytes)} of {short_of(refused.status)}"
 
 
 def policy_of(plan: PlanRow) -> str | None:

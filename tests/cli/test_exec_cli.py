@@ -53,6 +53,7 @@ OPTIONS = {
             "--json",
             "--expert-load",
         ),
+        *("--adapters", "--tokenizer", "--clip-ratio", "--clip-ratio-high", "--kl-weight"),
     },
     "verify": {"--device", "--seed", "--steps", "--layers", "--json"},
 }

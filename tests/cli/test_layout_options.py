@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_sim.contract.errors import CannotRun
 from tests.cli.commands import Named, check_refused, memo_sim
 

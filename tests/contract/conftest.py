@@ -24,9 +24,10 @@ from memo_sim.contract.hardware import (
     Source,
 )
 from memo_sim.contract.interchange import Export, IgnoredOption, ImportedJob, LostDecision, OwnDecision, ReadOption
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.longest import Longest, Tried
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
-from memo_sim.contract.model import LayerShape, Model, RopeScaling
+from memo_sim.contract.model import Model
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import (
     Decisions,
@@ -43,6 +44,7 @@ from memo_sim.contract.recorded_step import KindTime, LiveBytes, RecordedMemory,
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
 from memo_sim.contract.results import Results
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.shortage import LiveTensor, Shortage, WayOut
 from memo_sim.contract.summary import Assumption, DeviceMemory, HostMemory, Summary
 from memo_sim.contract.sweep import Failure, SweepLine

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.documents import (
     MOST_LENGTHS,
     Documents,
@@ -17,7 +18,6 @@ from memo_sim.contract.documents import (
     parse_documents,
 )
 from memo_sim.contract.errors import MemoError
-from memo_sim.contract.model import pairs_in_window
 from memo_sim.contract.plan import Decisions
 from tests.exec_cpu.small import llama
 from tests.sim.small_programs import decide

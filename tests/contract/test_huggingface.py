@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import BadInput
-from memo_sim.contract.huggingface import SUPPORTED, config_of, model_from_config, not_read
-from memo_sim.contract.model import Experts, LatentAttention, Model, RopeScaling
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.huggingface import config_of, model_from_config, not_read
+from memo_sim.contract.huggingface_types.kinds import SUPPORTED
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.model import Model
+from memo_sim.contract.rope_scaling import RopeScaling
 from tests.refusals import check_fields
 
 REAL = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())

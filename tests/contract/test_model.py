@@ -4,8 +4,12 @@ import msgspec
 import pytest
 
 from memo_sim.contract import codec
+from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.catalog import DATA, list_models, load_model
-from memo_sim.contract.model import Experts, LatentAttention, LayerRun, LayerShape, Model, pairs_in_window
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.layer_shape import LayerRun, LayerShape
+from memo_sim.contract.model import Model
 
 MEMO_TABLE_2 = {
     "gpt-7b": (32, 4096, 16384, 32),

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.distributed.groups import make_groups
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
@@ -24,7 +25,7 @@ from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
 from memo_exec.training.weights import held_by, named_parameters
 from memo_exec.verification.autograd_model import AutogradModel
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.layout.expert_load import capacity_rows
 from memo_sim.program.lower import lower

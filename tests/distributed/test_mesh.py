@@ -83,7 +83,8 @@ def test_zero_divides_over_consecutive_replicas() -> None:
 def test_ranks_hold_every_entry(model: str, layout: str, state: str) -> None:
     """No rank holds an entry twice, and a rank's shards do not overlap in its buffer."""
     chosen = training(model, layout)
-    for part in map(Part, BlockKind):
+    kinds = [kind for kind in BlockKind if kind is not BlockKind.EXPERTS or chosen.layout.ep > 1]
+    for part in map(Part, kinds):
         held: dict[str, torch.Tensor] = {}
         for rank in range(chosen.layout.devices):
             own: dict[str, torch.Tensor] = {}

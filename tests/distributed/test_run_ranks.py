@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from memo_exec.commands.run import Outcome, RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
+from memo_exec.commands.run_outcome import Outcome
 from memo_exec.distributed.world import joined, launched
 from memo_exec.training import checkpoint
 from memo_exec.training.loop import StepFigure, Training

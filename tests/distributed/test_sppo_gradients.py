@@ -12,7 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from memo_exec.commands.run import Outcome, RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
+from memo_exec.commands.run_outcome import Outcome
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.kernels import KERNELS

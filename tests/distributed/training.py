@@ -4,7 +4,8 @@ from functools import cache
 from typing import Any
 
 from memo_sim.contract.knobs import Objective
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from tests.distributed.parity import Played, check, one_process, play
 from tests.distributed.team import Member, Team

@@ -12,8 +12,12 @@ from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import StepScalars
 from memo_exec.training import weights
 from memo_exec.training.checkpoint import STATES
-from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model, RopeScaling
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
 

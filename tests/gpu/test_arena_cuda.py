@@ -82,7 +82,8 @@ def test_the_slab_is_pinned_at_its_exact_size() -> None:
 REPLAYED = """
 import sys
 from pathlib import Path
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run_options import RunOptions
+from memo_exec.commands.run import run
 outcome = run(Path(sys.argv[1]), RunOptions(steps=5, replay_allocator=sys.argv[2] == "yes"))
 print(outcome.comparison.losses, outcome.comparison.allocator)
 """

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from memo_sim.contract.model import Experts, Model
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.memory.eager_framework import eager_buffers
 from memo_sim.memory.huggingface import module_buffers

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from memo_sim.contract.model import Experts, LatentAttention, Model
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges

@@ -38,7 +38,9 @@ from memo_sim.program.ir.work import Copy, Mask
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
+from memo_sim.program.operators import norms
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+from memo_sim.program.operators.positions import positions, positions_backward
 
 SUM_DTYPE: Literal["fp32"] = "fp32"
 """Dtype of gradient sums: of queries over chunks of keys, and of keys over chunks of queries."""
@@ -194,12 +196,12 @@ class ChunkedAttention:
         """Write norm and product of a chunk's rows, and split queries from keys and values."""
         first, tokens = rows = self.chunks[c]
         writer, shape, at = self.writer, self.shape, (0, tokens)
-        writer.norm("norm1", "x", rows, at)
+        norms.norm(writer, "norm1", "x", rows, at)
         source = self._gathered(at)
         packed = Rows(self._packed(self.ulysses.sequence_sharded("qkv"), shape), *at)
         shared_heads.product(writer, source, packed, self.room)
         shared_heads.exchange(writer, packed, self.room)
-        writer.positions(packed, Rows("qk_raw", *at), first=first)
+        positions(writer, packed, Rows("qk_raw", *at), first=first)
         head_sharded = Rows(self._packed("qkv", self.inside), 0, shape.ulysses * tokens)
         self.ulysses.to_head_ranks("qkv", packed, head_sharded, writer.suffix)
         split(self.builder, f"qkv.split{writer.suffix}", head_sharded, self._chunk("q", c), self._chunk("kv", c))
@@ -373,10 +375,10 @@ class ChunkedAttention:
         join(builder, f"qkv.join{writer.suffix}", *sums, joined)
         sequence_sharded = Rows(self._packed(self.ulysses.sequence_sharded("d_qkv"), shape), 0, tokens)
         self.ulysses.to_sequence_ranks("d_qkv", joined, sequence_sharded, writer.suffix)
-        writer.positions_backward(sequence_sharded, first=first)
+        positions_backward(writer, sequence_sharded, first=first)
         grad = shared_heads.product_gradient(writer, sequence_sharded, self.room)
         phase, builder.phase, writer.suffix = builder.phase, Phase.RECOMPUTE, f".again.c{k}"
-        writer.norm("norm1", "x", (first, tokens), (0, tokens))
+        norms.norm(writer, "norm1", "x", (first, tokens), (0, tokens))
         # In FP8 what a product read is not what its weight's gradient reads, which is gathered below.
         source = self._gathered((0, tokens)) if writer.trains("qkv") and writer.fp8 is None else None
         builder.phase, writer.suffix = phase, f".c{k}"

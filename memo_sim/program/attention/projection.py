@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows
+from memo_sim.program.operators import norms
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 
@@ -19,5 +20,5 @@ def project(writer: OperatorWriter, ulysses: Ulysses, rows: RowBlock, at: RowBlo
         writer.linear("proj", x, out, shape.hidden, shape.attention_width, bias=False)
 
     summed = writer.multiply_and_scatter("proj", attended, "proj_out", at[0], product, tokens=room)
-    summed = writer.post_norm("post_attn", summed, rows)
+    summed = norms.post_norm(writer, "post_attn", summed, rows)
     writer.residual("resid_add", "x", summed, out="resid", rows=rows, bias="proj.bias")

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.attention_kernels import computes_values_wide, pads_values
 from memo_sim.contract.hardware import CollectiveKind, GemmPass
 from memo_sim.contract.knobs import DtypeName, ProductDtype
-from memo_sim.contract.model import pairs_in_window
 
 Mask = Literal["none", "causal"]
 Group = Literal[

@@ -15,7 +15,10 @@ from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layers import selective
+from memo_sim.program.operators import norms
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+from memo_sim.program.operators.positions import positions, positions_backward
+from memo_sim.program.operators.sinks import sink, sink_backward
 
 
 class AttentionHalf(Protocol):
@@ -58,7 +61,7 @@ class WholeAttention:
     def _attend(self) -> None:
         """Write attention of all rows, and the sinks into its whole output."""
         attention.forward(self.builder, self.decisions, self.shape.attention)
-        self.writer.sink()
+        sink(self.writer)
 
     def project(self, rows: RowBlock) -> None:
         """Write the projection of ``rows``, and before it the all-to-all that brings attention's output back."""
@@ -80,7 +83,7 @@ class WholeAttention:
             d_attn = writer.own(sequence_sharded("d_attn"), shape.tokens, shape.attention_width)
             writer.dgrad("proj", grad, Rows(d_attn, *into), shape.attention_width, shape.hidden)
 
-        upstream = writer.post_norm_backward("post_attn", builder.all("d_resid"))
+        upstream = norms.post_norm_backward(writer, "post_attn", builder.all("d_resid"))
         gathered = writer.before_gather(upstream)
         d_proj = writer.gather_and_multiply("proj.grad", gathered, "d_proj_full", whole, product)
         d_attn = builder.all(sequence_sharded("d_attn"))
@@ -94,7 +97,7 @@ class WholeAttention:
         self._rebuild()
         if self.decisions.recompute == "selective":
             selective.rebuild(builder, self.decisions, inside)
-        writer.sink_backward()
+        sink_backward(writer)
         attention.backward(builder, self.decisions, inside)
         d_qkv = writer.own(sequence_sharded("d_qkv"), shape.tokens, shape.qkv_width)
         self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))
@@ -106,7 +109,7 @@ class WholeAttention:
     def _product_backward(self, d_qkv: Rows, grad_in: str) -> None:
         """Write the backward from the gradient of the packed Q, K, V to that of the layer's input."""
         writer, whole = self.writer, (0, self.shape.tokens)
-        writer.positions_backward(d_qkv)
+        positions_backward(writer, d_qkv)
         grad = shared_heads.product_gradient(writer, d_qkv, self.shape.tokens)
         writer.product_and_norm_backward(
             "qkv",
@@ -124,7 +127,7 @@ class WholeAttention:
         """Write norm, QKV product and positions of ``rows``, and the all-to-all to the ranks of their heads."""
         first, tokens = rows
         writer, shape = self.writer, self.shape
-        writer.norm("norm1", "x", rows, rows)
+        norms.norm(writer, "norm1", "x", rows, rows)
 
         def product(x: Rows, into: RowBlock) -> None:
             writer.own(qkv, shape.tokens, shape.qkv_width)
@@ -135,7 +138,7 @@ class WholeAttention:
         writer.gather_and_multiply("norm1", normed, "norm1_full", rows, product)
         packed = Rows(qkv, first, tokens)
         shared_heads.exchange(writer, packed, shape.tokens)
-        writer.positions(packed, Rows("qk_raw", first, tokens))
+        positions(writer, packed, Rows("qk_raw", first, tokens))
         self.ulysses.to_heads("qkv", packed, writer.suffix)
         if shape.kv_cache_tokens:
             fresh = self.builder.phase is Phase.FORWARD

@@ -27,7 +27,7 @@ their tokens, and each sends them to the ranks with its own features.
 
 from __future__ import annotations
 
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass

@@ -42,8 +42,8 @@ A shared expert (``shared_expert.py``) adds its rows to the sum before it is red
 
 from __future__ import annotations
 
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.hardware import GemmPass
-from memo_sim.contract.model import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
@@ -52,6 +52,7 @@ from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise
 from memo_sim.program.layers.shared_expert import SharedExpert, in_fp32
 from memo_sim.program.layout.expert_load import sizes_of
 from memo_sim.program.layout.parameters import SELECTION_BIAS, gradient_dtype
+from memo_sim.program.operators import norms
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
@@ -83,7 +84,7 @@ class ExpertMlp:
 
     def first_product(self, rows: RowBlock) -> None:
         """Write the norm of a row block; products follow when all tokens are there (``inner``)."""
-        self.writer.norm("norm2", "resid", rows, rows)
+        norms.norm(self.writer, "norm2", "resid", rows, rows)
 
     def rebuild_output(self, rows: RowBlock) -> None:
         """Write what a norm behind the MLP needs: nothing, as models with experts have no such norm."""
@@ -163,8 +164,15 @@ class ExpertMlp:
         self._router_backward(d_logits, source, d_norm)
         summed = writer.scatter("d_norm2", d_norm)
         writer.own("d_resid", shape.shard_tokens, shape.hidden)
-        writer.norm_backward(
-            "norm2", grad=summed, norm_input="resid", residual_grad=grad_out, out="d_resid", rows=tokens, at=tokens
+        norms.norm_backward(
+            writer,
+            "norm2",
+            grad=summed,
+            norm_input="resid",
+            residual_grad=grad_out,
+            out="d_resid",
+            rows=tokens,
+            at=tokens,
         )
 
     def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.layers import huggingface
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.metp import MetpLayer, metp_tensors
 from memo_sim.program.layout import fp8
-from memo_sim.program.layout.compatibility import saves_of_modules
 from memo_sim.program.layout.parameters import Block
+from memo_sim.program.layout.rules.modules import saves_of_modules
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal, skeletal_tensors
 from memo_sim.program.operators.operators import RowBlock

@@ -33,6 +33,7 @@ from memo_sim.program.ir.builder import Rows, accumulates, reads, writes
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layers.attention_half import WholeAttention
 from memo_sim.program.layout.token_order import row_blocks
+from memo_sim.program.operators import norms
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
@@ -86,7 +87,7 @@ class LatentAttentionHalf(WholeAttention):
     def _compress(self, rows: RowBlock) -> None:
         """Write norm1, the product that makes the latents, and their norms, of this rank's token shard."""
         writer, latent = self.writer, self.latent
-        writer.norm("norm1", "x", rows, rows)
+        norms.norm(writer, "norm1", "x", rows, rows)
         x, made = (writer.shard_rows(slot, rows) for slot in ("norm1", "latent"))
         writer.linear("latent", x, made, latent.width, self.shape.hidden, bias=False)
         normed, passes = latent.q_rank + latent.kv_rank, NORM[writer.dtype]
@@ -204,8 +205,8 @@ class LatentAttentionHalf(WholeAttention):
         else:  # the queries' product reads norm1 as well, so its gradient is there already
             grad = queried
             writer.dgrad("latent", d_latent, grad, shape.hidden, latent.width, op="linear.dgrad.add")
-        writer.norm_backward(
-            "norm1", grad=grad, norm_input="x", residual_grad="d_resid", out=grad_in, rows=whole, at=whole
+        norms.norm_backward(
+            writer, "norm1", grad=grad, norm_input="x", residual_grad="d_resid", out=grad_in, rows=whole, at=whole
         )
 
     def _up_backward(self, name: str, source: str, grad: Rows, n: int, k: int, *, op: str = "linear") -> Rows:

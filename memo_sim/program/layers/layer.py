@@ -29,6 +29,7 @@ from memo_sim.program.layers.mlp import Mlp
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators import norms
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 
@@ -92,7 +93,7 @@ class LayerWriter(OperatorWriter):
     def rebuild_operators(self) -> None:
         """Write what recompute by operator repeats of the whole layer (``operator_recompute.py``)."""
         rows = (0, self.shape.tokens)
-        self.norm("norm1", "x", rows, rows)
+        norms.norm(self, "norm1", "x", rows, rows)
         if self.shape.tp == 1:
             self.attention.project(rows)
         self.mlp.rebuild_operators()
@@ -112,5 +113,5 @@ class LayerWriter(OperatorWriter):
             return
         phase, self.builder.phase = self.builder.phase, Phase.RECOMPUTE
         rows = (0, self.shape.tokens)
-        self.norm(norm, source, rows, rows)
+        norms.norm(self, norm, source, rows, rows)
         self.builder.phase = phase

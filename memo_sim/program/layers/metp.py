@@ -48,8 +48,10 @@ from memo_sim.program.layers.metp_weights import Bundle, attention_bundle, ffn_b
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Fate, Skeletal, norm_statistics
+from memo_sim.program.operators import norms
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+from memo_sim.program.operators.positions import positions, positions_backward
 
 GRAD_DTYPE: Literal["fp32"] = "fp32"
 """Dtype of gradient sums."""
@@ -139,7 +141,7 @@ class MetpLayer(OperatorWriter):
         self.linear("qkv", self._all("norm1"), packed, shape.qkv_width, shape.hidden)
         if self.model.qk_norm:
             self.own("qk_raw", shape.tokens, shape.q_width + shape.kv_width)
-        self.positions(packed, Rows("qk_raw", 0, shape.tokens))
+        positions(self, packed, Rows("qk_raw", 0, shape.tokens))
         self.suffix = ""
 
     def _project(self, part: int, blocks: list[RowBlock], suffix: str) -> None:
@@ -228,7 +230,7 @@ class MetpLayer(OperatorWriter):
             attention.backward(self._part(part), self.decisions, self.inside)
             self.wgrad("proj", upstream, self._all(f"attn.g{part}"), hidden, shape.q_width)
             ring.arrive(self._part(part), self.decisions, self.inside)
-            self.positions_backward(d_qkv)
+            positions_backward(self, d_qkv)
             self.wgrad("qkv", d_qkv, self._all("norm1"), shape.qkv_width, hidden)
             self.bgrad("qkv", d_qkv, shape.qkv_width)
             last = part == self.ranks - 1  # the next part hides all other reductions
@@ -249,14 +251,14 @@ class MetpLayer(OperatorWriter):
             self.builder.own(stats, BufferClass.TRANSIENT, "fp32", self.shape.tokens, count)
         phase, rows = self.builder.phase, (0, self.shape.tokens)
         self.builder.phase = Phase.RECOMPUTE if again else phase
-        self.norm(which, source, rows, rows)
+        norms.norm(self, which, source, rows, rows)
         self.builder.phase = phase
 
     def _kept_norm(self, which: str, source: str, rows: RowBlock, suffix: str) -> None:
         """Write a row block of a norm that is kept."""
         if self.shape.keep_norms:
             self.suffix = suffix
-            self.norm(which, source, rows, rows)
+            norms.norm(self, which, source, rows, rows)
             self.suffix = ""
 
     def _norm_backward(self, norm: str, norm_input: str, *, residual_grad: str, out: str) -> None:

@@ -29,6 +29,7 @@ from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.layers.operator_recompute import GATE, keeps_gate
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
+from memo_sim.program.operators import norms
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 NORM, WIDE = ("norm2", "norm2_stats"), ("up", "act")
@@ -101,7 +102,7 @@ class Mlp:
             source = Rows("norm2", *rows)
             product(source, at)
         else:
-            writer.norm("norm2", "resid", rows, at)
+            norms.norm(writer, "norm2", "resid", rows, at)
             shard = writer.shard_rows(writer.read_by_product("norm2"), at)
             source = writer.gather_and_multiply("norm2", shard, "norm2_full", at, product, tokens=self.tokens)
         self._activate(at)
@@ -116,7 +117,7 @@ class Mlp:
         The tensor-parallel ranks gather the norm's output again for that half; a product that was kept needs no input.
         """
         writer, rows = self.writer, (0, self.shape.tokens)
-        writer.norm("norm2", "resid", rows, rows)
+        norms.norm(writer, "norm2", "resid", rows, rows)
         if writer.model.gated:
 
             def product(x: Rows, into: RowBlock) -> None:
@@ -162,7 +163,7 @@ class Mlp:
         """Write the whole MLP in row blocks; without row blocks, only the second product of all rows."""
         if self.apart:
             whole = (0, self.shape.tokens)
-            self.writer.norm("norm2", "resid", whole, whole)
+            norms.norm(self.writer, "norm2", "resid", whole, whole)
         for i, rows in enumerate(self.blocks):
             if self.blocked:
                 self.writer.suffix = f".b{i}"
@@ -174,7 +175,7 @@ class Mlp:
         writer, activated = self.writer, Rows(self.writer.read_by_product("act"), *self._wide_at(rows))
         first, product = self._at(rows)[0], self._down_product
         summed = writer.multiply_and_scatter("ffn_down", activated, "down_out", first, product, tokens=self.tokens)
-        summed = writer.post_norm("post_mlp", summed, rows)
+        summed = norms.post_norm(writer, "post_mlp", summed, rows)
         writer.residual("out_add", "resid", summed, out=out, rows=rows, bias="ffn_down.bias")
 
     def rebuild_output(self, rows: RowBlock) -> None:
@@ -182,7 +183,7 @@ class Mlp:
         if self.writer.model.post_norms:
             activated, product = Rows("act", *self._wide_at(rows)), self._down_product
             summed = self.writer.multiply_and_scatter("ffn_down", activated, "down_out", rows[0], product)
-            self.writer.post_norm("post_mlp", summed, rows)
+            norms.post_norm(self.writer, "post_mlp", summed, rows)
 
     def _down(self, rows: RowBlock) -> None:
         """Write the second product of a row block, whose result nothing reads."""
@@ -216,7 +217,7 @@ class Mlp:
     def _block_backward(self, rows: RowBlock, grad_out: str, source: Rows | None) -> None:
         """Write one block's backward; ``source``: the norm's output if it is already gathered."""
         writer, shape, at, wide_at = self.writer, self.shape, self._at(rows), self._wide_at(rows)
-        upstream = writer.post_norm_backward("post_mlp", writer.shard_rows(grad_out, rows))
+        upstream = norms.post_norm_backward(writer, "post_mlp", writer.shard_rows(grad_out, rows))
 
         def product(grad: Rows, into: RowBlock) -> None:
             writer.dgrad("ffn_down", grad, Rows(writer.own("d_act", self.tokens, shape.ffn), *into), *widths)

@@ -25,7 +25,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import ceil
 
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 
 BALANCED = "balanced"
 LEAST_SHARE = 1e-6

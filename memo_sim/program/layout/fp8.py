@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Literal
 
 from memo_sim.contract.knobs import Fp8Recipe, ProductDtype
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.parameters import Block, Parameter
 from memo_sim.program.layout.skeletal import Fate, Skeletal

@@ -30,8 +30,11 @@ from enum import IntEnum
 from math import prod
 
 from memo_sim.contract.adapters import Adapters
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import DtypeName
-from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import groupby
 from math import lcm
 
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 
 

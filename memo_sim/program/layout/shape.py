@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from memo_sim.contract.errors import BadInput, Infeasible
-from memo_sim.contract.model import Experts, LatentAttention, LayerShape, Model
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.layout.attention_chunks import check_attention_chunks

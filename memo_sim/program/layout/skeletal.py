@@ -25,7 +25,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memo_sim.contract.model import Experts, LatentAttention, Model
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.model import Model
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.layout.parameters import POST_NORMS
 from memo_sim.program.layout.shape import Shape

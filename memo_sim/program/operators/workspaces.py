@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from memo_sim.contract import attention_kernels
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import RowwiseKernel
-from memo_sim.contract.model import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.work import Attention, WindowedAttention
 from memo_sim.program.operators.head_groups import check_head_groups, flash3_head_dim, round_up

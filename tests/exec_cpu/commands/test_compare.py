@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from memo_exec.commands import compare
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import StepFigures
 from memo_sim.contract.errors import BadInput, OutOfTolerance

@@ -190,7 +190,7 @@ def test_a_plan_decides_everything(llama: Any) -> None:
 
 
 def test_a_model_that_plans_do_not_describe() -> None:
-    model = small_model("gemma3_text")
+    model = small_model("olmo2")
     with refused(CannotRun, what="do not describe this model", hint="give alpha"):
         memo_exec.tokenwise(model, plan=plan_of(decisions(memo_model(small_model("llama")))))
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import KERNELS, Call

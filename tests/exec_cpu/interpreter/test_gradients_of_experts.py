@@ -11,12 +11,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from memo_exec.commands.run import load_of_experts
+from memo_exec.commands.run_outcome import load_of_experts
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.kernels.experts import check_device
 from memo_exec.training import huggingface, weights
 from memo_sim.contract.errors import CannotRun
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 from memo_sim.program.layout.expert_load import nearest_load
 from tests.exec_cpu.interpreter.replayed import TOLERANCE, assert_gradients_equal_autograds
 from tests.exec_cpu.small import (

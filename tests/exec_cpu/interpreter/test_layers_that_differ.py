@@ -8,7 +8,8 @@ import torch
 from memo_exec.machine.rank_placement import first_fit_placement
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import liveness
 from memo_sim.program.arena.library_workspaces import without_library

@@ -19,7 +19,7 @@ from memo_exec.machine.library_scratch import MEASURED, library_scratch
 from memo_exec.machine.memory_budget import LIBRARIES, RESULTS, TILE_BYTES, TILES, needs_of
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.memory.binding import schedule
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower

@@ -16,8 +16,8 @@ from memo_exec.verification.autograd_model import AutogradModel
 from memo_exec.verification.verify import verify
 from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import CannotRun, UsageError
-from memo_sim.contract.model import RopeScaling
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.rope_scaling import RopeScaling
 from tests.exec_cpu.kernels import fake_libraries
 from tests.exec_cpu.small import (
     CPU_KERNELS,

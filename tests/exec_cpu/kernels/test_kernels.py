@@ -131,7 +131,7 @@ def test_rotary_positions_restart_with_every_sequence(first: int, scaling: objec
     decisions, width = decide(model), model.q_width + model.kv_width
     packed = leaf(2 * 128, width + model.kv_width).double()
     heads = packed[:, :width].unflatten(-1, (-1, model.head_dim)).unflatten(0, (2, 128)).transpose(1, 2)
-    turned = AutogradModel(model, {})._rotated(heads).transpose(1, 2).flatten(2).flatten(0, 1)
+    turned = AutogradModel(model, {})._rotated(heads, 0.0).transpose(1, 2).flatten(2).flatten(0, 1)
     size = table.rotary_workspace_bytes(ROWS, model.heads + model.kv_heads, model.head_dim, "fp32")
     rows = slice(first, first + ROWS)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels import KERNELS, Call, Context
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.plan import Layout
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.kinds import Phase

@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from memo_exec.kernels import experts
-from memo_sim.contract.model import Experts
+from memo_sim.contract.experts import Experts
 from memo_sim.program.operators import workspaces as table
 from tests.exec_cpu.kernels.hand_call import play
 from tests.exec_cpu.small import decide, llama

@@ -131,7 +131,7 @@ def test_rotary_uses_the_start_of_a_subsequence(policy: dict[str, Any]) -> None:
     width = model.q_width + model.kv_width
     packed = torch.randn(700, width + model.kv_width, generator=torch.Generator().manual_seed(0)).double()
     heads = packed[None, :, :width].unflatten(-1, (-1, model.head_dim)).transpose(1, 2)
-    turned = AutogradModel(model, {})._rotated(heads).transpose(1, 2).flatten(2)[0]
+    turned = AutogradModel(model, {})._rotated(heads, 0.0).transpose(1, 2).flatten(2)[0]
     for number, (rows, positions) in enumerate(positions_of(decisions)):
         for first in (0, rows - 50):
             qkv, places = packed[positions][first:].float(), positions[first:]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from memo_exec.commands import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.machine import preflight
@@ -287,4 +288,4 @@ def test_a_plan_that_lends_is_run_with_the_allocator(tmp_path: Path) -> None:
     (program,) = lower(decisions)
     written(tmp_path / "plan.json", decisions, place(requests_of(program), solver="greedy"))
     with refused(CannotRun, got="CPU", wanted="CUDA", hint="--replay-allocator"):
-        run.run(tmp_path / "plan.json", run.RunOptions(steps=1))
+        run.run(tmp_path / "plan.json", RunOptions(steps=1))

@@ -7,7 +7,8 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.distributed.world import Launch, launched
 from memo_exec.machine import machine as machines
 from memo_exec.machine import preflight

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from memo_exec.cli import cli
 from memo_exec.commands.doctor import plan_report
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.machine import program_checks
 from memo_sim.contract import codec
 from memo_sim.contract.errors import MemoError

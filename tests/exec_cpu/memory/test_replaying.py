@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import torch
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.memory.native_library import FLAGS, SOURCE, cache_directory, library_path
 from memo_exec.memory.recorder import Recorder, place_recorded, requests_of_events
 from memo_exec.memory.replaying import Replay, Replayer, counted

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.training import checkpoint, peft_folder
 from memo_exec.training.checkpoint_metadata import read_metadata
 from memo_sim.contract.errors import UsageError

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.distributed.world import World
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.training import checkpoint
@@ -21,7 +22,7 @@ from memo_exec.training import checkpoint_shards as stored
 from memo_exec.training.weights import Held
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, write_plan
 from tests.exec_cpu.small import gpt, llama, states

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.distributed.world import launched
 from memo_exec.training import checkpoint, run_folder
 from memo_exec.training.checkpoint_metadata import read_metadata

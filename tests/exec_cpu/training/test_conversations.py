@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.training import weights
 from memo_exec.training.conversations import load_conversations
 from memo_exec.verification.autograd_model import AutogradModel

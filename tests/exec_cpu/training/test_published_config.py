@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.training import huggingface, weights
 from memo_sim.contract.errors import BadInput

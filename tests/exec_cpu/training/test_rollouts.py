@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.training.rollouts import load_rollouts
 from memo_sim.contract.errors import BadInput, UsageError
 from tests.exec_cpu.plans import byte_decisions, write_plan

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memo_exec.commands.run import RunOptions, run
+from memo_exec.commands.run import run
+from memo_exec.commands.run_options import RunOptions
 from memo_exec.kernels.loss import IGNORED
 from memo_exec.training.dataset import IGNORED_LABEL, load_dataset
 from memo_exec.training.hyperparameters import Hyperparameters

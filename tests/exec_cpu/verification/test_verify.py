@@ -9,13 +9,14 @@ import pytest
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.verification.verify import AUTOGRAD, KEEP_EVERYTHING, verify
 from memo_sim.contract import codec
-from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.verdict import Against, Compared, Verdict
 from memo_sim.program.ir.instruction import Instance
 from memo_sim.program.ir.program import Program
 from memo_sim.views.verdict_table import verdict_table
-from tests.exec_cpu.small import LLAMA3, decide, gpt, llama
+from tests.exec_cpu.small import DEEPSEEK, LLAMA3, decide, gpt, llama
 
 LARGE = llama(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn_hidden=14336, vocab=128256)
 
@@ -119,6 +120,12 @@ def test_autograd_knows_the_model(model: Model) -> None:
     assert verdict.verified
     assert verdict.references_agree
     assert not against(verdict, AUTOGRAD).skipped
+
+
+def test_rows_of_experts_are_no_part_of_the_gradient_norm() -> None:
+    verdict = verify(decide(llama(experts=DEEPSEEK), recompute="full"), layers=1, steps=2)
+    assert verdict.verified
+    assert verdict.references_agree
 
 
 def test_autograd_holds_one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

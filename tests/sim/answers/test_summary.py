@@ -7,7 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from memo_sim.answers.summary import left_out, summary_of
+from memo_sim.answers.left_out import left_out
+from memo_sim.answers.summary import summary_of
 from memo_sim.answers.what_if import Outputs, plan_of, price, what_if
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.catalog import load_cluster
-from memo_sim.contract.model import pairs_in_window
 from memo_sim.costs.attention import AttentionRates, of_year
 from memo_sim.program.ir.work import Attention, WindowedAttention
 

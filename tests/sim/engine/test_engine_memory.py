@@ -11,7 +11,7 @@ from memo_sim.contract.catalog import load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Quantity
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.trace import MemoryCurve
 from memo_sim.contract.units import GIB, parse_tokens

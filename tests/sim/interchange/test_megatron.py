@@ -16,8 +16,8 @@ from memo_sim.answers.import_job import decisions_of
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.knobs import Fp8Recipe, Recompute
-from memo_sim.contract.model import RopeScaling
 from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.interchange import megatron_bridge
 from memo_sim.interchange.framework import FALLBACK, Framework, Read, Source
 from memo_sim.interchange.frameworks import framework_of

@@ -10,7 +10,7 @@ from memo_sim.commands.interchange import TO
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import KNOBS
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.framework import Framework, How
 from memo_sim.interchange.frameworks import FRAMEWORKS

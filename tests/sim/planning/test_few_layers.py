@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.engine.simulate import simulate

@@ -17,7 +17,7 @@ from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SYSTEMS, TOKENWISE
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import SearchResult, best_with_more_memory, search
 from memo_sim.planning.space import candidates, with_alpha
-from memo_sim.program.layout.compatibility import KEEPS_ALL_TOKENS
+from memo_sim.program.layout.rules.recompute import KEEPS_ALL_TOKENS
 from memo_sim.views.plan_table import layout_label
 from tests.pairs import covering
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from memo_sim.answers.left_out import left_out
 from memo_sim.answers.named_values import question_of
-from memo_sim.answers.summary import left_out
 from memo_sim.planning.micro_batches import MOST_SEQUENCE_TOKENS, are_searched, with_larger_micro_batches
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout
 from memo_sim.planning.layouts import layouts
 from memo_sim.planning.question import Pins, Question, with_memory

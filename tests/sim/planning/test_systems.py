@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memo_sim.answers.summary import left_out
+from memo_sim.answers.left_out import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError

@@ -7,11 +7,11 @@ from functools import lru_cache
 import msgspec
 import pytest
 
-from memo_sim.answers.summary import left_out
+from memo_sim.answers.left_out import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.model import LatentAttention
+from memo_sim.contract.latent_attention import LatentAttention
 from memo_sim.contract.result import Result
 from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.question import Pins, Question

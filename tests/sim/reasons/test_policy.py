@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memo_sim.answers.summary import assumptions
+from memo_sim.answers.assumptions import assumptions
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import GIB, format_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import memo_sim
-from memo_sim.answers.summary import assumptions
+from memo_sim.answers.assumptions import assumptions
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.documents import parse_documents
 from memo_sim.contract.plan import Kernels, Layout

@@ -21,7 +21,7 @@ from tests.refusals import refused
 
 SLOW = {"memo-table3", "vtrain-multi", "korthikanti", "mcore-fp8"}
 """These sets take minutes: layouts are searched, or many stages and micro-batches are simulated."""
-IN_PART = {"vtrain-single": 6, "mpt-a100": 4, "mpt-h100": 4, "internevo": 4, "trl": 4}
+IN_PART = {"vtrain-single": 6, "mpt-a100": 4, "mpt-h100": 4, "internevo": 4, "trl": 4, "nemo-fp8": 4}
 """Sets of rows that are alike: the default run checks every so many of them."""
 
 

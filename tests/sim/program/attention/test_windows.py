@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.knobs import CpExchange
-from memo_sim.contract.model import LayerShape, Model, pairs_in_window
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory.place import place
 from memo_sim.program.analysis.columns import expand

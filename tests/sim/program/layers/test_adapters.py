@@ -9,7 +9,8 @@ import pytest
 
 from memo_sim.contract.adapters import adapters_of, parse_adapters
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import BufferClass, Mode

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.model import Experts, LayerShape, Model
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import Instruction

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.model import Experts, LayerShape
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.kinds import Phase

@@ -9,8 +9,10 @@ import pytest
 
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.documents import Documents
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import Fp8Layouts, Fp8Recipe
-from memo_sim.contract.model import Experts, LayerShape, Model
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import BufferClass, Instruction

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from memo_sim.contract.model import Experts, LayerShape, Model
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.kinds import TemplateKind

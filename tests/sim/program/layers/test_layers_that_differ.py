@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from memo_sim.contract.model import LayerShape, Model
+from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.analysis.columns import expand

@@ -13,7 +13,7 @@ from memo_sim.program.analysis.liveness import liveness
 from memo_sim.program.ir.instruction import Template
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Gemm, Rowwise
-from memo_sim.program.layout.compatibility import UNDIVIDED_LOSSES
+from memo_sim.program.layout.rules.loss import UNDIVIDED_LOSSES
 from memo_sim.program.lower import lower
 from memo_sim.program.operators.framework_kernels import framework_kernels
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of

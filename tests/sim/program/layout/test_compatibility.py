@@ -9,9 +9,11 @@ import pytest
 
 from memo_sim.contract.documents import Documents
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.model import Experts, LayerShape
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions, Kernels, Layout
-from memo_sim.program.layout.compatibility import ARENA_RULES, RULES, Rule, check_compatible
+from memo_sim.program.layout.compatibility import ARENA_RULES, RULES, check_compatible
+from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT, LATENT, LLAMA
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memo_sim.contract.model import LayerShape
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.program.layout.repeated_layers import repeated_layers
 
 

@@ -1,0 +1,42 @@
+"""What attention in chunks does not go with."""
+
+from __future__ import annotations
+
+from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.rules.feature import Feature
+from memo_sim.program.layout.rules.pipeline_stages import staged
+from memo_sim.program.layout.rules.rule import Rule
+
+_CHUNKS = Feature(
+    name="attention in chunks",
+    chosen=in_chunks,
+    beside="with attention in chunks",
+    setting=lambda d: f"chunks of {d.attention_chunk_tokens} tokens",
+    hint="leave --attention-chunk out; tp, ulysses, dp, pp and ZeRO go with it, under full recompute",
+)
+
+CHUNKS_UNDER_FULL_RECOMPUTE = Rule(
+    name="attention in chunks: recompute",
+    breaks=lambda d: in_chunks(d) and d.recompute != "full",
+    what="attention in chunks needs full recompute",
+    where="decisions.recompute",
+    got=lambda d: f"recompute {d.recompute} with chunks of {d.attention_chunk_tokens} tokens",
+    wanted="full",
+    hint="--recompute full, or leave --attention-chunk out",
+)
+
+ATTENTION_CHUNKS = (
+    _CHUNKS.allows("model.bidirectional", False, wanted="a model with causal attention"),
+    _CHUNKS.allows(
+        "decisions.kernels.attention",
+        wanted="a flash kernel",
+        when=lambda d: in_chunks(d) and d.kernels.attention == "plain",
+    ),
+    CHUNKS_UNDER_FULL_RECOMPUTE,
+    _CHUNKS.allows("decisions.micro_batch", 1),
+    _CHUNKS.allows("layout.subsequences", 1),
+    _CHUNKS.allows("layout.schedule", "1f1b", "gpipe", "interleaved", when=lambda d: in_chunks(d) and staged(d)),
+    _CHUNKS.allows("layout.cp_exchange", "ring", "all_gather"),
+    _CHUNKS.allows("layout.cp", 1),
+    _CHUNKS.allows("layout.metp", 1),
+)

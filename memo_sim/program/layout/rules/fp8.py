@@ -1,0 +1,40 @@
+"""What products in FP8 do not go with."""
+
+from __future__ import annotations
+
+from memo_sim.program.layout.rules.feature import Feature
+from memo_sim.program.layout.rules.pipeline_stages import staged
+
+_FP8 = Feature(
+    name="FP8",
+    chosen=lambda d: d.fp8 != "none",
+    beside="beside products in FP8",
+    setting=lambda d: f"fp8 {d.fp8}",
+    hint="tp, cp, Ulysses, pp, dp, ZeRO, swapping and subsequences go with FP8; or leave --fp8 out",
+)
+
+IN_FP8 = (
+    _FP8.allows("decisions.dtype", "bf16", because="quantisation reads bf16"),
+    _FP8.allows("layout.metp", 1, because="METP would pass FP8 copies of its weights round the ring"),
+    _FP8.allows("layout.tp_overlap", "none", because="chunks would each be quantised by themselves"),
+    _FP8.allows("layout.multiplexed", False, because="helper stages would need the FP8 copies of the owner's weights"),
+    _FP8.allows(
+        "layout.schedule",
+        *("gpipe", "1f1b", "interleaved"),
+        because="deferred weight gradients would have to keep gradients in FP8",
+        when=lambda d: d.fp8 != "none" and staged(d),
+    ),
+    _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
+    _FP8.allows(
+        "decisions.recompute",
+        *("none", "full", "selective", "tokenwise"),
+        because="what other modes rebuild is kept in FP8 alone",
+    ),
+    _FP8.allows(
+        "decisions.modules", "auto", "operators", because="memo has no list of what FP8 modules of transformers save"
+    ),
+    _FP8.allows("decisions.adapters", "none", because="frozen products need no copies for the gradients of weights"),
+    _FP8.allows(
+        "decisions.grad_sums", "auto", "fp32", "params", because="autocast casts fp32 weights to bf16, not to FP8"
+    ),
+)

@@ -1,0 +1,59 @@
+"""What subsequences and the window of their offload do not go with."""
+
+from __future__ import annotations
+
+from memo_sim.program.layout.rules.feature import Feature
+from memo_sim.program.layout.rules.recompute import KEEPS_ALL_TOKENS, swaps
+from memo_sim.program.layout.rules.rule import Rule
+
+_SUBSEQUENCES = Feature(
+    name="subsequences",
+    chosen=lambda d: d.layout.subsequences > 1,
+    what="subsequences divide one whole sequence",
+    setting=lambda d: f"{d.layout.subsequences} subsequences",
+    hint="tp, pp and dp go with --subsequences",
+)
+
+SUBSEQUENCES = (
+    Rule(
+        name="offload window: subsequences",
+        breaks=lambda d: d.offload_window > 0 and (d.layout.subsequences == 1 or not swaps(d)),
+        what="an offload window is for subsequences that are swapped",
+        where="decisions.offload_window",
+        got=lambda d: (
+            f"{d.offload_window} with {d.layout.subsequences} subsequences, {d.swapped_tokens} tokens swapped"
+        ),
+        wanted="0",
+        hint="--subsequences 8 and an --alpha above 0, or leave --offload-window out",
+    ),
+    Rule(
+        name="rounding buffers: offload_window",
+        breaks=lambda d: d.rounding_buffers and d.offload_window > 0,
+        what="in an offload window each subsequence has buffers of its own",
+        where="decisions.offload_window",
+        got=lambda d: f"{d.offload_window} with rounding buffers",
+        wanted="0",
+        hint="--no-rounding-buffers, or leave --offload-window out",
+    ),
+    _SUBSEQUENCES.allows("micro_batch", 1),
+    _SUBSEQUENCES.allows("layout.cp", 1),
+    _SUBSEQUENCES.allows("layout.ulysses", 1),
+    Rule(
+        name="subsequences: attention",
+        breaks=lambda d: d.layout.subsequences > 1 and d.kernels.attention == "plain",
+        what="plain attention has no log-sum-exp to merge earlier keys by",
+        where="decisions.kernels.attention",
+        got=lambda d: f"plain with {d.layout.subsequences} subsequences",
+        wanted="a flash kernel",
+        hint="another attention kernel, or leave --subsequences out",
+    ),
+    Rule(
+        name="subsequences: recompute",
+        breaks=lambda d: d.layout.subsequences > 1 and d.recompute in KEEPS_ALL_TOKENS,
+        what=lambda d: f"{d.recompute} recompute has no lowering with subsequences",
+        where="decisions.recompute",
+        got=lambda d: f"{d.recompute} with {d.layout.subsequences} subsequences",
+        wanted="none, full or tokenwise",
+        hint="--recompute full rebuilds attention too",
+    ),
+)
