@@ -43,3 +43,11 @@ def every_layer(
     if not pattern:
         return (LayerShape(ffn_hidden=ffn_hidden, experts=experts, window=window),) * layers
     return tuple(islice(cycle(chain.from_iterable([run.shape] * run.times for run in pattern)), layers))
+
+
+@lru_cache(maxsize=1024)
+def distinct_layers(
+    pattern: tuple[LayerRun, ...], layers: int, ffn_hidden: int, experts: Experts | None, window: int
+) -> tuple[LayerShape, ...]:
+    """Return the distinct shapes of layers; a search asks for them hundreds of thousands of times."""
+    return tuple(dict.fromkeys(every_layer(pattern, layers, ffn_hidden, experts, window)))

@@ -12,7 +12,7 @@ import msgspec
 from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.latent_attention import LatentAttention
-from memo_sim.contract.layer_shape import MOST_LAYER_KINDS, LayerRun, LayerShape, every_layer
+from memo_sim.contract.layer_shape import MOST_LAYER_KINDS, LayerRun, LayerShape, distinct_layers, every_layer
 from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.units import MOST_TOKENS, Layers, NonNegative, Rate, Width
 
@@ -145,7 +145,7 @@ class Model(
     @property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """The distinct shapes of layers, in the order in which they first occur; one where all layers are alike."""
-        return tuple(dict.fromkeys(self._every_layer))
+        return distinct_layers(self.layer_pattern, self.layers, self.ffn_hidden, self.experts, self.window)
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ CLAMPED = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 
 
 def routed_experts(config: Config, model_type: str) -> Experts:
-    """Return the experts of a Mixtral, Qwen2-MoE, Qwen3-MoE or GPT-OSS, which every layer has."""
+    """Return the experts of a Mixtral, Qwen-MoE or GPT-OSS, which every layer has."""
     balanced = config.flag("output_router_logits", False)
     balance = config.number("router_aux_loss_coef", 0.001, least=0.0)
     if config.number("router_jitter_noise", 0.0, least=0.0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
+import msgspec
 
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.huggingface_types.kinds import GEMMA3, GPT_OSS
@@ -73,7 +73,7 @@ def _is_gpt_oss(model: Model) -> bool:
 
 def _type_with_experts(model: Model, experts: Experts) -> str | None:
     if _is_mixed(model) and experts.shared_gate and not model.qk_norm and not model.windowed:
-        plain = replace(experts, shared=0, shared_gate=False).of_softmax_alone
+        plain = msgspec.structs.replace(experts, shared=0, shared_gate=False).of_softmax_alone
         return "qwen2_moe" if plain else None
     if not _is_mixed(model) or model.qkv_bias or not experts.of_softmax_alone:
         return None
