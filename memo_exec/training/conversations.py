@@ -178,14 +178,23 @@ def load_conversations(
     tokenizer = _Tokenizer(tokenizer_folder, file) if tokenizer_folder is not None else None
     items = tuple(_conversation(line, tokenizer, vocab, where) for line, where in lines_of(file))
     found = Conversations(file, items, seq_tokens, room)
+    check_used(found, "no conversation has a target")
+    return found
+
+
+def check_used(found: Conversations, unused: str) -> None:
+    """Refuse data of which nothing counts; ``unused``: what is said then.
+
+    Raises:
+        BadInput: when no item has a target within a sequence.
+    """
     if not found.used:
         raise BadInput(
-            f"no conversation has a target within {counted(seq_tokens, 'token')}",
-            where=str(file),
-            got=counted(len(items), "conversation"),
+            f"{unused} within {counted(found.seq_tokens, 'token')}",
+            where=str(found.path),
+            got=counted(len(found.items), found.noun),
             hint="longer sequences (--seq-len of the plan), or other data",
         )
-    return found
 
 
 def lines_of(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
@@ -291,7 +300,7 @@ class _Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:
+        except Exception as error:  # transformers raises any exception for a file that it cannot read
             raise BadInput("the tokenizer cannot be read", where=str(folder), got=_short(error)) from None
         self._folder = folder
 
@@ -339,7 +348,7 @@ class _Tokenizer:
     def _applied(self, messages: Sequence[dict[str, Any]], where: str, **options: bool) -> Any:
         try:
             return self._tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
-        except Exception as error:
+        except Exception as error:  # a template is code of the folder: it may raise any exception
             raise BadInput("the chat template refuses the messages", where=where, got=_short(error)) from None
 
 

@@ -8,6 +8,7 @@ from math import ceil
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import format_percent
 from memo_sim.program.layout.expert_load import capacity_rows
 
 HUNDREDTHS = 100
@@ -48,9 +49,9 @@ class Overflow:
         most = f"a rank had at most {self.most:,} rows of a layer for another, {have}"
         if not self.dropped:
             return f"expert parallelism: no row was dropped; {most}"
-        share = self.dropped / self.rows
+        share = format_percent(self.dropped / self.rows)
         return (
-            f"expert parallelism: {self.dropped:,} of {self.rows:,} rows ({share:.2%}) were dropped; {most}; "
+            f"expert parallelism: {self.dropped:,} of {self.rows:,} rows ({share}) were dropped; {most}; "
             f"--expert-capacity {self.enough:g} has a place for each"
         )
 

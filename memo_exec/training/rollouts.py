@@ -23,10 +23,18 @@ from typing import Any
 
 import numpy as np
 
-from memo_exec.training.conversations import NUMBERS, Conversation, Conversations, Floats, joined, lines_of, tokens_of
+from memo_exec.training.conversations import (
+    NUMBERS,
+    Conversation,
+    Conversations,
+    Floats,
+    check_used,
+    joined,
+    lines_of,
+    tokens_of,
+)
 from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
 from memo_sim.contract.errors import BadInput
-from memo_sim.contract.units import counted
 
 SPREAD = 0.3
 """Standard deviation of made-up log-probabilities."""
@@ -80,13 +88,7 @@ def load_rollouts(file: Path, vocab: int, seq_tokens: int, *, kl: bool, room: in
         numbers[len(prompt) :] = np.stack(list(_columns(line, len(completion), where, kl=kl)), axis=1)
         items.append(replace(joined(prompt, completion), rollout=numbers))
     found = Conversations(file, tuple(items), seq_tokens, room, "rollout")
-    if not found.used:
-        raise BadInput(
-            f"no completion has a token within {counted(seq_tokens, 'token')}",
-            where=str(file),
-            got=counted(len(items), "rollout"),
-            hint="longer sequences (--seq-len of the plan), or other data",
-        )
+    check_used(found, "no completion has a token")
     return found
 
 

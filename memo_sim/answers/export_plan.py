@@ -171,32 +171,30 @@ def _unwritten(model: Model) -> str:
     return ", ".join(what for what, has in asked.items() if has)
 
 
-def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware, named: str) -> _There:
-    """Return the fastest of the nearest jobs that fits, or the one that is nearest to fitting; equal ones first."""
-    found, refused = list[_There](), list[MemoError]()
-    if decisions.model.mixture:
-        raise UsageError(
-            "memo writes no framework's options of experts",
-            where="model.experts",
-            got=decisions.model.name,
-            wanted="a model without experts",
-            hint="memo-exec runs the plan itself",
-        )
-    if decisions.model.latent:
-        raise UsageError(
-            "memo writes no framework's options of latent attention",
-            where="model.latent",
-            got=decisions.model.name,
-            wanted="a model without latent attention",
-            hint="memo-exec runs the plan itself",
-        )
+def _check_written(decisions: Decisions, framework: Framework) -> None:
+    """Refuse a plan with something that no file of the framework can say.
+
+    Raises:
+        UsageError: naming it.
+    """
+    model, own = decisions.model, "memo-exec runs the plan itself"
+    parts = (("experts", "model.experts", model.mixture), ("latent attention", "model.latent", model.latent))
+    for what, where, asked in parts:
+        if asked:
+            raise UsageError(
+                f"memo writes no framework's options of {what}",
+                where=where,
+                got=model.name,
+                wanted=f"a model without {what}",
+                hint=own,
+            )
     if decisions.documents and framework.sayings["decisions.documents"].how == "none":
         raise UsageError(
             f"memo writes no options of packed documents for {framework.title}",
             where="decisions.documents",
             got=decisions.documents.source or "documents",
             wanted="a plan without documents, or a framework that packs them",
-            hint="--to trl, or memo-exec runs the plan itself",
+            hint=f"--to trl, or {own}",
         )
     if decisions.objective != "next-token":
         raise UsageError(
@@ -204,16 +202,22 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             where="decisions.objective",
             got=decisions.objective,
             wanted="next-token",
-            hint="memo-exec runs the plan itself, on given rollouts",
+            hint=f"{own}, on given rollouts",
         )
-    if unwritten := _unwritten(decisions.model):
+    if unwritten := _unwritten(model):
         raise UsageError(
             f"memo writes no framework's options of {unwritten}",
             where="model",
-            got=decisions.model.name,
+            got=model.name,
             wanted="a model whose tokens attend to all tokens before them, in Llama's or GPT's layers",
-            hint="memo-exec runs the plan itself",
+            hint=own,
         )
+
+
+def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware, named: str) -> _There:
+    """Return the fastest of the nearest jobs that fits, or the one that is nearest to fitting; equal ones first."""
+    _check_written(decisions, framework)
+    found, refused = list[_There](), list[MemoError]()
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
         question = job.question(cluster, hardware, framework.system)
         try:

@@ -44,6 +44,7 @@ from memo_sim.program.attention.partial import (
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
 from memo_sim.program.ir.kinds import FamilyKind
+from memo_sim.program.ir.work import Attention
 from memo_sim.program.layout.shape import Shape
 
 KV, D_KV = "prefix.kv", "prefix.d_kv"
@@ -147,20 +148,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     queries = builder.all(d_q)
     into_q = queries if builder.dtype(d_q) == decisions.dtype else builder.all("d_q.part")
     into = _written(builder, decisions, shape, mine)
-    builder.emit(
-        "attn.bwd",
-        "attention.bwd",
-        Lane.COMPUTE,
-        work,
-        grad=reads(builder.all("d_attn")),
-        q=reads(builder.all("q")),
-        kv=reads(_own(KV, shape)),
-        out=reads(builder.all("attn")),
-        lse=reads(builder.all("lse")),
-        grad_q=writes(into_q),
-        grad_kv=writes(into),
-        workspace=workspace(builder, decisions, work, "attn.bwd.scratch"),
-    )
+    _own_call_backward(builder, decisions, work, _own(KV, shape), into_q, into)
     if into_q != queries:
         put(builder, "d_q.put", into_q, queries)
     _sum(builder, decisions, shape, "", into, mine)
@@ -180,6 +168,20 @@ def _windowed_backward(builder: TemplateBuilder, decisions: Decisions, shape: Sh
     queries = builder.all(builder.own("d_q", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width))
     builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, keys.tokens, 2 * shape.kv_width)
     work = attention_work(decisions, shape, shape.tokens, keys.tokens, "causal", backward=True, window=shape.window)
+    _own_call_backward(builder, decisions, work, keys, queries, builder.all(ASIDE))
+    reached = end if _last(shape) else max(keys.first, end + 1 - shape.window)
+    for number, (first, rows) in enumerate(sums_of(shape, keys.first, reached - keys.first)):
+        put(builder, f"d_kv.put{number or ''}", Rows(ASIDE, first - keys.first, rows.tokens), rows)
+    for number, (first, rows) in enumerate(sums_of(shape, reached, end - reached)):
+        add(builder, decisions, f"d_kv.add{number or ''}", Rows(ASIDE, first - keys.first, rows.tokens), rows)
+    ((_, mine),) = sums_of(shape, shape.start, shape.tokens)
+    attention_part.join(builder, "qkv.join", queries, mine, builder.all("d_qkv"))
+
+
+def _own_call_backward(  # noqa: PLR0917 - the context, the keys, and both gradients
+    builder: TemplateBuilder, decisions: Decisions, work: Attention, keys: Rows, grad_q: Rows, grad_kv: Rows
+) -> None:
+    """Write the backward of the call that reads the subsequence's own keys, and with a window those before them."""
     builder.emit(
         "attn.bwd",
         "attention.bwd",
@@ -190,17 +192,10 @@ def _windowed_backward(builder: TemplateBuilder, decisions: Decisions, shape: Sh
         kv=reads(keys),
         out=reads(builder.all("attn")),
         lse=reads(builder.all("lse")),
-        grad_q=writes(queries),
-        grad_kv=writes(builder.all(ASIDE)),
+        grad_q=writes(grad_q),
+        grad_kv=writes(grad_kv),
         workspace=workspace(builder, decisions, work, "attn.bwd.scratch"),
     )
-    reached = end if _last(shape) else max(keys.first, end + 1 - shape.window)
-    for number, (first, rows) in enumerate(sums_of(shape, keys.first, reached - keys.first)):
-        put(builder, f"d_kv.put{number or ''}", Rows(ASIDE, first - keys.first, rows.tokens), rows)
-    for number, (first, rows) in enumerate(sums_of(shape, reached, end - reached)):
-        add(builder, decisions, f"d_kv.add{number or ''}", Rows(ASIDE, first - keys.first, rows.tokens), rows)
-    ((_, mine),) = sums_of(shape, shape.start, shape.tokens)
-    attention_part.join(builder, "qkv.join", queries, mine, builder.all("d_qkv"))
 
 
 def _seen(shape: Shape) -> Rows:

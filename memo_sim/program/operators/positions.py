@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memo_sim.program.ir.builder import Rows, accumulates, reads, writes
+from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.operators import workspaces as table
 
 if TYPE_CHECKING:
@@ -32,39 +32,31 @@ def positions(writer: OperatorWriter, packed: Rows, raw: Rows, *, first: int = 0
             raw=writes(raw),
         )
     if not writer.model.learned_positions:
-        scratch = table.rotary_workspace_bytes(tokens, *_rotated(writer), writer.dtype, writer.rowwise)
-        qkv = accumulates(packed)
-        writer.memory_bound(
-            "rotary",
-            "rotary",
-            tokens,
-            width,
-            width,
-            features=width,
-            scratch=scratch,
-            first=first,
-            theta=writer.shape.rope_theta,
-            qkv=qkv,
-        )
+        _rotate(writer, "rotary", tokens, first, qkv=accumulates(packed))
+
+
+def _rotate(writer: OperatorWriter, op: str, tokens: int, first: int, **rows: Access) -> None:
+    """Write the rotary embedding of packed rows, or its backward, in place."""
+    width = writer.shape.q_width + writer.shape.kv_width
+    writer.memory_bound(
+        op,
+        op,
+        tokens,
+        width,
+        width,
+        features=width,
+        scratch=table.rotary_workspace_bytes(tokens, *_rotated(writer), writer.dtype, writer.rowwise),
+        first=first,
+        theta=writer.shape.rope_theta,
+        **rows,
+    )
 
 
 def positions_backward(writer: OperatorWriter, d_qkv: Rows, *, first: int = 0) -> None:
     """Write the backward of ``positions``, in place in the gradient; it reads the same rows of ``qk_raw``."""
     tokens, width, grad = d_qkv.tokens, writer.shape.q_width + writer.shape.kv_width, accumulates(d_qkv)
     if not writer.model.learned_positions:
-        scratch = table.rotary_workspace_bytes(tokens, *_rotated(writer), writer.dtype, writer.rowwise)
-        writer.memory_bound(
-            "rotary.bwd",
-            "rotary.bwd",
-            tokens,
-            width,
-            width,
-            features=width,
-            scratch=scratch,
-            first=first,
-            theta=writer.shape.rope_theta,
-            grad=grad,
-        )
+        _rotate(writer, "rotary.bwd", tokens, first, grad=grad)
     if writer.model.qk_norm:
         writer.memory_bound(
             "qk_norm.bwd",
