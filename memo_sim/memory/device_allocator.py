@@ -116,8 +116,7 @@ class DeviceAllocator:
         block.requested = size_bytes
         self.allocated_bytes += block.size
         self.active_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: Block) -> None:

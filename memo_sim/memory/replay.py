@@ -364,6 +364,5 @@ class _Player:
                 reserved_bytes=device.reserved_bytes,
             )
         self.live += size
-        if self.live > self.live_peak:
-            self.live_peak = self.live
+        self.live_peak = max(self.live_peak, self.live)
         return block
