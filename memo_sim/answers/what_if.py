@@ -31,6 +31,7 @@ from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
+from memo_sim.program.arena.folded import folded
 from memo_sim.program.lower import program_sha256
 from memo_sim.reasons.answer import explain, plan_title
 from memo_sim.reasons.remedies import ways_out
@@ -381,11 +382,11 @@ def without_answer(question: Question, error: MemoError) -> Result:
 def plan_of(
     simulation: Simulation, arena: Arena | None, question: Question, *, created: str, command: str
 ) -> tuple[Plan, Placement | None]:
-    """Return the plan file of a simulated plan, and the placement whose hash it holds.
+    """Return the plan file of a simulated plan, and the placement whose hash it holds, equal micro-batches once.
 
     The placement is None for a step of too many micro-batches, and where memory is not planned.
     """
-    placement = arena.placement if arena and arena.whole else None
+    placement = folded(arena.placement) if arena and arena.whole else None
     prediction = arena.prediction if arena else simulation.prediction
     plan = Plan(
         decisions=simulation.decisions,

@@ -28,10 +28,11 @@ MOST_OCCURRENCES = 64
 
 @dataclass(frozen=True, eq=False)
 class Period:
-    """``times`` equal periods of ``births`` buffers and ``instants`` instants; ``order`` has all buffers by birth.
+    """``times`` equal periods of ``births`` buffers and ``instants`` instants.
 
-    ``order[first : first + births * times]`` are the buffers that are born in it, and ``begins`` is the instant at
-    which the first period begins.
+    ``order`` has all buffers by birth; those of one instant are in the order in which they were given.
+    ``order[first : first + births * times]`` are the buffers that are born in a period, and ``begins`` is the instant
+    at which the first one begins.
     """
 
     order: Ints
@@ -57,18 +58,12 @@ class Period:
         return self.order[self.first : self.after].reshape(self.times, self.births)
 
 
-def by_birth(lower: Ints, upper: Ints) -> Ints:
-    """Return buffers in the order of their births; of those born at one instant, the one that lives longest first."""
-    order: Ints = np.lexsort((-upper, lower))
-    return order
-
-
 def find_period(lower: Ints, upper: Ints, size: Ints) -> Period | None:
     """Return the period that covers most births, or None when nothing repeats at least twice.
 
     ``lower``, ``upper`` and ``size`` are the buffers' lives [lower, upper) and sizes in any unit.
     """
-    order = by_birth(lower, upper)
+    order = np.argsort(lower, kind="stable")
     low, life, sizes = lower[order], (upper - lower)[order], size[order]
     gap = np.diff(low, prepend=low[:1])
     kind = _kinds(gap, life, sizes)
