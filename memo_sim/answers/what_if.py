@@ -46,6 +46,11 @@ LEAST_EXACT = 3
 fit. With subsequences no more ranks are exact, because playing one such plan takes seconds."""
 
 
+MOST_WRITTEN_SPANS = 60_000
+"""Largest number of spans of a plan's traces in which every micro-batch is written: about 13 MB over all stages.
+
+Of a longer step, the files have the micro-batches that were played, which the others repeat."""
+
 NO_INTERVAL = "The step has no interval: "
 UNNAMED_FRAMEWORK = f"{NO_INTERVAL}a plan on PyTorch's allocator does not say which framework it was made for."
 
@@ -421,13 +426,12 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
         write_report(answer, question, outputs.report, plan=None, file=None, **told)
     if answer.best is None or not any((outputs.plan, outputs.picture, outputs.timeline, outputs.report)):
         return
-    traces = answer.best.traces()
     if outputs.picture:  # first, so that a drawing that fails leaves no other file
         _draw(answer, answer.best, question, outputs)
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
-        write_chrome_trace(traces, outputs.timeline, full=outputs.full_timeline)
+        write_chrome_trace(answer.best.traces(), outputs.timeline, full=outputs.full_timeline)
     if not (outputs.plan or outputs.report):
         return
     plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
@@ -437,7 +441,7 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
         told = {"created": created, "command": command}
         write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, **told)
     if outputs.plan:
-        for number, trace in enumerate(traces):
+        for number, trace in enumerate(answer.best.traces(most_spans=MOST_WRITTEN_SPANS)):
             write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)
         if placement is not None:
             write(beside(outputs.plan, "placement"), placement)

@@ -1,8 +1,8 @@
 """Writes a placement's equal micro-batches once, and writes them out again.
 
 Buffers of a step that repeats often lie at the same addresses every few periods (``periods.py``). The file of such a
-placement has the rows of these few periods, and how often they come again. Where addresses never repeat, it still has
-names, lives, sizes and classes once, and all addresses.
+placement has the rows of these few periods, and how often they come again. Where addresses repeat late or
+never, it has names, lives, sizes and classes once, and all addresses.
 
     slots     before | a0 b0 | a1 b1 | a2 b2 | a3 b3 | after
     file      before | a0 b0 | after        repeated: 3 times, index steps 1 1
@@ -10,12 +10,17 @@ names, lives, sizes and classes once, and all addresses.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 
 from memo_sim.contract.placement import Placement, Repeated, split_id
 from memo_sim.program.analysis.columns import Ints
 from memo_sim.program.arena.periods import find_period
+
+ROW_BYTES, OFFSET_BYTES = 85, 12
+"""Bytes of a file for a slot, and for its address alone."""
 
 COLUMNS = ("ids", "lower", "upper", "size_bytes", "offset_bytes")
 
@@ -39,13 +44,15 @@ def folded(placement: Placement) -> Placement:
     families = _numbered([name[0] for name in names if name]).reshape(period.times, period.births)
     index = np.array([name[1] for name in names if name], dtype=np.int64).reshape(period.times, period.births)
     offsets = np.array(placement.offset_bytes, dtype=np.int64)[period.buffers]
-    for alike in (np.concatenate((offsets, families), axis=1), families):
-        found = _cycle(alike, index)
-        if found is not None and 2 * found[1] * found[2] * period.births > len(placement.ids):
-            begin, cycle, times = found
-            break
-    else:
+    best: tuple[float, int, int, int, bool] | None = None
+    for alike, own in ((np.concatenate((offsets, families), axis=1), False), (families, True)):
+        if (found := _cycle(alike, index)) is not None:
+            spared = found[1] * found[2] * period.births
+            file_bytes = (len(placement.ids) - spared) * ROW_BYTES + own * spared * OFFSET_BYTES
+            best = min(best or (math.inf, 0, 0, 0, False), (file_bytes, *found, own))
+    if best is None or best[0] > len(placement.ids) * ROW_BYTES / 2:
         return placement
+    _, begin, cycle, times, own = best
     first, count = period.first + begin * period.births, cycle * period.births
     gone = slice(first + count, first + (times + 1) * count)
     again = Repeated(
@@ -53,7 +60,7 @@ def folded(placement: Placement) -> Placement:
         times=times,
         instants=cycle * period.instants,
         index_steps=(index[begin + cycle : begin + 2 * cycle] - index[begin : begin + cycle]).ravel().tolist(),
-        offset_bytes=placement.offset_bytes[gone] if alike is families else [],
+        offset_bytes=placement.offset_bytes[gone] if own else [],
     )
     columns = {name: _without(getattr(placement, name), gone) for name in (*COLUMNS, "classes")}
     return msgspec.structs.replace(placement, repeated=again, **columns)
