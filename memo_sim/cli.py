@@ -23,7 +23,16 @@ from memo_sim.commands.sweep import sweep_command
 from memo_sim.commands.understand import compare_command, explain_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
-from memo_sim.question_options import PRICE, Options, asked, cluster_options, names_in, prices_of, question_options
+from memo_sim.question_options import (
+    PRICE,
+    Options,
+    asked,
+    cluster_options,
+    long_run_options,
+    names_in,
+    prices_of,
+    question_options,
+)
 from memo_sim.views.command_line import (
     SETTINGS,
     Commands,
@@ -78,6 +87,7 @@ IN_JSON, IN_TEXT = 10, 3
 )
 @GIVEN
 @question_options
+@long_run_options
 @PRICE
 @WHY
 @click.option(
@@ -138,6 +148,7 @@ def what_if_command(**options: Any) -> None:
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
 @question_options
+@long_run_options
 @PRICE
 @WHY
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")

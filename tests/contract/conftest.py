@@ -12,6 +12,7 @@ from memo_sim.contract.difference import Choice, Difference, Share, Side
 from memo_sim.contract.expert_load import LayerLoad, MeasuredLoad
 from memo_sim.contract.explanation import Explanation, Rival, Room, Sensitivity, Use
 from memo_sim.contract.figure import Figure, Line, Point
+from memo_sim.contract.goodput import Failures, Goodput, GoodputChange
 from memo_sim.contract.gpus import Gpus, Sized, TriedCount
 from memo_sim.contract.hardware import (
     AttentionTable,
@@ -345,6 +346,7 @@ def gpus() -> Gpus:
         device_memory=memory,
         host_memory=HostMemory(needed_bytes=0, capacity_bytes=10),
         plan="tp2",
+        goodput=goodput(),
         assumptions=[Assumption(name="dtype", value="bf16", option="--dtype")],
     )
     size = Sized(
@@ -361,6 +363,27 @@ def gpus() -> Gpus:
         sizes=[size],
         tried=[TriedCount(kind="a800", cluster="a800-1x8", devices=8, fits=False, reason="device memory")],
         why=["one"],
+    )
+
+
+def goodput() -> Goodput:
+    failures = Failures(device_mtbf_hours=100.0, checkpoint_bytes_per_s=1e9, interval_s=60.0, restart_s=10.0)
+    return Goodput(
+        failures=failures,
+        job_mtbf_s=360.0,
+        checkpoint_bytes=10**9,
+        checkpoint_s=1.0,
+        interval_steps=60,
+        interval_s=60.0,
+        interval_from="given",
+        goodput=0.9,
+        checkpoints=0.02,
+        lost=0.05,
+        restarts=0.03,
+        tokens_per_device_s=9.0,
+        days_per_trillion_tokens=100.0,
+        device_hours_per_billion_tokens=2.0,
+        price_per_billion_tokens=4.0,
     )
 
 
@@ -488,6 +511,7 @@ def difference() -> Difference:
         step_s=1.0,
         mfu=0.5,
         tgs=10.0,
+        goodput=goodput(),
         lanes={"compute": 0.5},
         peak_device_bytes=1024,
         peak_by_class={"state": 1024},
@@ -550,6 +574,8 @@ def explanation() -> Explanation:
         sensitivities=[sensitivity],
         rivals=[rival],
         rivals_are="one decision changed",
+        goodput=goodput(),
+        goodput_changes=[GoodputChange(change="half the restart", goodput=0.95)],
         notes=["a note"],
     )
 
