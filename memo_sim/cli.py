@@ -330,11 +330,30 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
 
 
 @cli.command("list")
-@click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware"]))
-def list_command(what: str) -> None:
-    """List what can be named: models, clusters, systems, case files, hardware profiles."""
-    from memo_sim.answers.listing import describe
+@click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware", "combinations"]))
+@click.argument("features", nargs=-1, metavar="[FEATURE [FEATURE]]")
+@click.option("--json", "as_json", is_flag=True, help="Of combinations: print one memo.combinations/1 document.")
+def list_command(what: str, features: tuple[str, ...], *, as_json: bool) -> None:
+    """List what can be named (models, clusters, systems, case files, hardware profiles), or what goes together.
 
+    combinations: a table of layouts, schedules, recompute modes, kinds of models and the like, computed from the rules
+    that refuse plans. With one FEATURE: what it goes with, and why not with others. With two: whether they go together.
+    """
+    from memo_sim.answers.combinations import combinations_of
+    from memo_sim.answers.listing import describe
+    from memo_sim.contract.codec import encode
+    from memo_sim.views.combinations_table import combinations_text
+
+    if what == "combinations":
+        found = combinations_of(features)
+        if as_json:
+            show_document(encode(found))
+        else:
+            show(combinations_text(found, of=features[0] if features else ""))
+        return
+    if features or as_json:
+        got = features[0] if features else "--json"
+        raise UsageError("that belongs to list combinations", got=got, hint=f"memo-sim list {what}")
     for line in describe(what):
         show(line)
 

@@ -7,6 +7,7 @@ import pytest
 
 from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, PublishedErrors
 from memo_sim.contract.cluster import Cluster, Network
+from memo_sim.contract.combinations import Combinations, NamedFeature, Pair
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.difference import Choice, Difference, Share, Side
 from memo_sim.contract.expert_load import LayerLoad, MeasuredLoad
@@ -366,6 +367,12 @@ def gpus() -> Gpus:
     )
 
 
+def combined() -> Combinations:
+    features = [NamedFeature(name=name, about=f"a {name}", options=f"--{name}") for name in ("tp", "metp")]
+    pair = Pair(first="tp", second="metp", together=False, rule="METP: tp", reason="no lowering", hint="--tp 1")
+    return Combinations(features=features, pairs=[pair])
+
+
 def goodput() -> Goodput:
     failures = Failures(device_mtbf_hours=100.0, checkpoint_bytes_per_s=1e9, interval_s=60.0, restart_s=10.0)
     return Goodput(
@@ -688,6 +695,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "accuracy": accuracy,
     "errors": errors,
     "figure": figure,
+    "combinations": combined,
     "recorded": recorded,
     "expert_load": expert_load,
     "export": export,
