@@ -904,3 +904,15 @@ MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that a question may name; anything else is a typo."""
 POWER_W = (1, 10_000)
 """Least and most watts that a question may name; a profile knows fewer."""
+FAILURE_VALUES: dict[str, tuple[float, float]] = {
+    "mtbf_hours": (1e-3, 1e9),
+    "checkpoint_s": (1e-3, 1e6),
+    "checkpoint_gb_s": (1e-3, 1e6),
+    "checkpoint_interval_s": (1e-3, 1e8),
+    "restart_s": (0, 1e6),
+}
+"""What a question may say of failures, as options and arguments name it, with the least and the most."""
+STRAGGLER_SPREAD = (0, 0.5)
+"""Least and most standard deviation of the time that devices take for the same product."""
+OF_A_LONG_RUN = (*FAILURE_VALUES, "straggler_spread")
+"""What a question may say about many devices over a long time; all of it is off unless given."""

@@ -383,6 +383,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
     "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
+    "multiplexing: rounding_buffers": (
+        multiplexed(),
+        {"recompute": "full", "rounding_buffers": True},
+        "true with multiplexing",
+    ),
     "multiplexing: memory_policy": (multiplexed(), {"memory_policy": "eager"}, "eager"),
     "virtual stages: schedule": (
         Layout(pp=2, virtual_stages=2),
