@@ -48,7 +48,7 @@ Fp8Layouts = Literal["tn", "any"]
 - any: every layout (Blackwell)."""
 ProductDtype = Literal["fp32", "bf16", "fp16", "fp8-tensor", "fp8-block", "fp8-mx"]
 """Kind of a product in a profile: the dtype of its operands, for FP8 with the granularity of its scales."""
-Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise"]
+Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise", "rowwise"]
 """What backward recomputes.
 
 - none: nothing.
@@ -57,7 +57,8 @@ Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "t
 - norms: only the norms (Megatron-LM's recompute module layernorm).
 - mlp: only the MLP, from its kept input (its module mlp).
 - operators: every second product, norms and activations; attention is never recomputed (as in torchtitan).
-- tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO)."""
+- tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO).
+- rowwise: all but attention, block by block of rows, from the layer's input, attention's output and its log-sum-exp."""
 MemoryPolicy = Literal["planned", "caching", "eager"]
 """How device memory is allocated.
 
