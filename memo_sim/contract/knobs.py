@@ -623,7 +623,9 @@ class Pins:
         "Passes during which the swapped rows of a subsequence are copied out, from buffers of their own; 0: from the"
         " two rounding buffers. Unless given the system's own are tried, with --subsequences auto 1 and 4 besides.",
     )
-    alpha: float | None = _knob(None, Fraction(), "Fraction of tokens swapped (full recompute: of its inputs).")
+    alpha: float | None = _knob(
+        None, Fraction(), "Fraction of tokens swapped (full and row-wise recompute: of what they keep)."
+    )
     recompute: Recompute | None = _knob(None, _one_of(Recompute), "What is rebuilt of the tokens that are not swapped.")
     recompute_layers: str | None = _knob(
         None,
@@ -702,7 +704,10 @@ class Pins:
         None, Length(), "Tokens whose logits exist at once; 0 = all. Chosen when not given."
     )
     mlp_chunk_tokens: int | None = _knob(
-        None, Length(), "Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given."
+        None,
+        Length(),
+        "Full recompute: tokens whose MLP exists at once, row-wise recompute: rows of a block; 0 = all. Chosen when not"
+        " given.",
     )
     mlp_rebuild: MlpRebuild | None = _knob(
         None,

@@ -16,10 +16,10 @@ are a row of the hidden size, 12 KiB of the packed Q, K and V):
     attention        x 8, attn 8, gradients: of the residual 8, of attention 8; qkv 12, its gradient 12    = 56 KiB
     last loop        x 8, gradients: of the residual 8, of qkv 12, of the input 8                          = 36 KiB
 
-Queries, keys and values are not there before the output's gradient is complete, and the gradient of the layer's output
-is dead by then. So attention's backward is the peak of a layer (plus its kernel's workspace). Recompute makes the
-calls of forward, so its bits are the same. Weight gradients are sums over blocks in fp32, as with the MLP in row blocks
-(``mlp.py``).
+The first loop holds a block of the MLP besides, attention the workspace of its kernel. Queries, keys and values are not
+there before the gradient of attention's output is complete, and the gradient of the layer's output is dead by then.
+Recompute makes the calls of forward, so its bits are the same. Weight gradients are sums over blocks in fp32, as with
+the MLP in row blocks (``mlp.py``).
 
 Under Ulysses the head-sharded output is kept, which attention's backward reads, and each block of it is exchanged
 again. Blocks replace the row blocks of a rank (``layout/token_order.py``), so gathered and exchanged rows are in order.
@@ -46,6 +46,7 @@ KEPT = frozenset({"x", "attn", "lse"})
 """The skeletal tensors that outlive a layer's forward."""
 WHOLE = KEPT | {"qkv"}
 """The skeletal tensors that exist whole in a layer's forward or backward."""
+FIRST_NORM = ("norm1", "norm1_stats")
 RAW = "qk_raw"
 """Input of the norm of query and key heads: backward needs it after attention's, so there it is whole."""
 
@@ -107,10 +108,19 @@ class RowwiseLayer(OperatorWriter):
         self.own("d_qkv", inside.tokens, inside.qkv_width)
         sink_backward(self)
         attention.backward(self.builder, self.decisions, inside)
+        self._part_norms()
         for number, rows in enumerate(self.blocks):
             self._begin(number)
             self._product_backward(rows, grad_in)
         self.suffix = ""
+
+    def _part_norms(self) -> None:
+        """Give the first norm other buffers from here on; else a block of it lives through attention's backward."""
+        before = self.builder
+        self.builder = before.under({slot: f"{slot}.again" for slot in FIRST_NORM}, "")
+        for slot in FIRST_NORM:
+            held = before.all(slot).tokens, before.features(slot)
+            self.builder.own(slot, before.buffer_class(slot), before.dtype(slot), *held)
 
     def _begin(self, number: int) -> None:
         """Let names of instructions end in the number of a block, where there are several."""
