@@ -610,6 +610,26 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"global_batch": 2, "recompute": "full", "recompute_layers": "groups-2"},
         "3 with recompute_layers groups-2",
     ),
+    "row-wise recompute: subsequences": (
+        Layout(subsequences=2),
+        {"recompute": "rowwise"},
+        "2 with recompute rowwise",
+    ),
+    "row-wise recompute: schedule": (
+        Layout(pp=2, schedule="zero-bubble"),
+        {"recompute": "rowwise"},
+        "zero-bubble with recompute rowwise",
+    ),
+    "row-wise recompute: mlp_rebuild": (
+        Layout(),
+        {"recompute": "rowwise", "mlp_chunk_tokens": 512, "mlp_rebuild": "twice"},
+        "twice with recompute rowwise",
+    ),
+    "row-wise recompute: attention": (
+        Layout(),
+        {"recompute": "rowwise", "kernels": PLAIN},
+        "plain with recompute rowwise",
+    ),
     "MLP in row blocks: recompute": (Layout(), {"mlp_chunk_tokens": 512}, "512 with recompute none"),
     "FlashAttention 1: head_dim": (
         Layout(),
