@@ -34,6 +34,7 @@ from tests.distributed.team import PATIENCE_S, Failed, Member, Team
 from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
 from tests.exec_cpu.small import EXPERT_MODELS, decide
 
+WHOLE: dict[str, Any] = {"sequence_parallel": True, "expert_tp": 1}
 CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "dp": ("mixtral", Layout(dp=2, ep=2), {}),
     "tp": ("mixtral", Layout(tp=2, sequence_parallel=True, cp=2, ep=2), {}),
@@ -55,8 +56,19 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     ),
     "gate of the shared expert": ("qwen2-moe", Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=3), {}),
     "mlp recompute": ("mixtral", Layout(dp=2, ep=2), {"recompute": "mlp", "swapped_tokens": 0}),
+    "whole experts": ("mixtral", Layout(tp=2, dp=2, ep=2, **WHOLE), {}),
+    "whole experts, all ranks, zero 3": ("mixtral", Layout(tp=2, dp=2, ep=4, zero=3, **WHOLE), {}),
+    "whole experts, copies in tp": ("gpt-oss", Layout(tp=4, ep=2, zero=1, **WHOLE), {}),
+    "whole experts, biases": ("gpt-oss", Layout(tp=2, cp=2, ep=4, **WHOLE), {"recompute": "full", "swapped_tokens": 0}),
+    "whole experts, shared expert and selection bias": ("deepseek", Layout(tp=2, dp=2, ep=4, zero=1, **WHOLE), {}),
+    "whole experts, gate of the shared expert": ("qwen2-moe", Layout(tp=2, dp=2, ep=2, zero=2, **WHOLE), {}),
+    "whole experts, mlp recompute": (
+        "qwen2-moe",
+        Layout(tp=2, dp=2, ep=4, **WHOLE),
+        {"recompute": "mlp", "swapped_tokens": 0},
+    ),
 }
-QUICK = {"tp", "biases, tp"}
+QUICK = {"tp", "biases, tp", "whole experts"}
 Gradients = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 SIZES: dict[str, Any] = {"seq_tokens": 512, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise"}
 
