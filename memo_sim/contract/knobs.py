@@ -514,6 +514,16 @@ class Pins:
         at="layout",
         labels=(Part("ep"),),
     )
+    expert_tp: int | None = _knob(
+        None,
+        Whole(1),
+        "Ranks of tp that divide the features of each expert: all of them unless given, or 1 (Megatron-LM's"
+        " --expert-tensor-parallel-size). With 1, --ep divides the experts over consecutive ranks of tp x cp x ulysses"
+        " x dp, and each sends the rows of its own token shard.",
+        at="layout",
+        labels=(Part("etp", above=0),),
+        needs="ep",
+    )
     metp: int | None = _knob(
         None,
         Degree(),

@@ -46,6 +46,7 @@ class Knobs(TypedDict, total=False):
     ulysses: int | None
     uneven_heads: bool | None
     ep: int | None
+    expert_tp: int | None
     metp: int | None
     overlap_exchanges: bool | None
     keep_norms: bool | None

@@ -50,6 +50,7 @@ _COMMON: dict[str, Saying] = {
     "decisions.mlp_rebuild": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.attention_chunk_tokens": Saying("none", lost="its attention runs on the whole sequence"),
     "layout.ep": Saying("none", lost=_NO_EXPERTS),
+    "layout.expert_tp": Saying("none", lost=_NO_EXPERTS),
     "decisions.documents": Saying("none", lost="memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", lost="memo writes no options of packed documents"),
     "decisions.expert_load": Saying("none", lost=_NO_EXPERTS),

@@ -329,6 +329,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
     "layout.ep": Saying("none", (), _NO_EXPERTS),
+    "layout.expert_tp": Saying("none", (), _NO_EXPERTS),
     "decisions.expert_load": Saying("none", (), _NO_EXPERTS),
     "decisions.expert_capacity": Saying("none", (), _NO_EXPERTS),
     "decisions.expert_overflow": Saying("none", (), _NO_EXPERTS),

@@ -86,13 +86,13 @@ def without_states(program: Program, lives: Liveness) -> Liveness:
 
 def _parameters(program: Program, decisions: Decisions) -> list[int]:
     """Return the number of elements of every parameter of the stage, in the order in which modules are created."""
-    model, tp, ep = decisions.model, decisions.layout.tp, decisions.layout.ep
+    model, tp, ep, split = decisions.model, decisions.layout.tp, decisions.layout.ep, decisions.layout.expert_divided
     (stage,) = (each for each in stages_of(decisions) if each.name == program.stage)
     held = {f.name for f in program.families}
     blocks = [
         *[embed_block(model, tp)] * ("params.embed" in held),
         *(layer_block(model, tp, model.layer(number), ep=ep) for number in stage.layers),
-        *(block for number in stage.layers if (block := experts_block(model, tp, ep, model.layer(number).experts))),
+        *(block for number in stage.layers if (block := experts_block(model, split, ep, model.layer(number).experts))),
         *[head_block(model, tp)] * ("params.head" in held),
     ]
     return [parameter.elements for block in blocks for parameter in block.parameters]
