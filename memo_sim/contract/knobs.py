@@ -816,6 +816,14 @@ class Chosen:
         " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec runs tensor, on Hopper.",
     )
     """Not searched: it changes what is learned."""
+    fp8_params: bool = _knob(
+        False,
+        Flag(),
+        "With --fp8: the weights of its products are kept in FP8 alone, without a bf16 copy; the optimizer writes them"
+        " from fp32 master weights, and ranks gather them in FP8 (Megatron-LM's --fp8-param-gather). memo-exec does not"
+        " run it.",
+    )
+    """Not searched: it changes what is learned."""
     loss: Loss = _knob(
         "auto",
         _one_of(Loss),

@@ -60,7 +60,6 @@ _NEEDED = re.compile(
 _WHY: tuple[tuple[str, str], ...] = (
     (r"^[A-Z][A-Z0-9_]*$", "the environment of the run"),
     (r"fp4|nvfp", "memo has no products of four bits: they are faster than predicted"),
-    (r"fp8_param", "parameters that are kept in FP8 alone are not priced: memo keeps them in bf16 too"),
     (r"fp8|mxfp", "a choice of FP8 beside its recipe, which changes no time or memory that memo predicts"),
     (r"(hidden|attention)_dropout|embedding_dropout", "dropout is not priced"),
     (r"mtp_", "predicting several tokens is not priced: the step is longer than predicted"),
@@ -307,7 +306,8 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
         micro_batch=micro,
         global_batch=batch,
         states=states,
-        fp8=_fp8(config),
+        fp8=(recipe := _fp8(config)),
+        fp8_params=_fp8_params(config, recipe),
         loss=_loss(config),
         deterministic=_deterministic(config),
         pins=Pins(
@@ -596,6 +596,21 @@ def _fp8(config: Configuration) -> Fp8Recipe:
         raise config.bad("fp8_recipe", ", ".join(theirs for _, theirs in FP8.values()))
     config.say(("fp8", "fp8_recipe"), f"fp8 {recipe or 'none'}")
     return recipe or "none"
+
+
+def _fp8_params(config: Configuration, recipe: Fp8Recipe) -> bool:
+    """Return whether weights are kept in FP8 alone; Megatron-Core and NeMo have names of their own for it.
+
+    MXFP8's are taken as copies of bf16 weights. With torch's FSDP2 Megatron turns it off itself (``arguments.py``).
+    """
+    names = ("fp8_param_gather", "fp8_param", "fp8_params")
+    given = [config.flag(name) for name in names]  # all, because reading an option notes it
+    on = any(given) and recipe != "none" and not config.flag("use_torch_fsdp2")
+    if on and recipe == "mx":
+        config.assumed.append("bf16 parameters beside those in MXFP8: memo has no MXFP8 parameters alone")
+        on = False
+    config.say(names, f"fp8_params {on}")
+    return on
 
 
 def _loss(config: Configuration) -> Loss:

@@ -63,6 +63,7 @@ _KEPT = (
     "cuda_graphs",
     "states",
     "fp8",
+    "fp8_params",
 )
 """Knobs that an exported job takes from the plan; the others are changed below, or left to Megatron."""
 
@@ -93,7 +94,7 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
     if layout.uneven_heads and ulysses > 1:
         cp, ulysses = cp * ulysses, 1
     exchange = "all_gather" if layout.cp_exchange == "all_gather" and ulysses == 1 else "ring"
-    zero = layout.zero or int(states != "fp32" and layout.replicas > 1)
+    zero = layout.zero or int((states != "fp32" or decisions.fp8_params) and layout.replicas > 1)
     interleaved = layout.schedule == "interleaved" and layout.pp > 1
     changes = {
         "tp": tp,
@@ -196,6 +197,8 @@ def _batch(job: Job) -> Settings:
         said[dtype] = True
     if job.fp8 != "none":
         said["fp8"], said["fp8_recipe"] = FP8[job.fp8]
+    if job.fp8_params:
+        said["fp8_param_gather"] = True
     return said
 
 
@@ -243,7 +246,7 @@ def _data_parallel(job: Job) -> Settings:
     if (pins.zero or 0) >= 2:
         said |= {"use_megatron_fsdp": True, "use_distributed_optimizer": True, "ckpt_format": "fsdp_dtensor"}
         said["data_parallel_sharding_strategy"] = "optim_grads_params" if pins.zero == 3 else "optim_grads"
-    elif pins.zero or job.states != "fp32":
+    elif pins.zero or job.states != "fp32" or job.fp8_params:
         said["use_distributed_optimizer"] = True
     if pins.zero and pins.zero_ranks and pins.zero_ranks < replicas:
         said["num_distributed_optimizer_instances"] = replicas // pins.zero_ranks
@@ -391,6 +394,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.host_allocator": Saying("own", (), _OWN),
     "decisions.fp8": Saying("exact", ("fp8", "fp8_recipe"), "tensorwise, blockwise and mxfp8 need a Megatron of 2025"),
     "decisions.fp8_layouts": Saying("own", (), "the device decides it"),
+    "decisions.fp8_params": Saying("exact", ("fp8_param_gather",), "with its distributed optimizer or FSDP alone"),
     "decisions.states": Saying(
         "exact",
         ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload"),
