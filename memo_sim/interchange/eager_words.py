@@ -70,7 +70,7 @@ _COMMON: dict[str, Saying] = {
     "model.layer_pattern": Saying("none", lost="its models have layers of one kind"),
     **{
         f"model.{name}": Saying("none", lost="memo writes no options of windows, sinks or Gemma's layers")
-        for name in NOT_WRITTEN
+        for name in ("window", "sinks", "proj_bias", *NOT_WRITTEN)
     },
 }
 
