@@ -134,7 +134,8 @@ def in_words(decisions: Decisions) -> str:
     if layout.subsequences > 1:
         parts.append(f"{layout.subsequences} subsequences")
     if decisions.fp8 != "none":
-        parts.append(f"linear products in FP8 ({decisions.fp8})")
+        alone = ", weights in FP8 alone" if decisions.fp8_params else ""
+        parts.append(f"linear products in FP8 ({decisions.fp8}{alone})")
     if decisions.loss_chunk_tokens:
         parts.append(f"loss in chunks of {format_tokens(decisions.loss_chunk_tokens)} tokens")
     if decisions.allocator_limit_gib:

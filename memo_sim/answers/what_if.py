@@ -224,7 +224,7 @@ def _summary(
     shown = found.best or found.ranked[0]
     if shown.prediction.status == "invalid":
         return None
-    simulation = simulation or play(question, shown.decisions)
+    simulation = simulation or play(question, shown.decisions, found)
     reasons = [line.removeprefix(NO_INTERVAL).removesuffix(".") for line in sure if line.startswith(NO_INTERVAL)]
     summary = summary_of(
         question,
@@ -297,7 +297,7 @@ def _certainty(question: Question, best: Simulation | None, interval: StepInterv
 def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
     """Play and place the best plan. If its arena does not fit, mark the plan so and continue with the next one."""
     while best := found.best:
-        simulation = play(question, best.decisions)
+        simulation = play(question, best.decisions, found)
         if best.decisions.memory_policy != "planned":
             return simulation, None
         arena = arena_of(simulation)
@@ -320,9 +320,9 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     decisions, changes = kernels_elsewhere(question, plan.decisions)
     question = replace(question, changes=changes)
     plan = msgspec.structs.replace(plan, decisions=decisions)
-    prediction = play(question, plan.decisions).prediction
-    policy = Policy.of(plan.decisions)
-    found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)
+    played = play(question, plan.decisions)
+    only = Evaluated(Policy.of(plan.decisions), plan.decisions, played.prediction)
+    found = SearchResult(ranked=[only], evaluated=1, pruned=0, fastest=played)
     simulation, arena = _best_that_fits(question, found)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
     # A plan of an earlier version does not say which framework it was made for. In planned memory that does not matter.

@@ -46,6 +46,7 @@ PerNode = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
 """Devices, or network cards, of a node: what one switch fabric joins (576 devices in the largest, NVIDIA's NVL576)."""
 ZeroLevel = Annotated[int, msgspec.Meta(ge=0, le=3)]
 ZeroRanks = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
+ExpertTp = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e60)]
 """The bound is far above any time that ``Rate`` allows, and small enough for whole nanoseconds."""
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e30)]

@@ -284,7 +284,8 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
 
 def _policy(plan: PlanRow) -> str:
     """Return the plan's name, or its recompute mode where it is a file, with its chunks and its layers."""
-    chunks = {"MLP": plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
+    blocks = "blocks" if plan.recompute == "rowwise" else "MLP"
+    chunks = {blocks: plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
     named = [f"{name} {format_tokens(tokens)}" for name, tokens in chunks.items() if tokens]
     layers = [] if plan.recompute_layers == "all" else [plan.recompute_layers]
     mode = "keep" if plan.recompute == "none" else plan.recompute
