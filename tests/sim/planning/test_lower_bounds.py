@@ -270,6 +270,20 @@ def test_copies_and_uneven_heads_are_not_below_their_lower_bound(layout: Layout)
         assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize(("recompute", "alpha"), [("none", 0.0), ("none", 1.0), ("full", 0.0), ("tokenwise", 0.5)])
+def test_subsequences_of_several_sequences_are_not_below_their_lower_bound(sequences, recompute, alpha) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    base = Decisions(
+        model=shallow(8), layout=Layout(tp=2, sequence_parallel=True, pp=2, subsequences=4), seq_tokens=1 << 14,
+        micro_batch=sequences, global_batch=4, loss_chunk_tokens=4096,
+    )  # fmt: skip
+    decisions = with_alpha(base, recompute, alpha)
+    bound, played = LowerBounds(hardware, cluster).of(decisions), simulate(decisions, hardware, cluster).prediction
+    assert bound.step_s <= played.step_s
+    assert bound.device_bytes <= played.peak_device_bytes
+
+
 @pytest.mark.parametrize("window", [0, 1, 2])
 def test_offloaded_subsequences_are_not_below_their_lower_bound(window: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)

@@ -395,6 +395,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
+    "multiplexing: micro_batch": (multiplexed(), {"micro_batch": 2, "global_batch": 2}, "2 with multiplexing"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
     "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
     "multiplexing: rounding_buffers": (
@@ -529,11 +530,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"attention_chunk_tokens": 512},
         "recompute none with chunks of 512 tokens",
     ),
-    "attention in chunks: micro_batch": (
-        Layout(),
-        {"micro_batch": 2, "global_batch": 2, **CHUNKS},
-        "2 with chunks of 512 tokens",
-    ),
     "attention in chunks: subsequences": (Layout(subsequences=2), CHUNKS, "2 with chunks of 512 tokens"),
     "attention in chunks: schedule": (
         Layout(pp=2, schedule="zero-bubble"),
@@ -571,8 +567,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "subsequences: micro_batch": (
         Layout(subsequences=2),
-        {"micro_batch": 2, "global_batch": 2},
-        "2 with 2 subsequences",
+        {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
+        "2 with 2 subsequences and a window",
     ),
     "subsequences: cp": (Layout(subsequences=2, cp=2), {}, "2 with 2 subsequences"),
     "subsequences: ulysses": (Layout(subsequences=2, ulysses=2), {}, "2 with 2 subsequences"),
