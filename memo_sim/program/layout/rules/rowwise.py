@@ -15,7 +15,7 @@ _ROWWISE = Feature(
 )
 
 ROWWISE_RECOMPUTE = (
-    _ROWWISE.allows("layout.subsequences", 1, because="queries and the KV cache would be rebuilt apart"),
+    _ROWWISE.allows("layout.multiplexed", False, because="helper stages would divide its row blocks once more"),
     _ROWWISE.allows(
         "layout.schedule",
         *("gpipe", "1f1b", "interleaved"),

@@ -605,10 +605,10 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"global_batch": 2, "recompute": "full", "recompute_layers": "groups-2"},
         "3 with recompute_layers groups-2",
     ),
-    "row-wise recompute: subsequences": (
-        Layout(subsequences=2),
-        {"recompute": "rowwise"},
-        "2 with recompute rowwise",
+    "row-wise recompute: multiplexed": (
+        multiplexed(pp=5),
+        {"recompute": "rowwise", "seq_tokens": 4096},
+        "true with recompute rowwise",
     ),
     "row-wise recompute: schedule": (
         Layout(pp=2, schedule="zero-bubble"),
