@@ -48,7 +48,12 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, layout
 @pytest.mark.parametrize("layout", [Layout(pp=2, subsequences=2), Layout(tp=2, sequence_parallel=True, subsequences=2)])
 def test_subsequences_have_row_blocks_of_their_own(team: Team, layout: Layout, window: int) -> None:
     tokens = 1024 if layout.tp > 1 else 512
-    cut = {"seq_tokens": tokens, "mlp_chunk_tokens": tokens // 4, "swapped_tokens": tokens, "offload_window": window}
+    cut: dict[str, Any] = {
+        "seq_tokens": tokens,
+        "mlp_chunk_tokens": tokens // 4,
+        "swapped_tokens": tokens,
+        "offload_window": window,
+    }
     parity(team, "llama4", layout, recompute="rowwise", **cut)
 
 
