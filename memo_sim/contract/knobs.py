@@ -514,6 +514,16 @@ class Pins:
         at="layout",
         labels=(Part("ep"),),
     )
+    expert_tp: int | None = _knob(
+        None,
+        Whole(1),
+        "Ranks of tp that divide the features of each expert: all of them unless given, or 1 (Megatron-LM's"
+        " --expert-tensor-parallel-size). With 1, --ep divides the experts over consecutive ranks of tp x cp x ulysses"
+        " x dp, and each sends the rows of its own token shard.",
+        at="layout",
+        labels=(Part("etp", above=0),),
+        needs="ep",
+    )
     metp: int | None = _knob(
         None,
         Degree(),
@@ -806,6 +816,14 @@ class Chosen:
         " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec runs tensor, on Hopper.",
     )
     """Not searched: it changes what is learned."""
+    fp8_params: bool = _knob(
+        False,
+        Flag(),
+        "With --fp8: the weights of its products are kept in FP8 alone, without a bf16 copy; the optimizer writes them"
+        " from fp32 master weights, and ranks gather them in FP8 (Megatron-LM's --fp8-param-gather). memo-exec does not"
+        " run it.",
+    )
+    """Not searched: it changes what is learned."""
     loss: Loss = _knob(
         "auto",
         _one_of(Loss),
@@ -910,3 +928,15 @@ MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that a question may name; anything else is a typo."""
 POWER_W = (1, 10_000)
 """Least and most watts that a question may name; a profile knows fewer."""
+FAILURE_VALUES: dict[str, tuple[float, float]] = {
+    "mtbf_hours": (1e-3, 1e9),
+    "checkpoint_s": (1e-3, 1e6),
+    "checkpoint_gb_s": (1e-3, 1e6),
+    "checkpoint_interval_s": (1e-3, 1e8),
+    "restart_s": (0, 1e6),
+}
+"""What a question may say of failures, as options and arguments name it, with the least and the most."""
+STRAGGLER_SPREAD = (0, 0.5)
+"""Least and most standard deviation of the time that devices take for the same product."""
+OF_A_LONG_RUN = (*FAILURE_VALUES, "straggler_spread")
+"""What a question may say about many devices over a long time; all of it is off unless given."""

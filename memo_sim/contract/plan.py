@@ -50,6 +50,7 @@ from memo_sim.contract.units import (
     Bytes,
     Degree,
     ExpertLoad,
+    ExpertTp,
     Fraction,
     LayerChoice,
     Layers,
@@ -76,6 +77,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     - cp: context-parallel degree; its ranks share each sequence and exchange keys and values (``cp_exchange``).
     - ulysses: degree of Ulysses; its ranks change from token shards to head shards around attention, by all-to-all.
     - ep: degree of expert parallelism; its ranks, which are consecutive ones of cp x ulysses x dp, divide the experts.
+    - expert_tp: ranks of tp that divide the features of each expert; with 1, ``ep`` spans the ranks of tp as well.
     - metp: degree of METP; its ranks share the tokens and weights of each layer, and exchange weights meanwhile.
     - pp: number of pipeline stages.
     - dp: data-parallel degree: replicas that play different sequences.
@@ -112,6 +114,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dp: Degree = 1
     ep: Degree = 1
     """Consecutive ranks of cp x ulysses x dp that divide the experts of a layer; it needs no devices of its own."""
+    expert_tp: ExpertTp = 0
+    """Ranks of tp that divide the features of each expert: 0 for all of them, or 1.
+
+    With 1, ``ep`` divides the experts over consecutive ranks of tp x cp x ulysses x dp, and each rank dispatches the
+    rows of its own token shard (sequence parallelism)."""
     zero: ZeroLevel = 0
     zero_ranks: ZeroRanks = 0
     """Consecutive replicas that one ZeRO group has; 0 means all replicas."""
@@ -134,7 +141,22 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def expert_replicas(self) -> int:
         """Number of ranks that hold the same experts of a layer."""
-        return self.replicas // self.ep
+        return self.expert_ranks // self.ep
+
+    @property
+    def whole_experts(self) -> bool:
+        """Whether each rank of tp has whole experts, and dispatches the rows of its own token shard."""
+        return self.expert_tp == 1 and self.tp > 1 and self.ep > 1
+
+    @property
+    def expert_divided(self) -> int:
+        """Number of ranks that divide the features of each expert, and dispatch the same rows."""
+        return 1 if self.whole_experts else self.divided
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that ``ep`` and the copies of the same experts make up, inside a pipeline stage."""
+        return self.replicas * (self.tp if self.whole_experts else 1)
 
     @property
     def shards(self) -> int:
@@ -309,6 +331,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Scales of the layers' linear products in FP8 (``program/layout/fp8.py``); none: products in ``dtype``."""
     fp8_layouts: Fp8Layouts = "tn"
     """Layouts that the device's FP8 products take: they decide which copies of tensors there are."""
+    fp8_params: bool = False
+    """Whether the weights of FP8 products are kept in FP8 alone, without a copy in ``dtype``."""
     libraries: Libraries | None = None
     """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False
@@ -367,6 +391,11 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def local_tokens(self) -> int:
         """Tokens of one micro-batch on one rank, outside the sequence-parallel regions."""
         return self.micro_batch * self.seq_tokens // (self.layout.ring * self.layout.ulysses)
+
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens of one micro-batch whose rows a rank dispatches to experts: its token shard, if it has whole ones."""
+        return self.local_tokens // (self.layout.tp if self.layout.whole_experts else 1)
 
     @property
     def swap_granule(self) -> int:

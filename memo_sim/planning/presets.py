@@ -86,6 +86,9 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        chunked`` (NVIDIA/TransformerEngine: pytorch/module/base.py, ``initialize_ub``; its buffers live
                        as long as the job, and behind projection and second MLP product it cuts sums into four pieces by
                        default). No CUDA graphs
+    megatron-layouts   Megatron-Core's layouts, recompute and loss as above, and expert parallelism, for models of which
+                       memo knows neither what Megatron's modules save nor how long its kernels take: experts, latent
+                       attention. They are played by memo's own operators, in PyTorch's caching allocator
 """
 
 from __future__ import annotations
@@ -556,6 +559,20 @@ SYSTEMS = {
             loss="vocab-parallel",
             degrees=("tp", "cp", "pp", "dp"),
             pinnable=("ulysses",),  # cp_comm_type a2a
+            waits_for_p2p=True,
+            overlap="both",
+            schedules=("1f1b", "interleaved"),
+        ),
+        System(
+            "megatron-layouts",
+            "Megatron-Core's layouts and recompute with ep, played by memo's kernels: models with experts or latents",
+            (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
+            last_resorts=(PAIRS_OF_LAYERS,),
+            memory_policy="caching",
+            loss="vocab-parallel",
+            degrees=("tp", "cp", "pp", "dp"),
+            pinnable=("ulysses",),
+            searches_ep=True,
             waits_for_p2p=True,
             overlap="both",
             schedules=("1f1b", "interleaved"),

@@ -20,7 +20,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Collective, Fp8Gemm, Gemm, Rotary, Rowwise
-from memo_sim.program.layout.fp8 import ATTENTION_OUTPUT, PRODUCTS
+from memo_sim.program.layout.fp8 import ATTENTION_OUTPUT, PRODUCTS, narrow_elements
 from memo_sim.program.layout.parameters import Block, autocast, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import norms
@@ -48,6 +48,8 @@ class OperatorWriter:
         self.suffix = ""
         self.fp8 = None if decisions.fp8 == "none" else Fp8Operands(builder, decisions, shape, block)
         """Copies of operands in FP8; None where products run in the plan's dtype."""
+        self.narrow = narrow_elements(decisions, block)
+        """Elements at the block's beginning that slot ``params`` does not hold, because they are in FP8 alone."""
         self.in_chunks = decisions.layout.tp_overlap == "chunked" and shape.gathered
         """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False
@@ -70,7 +72,7 @@ class OperatorWriter:
     def param(self, name: str) -> Access | None:
         """Return a parameter as a read operand, or None when the model has none of that name."""
         found = self.block.find(name)
-        return reads(Rows("params", found.first, found.elements)) if found else None
+        return reads(Rows("params", found.first - self.narrow, found.elements)) if found else None
 
     def grad(self, name: str) -> Access | None:
         """Return a parameter's gradient as an accumulated operand, or None where there is no such trained parameter."""
