@@ -620,10 +620,17 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"global_batch": 2, "recompute": "full", "recompute_layers": "groups-2"},
         "3 with recompute_layers groups-2",
     ),
-    "row-wise recompute: subsequences": (
-        Layout(subsequences=2),
-        {"recompute": "rowwise"},
-        "2 with recompute rowwise",
+    "row-wise recompute: experts": (Layout(), {"model": EXPERTS, "recompute": "rowwise"}, "rowwise with experts"),
+    "row-wise recompute: latent attention": (
+        Layout(),
+        {"model": LATENT, "recompute": "rowwise"},
+        "rowwise with latent attention",
+    ),
+    "row-wise recompute: metp": (Layout(metp=2), {"recompute": "rowwise"}, "rowwise with METP"),
+    "row-wise recompute: multiplexed": (
+        multiplexed(pp=5),
+        {"recompute": "rowwise", "seq_tokens": 4096},
+        "true with recompute rowwise",
     ),
     "row-wise recompute: schedule": (
         Layout(pp=2, schedule="zero-bubble"),
