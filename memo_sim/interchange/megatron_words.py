@@ -333,6 +333,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.expert_load": Saying("none", (), _NO_EXPERTS),
     "decisions.expert_capacity": Saying("none", (), _NO_EXPERTS),
     "decisions.expert_overflow": Saying("none", (), _NO_EXPERTS),
+    "decisions.expert_overlap": Saying("none", (), _NO_EXPERTS),
     "model.latent": Saying("none", (), "memo writes no options of latent attention"),
     "decisions.rebuild_qkv": Saying("none", (), "memo writes no options of latent attention"),
     "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),

@@ -36,6 +36,7 @@ from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
 from tests.exec_cpu.small import EXPERT_MODELS, decide
 
 WHOLE: dict[str, Any] = {"sequence_parallel": True, "expert_tp": 1}
+OVERLAP: dict[str, Any] = {"expert_overlap": True}
 CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "dp": ("mixtral", Layout(dp=2, ep=2), {}),
     "tp": ("mixtral", Layout(tp=2, sequence_parallel=True, cp=2, ep=2), {}),
@@ -63,6 +64,19 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "whole experts, biases": ("gpt-oss", Layout(tp=2, cp=2, ep=4, **WHOLE), {"recompute": "full", "swapped_tokens": 0}),
     "whole experts, shared expert and selection bias": ("deepseek", Layout(tp=2, dp=2, ep=4, zero=1, **WHOLE), {}),
     "whole experts, gate of the shared expert": ("qwen2-moe", Layout(tp=2, dp=2, ep=2, zero=2, **WHOLE), {}),
+    "overlap": ("deepseek", Layout(dp=4, ep=2), OVERLAP),
+    "overlap, features divided": ("qwen2-moe", Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1), OVERLAP),
+    "overlap, whole experts": ("qwen2-moe", Layout(tp=2, dp=2, ep=4, zero=3, **WHOLE), OVERLAP),
+    "overlap, full recompute": (
+        "deepseek",
+        Layout(tp=2, dp=2, ep=4, **WHOLE),
+        OVERLAP | {"recompute": "full", "swapped_tokens": 0},
+    ),
+    "overlap, nothing recomputed": (
+        "gpt-oss",
+        Layout(dp=4, ep=4),
+        OVERLAP | {"recompute": "none", "swapped_tokens": 0},
+    ),
     "whole experts, mlp recompute": (
         "qwen2-moe",
         Layout(tp=2, dp=2, ep=4, **WHOLE),
