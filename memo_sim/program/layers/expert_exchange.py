@@ -69,7 +69,8 @@ class ExchangedExperts(ExpertMlp):
     def __init__(self, writer: OperatorWriter, experts: Experts) -> None:
         super().__init__(writer, experts)
         shape = self.shape
-        block = experts_block(writer.model, 1 if shape.whole_experts else shape.divided, shape.ep, experts)
+        divided = 1 if shape.whole_experts else shape.divided
+        block = experts_block(writer.model, divided, shape.ep, experts, writer.decisions.lora)
         assert block is not None  # this class is for ep above 1
         self._block = block
         self._received = False
@@ -247,14 +248,16 @@ class ExchangedExperts(ExpertMlp):
         d_rows = Rows(writer.own("d_dispatched", self.rows, self.shape.hidden), *self._all)
         self._dgrad("experts_up", d_up, d_rows)
         sent, returned = self._send_back("dispatch.bwd", d_rows.slot)
-        dispatched = self._dispatched(self._all)
-        if again is not None:
+        dispatched = None if self.frozen else self._dispatched(self._all)
+        if again is not None and dispatched is not None:
             copies, arrived = again
             self._arrange("dispatch.again.arrange", arrived, dispatched, self._row_bytes, kept=reads(copies))
-        if self.overlapped:
+        if self.overlapped and dispatched is not None:
             self._wgrad("experts_down", self._second_gradient, Rows("act", *self._all))
+        if self.overlapped:
             self._shared_gradient = super()._shared_input_gradient(source)
-        self._wgrad("experts_up", d_up, dispatched)
+        if dispatched is not None:
+            self._wgrad("experts_up", d_up, dispatched)
         d_norm = Rows(writer.own("d_norm2", self.shape.routed_tokens, self.shape.hidden), *tokens)
         super()._combine("dispatch.bwd", returned.slot, d_norm, kept=reads(sent))
         return source, d_norm
@@ -262,10 +265,14 @@ class ExchangedExperts(ExpertMlp):
     def _send_norm_again(self) -> tuple[Rows, tuple[Rows, Rows] | None]:
         """Write the exchange of the second norm's rows for backward, once, if it has not received them.
 
-        Returns these rows as the router reads them, and what is sent and what arrives.
+        Returns these rows as the router reads them, and what is sent and what arrives. Of frozen weights no gradient
+        reads them.
         """
         if self._norm_again is None:
             source = self.writer.shard_rows("norm2", (0, self.shape.tokens))
+            if self.frozen:
+                self._norm_again = source, None
+                return self._norm_again
             if not self.whole:
                 source = self.writer.gather_again("norm2", source, "norm2_full", 0)
             self._norm_again = source, None if self._received else self._send("dispatch.again", source)

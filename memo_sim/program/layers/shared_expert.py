@@ -189,10 +189,10 @@ class SharedExpert:
         if not self.width:
             return None
         writer, rows = self.writer, (0, self.tokens)
-        shard = writer.shard_rows("norm2", rows) if source is None else None
-        if shard is not None:
-            source = writer.gather_again("norm2", shard, "norm2_full", 0)
-        assert source is not None  # gathered, or given
+        shard = writer.shard_rows("norm2", rows)
+        if source is None:
+            frozen = writer.decisions.lora is not None  # no gradient reads the input then
+            source = shard if frozen else writer.gather_again("norm2", shard, "norm2_full", 0)
         d_up, d_norm = self._all("d_shared_up"), Rows(writer.own("d_shared_norm", self.tokens, self.hidden), *rows)
         writer.dgrad("shared_up", d_up, d_norm, self.hidden, 2 * self.width)
         writer.wgrad("shared_up", d_up, source, 2 * self.width, self.hidden, shard=shard)

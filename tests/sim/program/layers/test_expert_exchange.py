@@ -17,7 +17,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout
 from memo_sim.engine.simulate import simulate
 from memo_sim.program.analysis.columns import expand
-from memo_sim.program.ir.instruction import Instruction
+from memo_sim.program.ir.instruction import BufferClass, Instruction
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.ir.work import Collective, GroupedGemm
 from memo_sim.program.layers.kinds import skeletal_of
@@ -100,6 +100,19 @@ WHOLE_LAYOUTS = {
 def test_whole_experts_on_ranks_of_tp_pass_the_checkers(name: str) -> None:
     model, layout, policy = WHOLE_LAYOUTS[name]
     assert faults_of(decide(model, layout, policy)) == []
+
+
+@pytest.mark.parametrize("name", [*WHOLE_LAYOUTS, "full recompute", "zero 2 and tp", "zero 3"])
+def test_frozen_experts_pass_the_checkers_and_have_no_states(name: str) -> None:
+    model, layout, policy = WHOLE_LAYOUTS.get(name) or (EXPERTS, *LAYOUTS[name][:2])
+    more = {"adapters": "r=4,alpha=8,targets=q+k+v+proj", "global_batch": 8}
+    decisions = decide(model, layout, policy, **more)
+    assert faults_of(decisions) == []
+    for program in lower(decisions):
+        held = {
+            f.name for f in program.families if f.block is BlockKind.EXPERTS and f.buffer_class is BufferClass.STATE
+        }
+        assert held == {"params.experts"}
 
 
 OVERLAPPED = {
@@ -321,13 +334,9 @@ REFUSED: dict[str, tuple[Model, Layout, dict[str, Any]]] = {
     "layout.ep": (LLAMA, Layout(dp=2, ep=2), {}),
     "layout.ep ": (EXPERTS, Layout(dp=2, tp=2, ep=4), {}),
     "layout.ep  ": (EXPERTS, Layout(tp=2, dp=2, ep=8, **WHOLE), {}),
-    "layout.expert_tp": (EXPERTS, Layout(tp=4, dp=4, ep=4, sequence_parallel=True, expert_tp=2), {}),
-    "layout.expert_tp ": (EXPERTS, Layout(tp=4, **WHOLE), {}),
-    "layout.sequence_parallel": (EXPERTS, Layout(tp=4, ep=4, expert_tp=1), {}),
     "experts": (EXPERTS, Layout(dp=3, ep=3), {}),
     "layout.zero_ranks": (EXPERTS, Layout(dp=4, ep=2, zero=1, zero_ranks=2), {}),
     "decisions.expert_capacity": (EXPERTS, Layout(dp=2), {"expert_capacity": 2.0}),
-    "decisions.expert_overlap": (EXPERTS, Layout(dp=2), {"expert_overlap": True}),
     "decisions.expert_capacity ": (EXPERTS, Layout(dp=2), {"expert_overflow": "refuse"}),
 }
 
