@@ -212,11 +212,12 @@ def _fp8(decisions: Decisions) -> list[Assumption]:
     if decisions.fp8 == "none":
         return []
     stays = "attention, experts, embedding and classifier" if decisions.model.mixture else "attention and both ends"
-    has_kernels = decisions.fp8 == "tensor" and decisions.fp8_layouts == "tn"
+    has_kernels = decisions.fp8 == "tensor" and decisions.fp8_layouts == "tn" and not decisions.fp8_params
+    kept = ", whose weights have no bf16 copy (--fp8-params)" if decisions.fp8_params else ""
     played = "memo-exec's kernels have run on no GPU yet" if has_kernels else "memo-exec does not run it"
     value = (
-        f"layers' linear products, {FP8_SCALES[decisions.fp8]}; {stays} in bf16; whether training converges as in bf16"
-        f" is not predicted; MFU counts against the bf16 peak; {played}"
+        f"layers' linear products, {FP8_SCALES[decisions.fp8]}{kept}; {stays} in bf16; whether training converges as"
+        f" in bf16 is not predicted; MFU counts against the bf16 peak; {played}"
     )
     return [Assumption(name="FP8", value=value, option="--fp8")]
 

@@ -89,6 +89,7 @@ class Knobs(TypedDict, total=False):
     grad_sums: GradSums | None
     objective: Objective | None
     fp8: Fp8Recipe | None
+    fp8_params: bool | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None

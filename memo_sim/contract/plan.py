@@ -224,6 +224,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     - selective, norms, mlp, operators: nothing may be swapped; all tokens are kept.
     - tokenwise: they are recomputed. Layer input and attention output are swapped whole.
     - full: only the layer input can be swapped; its other rows are kept.
+    - rowwise: the layer input, attention's output and the log-sum-exp are swapped; their other rows are kept.
 
     ``subsequence_swapped_tokens`` has one entry per subsequence. It is given when there are several subsequences and
     ``swapped_tokens`` is neither zero nor everything. The entries sum to ``swapped_tokens``. Each entry is a multiple
@@ -300,8 +301,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mlp_chunk_tokens: Tokens = 0
     """Tokens of a rank's micro-batch whose MLP activations exist at the same time; 0 means all tokens.
 
-    Only with full recompute. Backward recomputes the MLP in row blocks, without its second product, right before each
-    block's backward."""
+    Only with full and row-wise recompute. Backward recomputes the MLP in row blocks, without its second product, right
+    before each block's backward. With row-wise recompute all of a layer but attention is in these blocks
+    (``layers/rowwise.py``)."""
     mlp_rebuild: MlpRebuild = "block"
     """What is repeated of an MLP in row blocks, and when; block unless there are row blocks."""
     expert_load: ExpertLoad = "balanced"
@@ -331,6 +333,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Scales of the layers' linear products in FP8 (``program/layout/fp8.py``); none: products in ``dtype``."""
     fp8_layouts: Fp8Layouts = "tn"
     """Layouts that the device's FP8 products take: they decide which copies of tensors there are."""
+    fp8_params: bool = False
+    """Whether the weights of FP8 products are kept in FP8 alone, without a copy in ``dtype``."""
     libraries: Libraries | None = None
     """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False

@@ -42,6 +42,7 @@ from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Exchange
 from memo_sim.program.layout.expert_load import capacity_rows
+from memo_sim.program.layout.fp8 import narrow_elements
 from memo_sim.program.layout.parameters import Block, Parameter, embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.verify.value_call import Call
@@ -53,8 +54,15 @@ MOST_FAULTS = 50
 """After so many, the rest mostly follows from the first."""
 
 
-_BLOCKS = (FamilyKind.PARAMS, FamilyKind.MASTER, FamilyKind.MOMENT1, FamilyKind.MOMENT2, FamilyKind.HOST_PARAMS)
-_UPDATED = (FamilyKind.GRADS, FamilyKind.MOMENT1, FamilyKind.PARAMS)
+_BLOCKS = (
+    FamilyKind.PARAMS,
+    FamilyKind.PARAMS_FP8,
+    FamilyKind.MASTER,
+    FamilyKind.MOMENT1,
+    FamilyKind.MOMENT2,
+    FamilyKind.HOST_PARAMS,
+)
+_UPDATED = (FamilyKind.GRADS, FamilyKind.MOMENT1, FamilyKind.PARAMS, FamilyKind.PARAMS_FP8)
 
 
 class Values:
@@ -165,6 +173,11 @@ class Values:
         kind = self.family(buffer).block
         return None if kind is None else self.block(kind, self.layer_of(buffer))
 
+    def narrow(self, buffer: int) -> int:
+        """Return the elements that lie in FP8 alone, before the other parameters of a buffer's block."""
+        block = self.block_of(buffer)
+        return 0 if block is None else narrow_elements(self.decisions, block)
+
     def kind_of_block(self, buffer: int) -> Block:
         """Return the parameters of the layers of a buffer's kind, or of embedding or head; buffers may be shared."""
         family = self.family(buffer)
@@ -181,13 +194,17 @@ class Values:
     def _begin(self) -> None:
         """Write what buffers hold before the first instruction: parameters and inputs."""
         for number, family in enumerate(self.families):
-            for index in range(family.count if family.kind in _BLOCKS or family.kind is FamilyKind.INPUT else 0):
+            given = family.kind in _BLOCKS or family.kind is FamilyKind.INPUT
+            if family.kind is FamilyKind.PARAMS_FP8 and not self.decisions.fp8_params:
+                given = False  # copies, which the step makes
+            for index in range(family.count if given else 0):
                 buffer = self._base[number] + index
                 if family.kind is FamilyKind.INPUT:
                     value = Value(family.name, -1, index)
                 else:
                     value = Value("params", self.layer_of(buffer), -1, None, family.block)
-                self.held[buffer] = [Held(0, family.tokens, value, 0)]
+                first = self.narrow(buffer) if family.kind is FamilyKind.PARAMS else 0
+                self.held[buffer] = [Held(0, family.tokens, value, first)]
 
     def family(self, buffer: int) -> Family:
         """Return the family of a buffer."""
@@ -259,9 +276,12 @@ class Values:
                 if family.kind is FamilyKind.GRADS and counted and buffer not in self.normed:
                     yield f"end: the gradient norm is without that of {name}"
                 done = self.updated.get((family.block, layer), [])
-                shards = (self.layout.zero_ranks or self.replicas(family.block)) if self.layout.zero in (1, 2) else 1
+                shards = self.shards(family.block) if self.layout.zero in (1, 2) else 1
                 trained = self.block(family.block, layer).trained_elements > 0
-                held = family.kind is FamilyKind.PARAMS and shards > 1 and trained
+                narrow = family.kind is FamilyKind.PARAMS_FP8 and self.decisions.fp8_params
+                if narrow and (buffer, "quantised") not in self.reduced:
+                    yield f"end: the parameters of {name} in FP8 are not those that were updated"
+                held = (narrow or family.kind is FamilyKind.PARAMS) and shards > 1 and trained
                 if held and (buffer, "gathered") not in self.reduced:
                     yield f"end: the parameters of {name} were not gathered"
                 if family.kind is FamilyKind.MOMENT1 and done != [(0, family.tokens)]:
@@ -273,6 +293,10 @@ class Values:
             return self.layout.expert_replicas
         ends = self.layout.whole_ends and kind is not BlockKind.LAYER
         return self.layout.replicas * (self.layout.metp if ends else 1)
+
+    def shards(self, kind: BlockKind) -> int:
+        """Return the number of ranks over which a block's states are divided."""
+        return (self.layout.zero_ranks or self.replicas(kind)) if self.layout.zero else 1
 
     def copies(self, kind: BlockKind | None) -> int:
         """Return the number of ranks with the same shard of a block's states (``zero_ranks``)."""
