@@ -127,7 +127,8 @@ def _states(decisions: Decisions) -> str:
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
-        what += f", those of experts over {layout.expert_replicas}" if layout.ep > 1 else ""
+        trained = layout.ep > 1 and decisions.lora is None
+        what += f", those of experts over {layout.expert_replicas}" if trained else ""
     return what
 
 

@@ -872,6 +872,13 @@ class Chosen:
         "With --ep: rows beyond the capacity count as zero (drop), or the step is not applied and the run ends with the"
         " capacity to plan for (refuse).",
     )
+    expert_overlap: bool = _knob(
+        False,
+        Flag(),
+        "With --ep: all-to-alls overlap with products that do not need them, of the shared expert and of recompute. It"
+        " takes more memory (Megatron-LM's --moe-shared-expert-overlap does a part of it).",
+    )
+    """Not searched."""
     documents: Documents | None = _knob(
         None,
         DocumentLengths(),

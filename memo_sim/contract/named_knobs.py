@@ -97,6 +97,7 @@ class Knobs(TypedDict, total=False):
     expert_load: str | None
     expert_capacity: float | None
     expert_overflow: ExpertOverflow | None
+    expert_overlap: bool | None
     documents: str | None
     document_cuts: DocumentCuts | None
     lora: str | None

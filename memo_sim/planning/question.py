@@ -98,6 +98,7 @@ class Question(Chosen):
             expert_load=self.expert_load,
             expert_capacity=self.expert_capacity if layout.ep > 1 else 0.0,
             expert_overflow=self.expert_overflow if layout.ep > 1 else "drop",
+            expert_overlap=self.expert_overlap and layout.ep > 1,
             documents=self.documents,
             document_cuts=self.document_cuts if layout.ring > 1 or self.documents is None else "sequence",
             adapters=self.adapters,

@@ -49,6 +49,8 @@ expert keeps its divided features: the second norm is gathered for it, and its s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.hardware import GemmPass
 from memo_sim.contract.units import DTYPE_BYTES
@@ -81,6 +83,10 @@ class ExpertMlp:
         """Number of dispatched rows; with expert parallelism, of rows that the rank can receive."""
         self.whole = self.shape.whole_experts
         """Whether tensor-parallel ranks have whole experts, so each routes its own token shard."""
+        self.overlapped = writer.decisions.expert_overlap
+        """Whether exchanges of rows overlap with products that do not need them (``expert_exchange.py``)."""
+        self.beside = self.whole or self.overlapped
+        """Whether the shared expert has sums of its own, which are added to those of the experts."""
         self.shared = SharedExpert(writer)
         self.frozen = writer.decisions.lora is not None
         """Whether none of the weights are trained."""
@@ -113,14 +119,24 @@ class ExpertMlp:
         if not routed:
             self._route(source)
             self.shared.gate(beside)
-        for i, (first, tokens) in enumerate(blocks):
-            if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
-                self.writer.suffix = f".r{i}"
+        self._shared_input = beside, blocks
+        for first, tokens in self._named(blocks):
             ends = [at * self.rows // self.shape.tokens for at in (first, first + tokens)]
             self._first_half(source, (ends[0], ends[1] - ends[0]))
-            self.shared.first_half(beside, (first, tokens))
+            if not self.overlapped:
+                self.shared.first_half(beside, (first, tokens))
+
+    def _named(self, blocks: list[RowBlock]) -> Iterator[RowBlock]:
+        """Yield each row block; meanwhile its number ends the names of instructions, where forward has several."""
+        for i, rows in enumerate(blocks):
+            if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
+                self.writer.suffix = f".r{i}"
+            yield rows
         if self.builder.kind is TemplateKind.FORWARD:
             self.writer.suffix = ""
+
+    def before_recompute(self) -> None:
+        """Write what backward begins with while a layer is recomputed: nothing, where a rank has all experts."""
 
     def forward(self, out: str) -> None:
         """Write the second product, the sum over each token's experts, and the residual sum into ``out``."""
@@ -135,10 +151,15 @@ class ExpertMlp:
         self._combine("combine", down, combined)
         if self.experts.bias:
             self._out_bias(combined)
-        if self.whole:
-            return self._with_shared("shared_add", combined, self.shared.whole_output())
-        self.shared.second_half(combined)
-        return writer.scatter("experts_down", combined)
+        if self.beside:
+            combined = self._with_shared("shared_add", combined, self._shared_output())
+        else:
+            self.shared.second_half(combined)
+        return combined if self.whole else writer.scatter("experts_down", combined)
+
+    def _shared_output(self) -> Rows | None:
+        """Write the shared expert's second product into a sum of its own."""
+        return self.shared.whole_output(scattered=self.whole)
 
     def _with_shared(self, name: str, rows: Rows, shared: Rows | None) -> Rows:
         """Write the sum of rows and of the shared expert's, which ``shared`` has; return it, or ``rows`` without."""
@@ -178,34 +199,23 @@ class ExpertMlp:
         """Write the backward from ``grad_out`` to ``d_resid``."""
         writer, shape, experts = self.writer, self.shape, self.experts
         whole, tokens = self._all, (0, shape.tokens)
-        upstream = beside = writer.shard_rows(grad_out, tokens)
-        if not self.whole or self.shared.width:
-            beside = writer.gather("experts.grad", upstream, "d_moe_full", 0)
-        if not self.whole:
-            upstream = beside
-        d_down = Rows(writer.own("d_expert_out", self.rows, shape.hidden), *whole)
-        self._dispatch("dispatch.grad", upstream, d_down)
-        t = Rows(writer.own("d_act", self.rows, shape.expert_width), *whole)
-        self._dgrad("experts_down", d_down, t)
-        if not self.frozen:
-            self._wgrad("experts_down", d_down, Rows("act", *whole))
+        upstream, beside, t = self._second_product_backward(grad_out)
         d_up = Rows(writer.own("d_up", self.rows, 2 * shape.expert_width), *whole)
         d_probs = self._own("d_probs", "fp32", shape.routed_tokens, experts.per_token)
         self._activation_backward(t, d_up, d_probs)
         if experts.bias:
             self._biases_backward(upstream, d_up, d_probs)
-        self.shared.backward(beside)
+        if not self.overlapped:
+            self.shared.backward(beside)
         d_logits = self._own("d_logits", "fp32", shape.routed_tokens, experts.count)
         self._route_backward(d_probs, d_logits)
         source, d_norm = self._first_product_backward(d_up)
-        if self.whole:
-            d_norm = self._with_shared("d_shared.add", d_norm, self.shared.whole_input_gradient())
-            self._router_backward(d_logits, source, d_norm)
-            summed = d_norm
+        if self.beside:
+            d_norm = self._with_shared("d_shared.add", d_norm, self._shared_input_gradient(source))
         else:
             self.shared.input_gradient(source, d_norm)
-            self._router_backward(d_logits, source, d_norm)
-            summed = writer.scatter("d_norm2", d_norm)
+        self._router_backward(d_logits, source, d_norm)
+        summed = d_norm if self.whole else writer.scatter("d_norm2", d_norm)
         writer.own("d_resid", shape.shard_tokens, shape.hidden)
         norms.norm_backward(
             writer,
@@ -217,6 +227,40 @@ class ExpertMlp:
             rows=tokens,
             at=tokens,
         )
+
+    def _second_product_backward(self, grad_out: str) -> tuple[Rows, Rows, Rows]:
+        """Write the gradients of the second product's weight and of its input.
+
+        Returns the gradients of the tokens that the rank routes, of all tokens of the tensor-parallel ranks (for the
+        shared expert), and of the activation.
+        """
+        upstream, beside = self._gathered_gradient(grad_out)
+        d_down = self._second_gradient
+        self._dispatch("dispatch.grad", upstream, d_down)
+        t = Rows(self.writer.own("d_act", self.rows, self.shape.expert_width), *self._all)
+        self._dgrad("experts_down", d_down, t)
+        if not self.frozen:
+            self._wgrad("experts_down", d_down, Rows("act", *self._all))
+        return upstream, beside, t
+
+    @property
+    def _second_gradient(self) -> Rows:
+        """The gradient of the second product's result; its buffer is added at its first use."""
+        return Rows(self.writer.own("d_expert_out", self.rows, self.shape.hidden), *self._all)
+
+    def _gathered_gradient(self, grad_out: str) -> tuple[Rows, Rows]:
+        """Return the gradients of the tokens that the rank routes, and those of all tokens where they are read."""
+        upstream = beside = self.writer.shard_rows(grad_out, (0, self.shape.tokens))
+        if not self.whole or self.shared.width:
+            beside = self.writer.gather("experts.grad", upstream, "d_moe_full", 0)
+        return (upstream if self.whole else beside), beside
+
+    def _shared_input_gradient(self, source: Rows) -> Rows | None:
+        """Write the gradients of the shared expert's first product; return that of its input, in a sum of its own.
+
+        ``source``: the second norm's rows that the router reads.
+        """
+        return self.shared.whole_input_gradient(None if self.whole else source, scattered=self.whole)
 
     def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:
         """Write the gradients of the first product's weight and of its input; return the norm and its gradient."""

@@ -279,7 +279,7 @@ class SubsequenceTemplates:
         shared = of.layers.experts_block
         if f"params.{shared}" in seen:
             builder.bind(seen[f"params.{shared}"], slot=PARAMS)
-            if gradients:
+            if gradients and f"grads.{shared}" in seen:
                 builder.bind(seen[f"grads.{shared}"], slot=GRADS)
         if gradients:
             builder.bind(seen[f"grads.{of.block.name}"], slot="grads")

@@ -179,6 +179,15 @@ EXPERTS = (
         hint="--ep 2 or more, or leave --expert-capacity and --expert-overflow out",
     ),
     Rule(
+        name="overlap of experts: ep",
+        breaks=lambda d: d.layout.ep == 1 and d.expert_overlap,
+        what="a rank with all experts exchanges no rows",
+        where="decisions.expert_overlap",
+        got="expert_overlap with ep 1",
+        wanted="false",
+        hint="--ep 2 or more, or leave --expert-overlap out",
+    ),
+    Rule(
         name="load of experts: number",
         breaks=_another_number_of_experts,
         what="the load was measured with another number of experts, or has no rows",

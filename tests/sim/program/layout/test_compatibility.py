@@ -341,6 +341,26 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": EXPERTS, "global_batch": 4},
         "2 with ep 2",
     ),
+    "expert_tp: degree": (
+        Layout(tp=4, dp=2, ep=2, sequence_parallel=True, expert_tp=2),
+        {"model": EXPERTS, "global_batch": 2},
+        "2 with tp 4",
+    ),
+    "expert_tp: ep": (
+        Layout(tp=2, sequence_parallel=True, expert_tp=1),
+        {"model": EXPERTS},
+        "1 with tp 2 and ep 1",
+    ),
+    "expert_tp: sequence_parallel": (
+        Layout(tp=2, ep=2, expert_tp=1),
+        {"model": EXPERTS},
+        "expert_tp 1 without sequence parallelism",
+    ),
+    "overlap of experts: ep": (
+        Layout(),
+        {"model": EXPERTS, "expert_overlap": True},
+        "expert_overlap with ep 1",
+    ),
     "capacity of experts: ep": (
         Layout(),
         {"model": EXPERTS, "expert_capacity": 1.5},
@@ -358,11 +378,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "r=8,alpha=8,targets=gate with a model without a gate",
     ),
     "adapters: experts": (Layout(), {"model": EXPERTS, "adapters": LORA}, f"{LORA} with a model with experts"),
-    "adapters: ep": (
-        Layout(dp=2, ep=2),
-        {"model": EXPERTS, "adapters": "r=8,alpha=8,targets=q"},
-        "2 with adapters r=8,alpha=8,targets=q",
-    ),
     "adapters: metp": (Layout(metp=2), {"adapters": LORA}, f"2 with adapters {LORA}"),
     "adapters: tp_overlap": (chunked(), {"adapters": LORA}, f"chunked with adapters {LORA}"),
     "adapters: schedule": (
