@@ -111,6 +111,7 @@ class Question(Chosen):
             fp8=self.fp8,
             fp8_layouts=fp8_layouts(self.hardware),
             fp8_params=self.fp8_params,
+            fp8_experts=self.fp8_experts,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
             cuda_graphs=self.pins.cuda_graphs,

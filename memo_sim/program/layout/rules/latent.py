@@ -18,7 +18,6 @@ _LATENT = Feature(
 
 LATENT = (
     _LATENT.allows("decisions.adapters", "none", because="adapters would be of products that latents do not have"),
-    _LATENT.allows("decisions.fp8", "none", because="the products of latents have no FP8 form"),
     _LATENT.allows(
         "layout.metp", 1, because="METP passes the weights of Q, K and V round its ring, not those of latents"
     ),

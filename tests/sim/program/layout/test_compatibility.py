@@ -159,7 +159,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": LATENT, "adapters": "r=4,alpha=8,targets=ffn"},
         "r=4,alpha=8,targets=ffn with a model with latent attention",
     ),
-    "latent attention: fp8": (Layout(), {"model": LATENT, "fp8": "block"}, "block with a model with latent attention"),
     "latent attention: metp": (Layout(metp=2), {"model": LATENT}, "2 with a model with latent attention"),
     "latent attention: tp_overlap": (chunked(), {"model": LATENT}, "chunked with a model with latent attention"),
     "latent attention: cp_exchange": (
@@ -321,6 +320,13 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"fp8": "tensor", "grad_sums": "autocast", "memory_policy": "eager"},
         "autocast with fp8 tensor",
     ),
+    "FP8: rebuild_qkv": (
+        Layout(),
+        {"model": LATENT, "fp8": "block", "rebuild_qkv": True, "kernels": Kernels(attention="torch-cudnn")},
+        "true with fp8 block",
+    ),
+    "experts in FP8: products": (Layout(), {"model": EXPERTS, "fp8_experts": True}, "none with fp8_experts"),
+    "experts in FP8: model": (Layout(), {"fp8": "block", "fp8_experts": True}, "true"),
     "parameters in FP8: products": (Layout(), {"fp8_params": True}, "none with fp8_params"),
     "parameters in FP8: fp8": (Layout(), {"fp8": "mx", "fp8_params": True}, "mx with fp8_params"),
     "parameters in FP8: states": (Layout(), IN_FP8_ALONE | {"states": "host"}, "host with fp8_params"),
