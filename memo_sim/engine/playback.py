@@ -38,6 +38,8 @@ class Playback:
     edges: Edges
     start_s: Floats
     end_s: Floats
+    by_simpy: bool = True
+    """Whether SimPy's loop played it; what a search plays may come from another (``fast_loop.py``)."""
 
     @cached_property
     def span_s(self) -> float:

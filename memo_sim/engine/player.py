@@ -95,7 +95,7 @@ def play_stages(
     start_s, end_s = _spans(segments, work, clock, seconds)
     bounds = [slice(int(a), int(b)) for a, b in pairwise(first)]
     return [
-        Playback(columns=part.columns, edges=part.edges, start_s=start_s[mine], end_s=end_s[mine])
+        Playback(part.columns, part.edges, start_s=start_s[mine], end_s=end_s[mine], by_simpy=clock.by_simpy)
         for part, mine in zip(parts, bounds, strict=True)
     ]
 

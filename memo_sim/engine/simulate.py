@@ -254,11 +254,12 @@ class Simulation:
     def shown(self) -> Simulation:
         """Return this simulation after SimPy's loop has played it, which is what answers show.
 
-        Nothing but the loop is done again. Where it gave other numbers than ``loop``, all of them come from SimPy.
+        Where another loop has, SimPy's is played too, and nothing else is done again. Should the numbers differ, all of
+        them come from SimPy.
         """
-        if self._loop is not run and "playbacks" in self.__dict__:
-            again = self._played(run)
-            pairs = zip(self.playbacks, again, strict=True)
+        played = self.__dict__.get("playbacks", [])
+        if not all(playback.by_simpy for playback in played):
+            pairs = zip(played, self._played(run), strict=True)
             if not all(np.array_equal(a.start_s, b.start_s) and np.array_equal(a.end_s, b.end_s) for a, b in pairs):
                 return simulate(self.decisions, self.hardware, self.cluster, pricer=self._pricer, rates=self._rates)
         self._loop = run
