@@ -359,7 +359,7 @@ class LowerBounds:
         absent = absent_states(decisions)
         each = [_states_bytes(optimizer, absent) for optimizer in layers]
         for kind, shape in enumerate(model.layer_shapes):
-            block = experts_block(model, layout.divided, layout.ep, shape.experts)
+            block = experts_block(model, layout.expert_divided, layout.ep, shape.experts)
             if block is not None:
                 more = _states_bytes(Optimizer(decisions, block, BlockKind.EXPERTS, 1), absent)
                 each[kind] = (each[kind][0] + more[0], each[kind][1] + more[1])
