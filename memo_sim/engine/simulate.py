@@ -31,7 +31,7 @@ from memo_sim.engine.repetition import played_at_first, whole_windows, windows
 from memo_sim.engine.stage_run import ALLOCATOR, HOST, Prices, StageRun
 from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
 from memo_sim.program.analysis.columns import Columns
-from memo_sim.program.analysis.rendezvous import all_rendezvous
+from memo_sim.program.analysis.rendezvous import Rendezvous, all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower, program_sha256
@@ -266,8 +266,12 @@ class Simulation:
         return self
 
     def _played(self, loop: Loop) -> list[Playback]:
-        met = all_rendezvous([stage.program for stage in self.stages])
-        return play_stages([stage.part for stage in self.stages], self._rates, met, loop=loop)
+        return play_stages([stage.part for stage in self.stages], self._rates, self._matched, loop=loop)
+
+    @cached_property
+    def _matched(self) -> list[Rendezvous]:
+        """The matched instructions of all stages, as they are played."""
+        return all_rendezvous([stage.program for stage in self.stages])
 
     @property
     def playback(self) -> Playback:
@@ -307,7 +311,7 @@ class Simulation:
     def _stalls(self, step_s: float) -> list[Stall]:
         """Return the waits of the pace-setting stage until the step's end, the longest first."""
         stage, number = self.pace, self.stages.index(self.pace)
-        met = peers(self.playbacks, all_rendezvous([each.program for each in self.stages]))[number]
+        met = peers(self.playbacks, self._matched)[number]
         found = [*stage.stalls(met), *stage.after_compute(met)]
         if (left_s := step_s - stage.ended_s) > ROUNDING * step_s:
             others = [each for each in range(len(self.stages)) if each != number]
