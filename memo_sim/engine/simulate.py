@@ -242,6 +242,11 @@ class Simulation:
         return programs if programs[0].micro_batches == self.decisions.micro_batches else lower(self.decisions)
 
     @property
+    def instructions_played(self) -> int:
+        """Instructions of all stages as played, the repeated ones once."""
+        return sum(len(stage.columns.lane) for stage in self.stages)
+
+    @property
     def full_program(self) -> Program:
         """The program of the whole step, of the fullest stage."""
         return self.full_programs[self.stages.index(self.fullest)]
