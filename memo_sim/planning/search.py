@@ -54,6 +54,9 @@ __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search
 STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 """Policies that are not worth their copies when the same tensors can be kept on the device."""
 
+MOST_KEPT = 400_000
+"""Largest number of played instructions that a search keeps beside another plan; 100 to 300 MiB."""
+
 
 def search(
     question: Question,
@@ -392,7 +395,12 @@ class _Search:
         return self.known[decisions]
 
     def _play(self, decisions: Decisions) -> Simulation:
-        """Play a plan in the loop that is fast, and keep the simulation of the fastest plan for the answer."""
+        """Play a plan in the loop that is fast, and keep the simulation of the fastest plan for the answer.
+
+        A long one is kept only until the next plan is played: two of them would take twice the memory.
+        """
+        if self.fastest is not None and self.fastest.instructions_played > MOST_KEPT:
+            self.fastest = None
         simulation = simulate(decisions, self.question.hardware, self.question.cluster, loop=run_fast)
         self.known[decisions] = simulation.prediction
         if self.fastest is None or _is_faster(simulation, self.fastest):
