@@ -304,8 +304,9 @@ def _predicted_memory(job: OwnJob, machine: Cluster, hardware: Hardware) -> dict
     """Return the live bytes of the job's predicted peak by class."""
     of, read = read_files(job.files, job.given, framework=job.framework, devices=machine.devices)
     system = of.predicted_by(read.job)
-    decisions, _ = decisions_of(read.job, machine, hardware, system)
-    return predicted_classes(play(read.job.question(machine, hardware, system), decisions))
+    priced = of.priced(read.job)
+    decisions, _ = decisions_of(priced, machine, hardware, system)
+    return predicted_classes(play(priced.question(machine, hardware, system), decisions))
 
 
 def _call(one: Priced) -> str:
