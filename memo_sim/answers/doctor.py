@@ -103,7 +103,11 @@ class Diagnosis:
         found = [self._exported(each, framework) for each in imported.better if each.decisions is not None]
         fitting = [each for each in found if each is not None and each.fits]
         if not fitting:
-            raise Infeasible(f"no plan that {framework.title} can run fits", where=", ".join(imported.files))
+            raise Infeasible(
+                f"no plan that {framework.title} can run fits",
+                where=", ".join(imported.files),
+                hint="memo-sim import says what the job needs",
+            )
         best, own = min(fitting, key=_step_there), imported.job
         if own.status == "ok" and own.step_s and _step_there(best) >= own.step_s:
             raise Infeasible(

@@ -61,6 +61,8 @@ class Question(Chosen):
     """Fields of the model's file that memo does not read and that may change a step's time or memory."""
     changes: tuple[str, ...] = ()
     """What differs from the plan that was given, where one was (``kernels_elsewhere.py``)."""
+    of_job: tuple[str, ...] = ()
+    """What was assumed to read the question from another framework's job, where one was given."""
     preset: System = field(init=False, repr=False)
     """The system that is called ``system``, looked up here and nowhere else."""
 
