@@ -75,6 +75,7 @@ def simulate(
             where="layout",
             got=f"{layout.devices} devices",
             wanted=f"at most the {cluster.devices} of {cluster.name}",
+            hint="another --cluster, or smaller --tp, --cp, --ulysses, --pp and --dp",
         )
     played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)
@@ -413,6 +414,7 @@ class Simulation:
                 f"{self.hardware.name} has no peak FLOP/s for {decisions.dtype}",
                 where="decisions.dtype",
                 wanted=" or ".join(self.hardware.peak_flops),
+                hint="another --dtype, or memo-exec calibrate on a machine that has it",
             )
         # Stages drift apart by at most the micro-batches they hold, so in the long run all go at the slowest one's
         # pace.
