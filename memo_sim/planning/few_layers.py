@@ -56,7 +56,8 @@ class Pass:
     """Part of ``forward_s`` in attention's kernels."""
     first_forward_s: float
     first_compute_s: float
-    """Parts of ``forward_s`` and ``compute_s`` in the first subsequence; all of it without subsequences."""
+    first_rebuild_s: float
+    """Parts of ``forward_s``, ``compute_s`` and ``rebuild_s`` in the first subsequence; all without subsequences."""
     head_s: float
     """Part of ``compute_s`` in the head and the loss, forward and backward."""
     idle_s: float
@@ -198,6 +199,7 @@ class _FewLayers:
             attention_s=float(compute_s @ self._attention),
             first_forward_s=float(compute_s @ (self._forward * self._first)),
             first_compute_s=float(compute_s @ self._first),
+            first_rebuild_s=float(compute_s @ (self._rebuilt * self._first)),
             head_s=float(compute_s @ self._head),
             idle_s=0.0,
             copy_s=0.0,
