@@ -28,6 +28,7 @@ from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
+from memo_sim.planning.step_ends import StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
@@ -84,6 +85,7 @@ class LowerBounds:
         self._cluster = cluster
         self.passes = passes or Passes(hardware, cluster)
         self._prices = part_prices(hardware, cluster)
+        self._ends = StepEnds(hardware, cluster)
         self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
         self._not_repeated: set[Layout] = set()
@@ -109,7 +111,7 @@ class LowerBounds:
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
-        return self._bound(decisions, self._parts(decisions))
+        return self._bound(decisions, self._parts(decisions), self._ends.of(decisions))
 
     def between(self, low: Decisions, high: Decisions) -> LowerBound:
         """Return lower bounds for all plans that swap at least as many rows as ``low`` and at most as many as ``high``.
@@ -119,7 +121,8 @@ class LowerBounds:
         """
         few, many = self._parts(low), self._parts(high)
         layers = tuple(_either(*each) for each in zip(few.layers, many.layers, strict=True))
-        return self._bound(low, _Parts(_either(few.whole, many.whole), _either(few.stage, many.stage), layers))
+        parts = _Parts(_either(few.whole, many.whole), _either(few.stage, many.stage), layers)
+        return self._bound(low, parts, self._ends.of(low))
 
     def rough(self, decisions: Decisions, *, keep: Decisions | None, any_alpha: bool = False) -> LowerBound:
         """Return lower bounds that are cheap: from states, kept and swapped tensors, and ``keep``'s compute lane.
@@ -319,7 +322,7 @@ class LowerBounds:
         whole = replace(layers, compute_s=layers.compute_s + head_s, head_s=head_s)
         return _Parts(whole, whole, (layer,) * len(decisions.model.layer_shapes))
 
-    def _bound(self, decisions: Decisions, parts: _Parts) -> LowerBound:
+    def _bound(self, decisions: Decisions, parts: _Parts, ends: Sequence[StepEnd]) -> LowerBound:
         device, host = self._states(decisions)
         layout = decisions.layout
         if layout.multiplexed:  # helper stages hold, swap and exchange other rows than their own: only this is certain
@@ -336,7 +339,7 @@ class LowerBounds:
         least = 0.0 if decisions.modules == "huggingface" else parts.stage.device_bytes - written_over
         layer_bytes = min(each.device_bytes for each in parts.layers)
         return LowerBound(
-            step_s=self._step_s(decisions, parts.whole, parts.layers),
+            step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
             device_bytes=device + int(max(least, in_flight * layer_bytes)),
             host_bytes_per_node=(host + int(parts.stage.host_bytes)) * self._local(decisions),
         )
@@ -351,13 +354,19 @@ class LowerBounds:
         rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
         return rows * shape.vocab * DTYPE_BYTES[decisions.dtype]
 
-    def _step_s(self, decisions: Decisions, whole: Pass, layers: Sequence[Pass]) -> float:
-        """Return a lower bound of the step seconds; ``layers``: the pass of one more layer, by kind."""
+    def _step_s(self, decisions: Decisions, whole: Pass, layers: Sequence[Pass], ends: Sequence[StepEnd] = ()) -> float:
+        """Return a lower bound of the step seconds.
+
+        ``layers``: the pass of one more layer, by kind. ``ends``: the end of the step, by kind, where it is counted.
+        """
         times, stages, kinds = decisions.micro_batches, stages_of(decisions), decisions.model.layer_kinds
+        rounding = _rounding(decisions)
         if len(stages) == 1:
-            return self._busy_s(whole) * times
+            # The layers that stay in a rounding buffer are not among the copies of a whole model.
+            pass_s = max(self._busy_s(whole), _passes_s(whole, whole.out_s, whole.in_s) if rounding else 0.0)
+            return pass_s * times + _ends_s(ends, kinds)
         of = {number: layers[kind if len(layers) > 1 else 0] for number, kind in enumerate(kinds)}
-        found_s = around_s = 0.0
+        found_s = before_s = after_s = 0.0
         for stage in stages:
             # A stage has the work of its layers, and waits for the stages before it: for their first chunk's forward
             # before its first pass, and for that chunk's backward after its last one. The chunks are those of one
@@ -366,15 +375,20 @@ class LowerBounds:
             if resident := _most_resident(decisions, stage):
                 own = _with_resident(own, [of[layer] for layer in stage.layers], resident)
             if stage.last:
-                own = replace(own, compute_s=own.compute_s + whole.head_s)
-            found_s = max(found_s, times * self._busy_s(own) + around_s)
+                own = replace(own, compute_s=own.compute_s + whole.head_s, head_s=whole.head_s)
+            own_s = times * self._busy_s(own)
+            if rounding:
+                runs = [[of[layer] for layer in run] for run in stage.runs]
+                own_s = max(own_s, times * own.compute_s + _waits_for_copies_s(decisions, stage, runs))
+            end_s = _ends_s(ends, [kinds[layer] for layer in stage.layers])
+            found_s = max(found_s, before_s + own_s + max(after_s, end_s))
             for layer in stage.runs[0]:
-                around_s += of[layer].first_forward_s
+                one = of[layer]
+                before_s += one.first_forward_s
                 # A layer's gradient leaves its pass before the pass has ended, so the wait has one layer less. And
                 # zero-bubble's last W passes fill that wait.
                 if layer and decisions.layout.schedule != "zero-bubble":
-                    one = of[layer]
-                    around_s += max(0.0, one.first_compute_s - one.first_forward_s - one.first_rebuild_s)
+                    after_s += max(0.0, one.first_compute_s - one.first_forward_s - one.first_rebuild_s)
         return found_s
 
     def _shared_s(self, whole: Pass, stages: int) -> float:
@@ -477,10 +491,72 @@ def _most_resident(decisions: Decisions, stage: Stage) -> int:
     return min(len(stage.layers), ROUNDING_BUFFERS * stage.chunks) if alone else 0
 
 
+def _ends_s(ends: Sequence[StepEnd], kinds: Sequence[int]) -> float:
+    """Return a lower bound of the seconds that layers of these kinds add behind the passes of a stage."""
+    if not ends:
+        return 0.0
+    lanes = {lane for end in ends for lane in end.reduced_s}
+    reduced_s = (sum(ends[kind].reduced_s.get(lane, 0.0) for kind in kinds) for lane in lanes)
+    return max([sum(ends[kind].compute_s for kind in kinds), *reduced_s])
+
+
+def _rounding(decisions: Decisions) -> bool:
+    """Return whether a layer's copies have to end before other layers write its rounding buffer in the same pass."""
+    swaps = decisions.swapped_tokens > 0 or decisions.recompute == "tokenwise"
+    plain = decisions.layout.subsequences == 1 and decisions.modules == "auto" and not in_chunks(decisions)
+    return swaps and plain and not decisions.offload_window and decisions.recompute_layers == ALL
+
+
+def _waits_for_copies_s(decisions: Decisions, stage: Stage, runs: Sequence[Sequence[Pass]]) -> float:
+    """Return a lower bound of the seconds that a stage's kernels wait for copies; ``runs``: the layers of each chunk.
+
+    Within one pass, all copies of a forward but those of the last two layers leave, and all of a backward but the first
+    two come back. Where a forward is followed by the backward of another micro-batch, which finds nothing in the two
+    rounding buffers, rows come back when those of the forward's last layers have left:
+
+        compute   [F of n layers        ][B: layer 1 ][layers 2 to n      ]
+        to host      [ n - 1 layers at least ]
+        from host                            [ all but two layers    ]
+    """
+    layout, times = decisions.layout, decisions.micro_batches
+    waits_s = 0.0
+    for run in runs:
+        out_s, in_s = (_least([getattr(each, name) for each in run], 2) for name in ("out_s", "in_s"))
+        forward_s, backward_s = sum(each.forward_s for each in run), sum(each.backward_s for each in run)
+        waits_s += times * (max(0.0, out_s - forward_s) + max(0.0, in_s - backward_s))
+    if layout.schedule not in {"1f1b", "interleaved"} or _most_resident(decisions, stage):
+        return waits_s
+    later, chunks = layout.pp - 1 - stage.index, stage.chunks
+    warmup = later if layout.schedule == "1f1b" else 2 * later + (chunks - 1) * layout.pp
+    pairs = max(0, times * chunks - warmup)
+    out_s, back_s, in_s = (
+        min(_least([getattr(each, name) for each in run], count) for run in runs)
+        for name, count in (("out_s", 1), ("backward_s", 1), ("in_s", 2))
+    )
+    forward_s = min(sum(each.forward_s for each in run) for run in runs)
+    pair_s = max(out_s + in_s, out_s + back_s, forward_s + in_s)
+    return max(waits_s, pairs * (pair_s - max(sum(each.compute_s for each in run) for run in runs)))
+
+
+def _least(values: Sequence[float], without: int) -> float:
+    """Return the sum of all values but the ``without`` largest."""
+    return sum(values) - _most(values, without)
+
+
+def _passes_s(one: Pass, out_s: float, in_s: float) -> float:
+    """Return a lower bound of the seconds of a forward and a backward that wait for copies (both seconds).
+
+    A layer writes the rounding buffer of the second layer before it, whose rows have left by then. So the copies of all
+    layers but the last two are played within the forward. In backward, rows come back into a buffer when the second
+    layer after it has been there, so within the backward.
+    """
+    return one.compute_s + max(0.0, out_s - one.forward_s) + max(0.0, in_s - one.backward_s)
+
+
 def _with_resident(stage: Pass, layers: Sequence[Pass], resident: int) -> Pass:
     """Return a stage's pass where ``resident`` of its layers copy and recompute nothing; lower bounds of each."""
     kept = replace(stage, compute_s=stage.compute_s - _most([each.rebuild_s for each in layers], resident))
-    lanes = ("idle_s", "copy_s", "collective_s", "p2p_s")
+    lanes = ("idle_s", "out_s", "in_s", "collective_s", "p2p_s")
     less = {lane: getattr(stage, lane) - _most([getattr(each, lane) for each in layers], resident) for lane in lanes}
     return replace(kept, **less)
 
