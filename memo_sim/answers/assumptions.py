@@ -163,15 +163,17 @@ def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
     load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
     value, option = f"load {load}, no row dropped; MFU counts what a token uses: {used}", "--expert-load"
     if layout.ep > 1:
-        rows = decisions.local_tokens * of.per_token
+        rows = decisions.routed_tokens * of.per_token
         most = capacity_rows(of, rows, decisions.expert_load, layout.ep, decisions.expert_capacity)
         whence = "given" if decisions.expert_capacity else f"{MARGIN:g} times what the fullest rank is expected to get"
         beyond = {
             "drop": "rows beyond it count as zero, and memo-exec run reports them",
             "refuse": "a step with rows beyond it is not applied, and ends the run",
         }
+        shard = "each rank of tp sends the rows of its own token shard; " if layout.whole_experts else ""
+        sends = f"{shard}a rank"
         value = (
-            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; a rank "
+            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; {sends} "
             f"can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean ({whence}); "
             f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
         )
@@ -209,11 +211,12 @@ def _fp8(decisions: Decisions) -> list[Assumption]:
     if decisions.fp8 == "none":
         return []
     stays = "attention, experts, embedding and classifier" if decisions.model.mixture else "attention and both ends"
-    has_kernels = decisions.fp8 == "tensor" and decisions.fp8_layouts == "tn"
+    has_kernels = decisions.fp8 == "tensor" and decisions.fp8_layouts == "tn" and not decisions.fp8_params
+    kept = ", whose weights have no bf16 copy (--fp8-params)" if decisions.fp8_params else ""
     played = "memo-exec's kernels have run on no GPU yet" if has_kernels else "memo-exec does not run it"
     value = (
-        f"layers' linear products, {FP8_SCALES[decisions.fp8]}; {stays} in bf16; whether training converges as in bf16"
-        f" is not predicted; MFU counts against the bf16 peak; {played}"
+        f"layers' linear products, {FP8_SCALES[decisions.fp8]}{kept}; {stays} in bf16; whether training converges as"
+        f" in bf16 is not predicted; MFU counts against the bf16 peak; {played}"
     )
     return [Assumption(name="FP8", value=value, option="--fp8")]
 

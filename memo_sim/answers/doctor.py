@@ -303,8 +303,9 @@ def _with_copies(path: str, hardware: Hardware) -> tuple[Hardware, list[str]]:
 def _predicted_memory(job: OwnJob, machine: Cluster, hardware: Hardware) -> dict[str, int]:
     """Return the live bytes of the job's predicted peak by class."""
     of, read = read_files(job.files, job.given, framework=job.framework, devices=machine.devices)
-    decisions, _ = decisions_of(read.job, machine, hardware, of.system)
-    return predicted_classes(play(read.job.question(machine, hardware, of.system), decisions))
+    system = of.predicted_by(read.job)
+    decisions, _ = decisions_of(read.job, machine, hardware, system)
+    return predicted_classes(play(read.job.question(machine, hardware, system), decisions))
 
 
 def _call(one: Priced) -> str:

@@ -46,6 +46,7 @@ class Knobs(TypedDict, total=False):
     ulysses: int | None
     uneven_heads: bool | None
     ep: int | None
+    expert_tp: int | None
     metp: int | None
     overlap_exchanges: bool | None
     keep_norms: bool | None
@@ -88,6 +89,7 @@ class Knobs(TypedDict, total=False):
     grad_sums: GradSums | None
     objective: Objective | None
     fp8: Fp8Recipe | None
+    fp8_params: bool | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None

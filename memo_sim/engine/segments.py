@@ -31,12 +31,12 @@ class Segments:
     of: Ints
     first: Ints
     last: Ints
-    lane_bounds: list[int]
-    waits: list[int]
+    lane_bounds: Ints
+    waits: Ints
     """Number of edges that enter each segment."""
-    targets: list[int]
+    targets: Ints
     """Consumer segments of all edges, by producer: ``targets[target_bounds[s] : target_bounds[s + 1]]`` for s."""
-    target_bounds: list[int]
+    target_bounds: Ints
 
 
 def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
@@ -67,8 +67,8 @@ def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
         of=of,
         first=first,
         last=last,
-        lane_bounds=np.searchsorted(lane[first], np.arange(count + 1)).tolist(),
-        waits=np.bincount(consumer, minlength=len(first)).tolist(),
-        targets=consumer[by_producer].tolist(),
-        target_bounds=np.searchsorted(producer[by_producer], numbers).tolist(),
+        lane_bounds=np.searchsorted(lane[first], np.arange(count + 1)),
+        waits=np.bincount(consumer, minlength=len(first)),
+        targets=consumer[by_producer],
+        target_bounds=np.searchsorted(producer[by_producer], numbers),
     )

@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
@@ -21,9 +23,10 @@ from memo_sim.contract.peaks import flops_peak, memory_peak
 from memo_sim.contract.plan import Decisions, Prediction, Stall
 from memo_sim.contract.trace import Trace
 from memo_sim.costs.pricing import NodeRates, Pricer
+from memo_sim.engine.event_loop import Rates, run
 from memo_sim.engine.memory import Memory
 from memo_sim.engine.playback import Floats, Playback
-from memo_sim.engine.player import Rates, play_stages
+from memo_sim.engine.player import Loop, play_stages
 from memo_sim.engine.repetition import played_at_first, whole_windows, windows
 from memo_sim.engine.stage_run import ALLOCATOR, HOST, Prices, StageRun
 from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
@@ -52,13 +55,15 @@ def simulate(
     rates: Rates | None = None,
     micro_batches_played: int | None = None,
     predict: bool = True,
+    loop: Loop = run,
 ) -> Simulation:
     """Return ``decisions`` simulated on ``cluster``; without ``predict``, the prediction is computed on first use.
 
     By default, enough micro-batches are played to show the schedule's period, and the period is repeated
     (``repetition.py``). ``micro_batches_played`` sets their number (at least that many, or all). When a pipeline has
     not become steady, it is simulated again with twice as many. If it still is not steady, its step time is an estimate
-    (``Simulation.steady``).
+    (``Simulation.steady``). ``loop``: what plays the program; a search may use ``fast_loop.run_fast``, whose result is
+    the same to the last bit.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or is larger than the cluster.
@@ -84,6 +89,7 @@ def simulate(
             programs=lower(decisions, micro_batches=played),
             pricer=pricer or prices,
             rates=rates or contending.rates,
+            loop=loop,
         )
         if micro_batches_played or simulation.steady or again:
             return simulation.predicted() if predict else simulation
@@ -112,12 +118,14 @@ class Simulation:
         programs: tuple[Program, ...],
         pricer: Prices,
         rates: Rates,
+        loop: Loop = run,
     ) -> None:
         self.decisions = decisions
         self.hardware = hardware
         self.cluster = cluster
         self._pricer = pricer
         self._rates = rates
+        self._loop = loop
         self.stages = tuple(
             StageRun(
                 program,
@@ -241,8 +249,24 @@ class Simulation:
     @cached_property
     def playbacks(self) -> list[Playback]:
         """The spans of every stage, played together."""
+        return self._played(self._loop)
+
+    def shown(self) -> Simulation:
+        """Return this simulation after SimPy's loop has played it, which is what answers show.
+
+        Nothing but the loop is done again. Where it gave other numbers than ``loop``, all of them come from SimPy.
+        """
+        if self._loop is not run and "playbacks" in self.__dict__:
+            again = self._played(run)
+            pairs = zip(self.playbacks, again, strict=True)
+            if not all(np.array_equal(a.start_s, b.start_s) and np.array_equal(a.end_s, b.end_s) for a, b in pairs):
+                return simulate(self.decisions, self.hardware, self.cluster, pricer=self._pricer, rates=self._rates)
+        self._loop = run
+        return self
+
+    def _played(self, loop: Loop) -> list[Playback]:
         met = all_rendezvous([stage.program for stage in self.stages])
-        return play_stages([stage.part for stage in self.stages], self._rates, met)
+        return play_stages([stage.part for stage in self.stages], self._rates, met, loop=loop)
 
     @property
     def playback(self) -> Playback:

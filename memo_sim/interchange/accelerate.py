@@ -31,6 +31,7 @@ from memo_sim.interchange.hf_words import (
 from memo_sim.interchange.job import Job, moments_as_parameters
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import CONFIG, hub_name
+from memo_sim.interchange.model_parts import check_written
 
 ACCELERATE, LAUNCH = "accelerate.yaml", "train.sh"
 SMALL_TILE = 256
@@ -135,6 +136,7 @@ def check_model(decisions: Decisions) -> None:
     Raises:
         UsageError: with the types that there are.
     """
+    check_written(decisions, "transformers", "--to megatron-lm, or memo-exec runs the plan itself")
     try:
         model_type(decisions.model)
     except UsageError as error:

@@ -20,8 +20,8 @@ NO_DECISION = ("model.name", "model.source")
 """Texts of a model file that no framework needs."""
 
 
-NOT_WRITTEN = ("window", "sinks", "query_scalar", "proj_bias", "post_norms", "scaled_embeddings", "norms_from_one")
-"""Fields of a model that memo writes no framework's options of; ``answers/export_plan.py`` refuses such models."""
+NOT_WRITTEN = ("query_scalar", "post_norms", "scaled_embeddings", "norms_from_one")
+"""Fields of a model that memo writes no framework's options of (``megatron_layers.py`` and others refuse them)."""
 
 
 def plan_paths() -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.question import CHOOSES_ADAMW, Question
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.rules.documents import CUTS_OF_DOCUMENTS
+from memo_sim.program.layout.rules.fp8 import FP8_PARAMS_OF_FP8
 from memo_sim.program.layout.rules.memory_policy import (
     AUTOCAST_OF_FP32_STATES,
     FSDP_OF_A_FRAMEWORK,
@@ -49,6 +50,7 @@ OF_OPTIONS = (
     SUMS_OF_A_FRAMEWORK,
     AUTOCAST_OF_FP32_STATES,
     CUTS_OF_DOCUMENTS,
+    FP8_PARAMS_OF_FP8,
 )
 """Rules that options break whatever the layout is."""
 _UNLESS_PINNED = {f.name: f.default for f in (*msgspec.structs.fields(Layout), *msgspec.structs.fields(Decisions))}

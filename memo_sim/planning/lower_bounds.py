@@ -447,7 +447,7 @@ class LowerBounds:
         for shape in model.layer_shapes:
             block = layer_block(model, layout.divided, shape, ep=layout.ep, adapters=adapters)
             layers.append(_states_bytes(Optimizer(decisions, block, BlockKind.LAYER, 1), absent))
-            experts = experts_block(model, layout.divided, layout.ep, shape.experts)
+            experts = experts_block(model, layout.expert_divided, layout.ep, shape.experts, adapters)
             if experts is not None:
                 more = _states_bytes(Optimizer(decisions, experts, BlockKind.EXPERTS, 1), absent)
                 layers[-1] = _added_bytes(layers[-1], more)
@@ -502,7 +502,7 @@ def _ends_s(ends: Sequence[StepEnd], kinds: Sequence[int]) -> float:
 
 def _rounding(decisions: Decisions) -> bool:
     """Return whether a layer's copies have to end before other layers write its rounding buffer in the same pass."""
-    swaps = decisions.swapped_tokens > 0 or decisions.recompute == "tokenwise"
+    swaps = decisions.recompute == "tokenwise" or (decisions.recompute == "none" and decisions.swapped_tokens > 0)
     plain = decisions.layout.subsequences == 1 and decisions.modules == "auto" and not in_chunks(decisions)
     return swaps and plain and not decisions.offload_window and decisions.recompute_layers == ALL
 

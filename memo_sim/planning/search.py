@@ -35,6 +35,7 @@ from typing import Literal
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
+from memo_sim.engine.fast_loop import run_fast
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.allocator_limits import least_limited_s, may_gain, with_best_limit
 from memo_sim.planning.alpha_linear_program import LinearProgram, linear_program
@@ -116,7 +117,7 @@ def _with_last_resorts(
         return first
     ranked = sorted([*first.ranked, *second.ranked], key=lambda e: e.rank_key)
     evaluated, pruned = first.evaluated + second.evaluated, first.pruned + second.pruned
-    return SearchResult(ranked, evaluated, pruned, first.refused, first.passes)
+    return SearchResult(ranked, evaluated, pruned, first.refused, first.passes, fastest=second.fastest)
 
 
 def search_beside(
@@ -141,6 +142,7 @@ def search_beside(
     made = _Search(question, keep=1, front=False, prune=True, siblings=siblings, enough_s=None, passes=before.passes)
     made.limit = None if siblings else best
     made.known = {e.decisions: e.prediction for e in before.ranked}
+    made.fastest = before.fastest
     made.chosen = lambda one: siblings or one.policy == tried[one.base.layout]
     return made.run(space)
 
@@ -229,6 +231,8 @@ class _Search:
         self.least_s: dict[Decisions, float] = {}
         """By plan that keeps everything: the lower bound of its layout's step time (``pipeline_lower_bound.py``)."""
         self.known: dict[Decisions, Prediction] = {}
+        self.fastest: Simulation | None = None
+        """The simulation of the fastest plan that was played."""
         self.ranked: list[Evaluated] = []
         self.places: dict[Decisions, int] = {}
         """The index in ``ranked`` of each plan, until ``ranked`` is sorted."""
@@ -286,7 +290,13 @@ class _Search:
         self.ranked[0] = self._with_refusals(self.ranked[0])
         left = len(pruned) - len(beside) + stood_for + unopened
         return SearchResult(
-            self.ranked, len(self.ranked), left, refused, self.bounds.passes, played=self.known.values()
+            self.ranked,
+            len(self.ranked),
+            left,
+            refused,
+            self.bounds.passes,
+            played=self.known.values(),
+            fastest=self.fastest,
         )
 
     def _open(self, space: Space, layout: Layout, number: int, waiting: list[_Waiting]) -> int:
@@ -457,8 +467,16 @@ class _Search:
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the engine's prediction; each plan is played once."""
         if decisions not in self.known:
-            self.known[decisions] = play(self.question, decisions).prediction
+            self._play(decisions)
         return self.known[decisions]
+
+    def _play(self, decisions: Decisions) -> Simulation:
+        """Play a plan in the loop that is fast, and keep the simulation of the fastest plan for the answer."""
+        simulation = simulate(decisions, self.question.hardware, self.question.cluster, loop=run_fast)
+        self.known[decisions] = simulation.prediction
+        if self.fastest is None or _is_faster(simulation, self.fastest):
+            self.fastest = simulation
+        return simulation
 
     def _outcome(self, candidate: Candidate) -> Evaluated | None:
         try:
@@ -485,8 +503,7 @@ class _Search:
         grid = Grid.of(base)
         most = self._most(grid, 0, grid.steps)
         for decisions in self._plans_to_start_with(base, grid.at(most)):
-            simulation = play(self.question, decisions)
-            self.known[decisions] = simulation.prediction
+            simulation = self._play(decisions)
             if simulation.prediction.status == "ok":
                 break
         if simulation.prediction.status != "ok" or self._enough(simulation.prediction):
@@ -535,8 +552,16 @@ class _Search:
         return simulation.prediction if simulation.memory.fault else None
 
 
-def play(question: Question, decisions: Decisions) -> Simulation:
-    """Return one plan played on the question's cluster."""
+def _is_faster(simulation: Simulation, other: Simulation) -> bool:
+    mine_s, other_s = simulation.prediction.step_s, other.prediction.step_s
+    return mine_s is not None and (other_s is None or mine_s < other_s)
+
+
+def play(question: Question, decisions: Decisions, found: SearchResult | None = None) -> Simulation:
+    """Return one plan played on the question's cluster, as answers show it; a search may already have simulated it."""
+    fastest = found.fastest if found else None
+    if fastest is not None and fastest.decisions == decisions:
+        return fastest.shown()
     return simulate(decisions, question.hardware, question.cluster)
 
 

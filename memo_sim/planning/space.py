@@ -17,6 +17,7 @@ from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.contradictions import check_pins, check_rounding_buffers
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import (
+    EVERY_ROWWISE,
     FULL_RECOMPUTE,
     KEEP,
     LAGGING,
@@ -35,6 +36,7 @@ from memo_sim.program.layout.compatibility import check_compatible
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.rank_order import ENDS, degree
 from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.rules.metp import NORMS_KEPT_UNDER_FULL_RECOMPUTE
 from memo_sim.program.layout.rules.modules import MODULES_ARE_RECOMPUTED
 from memo_sim.program.layout.shape import shape_of
@@ -102,10 +104,10 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
     mode: str = pins.recompute or next((p.recompute for p in system.policies if p.alpha is None), TOKENWISE.recompute)
     if pins.alpha is not None:
         cut = [replace(p, alpha=pins.alpha) for p in system.policies if p.recompute == mode == "full"]
-        return tuple(dict.fromkeys((Policy(mode, pins.alpha), *cut)))
+        return tuple(dict.fromkeys((Policy(mode, pins.alpha, mlp_blocks=mode == ROWWISE), *cut)))
     own = tuple(p for p in system.short_sequences + system.policies if p.recompute == mode)
     known = (KEEP, FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, *MODULES_RECOMPUTE, OPERATOR_RECOMPUTE, TOKENWISE)
-    return own or (next(p for p in known if p.recompute == mode),)
+    return own or tuple(p for p in (*known, *EVERY_ROWWISE) if p.recompute == mode)
 
 
 def last_resorts(question: Question) -> tuple[Policy, ...]:

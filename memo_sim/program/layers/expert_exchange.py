@@ -22,7 +22,8 @@ neither kept nor swapped, but where rows are recomputed, recompute has received 
 and where rows go (``route_*``) is kept, so backward and recompute by token exchange no numbers of rows again.
 
 Tensor parallelism divides the features inside every expert, as without expert parallelism: its ranks have all rows of
-their tokens, and each sends them to the ranks with its own features.
+their tokens, and each sends them to the ranks with its own features. With ``expert_tp`` 1 they have whole experts and
+are ranks of ``ep`` themselves: each sends the rows of its token shard once (``experts.py``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ExchangedExperts(ExpertMlp):
     def __init__(self, writer: OperatorWriter, experts: Experts) -> None:
         super().__init__(writer, experts)
         shape = self.shape
-        block = experts_block(writer.model, shape.divided, shape.ep, experts)
+        block = experts_block(writer.model, 1 if shape.whole_experts else shape.divided, shape.ep, experts)
         assert block is not None  # this class is for ep above 1
         self._block = block
         self._received = False
@@ -59,7 +60,7 @@ class ExchangedExperts(ExpertMlp):
     def _route(self, source: Rows) -> None:
         """Write what the router decides, and the seats and arrivals of rows that follow from it."""
         super()._route(source)
-        tokens, sent, slots = self.shape.tokens, self._sent, self.shape.dispatched
+        tokens, sent, slots = self.shape.routed_tokens, self._sent, self.shape.dispatched
         own, ranks = self.shape.own_experts, self.shape.ep
         ends = self._own("route_sent_ends", "int32", self.experts.count, 1)
         self._emit(
@@ -131,8 +132,10 @@ class ExchangedExperts(ExpertMlp):
         What is sent stays until after the product beside it: if its memory were free before, the product could take it
         for its result, and would wait for the exchange.
         """
-        writer, tokens = self.writer, (0, self.shape.tokens)
-        source = writer.gather_again("norm2", writer.shard_rows("norm2", tokens), "norm2_full", 0)
+        writer, tokens = self.writer, (0, self.shape.routed_tokens)
+        source = writer.shard_rows("norm2", (0, self.shape.tokens))
+        if not self.whole:
+            source = writer.gather_again("norm2", source, "norm2_full", 0)
         again = None if self._received else self._send("dispatch.again", source)
         d_rows = Rows(writer.own("d_dispatched", self.rows, self.shape.hidden), *self._all)
         self._dgrad("experts_up", d_up, d_rows)
@@ -142,7 +145,7 @@ class ExchangedExperts(ExpertMlp):
             copies, arrived = again
             self._arrange("dispatch.again.arrange", arrived, dispatched, self._row_bytes, kept=reads(copies))
         self._wgrad("experts_up", d_up, dispatched)
-        d_norm = Rows(writer.own("d_norm2", self.shape.tokens, self.shape.hidden), *tokens)
+        d_norm = Rows(writer.own("d_norm2", self.shape.routed_tokens, self.shape.hidden), *tokens)
         super()._combine("dispatch.bwd", returned.slot, d_norm, kept=reads(sent))
         return source, d_norm
 
@@ -174,7 +177,7 @@ class ExchangedExperts(ExpertMlp):
         self._emit(
             "gates.bwd",
             "experts.gates.bwd",
-            self.shape.tokens,
+            self.shape.routed_tokens,
             (NUMBER + INDEX) * self.shape.dispatched,
             NUMBER * self.shape.dispatched,
             table.gates_backward_workspace_bytes(self.shape.dispatched),
@@ -192,7 +195,7 @@ class ExchangedExperts(ExpertMlp):
         return {"seats": reads(self._seats), "sent": reads(self._sent)}
 
     def _seats_scratch(self) -> int:
-        return table.missing_seats_workspace_bytes(self.shape.tokens, self.experts.per_token)
+        return table.missing_seats_workspace_bytes(self.shape.routed_tokens, self.experts.per_token)
 
     def _weight(self, name: str) -> Access | None:
         found = self._block.find(name)
@@ -272,4 +275,4 @@ class ExchangedExperts(ExpertMlp):
 
     @property
     def _places(self) -> Rows:
-        return self._own("route_places", "int64", self.shape.tokens, self.experts.per_token)
+        return self._own("route_places", "int64", self.shape.routed_tokens, self.experts.per_token)

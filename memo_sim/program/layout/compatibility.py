@@ -49,6 +49,7 @@ from memo_sim.program.layout.rules.recompute import (
     SOME_LAYERS,
 )
 from memo_sim.program.layout.rules.ring_self_attention import RING_SELF_ATTENTION
+from memo_sim.program.layout.rules.rowwise import ROWWISE_RECOMPUTE
 from memo_sim.program.layout.rules.sinks import SINKS
 from memo_sim.program.layout.rules.states import STATES
 from memo_sim.program.layout.rules.subsequences import SUBSEQUENCES
@@ -79,6 +80,7 @@ RULES = (
     *ATTENTION_CHUNKS,
     *BIDIRECTIONAL,
     *SUBSEQUENCES,
+    *ROWWISE_RECOMPUTE,
     SELECTIVE_SWAPS_NOTHING,
     *SOME_LAYERS,
     ROUNDING_BUFFERS_OF_FULL_RECOMPUTE,

@@ -25,6 +25,10 @@ takes four bytes in all, which are not counted.
 
 Forward keeps the FP8 copies of a product's input in place of the input itself: of the norms' results and of the MLP's
 activation. The projection's input is kept twice, because attention's backward reads its output in bf16.
+
+Weights have FP8 copies beside those in the plan's dtype. With ``fp8_params`` there are only the FP8 ones: the optimizer
+quantises its master weights to the copy by rows, which ranks gather, and the one by columns is that one transposed. So
+it is with scales of 128 x 128 values too, which are those of the transposed weight.
 """
 
 from __future__ import annotations
@@ -49,6 +53,8 @@ PRODUCTS: dict[Fp8Recipe, ProductDtype] = {
     "mx": "fp8-mx",
 }
 """The products of a recipe as profiles name them."""
+NARROW = "fp8"
+"""The run of a block's parameters that are kept in FP8 alone."""
 ATTENTION_OUTPUT = "attn_fp8"
 """The projection's input in FP8, which is kept beside attention's output in bf16."""
 
@@ -97,6 +103,21 @@ def copied_elements(decisions: Decisions, block: Block) -> int:
     elements = sum(weight.elements for weight in weights(block))
     scales = -(-elements // SCALE_SHARE) if decisions.fp8 == "mx" else 0
     return weight_copies(decisions) * (elements + scales)
+
+
+def narrow_elements(decisions: Decisions, block: Block) -> int:
+    """Return the elements at a block's beginning that are kept in FP8 alone."""
+    return sum(weight.elements for weight in weights(block)) if decisions.fp8_params else 0
+
+
+def runs(decisions: Decisions, block: Block) -> list[tuple[str, int, int]]:
+    """Return the ranges that an optimizer updates alike (``Block.runs``), with what is kept in FP8 alone apart."""
+    narrow, found = narrow_elements(decisions, block), block.runs()
+    if not narrow:
+        return found
+    (name, _, elements), *others = found
+    rest = [(name, narrow, elements - narrow)] if elements > narrow else []
+    return [(NARROW, 0, narrow), *rest, *others]
 
 
 def kept(decisions: Decisions, layer: LayerShape, tensors: tuple[Skeletal, ...]) -> tuple[Skeletal, ...]:

@@ -30,6 +30,7 @@ from memo_sim.program.layout.attention_chunks import attention_chunks
 from memo_sim.program.layout.multiplex import boundaries
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.rank_order import coordinate
+from memo_sim.program.layout.rowwise_blocks import is_rowwise, rowwise_blocks
 
 Ends = Sequence[Sequence[int]]
 """For each sequence of a micro-batch, where its documents end."""
@@ -52,12 +53,15 @@ def row_blocks(decisions: Decisions, subsequence: int = 0) -> list[tuple[int, in
     - where recompute begins, so that it repeats the calls of forward (``layers/activations.py``);
     - where any stage divides a task with a helper stage (``multiplex.py``), so that token shards have the same order of
       rows on all stages;
-    - where a chunk of attention ends.
+    - where a chunk of attention ends;
+    - where a block of row-wise recompute ends (``rowwise_blocks.py``).
 
     Rows count from the first row of the subsequence.
     """
     if decisions.attention_chunk_tokens:
         return attention_chunks(decisions)
+    if is_rowwise(decisions):
+        return rowwise_blocks(decisions, partition(decisions)[subsequence])
     tokens, swapped = partition(decisions)[subsequence], swapped_parts(decisions)[subsequence]
     ends = {0, tokens} | boundaries(decisions, subsequence, swapped)
     if decisions.recompute == "tokenwise":

@@ -18,6 +18,8 @@ from memo_sim.program.layout.shape import Shape
 
 WEIGHTS = "params_fp8"
 """Slot of the FP8 copies of a layer's weights: all by rows, then all for the gradients of inputs."""
+COLUMNS = "params_fp8_columns"
+"""Slot of the weights for the gradients of inputs where there are no others than in FP8."""
 
 
 class Fp8Operands:
@@ -41,6 +43,8 @@ class Fp8Operands:
         """Return the copy of a weight that a product, or the gradient of its input, reads."""
         weight = self._weights[name]
         again = for_dgrad and fp8.weight_copies(self.decisions) > 1
+        if again and self.decisions.fp8_params:
+            return Rows(COLUMNS, weight.first, weight.elements)
         return Rows(WEIGHTS, weight.first + self._elements * again, weight.elements)
 
     def made(self, rows: Rows, features: int) -> Rows:
@@ -143,6 +147,21 @@ class Fp8Operands:
         columns = writes(copies[1]) if len(copies) > 1 else None
         operands = {"x": reads(source), "out": writes(copies[0]), "columns": columns}
         builder.emit(name, "fp8.quantize", Lane.COMPUTE, work, **operands)
+
+
+def requantisation(decisions: Decisions, elements: int, *, shard: bool) -> Rowwise:
+    """Return the work of quantising updated fp32 master weights to the copy by rows.
+
+    The scales of a ``shard`` depend on other ranks' values, so scales of blocks too take a pass of their own first
+    (Transformer Engine, ``tensor/utils.py``, cast_master_weights_to_fp8).
+    """
+    passes = 2 if decisions.fp8 == "tensor" or (shard and fp8.by_blocks(decisions.fp8)) else 1
+    return Rowwise("fp8.quantize", elements, passes * DTYPE_BYTES["fp32"] * elements, elements)
+
+
+def transposition(elements: int) -> Rowwise:
+    """Return the work of transposing weights in FP8."""
+    return Rowwise("fp8.transpose", elements, elements, elements)
 
 
 def quantisation(decisions: Decisions, rows: int, values: int, written: int) -> Rowwise:

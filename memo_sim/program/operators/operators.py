@@ -20,7 +20,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Collective, Fp8Gemm, Gemm, Rotary, Rowwise
-from memo_sim.program.layout.fp8 import ATTENTION_OUTPUT, PRODUCTS
+from memo_sim.program.layout.fp8 import ATTENTION_OUTPUT, PRODUCTS, narrow_elements
 from memo_sim.program.layout.parameters import Block, autocast, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import norms
@@ -48,6 +48,8 @@ class OperatorWriter:
         self.suffix = ""
         self.fp8 = None if decisions.fp8 == "none" else Fp8Operands(builder, decisions, shape, block)
         """Copies of operands in FP8; None where products run in the plan's dtype."""
+        self.narrow = narrow_elements(decisions, block)
+        """Elements at the block's beginning that slot ``params`` does not hold, because they are in FP8 alone."""
         self.in_chunks = decisions.layout.tp_overlap == "chunked" and shape.gathered
         """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False
@@ -70,7 +72,7 @@ class OperatorWriter:
     def param(self, name: str) -> Access | None:
         """Return a parameter as a read operand, or None when the model has none of that name."""
         found = self.block.find(name)
-        return reads(Rows("params", found.first, found.elements)) if found else None
+        return reads(Rows("params", found.first - self.narrow, found.elements)) if found else None
 
     def grad(self, name: str) -> Access | None:
         """Return a parameter's gradient as an accumulated operand, or None where there is no such trained parameter."""
@@ -290,8 +292,10 @@ class OperatorWriter:
         )
         return rows
 
-    def residual(self, name: str, x: str, y: Rows, *, out: str, rows: RowBlock, bias: str) -> None:
-        """Emit ``out = x + y (+ bias)`` of a row block."""
+    def residual(
+        self, name: str, x: str, y: Rows, *, out: str, rows: RowBlock, bias: str, at: RowBlock | None = None
+    ) -> None:
+        """Emit ``out = x + y (+ bias)`` of a row block; ``at``: its rows in ``x``, where these are others."""
         shard = self.shard_rows(out, rows)
         h = self.shape.hidden
         self.memory_bound(
@@ -301,7 +305,7 @@ class OperatorWriter:
             2 * h,
             h,
             features=h,
-            x=reads(self.shard_rows(x, rows)),
+            x=reads(self.shard_rows(x, at or rows)),
             y=reads(y),
             bias=self.param(bias),
             out=writes(shard),
@@ -421,6 +425,7 @@ class OperatorWriter:
         rows: RowBlock,
         at: RowBlock,
         tokens: int = 0,
+        input_at: RowBlock | None = None,
     ) -> None:
         """Write the backward of ``product`` and of the norm before it, and add the gradient of the residual branch.
 
@@ -428,6 +433,7 @@ class OperatorWriter:
         ``rows``: the row block in ``norm_input``, ``residual_grad`` and ``out``.
         ``at``: its rows in the norm's output and statistics and in the product's input gradient. The buffer of that
         gradient holds ``tokens`` rows; 0 for all of the rank's.
+        ``input_at``: its rows in ``norm_input``, where these are not ``rows``.
 
         The ranks sum the input gradient while the weight gradient is computed. Where another template computes that,
         the sum overlaps with the product of the input gradient (``tp_overlap``).
@@ -451,5 +457,13 @@ class OperatorWriter:
             self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
         norms.norm_backward(
-            self, norm, grad=summed, norm_input=norm_input, residual_grad=residual_grad, out=out, rows=rows, at=at
+            self,
+            norm,
+            grad=summed,
+            norm_input=norm_input,
+            residual_grad=residual_grad,
+            out=out,
+            rows=rows,
+            at=at,
+            input_at=input_at,
         )

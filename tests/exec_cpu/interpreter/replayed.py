@@ -50,7 +50,7 @@ def replayed(decisions: Decisions, part: str, ops: Iterable[str], roles: Iterabl
     one_step(decisions, kernels={**KERNELS, **{op: watching(op) for op in ops}})
     again = {name for name in found if name.startswith("rec/")}
     for name in again:
-        rebuilt, forward = found[name], found[name.replace("rec/", "fwd/")]
+        rebuilt, forward = found[name], found[name.replace("rec/", "fwd/").replace(".again", "")]
         stride = len(rebuilt) // decisions.model.layers
         # Backward goes through the layers in reverse.
         pieces = [rebuilt[i : i + stride] for i in range(0, len(rebuilt), stride)]

@@ -75,12 +75,16 @@ def test_dtypes_the_device_does_not_compute_in() -> None:
 IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
 
 
-@pytest.mark.parametrize("changes", [{"fp8": "delayed"}, {"fp8": "block"}, {"fp8_layouts": "any"}])
+@pytest.mark.parametrize(
+    "changes", [{"fp8": "delayed"}, {"fp8": "block"}, {"fp8_layouts": "any"}, {"fp8_params": True}]
+)
 def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]) -> None:
     plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | changes)))
     ((name, value),) = changes.items()
-    wanted = "tensor" if name == "fp8" else "tn"
-    with refused(CannotRun, where=f"plan.json: $.decisions.{name}", got=value, wanted=wanted, hint="--fp8"):
+    wanted = {"fp8": "tensor", "fp8_layouts": "tn", "fp8_params": "false"}[name]
+    with refused(
+        CannotRun, where=f"plan.json: $.decisions.{name}", got=str(value).lower(), wanted=wanted, hint="--fp8"
+    ):
         preflight.checked_program(plan, where="plan.json")
 
 

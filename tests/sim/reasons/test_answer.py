@@ -43,13 +43,24 @@ def test_copies_that_limit_alpha_are_named() -> None:
     assert "alpha does not fit" not in text
 
 
-def test_full_recompute_says_that_swapping_does_not_fit() -> None:
-    asked = question(256 * 1024)
+@pytest.mark.parametrize(
+    ("adapters", "said"),
+    [
+        (
+            "r=16,alpha=32,targets=qkv+proj",
+            r"Recompute is \d+\.\d % of compute time: swapping instead does not fit on this layout \(short by",
+        ),
+        (
+            "none",
+            r"on the device\.\nNorms, .* in 16 row blocks of 8k tokens, .*; recompute by token does not fit \(",
+        ),
+    ],
+)
+def test_full_and_rowwise_recompute_say_that_swapping_does_not_fit(adapters: str, said: str) -> None:
+    """Row-wise recompute has no adapters, so beside them full recompute is the fastest that fits."""
+    asked = dataclasses.replace(question(256 * 1024), adapters=adapters)
     cluster, hardware = with_memory(asked.cluster, asked.hardware, device_bytes=None, host_bytes=64 * GIB)
-    text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
-    assert re.search(
-        r"Recompute is \d+\.\d % of compute time: swapping instead does not fit on this layout \(short by", text
-    )
+    assert re.search(said, why(dataclasses.replace(asked, cluster=cluster, hardware=hardware)))
 
 
 def test_a_partial_swap_recomputes_nothing_and_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
+from memo_sim.program.layout.rules.rule import Rule
 
 _FP8 = Feature(
     name="FP8",
@@ -11,6 +12,24 @@ _FP8 = Feature(
     beside="beside products in FP8",
     setting=lambda d: f"fp8 {d.fp8}",
     hint="tp, cp, Ulysses, pp, dp, ZeRO, swapping and subsequences go with FP8; or leave --fp8 out",
+)
+
+_ALONE = Feature(
+    name="parameters in FP8",
+    chosen=lambda d: d.fp8_params,
+    beside="beside parameters in FP8 alone",
+    setting="fp8_params",
+    hint="leave --fp8-params out, which keeps bf16 parameters beside their FP8 copies",
+)
+
+FP8_PARAMS_OF_FP8 = Rule(
+    name="parameters in FP8: products",
+    breaks=lambda d: d.fp8_params and d.fp8 == "none",
+    what="parameters are kept in FP8 alone only where products read them so",
+    where="decisions.fp8",
+    got="none with fp8_params",
+    wanted="delayed, tensor or block",
+    hint="add --fp8 delayed, tensor or block, or leave --fp8-params out",
 )
 
 IN_FP8 = (
@@ -37,4 +56,16 @@ IN_FP8 = (
     _FP8.allows(
         "decisions.grad_sums", "auto", "fp32", "params", because="autocast casts fp32 weights to bf16, not to FP8"
     ),
+    FP8_PARAMS_OF_FP8,
+    _ALONE.allows(
+        "decisions.fp8",
+        *("delayed", "tensor", "block"),
+        because="MXFP8's two copies have different scales, so both are made of gathered bf16 weights",
+        when=lambda d: d.fp8_params and d.fp8 != "none",
+    ),
+    _ALONE.allows(
+        "decisions.states", "fp32", "bf16", because="they are made of fp32 master weights on the device in every step"
+    ),
+    _ALONE.allows("decisions.zero_params", "auto", "stored", because="a cast of every gather makes bf16 parameters"),
+    _ALONE.allows("decisions.sharding", "memo", because="torch's FSDP keeps shards of its own dtype"),
 )

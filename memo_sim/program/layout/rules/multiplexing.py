@@ -53,6 +53,15 @@ MULTIPLEXING = (
         hint="--no-multiplexed, or a --pp that divides the layers",
     ),
     Rule(
+        name="multiplexing: rounding_buffers",
+        breaks=lambda d: d.layout.multiplexed and d.rounding_buffers,
+        what="a helper stage plays rows of a layer in buffers of its own, not in the two rounding buffers",
+        where="decisions.rounding_buffers",
+        got="true with multiplexing",
+        wanted="false",
+        hint="--no-rounding-buffers, or --no-multiplexed",
+    ),
+    Rule(
         name="multiplexing: memory_policy",
         breaks=lambda d: d.layout.multiplexed and d.memory_policy == "eager",
         what="no eager framework multiplexes",

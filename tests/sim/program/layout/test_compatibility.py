@@ -48,6 +48,7 @@ PACKED = {"documents": Documents(lengths=((512, 1),))}
 SELECTING = msgspec.structs.replace(
     EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, selection_bias=True, selection_rate=0.001)
 )
+IN_FP8_ALONE: dict[str, Any] = {"fp8": "tensor", "fp8_params": True}
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "packed documents: metp": (Layout(metp=2), PACKED, "2 with documents"),
     "packed documents: cp_exchange": (Layout(cp_exchange="rsa"), PACKED, "rsa with documents"),
@@ -320,6 +321,19 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"fp8": "tensor", "grad_sums": "autocast", "memory_policy": "eager"},
         "autocast with fp8 tensor",
     ),
+    "parameters in FP8: products": (Layout(), {"fp8_params": True}, "none with fp8_params"),
+    "parameters in FP8: fp8": (Layout(), {"fp8": "mx", "fp8_params": True}, "mx with fp8_params"),
+    "parameters in FP8: states": (Layout(), IN_FP8_ALONE | {"states": "host"}, "host with fp8_params"),
+    "parameters in FP8: zero_params": (
+        Layout(dp=2, zero=3),
+        IN_FP8_ALONE | {"zero_params": "cast", "memory_policy": "eager", "global_batch": 2},
+        "cast with fp8_params",
+    ),
+    "parameters in FP8: sharding": (
+        Layout(dp=2, zero=3),
+        IN_FP8_ALONE | {"sharding": "fsdp2", "memory_policy": "eager", "global_batch": 2},
+        "fsdp2 with fp8_params",
+    ),
     "expert parallelism: model": (Layout(dp=2, ep=2), {}, "2"),
     "expert parallelism: replicas": (Layout(dp=3, ep=2), {"model": EXPERTS, "global_batch": 3}, "2 of 3 ranks"),
     "expert parallelism: zero_ranks": (
@@ -383,6 +397,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
     "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
+    "multiplexing: rounding_buffers": (
+        multiplexed(),
+        {"recompute": "full", "rounding_buffers": True},
+        "true with multiplexing",
+    ),
     "multiplexing: memory_policy": (multiplexed(), {"memory_policy": "eager"}, "eager"),
     "virtual stages: schedule": (
         Layout(pp=2, virtual_stages=2),
@@ -604,6 +623,26 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(dp=2, zero=3),
         {"global_batch": 2, "recompute": "full", "recompute_layers": "groups-2"},
         "3 with recompute_layers groups-2",
+    ),
+    "row-wise recompute: subsequences": (
+        Layout(subsequences=2),
+        {"recompute": "rowwise"},
+        "2 with recompute rowwise",
+    ),
+    "row-wise recompute: schedule": (
+        Layout(pp=2, schedule="zero-bubble"),
+        {"recompute": "rowwise"},
+        "zero-bubble with recompute rowwise",
+    ),
+    "row-wise recompute: mlp_rebuild": (
+        Layout(),
+        {"recompute": "rowwise", "mlp_chunk_tokens": 512, "mlp_rebuild": "twice"},
+        "twice with recompute rowwise",
+    ),
+    "row-wise recompute: attention": (
+        Layout(),
+        {"recompute": "rowwise", "kernels": PLAIN},
+        "plain with recompute rowwise",
     ),
     "MLP in row blocks: recompute": (Layout(), {"mlp_chunk_tokens": 512}, "512 with recompute none"),
     "FlashAttention 1: head_dim": (
