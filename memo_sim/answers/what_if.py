@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 import memo_sim
+from memo_sim.answers.goodput import goodput_reasons
 from memo_sim.answers.odd_length import about_length
 from memo_sim.answers.summary import summary_of
 from memo_sim.contract.accuracy import Setting
@@ -174,6 +175,15 @@ def what_if(
     interval = interval_of(question, simulation.decisions, simulation.prediction) if simulation else None
     sure = _certainty(question, simulation, interval)
     ways = _ways_out(question, found)
+    summary = _summary(
+        question,
+        found,
+        simulation,
+        interval=interval,
+        sure=sure,
+        price_per_device_hour=price_per_device_hour,
+        ways=ways,
+    )
     result = Result(
         model=question.model.name,
         cluster=question.cluster.name,
@@ -186,21 +196,14 @@ def what_if(
         why=[
             *sure,
             *explain(question, found, simulation, arena, close=_close(question, found), ways=ways),
+            *_goodput(summary),
             *beyond,
         ],
         decisions=simulation.decisions if simulation else None,
         system=question.system,
         front=[_row(e, question) for e in found.front],
         front_is_whole=pareto,
-        summary=_summary(
-            question,
-            found,
-            simulation,
-            interval=interval,
-            sure=sure,
-            price_per_device_hour=price_per_device_hour,
-            ways=ways,
-        ),
+        summary=summary,
     )
     return Answer(result, simulation, arena, found)
 
@@ -227,7 +230,7 @@ def _summary(
     shown = found.best or found.ranked[0]
     if shown.prediction.status == "invalid":
         return None
-    simulation = simulation or play(question, shown.decisions)
+    simulation = simulation or play(question, shown.decisions, found)
     reasons = [line.removeprefix(NO_INTERVAL).removesuffix(".") for line in sure if line.startswith(NO_INTERVAL)]
     summary = summary_of(
         question,
@@ -242,6 +245,11 @@ def _summary(
     )
     length = about_length(question, found) if searched else []
     return msgspec.structs.replace(summary, assumptions=[*length, *summary.assumptions])
+
+
+def _goodput(summary: Summary | None) -> list[str]:
+    """Return where the time of a long job goes, where the question speaks of failures."""
+    return goodput_reasons(summary.goodput, summary.step_s) if summary else []
 
 
 def warnings_of(question: Question, best: Simulation | None) -> list[str]:
@@ -295,7 +303,7 @@ def _certainty(question: Question, best: Simulation | None, interval: StepInterv
 def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
     """Play and place the best plan. If its arena does not fit, mark the plan so and continue with the next one."""
     while best := found.best:
-        simulation = play(question, best.decisions)
+        simulation = play(question, best.decisions, found)
         if best.decisions.memory_policy != "planned":
             return simulation, None
         arena = arena_of(simulation)
@@ -318,9 +326,9 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     decisions, changes = kernels_elsewhere(question, plan.decisions)
     question = replace(question, changes=changes)
     plan = msgspec.structs.replace(plan, decisions=decisions)
-    prediction = play(question, plan.decisions).prediction
-    policy = Policy.of(plan.decisions)
-    found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)
+    played = play(question, plan.decisions)
+    only = Evaluated(Policy.of(plan.decisions), plan.decisions, played.prediction)
+    found = SearchResult(ranked=[only], evaluated=1, pruned=0, fastest=played)
     simulation, arena = _best_that_fits(question, found)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
     # A plan of an earlier version does not say which framework it was made for. In planned memory that does not matter.
@@ -330,6 +338,16 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     sure = _certainty(question, simulation, interval) if named else [UNNAMED_FRAMEWORK]
     sure = sure if simulation else []
     ways = _ways_out(question, found)
+    summary = _summary(
+        question,
+        found,
+        simulation,
+        interval=interval,
+        sure=sure,
+        price_per_device_hour=price_per_device_hour,
+        ways=ways,
+        searched=False,
+    )
     result = Result(
         model=plan.decisions.model.name,
         cluster=question.cluster.name,
@@ -342,18 +360,10 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
         why=[
             *sure,
             *explain(question, found, simulation, arena, ways=ways),
+            *_goodput(summary),
             *_idle(plan.decisions, question),
         ],
-        summary=_summary(
-            question,
-            found,
-            simulation,
-            interval=interval,
-            sure=sure,
-            price_per_device_hour=price_per_device_hour,
-            ways=ways,
-            searched=False,
-        ),
+        summary=summary,
         decisions=plan.decisions if simulation else None,
     )
     return Answer(result, simulation, arena)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.engine.player import Rates, play
+from memo_sim.engine.event_loop import Rates
+from memo_sim.engine.player import play
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, Gemm, Rowwise, Work
