@@ -44,14 +44,21 @@ from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
 from memo_sim.planning.outcome import Evaluated, SearchResult, as_good, ranked_s
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
-from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP, Policy
+from memo_sim.planning.presets import (
+    FULL_SWAP,
+    INPUTS_SWAPPED,
+    INPUTS_SWAPPED_MLP_IN_BLOCKS,
+    PARTIAL_SWAP,
+    ROWWISE_SWAPPED,
+    Policy,
+)
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, candidates, last_resorts, policies, with_alpha
 from memo_sim.planning.subsequences import swap_each
 
 __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search", "search_beside"]
 
-STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
+STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, ROWWISE_SWAPPED)
 """Policies that are not worth their copies when the same tensors can be kept on the device."""
 
 MOST_KEPT = 400_000
