@@ -69,6 +69,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
     kernel = decisions.kernels.attention
     return [
         *_changes(question),
+        *(Assumption(name="the job", value=text) for text in question.of_job),
         Assumption(name="attention kernel", value=f"{kernel}: {ATTENTION_KERNELS[kernel].title}", option="--attention"),
         Assumption(name="other kernels", value=_rowwise(decisions), option="--compile, --eager"),
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
@@ -127,7 +128,8 @@ def _states(decisions: Decisions) -> str:
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
-        what += f", those of experts over {layout.expert_replicas}" if layout.ep > 1 else ""
+        trained = layout.ep > 1 and decisions.lora is None
+        what += f", those of experts over {layout.expert_replicas}" if trained else ""
     return what
 
 
@@ -163,15 +165,17 @@ def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
     load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
     value, option = f"load {load}, no row dropped; MFU counts what a token uses: {used}", "--expert-load"
     if layout.ep > 1:
-        rows = decisions.local_tokens * of.per_token
+        rows = decisions.routed_tokens * of.per_token
         most = capacity_rows(of, rows, decisions.expert_load, layout.ep, decisions.expert_capacity)
         whence = "given" if decisions.expert_capacity else f"{MARGIN:g} times what the fullest rank is expected to get"
         beyond = {
             "drop": "rows beyond it count as zero, and memo-exec run reports them",
             "refuse": "a step with rows beyond it is not applied, and ends the run",
         }
+        shard = "each rank of tp sends the rows of its own token shard; " if layout.whole_experts else ""
+        sends = f"{shard}a rank"
         value = (
-            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; a rank "
+            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; {sends} "
             f"can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean ({whence}); "
             f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
         )

@@ -18,7 +18,6 @@ from memo_sim.contract.errors import Infeasible, MemoError, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.interchange import Export, Launcher, LostDecision, OwnDecision
 from memo_sim.contract.knobs import KNOBS
-from memo_sim.contract.model import Model
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import Decisions, Plan, Prediction
 from memo_sim.contract.summary import DeviceMemory
@@ -69,6 +68,10 @@ class _There:
     """A job as the framework would run it, predicted, and the memory of its fullest stage."""
 
     job: Job
+    priced: Job
+    """The job as it is priced (``Framework.priced``)."""
+    system: str
+    """The preset that predicts it."""
     decisions: Decisions
     prediction: Prediction
     memory: DeviceMemory
@@ -95,17 +98,17 @@ def export_plan(
 
     Raises:
         Infeasible: when the framework can run nothing near to it.
-        UsageError: when the plan does not fit on the cluster's devices, or trains adapters: no framework's job would
-            come near to it.
+        UsageError: when the plan does not fit on the cluster's devices, or trains adapters that the framework
+            has no options of.
     """
     decisions = plan.decisions
-    if decisions.lora is not None:
+    if decisions.lora is not None and framework.sayings["decisions.adapters"].how == "none":
         raise UsageError(
             f"memo writes no job of {framework.title} that trains adapters",
             where="$.decisions.adapters",
             got=decisions.adapters,
             wanted=NONE,
-            hint="memo-exec run trains them, and writes a folder that PEFT reads",
+            hint="--to trl, or memo-exec run, which trains them and writes a folder that PEFT reads",
         )
     part_of(cluster, decisions.layout.devices)
     named, preset = asked or cluster.name, preset_of_shape(decisions.model)
@@ -131,14 +134,14 @@ def export_plan(
     document = Export(
         framework=framework.title,
         version=framework.version,
-        system=framework.system,
+        system=there.system,
         cluster=cluster.name,
         files=[*written, *([] if preset else [MODEL_FILE]), LOST_PAGE, PLAN_FILE],
         lost=_lost(decisions, there.decisions, framework),
         own=_own(decisions, there.decisions, framework),
-        notes=_positions(decisions, written),
+        notes=[*_positions(decisions, written), *_sentences(framework.own_operators(there.job))],
         plan=priced.plans[0],
-        there=row(there.decisions, there.prediction, system=framework.system),
+        there=row(there.decisions, there.prediction, system=there.system),
         plan_memory=priced.summary.device_memory if priced.summary else None,
         there_memory=there.memory,
     )
@@ -147,7 +150,7 @@ def export_plan(
     files[PLAN_FILE] = encode(plan)
     if not preset:
         files[MODEL_FILE] = encode(decisions.model)
-    return Exported(document, files, search_line(decisions, framework.system, named, preset or MODEL_FILE))
+    return Exported(document, files, search_line(decisions, there.system, named, preset or MODEL_FILE))
 
 
 def search_line(decisions: Decisions, system: str, cluster: str, model: str) -> str:
@@ -157,18 +160,8 @@ def search_line(decisions: Decisions, system: str, cluster: str, model: str) -> 
     return f"memo-sim what-if {model} {asked} --system {system} -o plan.json"
 
 
-def _unwritten(model: Model) -> str:
-    """Return what of a model's layers no exporter writes; empty where it is nothing."""
-    asked = {
-        "attention windows": model.windowed,
-        "attention sinks": model.sinks,
-        "norms behind attention and MLP": model.post_norms,
-        "FFNs gated by gelu": model.gated and model.activation != "silu",
-        "scaled embeddings": model.scaled_embeddings,
-        "a query scalar": bool(model.query_scalar),
-        "a bias of the attention projection alone": model.proj_bias and not model.linear_bias,
-    }
-    return ", ".join(what for what, has in asked.items() if has)
+def _sentences(texts: Sequence[str]) -> list[str]:
+    return [f"{text[:1].upper()}{text[1:]}." for text in texts]
 
 
 def _check_written(decisions: Decisions, framework: Framework) -> None:
@@ -177,17 +170,7 @@ def _check_written(decisions: Decisions, framework: Framework) -> None:
     Raises:
         UsageError: naming it.
     """
-    model, own = decisions.model, "memo-exec runs the plan itself"
-    parts = (("experts", "model.experts", model.mixture), ("latent attention", "model.latent", model.latent))
-    for what, where, asked in parts:
-        if asked:
-            raise UsageError(
-                f"memo writes no framework's options of {what}",
-                where=where,
-                got=model.name,
-                wanted=f"a model without {what}",
-                hint=own,
-            )
+    own = "memo-exec runs the plan itself"
     if decisions.documents and framework.sayings["decisions.documents"].how == "none":
         raise UsageError(
             f"memo writes no options of packed documents for {framework.title}",
@@ -204,14 +187,6 @@ def _check_written(decisions: Decisions, framework: Framework) -> None:
             wanted="next-token",
             hint=f"{own}, on given rollouts",
         )
-    if unwritten := _unwritten(model):
-        raise UsageError(
-            f"memo writes no framework's options of {unwritten}",
-            where="model",
-            got=model.name,
-            wanted="a model whose tokens attend to all tokens before them, in Llama's or GPT's layers",
-            hint=own,
-        )
 
 
 def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardware: Hardware, named: str) -> _There:
@@ -219,20 +194,23 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
     _check_written(decisions, framework)
     found, refused = list[_There](), list[MemoError]()
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
-        question = job.question(cluster, hardware, framework.system)
+        system, priced = framework.predicted_by(job), framework.priced(job)
+        question = priced.question(cluster, hardware, system)
         try:
-            own = job.decisions(cluster, hardware, framework.system)
+            own = priced.decisions(cluster, hardware, system)
         except (Infeasible, UsageError) as error:
             refused.append(error)
             continue
         played = play(question, own)
-        one = _There(job, own, played.prediction, device_memory(played, played.prediction, planned_arena=False))
+        one = _There(
+            job, priced, system, own, played.prediction, device_memory(played, played.prediction, planned_arena=False)
+        )
         if own == decisions:
             return one
         found.append(one)
     if not found:
         first, preset = refused[0], preset_of_shape(decisions.model)
-        searched = search_line(decisions, framework.system, named, preset) if preset else f"--system {framework.system}"
+        searched = search_line(decisions, system, named, preset) if preset else f"--system {system}"
         raise Infeasible(
             f"{framework.title} can run nothing that comes near to this plan",
             where=first.where,
@@ -240,7 +218,7 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
             wanted=first.wanted,
             hint=f"search a plan that it can run: {searched}",
         )
-    return _with_best_limit(min(found, key=lambda there: there.order), framework, cluster, hardware)
+    return _with_best_limit(min(found, key=lambda there: there.order), cluster, hardware)
 
 
 def _limited(jobs: Sequence[Job], limit_gib: int) -> list[Job]:
@@ -249,17 +227,17 @@ def _limited(jobs: Sequence[Job], limit_gib: int) -> list[Job]:
     return [*limited, *jobs]
 
 
-def _with_best_limit(there: _There, framework: Framework, cluster: Cluster, hardware: Hardware) -> _There:
+def _with_best_limit(there: _There, cluster: Cluster, hardware: Hardware) -> _There:
     """Return a job under the limit of PyTorch's allocator that makes it faster, or makes it fit."""
     capacity_bytes = hardware.device_memory_bytes.value
     one = Evaluated(Policy.of(there.decisions), there.decisions, there.prediction)
     if there.decisions.allocator_limit_gib or not may_gain(one, capacity_bytes):
         return there
-    question = there.job.question(cluster, hardware, framework.system)
+    question = there.priced.question(cluster, hardware, there.system)
     best = with_best_limit(one, lambda own: play(question, own).prediction, capacity_bytes=capacity_bytes)
     played = play(question, best.decisions)
     memory = device_memory(played, played.prediction, planned_arena=False)
-    return _There(there.job, best.decisions, played.prediction, memory)
+    return _There(there.job, there.priced, there.system, best.decisions, played.prediction, memory)
 
 
 def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[LostDecision]:

@@ -189,8 +189,9 @@ def import_job(
     if machine is None:
         return msgspec.structs.replace(document, assumed=[*read.assumed, *unsaid(read, of.sayings)])
     cluster, hardware = machine
-    decisions, assumed = decisions_of(job, cluster, hardware, of.system, read.memory_fraction)
-    question = job.question(cluster, hardware, of.system)
+    system, priced = of.predicted_by(job), of.priced(job)
+    decisions, assumed = decisions_of(priced, cluster, hardware, system, read.memory_fraction)
+    question = priced.question(cluster, hardware, system)
     used = decisions.layout.devices
     if used < cluster.devices:
         assumed.append(f"the job uses {used} of the {cluster.devices} devices of {cluster.name}")
@@ -201,18 +202,18 @@ def import_job(
         kept = replace(kept, pp=layout.pp, schedule=layout.schedule, virtual_stages=chunks)
         if search:
             preset = preset_of_shape(job.model) if _is_named(machine) else ""
-            line = f": {search_line(decisions, of.system, cluster.name, preset)}" if preset else ""
+            line = f": {search_line(decisions, system, cluster.name, preset)}" if preset else ""
             assumed.append(f"what is better has pp {layout.pp} too: to search other stages takes minutes{line}")
     played = play(question, decisions)
-    own = row(decisions, played.prediction, system=of.system)
+    own = row(decisions, played.prediction, system=system)
     memory = device_memory(played, played.prediction, planned_arena=False)
-    better = _better(job, kept, of.system, machine, progress) if search else []
+    better = _better(job, kept, system, machine, progress) if search else []
     return msgspec.structs.replace(
         document,
         job=own,
         memory=memory,
         better=better,
-        assumed=[*document.assumed, *unsaid(read, of.sayings, decisions), *assumed],
+        assumed=[*document.assumed, *of.own_operators(job), *unsaid(read, of.sayings, decisions), *assumed],
     )
 
 
@@ -234,9 +235,11 @@ def question_of_files(
     """
     cluster, hardware = named_values.machine_of(values)
     of, read = read_files(paths, given, devices=cluster.devices)
-    decisions, _ = decisions_of(read.job, cluster, hardware, of.system, read.memory_fraction)
-    plan = Plan(decisions=decisions, program_sha256="", provenance=Provenance(system=of.system))
-    return plan, named_values.question_about(plan, values)
+    system = of.predicted_by(read.job)
+    decisions, assumed = decisions_of(of.priced(read.job), cluster, hardware, system, read.memory_fraction)
+    plan = Plan(decisions=decisions, program_sha256="", provenance=Provenance(system=system))
+    told = (*read.assumed, *of.own_operators(read.job), *unsaid(read, of.sayings, decisions), *assumed)
+    return plan, replace(named_values.question_about(plan, values), of_job=told)
 
 
 def _better(

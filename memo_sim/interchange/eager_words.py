@@ -50,11 +50,13 @@ _COMMON: dict[str, Saying] = {
     "decisions.mlp_rebuild": Saying("none", lost="its MLP runs on all tokens at once"),
     "decisions.attention_chunk_tokens": Saying("none", lost="its attention runs on the whole sequence"),
     "layout.ep": Saying("none", lost=_NO_EXPERTS),
+    "layout.expert_tp": Saying("none", lost=_NO_EXPERTS),
     "decisions.documents": Saying("none", lost="memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", lost="memo writes no options of packed documents"),
     "decisions.expert_load": Saying("none", lost=_NO_EXPERTS),
     "decisions.expert_capacity": Saying("none", lost=_NO_EXPERTS),
     "decisions.expert_overflow": Saying("none", lost=_NO_EXPERTS),
+    "decisions.expert_overlap": Saying("none", lost=_NO_EXPERTS),
     "decisions.fp8": Saying("none", lost="memo writes no options of FP8: its products would run in bf16"),
     "decisions.fp8_layouts": Saying("own", lost="the device decides it"),
     "decisions.fp8_experts": Saying("none", lost=_NO_EXPERTS),
@@ -70,7 +72,7 @@ _COMMON: dict[str, Saying] = {
     "model.layer_pattern": Saying("none", lost="its models have layers of one kind"),
     **{
         f"model.{name}": Saying("none", lost="memo writes no options of windows, sinks or Gemma's layers")
-        for name in NOT_WRITTEN
+        for name in ("window", "sinks", "proj_bias", *NOT_WRITTEN)
     },
 }
 

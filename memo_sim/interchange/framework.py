@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
@@ -76,6 +76,12 @@ def _nothing(decisions: Decisions, job: Job, launch: Launch, header: tuple[str, 
     return {}
 
 
+def _known(job: Job) -> str:
+    """Return that nothing of a job is unknown."""
+    del job
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """One framework.
@@ -84,6 +90,8 @@ class Framework:
     - system: the preset that predicts it (``planning/presets.py``).
     - sayings: one for every path of ``plan_paths``.
     - jobs: the jobs that come nearest to a plan. With several, the fastest that fits is exported.
+    - unknown: what of a job memo knows no kernels and no kept tensors of in this framework; "" where it is nothing.
+    - layouts: the preset that predicts such a job by memo's own operators; "" where the framework has none.
     - files: the names and texts of the files that run a job. ``header`` is to stand in each as a comment.
     - beside: more files, for decisions that only memo's own code inside the framework can follow.
     - reads: whether a file is one of this framework's.
@@ -100,3 +108,28 @@ class Framework:
     reads: Callable[[Source], bool]
     beside: Callable[[Decisions, Job, Launch, tuple[str, ...]], dict[str, str]] = _nothing
     read: Callable[[tuple[Source, ...], Mapping[str, str]], Read]
+    unknown: Callable[[Job], str] = _known
+    layouts: str = ""
+
+    def predicted_by(self, job: Job) -> str:
+        """Return the preset that predicts a job: the framework's, or the one with memo's own operators in its place."""
+        return self.layouts if self.layouts and self.unknown(job) else self.system
+
+    def priced(self, job: Job) -> Job:
+        """Return a job as its preset prices it: without the framework's kernels where memo's own stand in for them."""
+        if self.predicted_by(job) == self.system:
+            return job
+        return replace(
+            job,
+            grad_sums="auto" if job.grad_sums == "autocast" else job.grad_sums,
+            loss="auto" if job.loss == "checkpointed" else job.loss,
+            pins=replace(job.pins, rowwise=None, adamw=None, sharding=None),
+        )
+
+    def own_operators(self, job: Job) -> tuple[str, ...]:
+        """Return the sentence about a prediction by memo's own operators; none where the framework's are known."""
+        what = self.unknown(job) if self.layouts else ""
+        if not what:
+            return ()
+        told = f"{self.title}'s kernels of {what}, and what its modules keep of them, are not known"
+        return (f"{told}: priced with memo's own operators (system {self.layouts})",)

@@ -23,8 +23,10 @@ from memo_sim.interchange.framework import FALLBACK, Framework, Read, Saying, So
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.megatron_command import Found, commands_of, devices_of, whole_or_zero
-from memo_sim.interchange.megatron_reading import Configuration, read_job
-from memo_sim.interchange.megatron_words import SAYINGS, Settings, nearest_jobs, settings_of
+from memo_sim.interchange.megatron_configuration import Configuration
+from memo_sim.interchange.megatron_layers import PATTERNS, pattern_text
+from memo_sim.interchange.megatron_reading import read_job
+from memo_sim.interchange.megatron_words import LAYOUTS, SAYINGS, Settings, nearest_jobs, settings_of, unknown
 from memo_sim.interchange.shell_script import read_script
 from memo_sim.interchange.yaml_file import read_yaml
 
@@ -84,10 +86,10 @@ _EXPRESSIONS = {
 _RECIPE = '''\
 {header}
 
-{torch}import torch.nn.functional as F
+{first}{torch}import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.{module} import {provider}
 from megatron.bridge.recipes.common import _pretrain_common
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.gpt_step import forward_step
@@ -97,7 +99,7 @@ from megatron.bridge.training.pretrain import pretrain
 def recipe() -> ConfigContainer:
     """Return the configuration of the plan. Data, schedule and checkpoints are the common recipe's: mock data."""
     cfg = _pretrain_common()
-    cfg.model = GPTModelProvider(
+    cfg.model = {provider}(
 {model}
     )
 {assignments}
@@ -109,8 +111,17 @@ def recipe() -> ConfigContainer:
 if __name__ == "__main__":
     pretrain(config=recipe(), forward_step_func=forward_step)
 '''
-_OWN_SPELLING = {"max_position_embeddings", "gated_linear_unit", "openai_gelu", "bf16", "fp16", "tp_comm_overlap"}
+_OWN_SPELLING = {
+    *("max_position_embeddings", "gated_linear_unit", "openai_gelu", "quick_geglu", "bf16", "fp16", "tp_comm_overlap")
+}
 """Names that are written by other means than a field of that name and value."""
+_YARN = {name: f"yarn_{name}" for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")}
+"""Fields of YaRN outside of latent attention by the options of the command line."""
+_IMPORTS = {
+    "get_gpt_decoder_block_spec": "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec",
+    "quick_gelu": "from megatron.core.fusions.fused_bias_geglu import quick_gelu",
+}
+"""What a recipe imports for texts in the model's fields."""
 
 
 def _jobs(decisions: Decisions) -> tuple[Job, ...]:
@@ -138,14 +149,24 @@ def _files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
     places = {name: part for part, names in SECTIONS.items() for name in names}
     fields = {name: value for name, value in said.items() if name not in places and name not in _OWN_SPELLING}
     fields |= {"seq_length": said["seq_length"], "should_pad_vocab": False}
-    model = [f"{name}={_python(name, value)}" for name, value in fields.items()]
+    latent, yarn = job.model.latent is not None, said["position_embedding_type"] == "yarn"
+    model = [f"{_YARN.get(name, name) if yarn else name}={_python(name, value)}" for name, value in fields.items()]
     model += _activation(job.model)
+    imports = ["from megatron.bridge.training.comm_overlap import CommOverlapConfig"] * ("tp_comm_overlap" in said)
+    if "moe_layer_freq" in said:
+        model.append("transformer_layer_spec=partial(get_gpt_decoder_block_spec, use_transformer_engine=True)")
+    needed = {text: line for text, line in _IMPORTS.items() if any(text in field for field in model)}
+    imports += needed.values()
+    first = "from functools import partial\n\n" if "moe_layer_freq" in said else ""
     assigned = [f"cfg.{places[n]}.{n} = {_python(n, v)}" for n, v in said.items() if n in places]
     assigned += _others(job, said)
     recipe = _RECIPE.format(
+        first=first,
         torch="import torch\n" if any("torch." in line for line in (*model, *assigned)) else "",
         header="\n".join(f"# {line}" for line in header) or "# A recipe of a plan.",
-        imports="from megatron.bridge.training.comm_overlap import CommOverlapConfig\n" * ("tp_comm_overlap" in said),
+        module="mla_provider" if latent else "gpt_provider",
+        provider="MLAModelProvider" if latent else "GPTModelProvider",
+        imports="".join(f"{line}\n" for line in imports),
         model="\n".join(f"        {line}," for line in model),
         assignments="\n".join(f"    {line}" for line in assigned),
         vocab=job.model.vocab,
@@ -167,6 +188,8 @@ def _explicit(job: Job) -> Settings:
 
 
 def _activation(model: Model) -> list[str]:
+    if model.mixture is not None and model.mixture.activation == "clamped":
+        return ["gated_linear_unit=True", "activation_func=quick_gelu"]
     if model.gated:
         return ["gated_linear_unit=True", "activation_func=F.silu"]
     tanh = model.activation == "gelu_tanh"
@@ -191,6 +214,8 @@ def _others(job: Job, said: Settings) -> list[str]:
 
 def _python(name: str, value: Any) -> str:
     """Return a value as Python has it."""
+    if name in PATTERNS:
+        return pattern_text(value)
     return _EXPRESSIONS.get(name, {}).get(value, repr(value)) if isinstance(value, str) else repr(value)
 
 
@@ -289,8 +314,9 @@ def _put_all(found: Found, paths: list[tuple[str, Any]]) -> None:
             found.values.pop(key, None)
             continue
         if key == "activation_func":
-            found.values["openai_gelu"] = "tanh" in str(value)
+            found.values |= {"openai_gelu": "tanh" in str(value), "quick_geglu": "quick_gelu" in str(value)}
             continue
+        key = _PLAIN.get(key, key)
         found.values[key], found.spelled[key] = value, path
 
 
@@ -302,6 +328,7 @@ def _paths(tree: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
     return made
 
 
+_PLAIN = {theirs: ours for ours, theirs in _YARN.items()}
 _SHORT = {
     "--max_steps": "train.train_iters",
     "-ms": "train.train_iters",
@@ -408,7 +435,8 @@ def _values(path: str, value: ast.expr, names: Mapping[str, Any]) -> list[tuple[
         if hub:
             return [("model.hf_model", hub[1])]
         if value.keywords:
-            return [(f"{path}.{k.arg}", _literal(k.value, names)) for k in value.keywords if k.arg]
+            latent = [(f"{path}.multi_latent_attention", True)] * ast.unparse(value.func).startswith("MLA")
+            return latent + [(f"{path}.{k.arg}", _literal(k.value, names)) for k in value.keywords if k.arg]
         return [(path, ast.unparse(value.func))]
     return [(path, _literal(value, names))]
 
@@ -442,6 +470,8 @@ FRAMEWORK = Framework(
     title=TITLE,
     version=VERSION,
     system="megatron-core",
+    layouts=LAYOUTS,
+    unknown=unknown,
     sayings=_sayings(),
     jobs=_jobs,
     files=_files,

@@ -27,6 +27,7 @@ OLD_NAMES: dict[str, str] = {
     "model_parallel_size": "tensor_model_parallel_size",
     "batch_size": "micro_batch_size",
     "pad_vocab_size_to": "padded_vocab_size",
+    "num_experts": "num_moe_experts",
 }
 """Options by the configuration's names, older options among them."""
 TURNED_OFF: dict[str, str] = {
@@ -36,6 +37,8 @@ TURNED_OFF: dict[str, str] = {
     "no_overlap_p2p_communication": "overlap_p2p_comm",
     "no_check_for_nan_in_loss_and_grad": "check_for_nan_in_loss",
     "no_pad_vocab_size": "should_pad_vocab",
+    "no_rope_fusion": "apply_rope_fusion",
+    "no_yarn_correction_range_round_to_int": "yarn_correction_range_round_to_int",
 }
 """Options that turn a field off."""
 _PER_NODE = ("nproc_per_node", "gpus_per_node", "ngpus_per_node")

@@ -17,8 +17,10 @@ from memo_sim.interchange.framework import FALLBACK, Framework, Read, Saying, So
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.megatron_command import find
-from memo_sim.interchange.megatron_reading import Configuration, read_job
-from memo_sim.interchange.megatron_words import nearest_jobs, settings_of
+from memo_sim.interchange.megatron_configuration import Configuration
+from memo_sim.interchange.megatron_layers import PATTERNS, pattern_text
+from memo_sim.interchange.megatron_reading import read_job
+from memo_sim.interchange.megatron_words import LAYOUTS, nearest_jobs, settings_of, unknown
 
 NAME, TITLE = "megatron-lm", "Megatron-LM"
 VERSION = "Megatron-LM (NVIDIA/Megatron-LM@d98e8a6, 2026-08-22)"
@@ -32,6 +34,7 @@ OPTIONS: dict[str, str] = {
     "seq_len_interpolation_factor": "rotary-seq-len-interpolation-factor",
     "num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
     "num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
+    "num_moe_experts": "num-experts",
 }
 """Options whose names are not those of the configuration's fields."""
 
@@ -41,6 +44,8 @@ OFF: dict[str, str] = {
     "bias_activation_fusion": "no-bias-gelu-fusion",
     "overlap_p2p_comm": "no-overlap-p2p-communication",
     "check_for_nan_in_loss": "no-check-for-nan-in-loss-and-grad",
+    "apply_rope_fusion": "no-rope-fusion",
+    "yarn_correction_range_round_to_int": "no-yarn-correction-range-round-to-int",
 }
 """Options that turn a field off; each field is on unless given."""
 
@@ -74,6 +79,26 @@ _GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "attention_dropout",
             "attention_backend",
             "flash_attention_version",
+            *("window_size", "window_attn_skip_freq", "softmax_type"),
+            *("rotary_scaling_factor", "mscale", "mscale_all_dim", "rope_type", "apply_rope_fusion"),
+            *("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+            "yarn_correction_range_round_to_int",
+        ),
+    ),
+    (
+        "LATENT_ARGS",
+        ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    ),
+    (
+        "MOE_ARGS",
+        (
+            *("num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+            *("moe_shared_expert_gate", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+            *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups"),
+            *("moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
+            *("moe_router_bias_update_rate", "moe_router_dtype", "moe_router_load_balancing_type"),
+            *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_grouped_gemm", "moe_token_dispatcher_type"),
+            *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
         ),
     ),
     (
@@ -82,6 +107,7 @@ _GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "tensor_model_parallel_size",
             "sequence_parallel",
             "tp_comm_overlap",
+            *("expert_model_parallel_size", "expert_tensor_parallel_size"),
             "context_parallel_size",
             "cp_comm_type",
             "hierarchical_context_parallel_sizes",
@@ -132,6 +158,10 @@ def option_of(name: str, value: Any) -> list[str]:
     option = f"--{OPTIONS.get(name, name.replace('_', '-'))}"
     if isinstance(value, bool):
         return [option] if value else []
+    if name in PATTERNS:
+        return [option, pattern_text(value)]
+    if isinstance(value, tuple):
+        return [option, ",".join(map(str, value))]
     values = value if isinstance(value, list) else [value]
     return [option, *map(str, values)]
 
@@ -139,7 +169,7 @@ def option_of(name: str, value: Any) -> list[str]:
 def arguments(job: Job) -> dict[str, list[list[str]]]:
     """Return the options of a job, each with its values, by the group of the script that they stand in."""
     said = settings_of(job)
-    groups: dict[str, list[list[str]]] = {"MODEL_ARGS": [], "PARALLEL_ARGS": [], "TRAINING_ARGS": []}
+    groups: dict[str, list[list[str]]] = {title: [] for title in (*dict(_GROUPS), "TRAINING_ARGS")}
     for name, value in said.items():
         group = next((title for title, fields in _GROUPS if name in fields), "TRAINING_ARGS")
         words = _vocab(value) if name == "vocab_size" else option_of(name, value)
@@ -147,7 +177,7 @@ def arguments(job: Job) -> dict[str, list[list[str]]]:
             groups[group].append(["--group-query-attention"])
         if words:
             groups[group].append(words)
-    return groups
+    return {title: options for title, options in groups.items() if options}
 
 
 def _vocab(rows: int) -> list[str]:
@@ -213,6 +243,8 @@ FRAMEWORK = Framework(
     title=TITLE,
     version=VERSION,
     system="megatron-core",
+    layouts=LAYOUTS,
+    unknown=unknown,
     sayings=_sayings(),
     jobs=nearest_jobs,
     files=_files,

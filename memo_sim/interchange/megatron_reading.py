@@ -7,258 +7,38 @@ ignored with the reason.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import BadInput
-from memo_sim.contract.interchange import IgnoredOption, ReadOption
 from memo_sim.contract.knobs import Fp8Recipe, Loss, Overlap, Pins, Recompute, States
 from memo_sim.contract.model import Model
 from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.contract.units import format_percent
 from memo_sim.interchange.framework import Read
 from memo_sim.interchange.job import Job
-from memo_sim.interchange.megatron_words import ATTENTION, FP8, LLAMA3_SCALING, MODULES, equal_runs, padded
-from memo_sim.interchange.shell_script import is_unresolved, shown, unresolved_in
-
-TRUE, FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off", "none", "null", "")
+from memo_sim.interchange.megatron_configuration import FALSE, Configuration, shown_value
+from memo_sim.interchange.megatron_layers import (
+    OF_THE_CLASS,
+    Defaults,
+    read_experts,
+    read_latent,
+    read_layers,
+    read_yarn,
+)
+from memo_sim.interchange.megatron_words import ATTENTION, FP8, LLAMA3_SCALING, MODULES, equal_runs, mlp_modules, padded
 
 REFUSED = {
-    "num_experts": "experts",
-    "num_moe_experts": "experts",
-    "multi_latent_attention": "latent attention",
     "hybrid_layer_pattern": "layers of several kinds",
     "hybrid_override_pattern": "layers of several kinds",
     "experimental_attention_variant": "another kind of attention",
     "heterogeneous_layers_config_path": "layers of several kinds",
 }
 """Options that change what a layer is, so that a prediction without them would be of another model."""
-
-_LEARNED = (
-    r"^(lr|min_lr|max_lr|lr_.*|weight_decay.*|.*weight_decay|adam_.*|beta\d|sgd.*|optimizer|clip_grad|init_method.*"
-    r"|train_iters|train_samples|loss_scale.*|initial_loss.*|min_loss.*|seed|decoupled.*|hysteresis|muon.*"
-    r"|calculate_per_token_loss|scheduler.*|warmup.*|start_weight.*|end_weight.*|override_opt.*|use_checkpoint_opt.*"
-    r"|finetune|reset_.*|eod_mask_loss|.*ratio|apply_layernorm_1p|layernorm_zero_centered_gamma|train_.*|max_steps"
-    r"|apply_residual.*|apply_query.*|epsilon|adam_eps|cross_entropy_fusion_impl)$"
-)
-_RUNNING = (
-    r"log|tensorboard|wandb|save|load|eval|exit|ckpt|checkpoint|timing|profil|interval|timeout|distributed_backend"
-    r"|manual_gc|straggler|check_for|empty_unused|world|rank|master|nnodes|nproc|local|results|attach|print|record"
-    r"|rerun|trace|spec$|spec_|dir$|path$|one_logger|experiment|name$|tags"
-)
-_NEEDED = re.compile(
-    r"(tensor|pipeline|context)_model_parallel_size|context_parallel_size|num_(layers|attention_heads|query_groups)|"
-    r"(hidden|ffn_hidden|vocab|padded_vocab|micro_batch|global_batch)_size|seq_length|recompute_num_layers|kv_channels|"
-    r"max_position_embeddings"
-)
-"""Names whose values have to be known."""
-_WHY: tuple[tuple[str, str], ...] = (
-    (r"^[A-Z][A-Z0-9_]*$", "the environment of the run"),
-    (r"fp4|nvfp", "memo has no products of four bits: they are faster than predicted"),
-    (r"fp8|mxfp", "a choice of FP8 beside its recipe, which changes no time or memory that memo predicts"),
-    (r"(hidden|attention)_dropout|embedding_dropout", "dropout is not priced"),
-    (r"mtp_", "predicting several tokens is not priced: the step is longer than predicted"),
-    (r"window_|attention_softmax|softmax_type|sink", "attention is priced as causal over the whole sequence"),
-    (r"cpu_offloading|offload_modules|fine_grained|activation_offload", "offloading of activations is not priced"),
-    (r"moe_|expert_|num_shared|shared_expert", "experts: the model has none"),
-    (r"batch_size_schedule|rampup", "the batch grows to its full size, which is priced"),
-    (
-        r"grad_reduce_in_bf16|accumulate_allreduce|main_grads|main_params|grad_reduce_in_fp32",
-        "memo sums gradients in fp32",
-    ),
-    (
-        r"fusion|fused|persist_layer_norm|use_mcore|use_flash_attn|transformer_impl|^te_|gemm|jit|masked_softmax",
-        "a choice of kernels, beside those that memo knows",
-    ),
-    (
-        r"overlap|bucket|nccl|ddp|gloo|sharp|comm|ub_|p2p|deallocate|gradient_reduce|average_in",
-        "how the framework communicates: the prediction has its own default",
-    ),
-    (_LEARNED, "what is learned, not how long a step takes"),
-    (
-        r"data|split|tokenizer|vocab_file|merge_file|mock|num_workers|dataset|blend|eod|mmap|mask_in|tiktoken|fim_",
-        "data and tokenizer",
-    ),
-    (_RUNNING, "logging, evaluation, checkpoints and start"),
-)
-"""Why a name is ignored, by the first expression that finds it."""
-
-_UNKNOWN = "memo does not know it"
-
-
-def why_ignored(name: str) -> str:
-    """Return why memo does not use an option."""
-    return next((why for pattern, why in _WHY if re.search(pattern, name)), _UNKNOWN)
-
-
-@dataclass
-class Configuration:
-    """The values of a file by Megatron's names; what is taken is noted, so that the rest can be listed.
-
-    ``spelled``: how the file writes a name. ``where``: the file.
-    """
-
-    values: Mapping[str, Any]
-    spelled: Mapping[str, str]
-    where: str
-    read: list[ReadOption] = field(default_factory=list)
-    ignored: list[IgnoredOption] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
-    """Names on which conditions of a script depend that could not be told."""
-    taken: set[str] = field(default_factory=set)
-    model: Model | None = None
-    """The model, where the file names one in place of a shape."""
-
-    def has(self, name: str) -> bool:
-        """Return whether the file gives a value."""
-        value = self.values.get(name)
-        return value is not None and str(value).lower() not in ("none", "null")
-
-    def raw(self, name: str) -> Any:
-        """Return a value, and note that it was used."""
-        self.taken.add(name)
-        value = self.values.get(name)
-        return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-
-    def key(self, name: str) -> str:
-        """Return a name as the file writes it."""
-        return self.spelled.get(name, name)
-
-    def bad(self, name: str, wanted: str) -> BadInput:
-        """Return the error about a value."""
-        text = str(self.values.get(name))
-        hint = None
-        if is_unresolved(text):
-            names = " ".join(f"--set {open_}=..." for open_ in self.open_names())
-            hint = f"give what the script leaves open: {names} (or --set {name}=...)"
-        return BadInput(
-            "a value that cannot be read",
-            where=f"{self.where}: {self.key(name)}",
-            got=shown(text)[:80],
-            wanted=wanted,
-            hint=hint,
-        )
-
-    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int | None:
-        """Return a whole number, or ``default`` where the file has none.
-
-        Raises:
-            BadInput: when it is something else.
-        """
-        if not self.has(name):
-            self.taken.add(name)
-            return default
-        text = str(self.raw(name)).replace("_", "")
-        if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < least:
-            raise self.bad(name, f"a whole number from {least}")
-        return int(text)
-
-    def open_names(self) -> list[str]:
-        """Return the names that the script leaves open and that memo may need, in their order."""
-        texts = [str(value) for name, value in self.values.items() if _NEEDED.fullmatch(name)]
-        found = [*self.undecided, *(name for text in texts for name in unresolved_in(text))]
-        return list(dict.fromkeys(name for name in found if re.fullmatch(r"\w+", name, re.ASCII)))
-
-    def needed(self, name: str) -> int:
-        """Return a whole number that the file has to give.
-
-        Raises:
-            BadInput: when it does not.
-        """
-        found = self.whole(name)
-        if found is None:
-            raise BadInput(
-                "the job does not say what memo needs",
-                where=self.where,
-                got=f"no {self.key(name)}",
-                hint=f"give it: --set {name}=...",
-            )
-        return found
-
-    def number(self, name: str, default: float) -> float:
-        """Return a finite number.
-
-        Raises:
-            BadInput: when it is something else.
-        """
-        if not self.has(name):
-            self.taken.add(name)
-            return default
-        try:
-            value = float(str(self.raw(name)))
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < 1e30:
-            raise self.bad(name, "a number")
-        return value
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """Return whether a switch is on.
-
-        Raises:
-            BadInput: when it is neither on nor off.
-        """
-        if not self.has(name):
-            self.taken.add(name)
-            return default if name not in self.values else False
-        raw = self.raw(name)
-        words = raw if isinstance(raw, list | tuple) else [raw]
-        if self.key(name).startswith("--") and all(is_unresolved(str(word)) for word in words):
-            return True  # a switch, and variables behind it that nothing sets
-        text = str(raw).lower()
-        if text not in (*TRUE, *FALSE):
-            raise self.bad(name, "true or false")
-        return text in TRUE
-
-    def text(self, name: str, default: str = "") -> str:
-        """Return a text.
-
-        Raises:
-            BadInput: when it is not resolved.
-        """
-        if not self.has(name):
-            self.taken.add(name)
-            return default
-        value = str(self.raw(name))
-        if is_unresolved(value):
-            raise self.bad(name, "a value")
-        return value
-
-    def texts(self, name: str) -> list[str]:
-        """Return a list of texts, which the file may join by commas."""
-        self.taken.add(name)
-        value = self.values.get(name)
-        parts = value if isinstance(value, list | tuple) else re.split(r"[,\s]+", str(value or "").strip("[]()"))
-        return [str(part).strip("'\" ") for part in parts if str(part).strip("'\" ")]
-
-    def say(self, names: tuple[str, ...], says: str) -> None:
-        """Note what the values of ``names`` say in memo's words; names that the file does not give are left out."""
-        for name in names:
-            if name in self.values:
-                self.read.append(ReadOption(key=self.key(name), value=self._shown(name), says=says))
-
-    def ignore_rest(self) -> None:
-        """List every name that was not taken."""
-        for name, value in self.values.items():
-            if name not in self.taken:
-                why = why_ignored(name)
-                self.ignored.append(IgnoredOption(key=self.key(name), value=_shown(value), why=why))
-
-    def _shown(self, name: str) -> str:
-        """Return the value as the file has it; a switch by its name has none."""
-        value = self.values[name]
-        return "" if isinstance(value, bool) and self.key(name).startswith("--") else _shown(value)
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return shown(text)[:200]
 
 
 def read_job(config: Configuration, *, framework: str, name: str, devices: int, fallback_devices: int) -> Read:
@@ -296,7 +76,9 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
     config.say(("global_batch_size",), f"global_batch {batch}")
     seq = config.needed("seq_length")
     config.say(("seq_length",), f"seq_len {seq}")
-    model = config.model or _model(config, name, pins["tp"], seq)
+    defaults = Defaults() if framework == MEGATRON_LM else OF_THE_CLASS
+    model = config.model or _model(config, name, pins["tp"], seq, defaults)
+    experts = _expert_parallel(config, model, pins["tp"])
     replicas = dp * pins["cp"] * pins["ulysses"]
     states = _states(config)
     data = _data_parallel(config, replicas)
@@ -310,8 +92,10 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
         fp8_params=_fp8_params(config, recipe),
         loss=_loss(config),
         deterministic=_deterministic(config),
+        expert_capacity=_capacity(config, experts["ep"]),
         pins=Pins(
             **pins,
+            **experts,
             **_stages(config, model, pins["pp"]),
             **data,
             **_recompute(config, model, pins["pp"]),
@@ -330,15 +114,19 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
     )
 
 
+MEGATRON_LM = "megatron-lm"
+"""The framework whose options have defaults of their own; others have those of the configuration's classes."""
+
+
 def _refuse(config: Configuration) -> None:
     for name, what in REFUSED.items():
         if config.has(name) and str(config.values[name]).lower() not in FALSE:
             raise BadInput(
                 f"memo reads no options of {what} from the files of a framework",
                 where=f"{config.where}: {config.key(name)}",
-                got=_shown(config.values[name]),
-                wanted="a dense model of one kind of layer",
-                hint="memo-sim what-if MODEL prices presets and config.json files, experts and latents too",
+                got=shown_value(config.values[name]),
+                wanted="a model of attention and MLPs or experts",
+                hint="memo-sim what-if MODEL prices presets and config.json files",
             )
 
 
@@ -379,11 +167,53 @@ def _layout(config: Configuration) -> tuple[dict[str, Any], int]:
     return pins, tp * context * pp
 
 
-def _model(config: Configuration, name: str, tp: int, seq: int) -> Model:
+def _expert_parallel(config: Configuration, model: Model, tp: int) -> dict[str, Any]:
+    """Return the pins of expert parallelism, and of tensor parallelism inside experts; None without experts.
+
+    Raises:
+        BadInput: when some of the tensor-parallel ranks divide experts, or when they all have all experts whole.
+    """
+    if model.mixture is None:
+        return {"ep": None, "expert_tp": None}
+    ep = config.whole("expert_model_parallel_size", 1) or 1
+    inside = config.whole("expert_tensor_parallel_size", tp) or tp
+    whole = inside == 1 < tp
+    if inside not in (1, tp) or (whole and ep == 1):
+        raise config.bad("expert_tensor_parallel_size", f"{tp}, as tp, or 1 with expert parallelism")
+    config.say(("expert_model_parallel_size",), f"ep {ep}")
+    config.say(("expert_tensor_parallel_size",), "whole experts" if whole else f"every expert divided by tp {tp}")
+    dispatcher = config.text("moe_token_dispatcher_type", "allgather")
+    if ep > 1 and dispatcher != "alltoall":
+        config.assumed.append(f"rows travel to experts by all-to-all, not by the dispatcher {dispatcher}")
+    config.say(("moe_token_dispatcher_type",), "rows travel by all-to-all")
+    if model.mixture.bias is False and config.text("fp8") not in ("", "None"):
+        config.assumed.append("the products of experts are priced in bf16: memo has them in no FP8")
+    return {"ep": ep, "expert_tp": 1 if whole else None}
+
+
+def _capacity(config: Configuration, ep: int | None) -> float:
+    """Return the rows that a rank may send to another one, over the mean; 0: memo's default."""
+    factor = config.number("moe_expert_capacity_factor", 0.0)
+    config.flag("moe_pad_expert_input_to_capacity")
+    config.say(
+        ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
+        f"expert_capacity {factor:g}" if (ep or 1) > 1 else "nothing, without expert parallelism",
+    )
+    if (ep or 1) == 1:
+        return 0.0
+    if factor:
+        config.assumed.append(f"the capacity {factor:g} of every expert is that of every pair of ranks")
+    else:
+        config.assumed.append("rows travel in memo's own capacity (--expert-capacity), not in their numbers of a step")
+    return factor
+
+
+def _model(config: Configuration, name: str, tp: int, seq: int, defaults: Defaults) -> Model:
     layers, hidden, heads = (config.needed(key) for key in ("num_layers", "hidden_size", "num_attention_heads"))
     kv_heads = config.whole("num_query_groups", heads) or heads
-    head_dim = config.whole("kv_channels") or max(1, hidden // heads)
-    gated = config.flag("gated_linear_unit")
+    latent, latent_scaling = _checked(config, lambda: read_latent(config, defaults))
+    head_dim = latent.head_dim if latent else config.whole("kv_channels") or max(1, hidden // heads)
+    gated = config.flag("gated_linear_unit") or config.flag("quick_geglu")
     plain = 4 * hidden if not gated else int((4 * hidden * 2 / 3) / 64) * 64
     ffn = config.whole("ffn_hidden_size", plain) or plain
     rms = config.text("normalization", "LayerNorm") == "RMSNorm"
@@ -404,9 +234,15 @@ def _model(config: Configuration, name: str, tp: int, seq: int) -> Model:
         positions = "rope"
     table = config.whole("max_position_embeddings", seq) or seq
     learned = positions == "learned_absolute" and not gated
-    if positions not in ("rope", "learned_absolute") or (gated and positions == "learned_absolute"):
+    if positions not in ("rope", "yarn", "learned_absolute") or (gated and positions == "learned_absolute"):
         config.assumed.append(f"positions are priced as rotary ones, not {positions}")
-    scaling = _scaling(config)
+    yarn = positions == "yarn" and latent is None
+    scaling = latent_scaling or (_checked(config, lambda: read_yarn(config)) if yarn else _scaling(config))
+    experts = _checked(config, lambda: read_experts(config, ffn, biased=bias))
+    sinks = config.text("softmax_type", "vanilla")
+    if sinks == "off-by-one":
+        config.assumed.append("attention's softmax is priced as the plain one, not off by one")
+    config.say(("softmax_type",), "learned sinks" if sinks == "learnable" else "no sinks")
     fields: dict[str, Any] = {
         "name": name,
         "family": "llama" if gated else "gpt",
@@ -423,8 +259,11 @@ def _model(config: Configuration, name: str, tp: int, seq: int) -> Model:
         "rope_theta": config.number("rotary_base", 10000.0),
         "rope_scaling": scaling,
         "qkv_bias": qkv or bias,
-        "linear_bias": bias,
-        "qk_norm": config.flag("qk_layernorm"),
+        "linear_bias": bias and experts is None,
+        "proj_bias": bias and experts is not None,
+        "qk_norm": config.flag("qk_layernorm") and latent is None,
+        "sinks": sinks == "learnable",
+        "latent": latent,
         "activation": "silu" if gated else "gelu_tanh" if tanh else "gelu",
         "source": f"read from {config.where}",
     }
@@ -438,8 +277,20 @@ def _model(config: Configuration, name: str, tp: int, seq: int) -> Model:
         *("squared_relu", "rotary_percent", "group_query_attention"),
     )
     config.say(shape, "the model")
+    return _checked(config, lambda: read_layers(config, msgspec.convert(fields, Model), experts))
+
+
+T = TypeVar("T")
+
+
+def _checked(config: Configuration, make: Callable[[], T]) -> T:
+    """Return what ``make`` returns.
+
+    Raises:
+        BadInput: when its values are of no model.
+    """
     try:
-        return msgspec.convert(fields, Model)
+        return make()
     except (ValueError, msgspec.ValidationError) as error:
         raise BadInput("the job's model cannot be", where=config.where, got=str(error)) from None
 
@@ -641,10 +492,12 @@ def _recompute(config: Configuration, model: Model, pp: int) -> dict[str, Any]:
         config.say((*names, *old), "recompute full" + (f", layers {layers}" if layers else ""))
         return {"recompute": "full", "recompute_layers": layers, "offload_inputs": False}
     part: Recompute = "none"
-    if granularity == "selective":
-        part = _selective(config, modules or ["core_attn"])
-    config.say((*names, *old), f"recompute {part}")
-    return {"recompute": part}
+    modules = modules or ["core_attn"] if granularity == "selective" else []
+    rebuilt = model.latent is not None and "mla_up_proj" in modules
+    if rest := [module for module in modules if module != "mla_up_proj" or not rebuilt]:
+        part = _selective(config, rest, model)
+    config.say((*names, *old), f"recompute {part}" + (", with Q, K and V from latents again" if rebuilt else ""))
+    return {"recompute": part, **({"rebuild_qkv": True} if rebuilt else {})}
 
 
 def _recomputed_layers(config: Configuration, a_stage: int, method: str, count: int) -> str | None:
@@ -657,13 +510,16 @@ def _recomputed_layers(config: Configuration, a_stage: int, method: str, count: 
     return f"groups-{count}" if count > 1 and method == "uniform" else None
 
 
-def _selective(config: Configuration, modules: list[str]) -> Recompute:
+def _selective(config: Configuration, modules: list[str], model: Model) -> Recompute:
     """Return the recompute of one of the modules: memo has one at a time."""
-    known = [module for module in ("mlp", "core_attn", "layernorm") if module in modules]
-    if len(modules) > 1 or not known:
-        told = f"priced as {known[0]} alone" if known else "priced as none"
+    mlps = mlp_modules(model)
+    if set(modules) == set(mlps):
+        return "mlp"
+    known = [module for module in (*mlps, "core_attn", "layernorm") if module in modules]
+    if len(modules) > 1 or not known or known[0] in mlps:
+        told = f"priced as {' and '.join(mlps) if known[0] in mlps else known[0]} alone" if known else "priced as none"
         config.assumed.append(f"recompute of {', '.join(modules)} is {told}: memo has one module at a time")
-    return MODULES[known[0]] if known else "none"
+    return MODULES.get(known[0], "mlp") if known else "none"
 
 
 def _rest(config: Configuration) -> dict[str, Any]:

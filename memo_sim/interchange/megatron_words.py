@@ -18,6 +18,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.framework import LIMITED, Saying
 from memo_sim.interchange.job import Job, job_of
+from memo_sim.interchange.megatron_layers import check_layers, plain_layers, settings_of_layers
 from memo_sim.interchange.plan_paths import NOT_WRITTEN
 from memo_sim.program.layout.stage import layers_of_runs
 
@@ -36,6 +37,14 @@ ATTENTION: dict[AttentionName, tuple[str, int | None]] = {
 
 MODULES: dict[str, Recompute] = {"core_attn": "selective", "layernorm": "norms", "mlp": "mlp"}
 """Selective recompute of one of ``recompute_modules``, as a policy of memo."""
+
+
+def mlp_modules(model: Model) -> tuple[str, ...]:
+    """Return the ``recompute_modules`` that are a model's MLPs and experts."""
+    if model.mixture is None:
+        return ("mlp",)
+    return ("moe",) if all(shape.experts for shape in model.layer_shapes) else ("mlp", "moe")
+
 
 FP8: dict[Fp8Recipe, tuple[str, str]] = {
     "delayed": ("hybrid", "delayed"),
@@ -64,6 +73,8 @@ _KEPT = (
     "states",
     "fp8",
     "fp8_params",
+    "expert_load",
+    "expert_capacity",
 )
 """Knobs that an exported job takes from the plan; the others are changed below, or left to Megatron."""
 
@@ -82,14 +93,8 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
             got=f"{decisions.model.name}, which is bidirectional",
             wanted="a model with causal attention",
         )
-    if len(decisions.model.layer_shapes) > 1:
-        raise UsageError(
-            "memo does not write Megatron's files of heterogeneous layers",
-            where="model.layer_pattern",
-            got=f"{decisions.model.name}, whose layers differ",
-            wanted="a model whose layers are alike",
-        )
-    layout, states = decisions.layout, _states(decisions.states)
+    check_layers(decisions)
+    layout, states, experts = decisions.layout, _states(decisions.states), decisions.model.mixture is not None
     tp, cp, ulysses = layout.tp * layout.metp, layout.cp, layout.ulysses
     if layout.uneven_heads and ulysses > 1:
         cp, ulysses = cp * ulysses, 1
@@ -98,7 +103,11 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
     interleaved = layout.schedule == "interleaved" and layout.pp > 1
     changes = {
         "tp": tp,
-        "sequence_parallel": (layout.sequence_parallel or layout.metp > 1) and tp > 1,
+        # Experts beside tp need it (core/transformer/moe/moe_layer.py).
+        "sequence_parallel": (layout.sequence_parallel or layout.metp > 1 or experts) and tp > 1,
+        "ep": layout.ep if experts else None,
+        "expert_tp": layout.expert_tp or None,
+        "rebuild_qkv": decisions.rebuild_qkv and decisions.recompute != "full",
         "cp": cp,
         "cp_exchange": exchange if cp > 1 else None,
         "ulysses": ulysses,
@@ -111,13 +120,24 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
         # Deterministic mode refuses both (training/determinism.py; Megatron-Bridge's training/config.py).
         "tp_overlap": "none" if decisions.deterministic else layout.tp_overlap,
         "loss": "fused" if decisions.loss == "fused" and not decisions.deterministic else "auto",
-        "attention": _generation(decisions.kernels.attention),
+        # Transformer Engine chooses the kernel that has sinks.
+        "attention": None if decisions.model.sinks else _generation(decisions.kernels.attention),
     }
-    model = replace(decisions.model, vocab=-(-decisions.model.vocab // tp) * tp)
+    model = replace(plain_layers(decisions.model), vocab=-(-decisions.model.vocab // tp) * tp)
     if model.linear_bias and not model.qkv_bias:
         model = replace(model, qkv_bias=True)
     same = replace(decisions, model=model)
     return tuple(job_of(same, _KEPT, **{**changes, **recompute}) for recompute in _recomputes(decisions))
+
+
+def unknown(job: Job) -> str:
+    """Return what of a job's model Megatron has kernels of that memo does not know; "" where it is nothing."""
+    parts = {"experts": job.model.mixture, "latent attention": job.model.latent}
+    return " and ".join(name for name, has in parts.items() if has is not None)
+
+
+LAYOUTS = "megatron-layouts"
+"""The system that predicts jobs of which something is ``unknown``."""
 
 
 def _states(states: States) -> States:
@@ -142,7 +162,10 @@ def _recomputes(decisions: Decisions) -> list[dict[str, Any]]:
 
 def settings_of(job: Job) -> Settings:
     """Return what Megatron's configuration says for a job."""
-    return {**_model(job), **_batch(job), **_parallel(job), **_optimizer(job), **_rest(job)}
+    said = {**_model(job), **_batch(job), **_parallel(job), **_optimizer(job), **_rest(job)}
+    if job.model.latent is not None:
+        said["kv_channels"] = job.model.value_dim
+    return said
 
 
 def _model(job: Job) -> Settings:
@@ -169,7 +192,7 @@ def _model(job: Job) -> Settings:
         said["bias_activation_fusion"] = False
     elif not model.linear_bias:
         said["openai_gelu"] = True
-    if not model.linear_bias:
+    if not (model.linear_bias or (model.mixture and model.mixture.bias)):
         said["add_bias_linear"] = False
         if model.qkv_bias:
             said["add_qkv_bias"] = True
@@ -181,8 +204,11 @@ def _model(job: Job) -> Settings:
     scaling = model.rope_scaling
     if scaling and scaling.kind == "llama3":
         said |= {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
-    elif scaling:
+    elif scaling and scaling.kind != "yarn":
         said["seq_len_interpolation_factor"] = int(scaling.factor)
+    said |= settings_of_layers(model)
+    if said.get("quick_geglu"):
+        del said["gated_linear_unit"]
     return said
 
 
@@ -211,6 +237,10 @@ def _parallel(job: Job) -> Settings:
     if pins.tp_overlap == "chunked":
         said["tp_comm_overlap"] = True
     said["context_parallel_size"] = cp * ulysses
+    if job.model.mixture is not None:
+        said |= {"expert_model_parallel_size": pins.ep or 1, "expert_tensor_parallel_size": pins.expert_tp or tp}
+        if job.expert_capacity:
+            said |= {"moe_expert_capacity_factor": job.expert_capacity, "moe_pad_expert_input_to_capacity": True}
     if ulysses > 1:
         said["cp_comm_type"] = "a2a" if cp == 1 else "a2a+p2p"
         if cp > 1:
@@ -277,9 +307,11 @@ def _rest(job: Job) -> Settings:
         said["recompute_granularity"] = "full"
         said["recompute_method"] = "block" if kind == "first" else "uniform"
         said["recompute_num_layers"] = int(count or 1)
-    elif pins.recompute in MODULES.values():
+    modules = [name for name, ours in MODULES.items() if ours == pins.recompute]
+    modules = list(mlp_modules(job.model)) if pins.recompute == "mlp" else modules
+    if modules or pins.rebuild_qkv:
         said["recompute_granularity"] = "selective"
-        said["recompute_modules"] = [next(name for name, ours in MODULES.items() if ours == pins.recompute)]
+        said["recompute_modules"] = [*modules, *(["mla_up_proj"] if pins.rebuild_qkv else [])]
     if pins.attention is not None:
         backend, version = ATTENTION[pins.attention]
         said["attention_backend"] = backend
@@ -306,7 +338,6 @@ _NO_PARTS = "Megatron plays a sequence whole"
 _OWN = "Megatron's own"
 _LOSSES = "its loss divides the vocabulary over tp, unfused, or fused outside of deterministic mode"
 
-_NO_EXPERTS = "memo writes no options of experts"
 SAYINGS: dict[str, Saying] = {
     "model.family": Saying("exact", ("normalization", "gated_linear_unit")),
     "model.layers": Saying("exact", ("num_layers",)),
@@ -322,7 +353,7 @@ SAYINGS: dict[str, Saying] = {
     "model.rope_theta": Saying("near", ("rotary_base",), "a whole number"),
     "model.rope_scaling": Saying(
         "near",
-        ("rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor"),
+        ("rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "rotary_scaling_factor"),
         "Llama 3's scaling has frequency factors 1 and 4 over 8192 positions; a linear one is a whole number",
     ),
     "model.qkv_bias": Saying("near", ("add_qkv_bias", "add_bias_linear"), "goes with the other biases, or alone"),
@@ -331,19 +362,37 @@ SAYINGS: dict[str, Saying] = {
     "model.bidirectional": Saying("none", (), "GPT has causal attention alone"),
     "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
-    "layout.ep": Saying("none", (), _NO_EXPERTS),
-    "decisions.expert_load": Saying("none", (), _NO_EXPERTS),
-    "decisions.expert_capacity": Saying("none", (), _NO_EXPERTS),
-    "decisions.expert_overflow": Saying("none", (), _NO_EXPERTS),
-    "model.latent": Saying("none", (), "memo writes no options of latent attention"),
-    "decisions.rebuild_qkv": Saying("none", (), "memo writes no options of latent attention"),
+    "layout.ep": Saying("exact", ("expert_model_parallel_size", "expert_tensor_parallel_size")),
+    "layout.expert_tp": Saying("exact", ("expert_tensor_parallel_size",)),
+    "decisions.expert_load": Saying("own", (), "the data of the job decide it"),
+    "decisions.expert_capacity": Saying(
+        "near",
+        ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
+        "its capacity is of every expert, memo's of every pair of ranks; without one rows travel in their numbers",
+    ),
+    "decisions.expert_overflow": Saying("none", (), "rows beyond the capacity are dropped, never the step"),
+    "decisions.expert_overlap": Saying("none", (), "its overlap is of the shared expert alone"),
+    "model.latent": Saying(
+        "exact",
+        ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        "rotary pairs are neighbours",
+    ),
+    "decisions.rebuild_qkv": Saying("exact", ("recompute_modules",)),
     "decisions.adapters": Saying("none", (), "memo writes no options of adapters"),
-    "model.experts": Saying("none", (), _NO_EXPERTS),
-    "model.layer_pattern": Saying("none", (), "memo writes no file of heterogeneous layers"),
-    **{
-        f"model.{name}": Saying("none", (), "memo writes no options of windows, sinks or Gemma's layers")
-        for name in NOT_WRITTEN
-    },
+    "model.experts": Saying(
+        "exact",
+        ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_score_function"),
+        "a group's score is of as many experts as a token has of it",
+    ),
+    "model.layer_pattern": Saying(
+        "exact",
+        ("moe_layer_freq", "window_attn_skip_freq"),
+        "layers have experts or an MLP, a window or none, and are alike otherwise",
+    ),
+    "model.window": Saying("exact", ("window_size",)),
+    "model.sinks": Saying("exact", ("softmax_type",)),
+    "model.proj_bias": Saying("exact", ("add_bias_linear",), "with the biases of all products"),
+    **{f"model.{name}": Saying("none", (), "memo writes no options of Gemma's layers") for name in NOT_WRITTEN},
     "model.activation": Saying("exact", ("gated_linear_unit", "bias_activation_fusion", "openai_gelu")),
     "layout.tp": Saying("exact", ("tensor_model_parallel_size",)),
     "layout.sequence_parallel": Saying("exact", ("sequence_parallel",)),
@@ -393,7 +442,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.host_allocator": Saying("own", (), _OWN),
     "decisions.fp8": Saying("exact", ("fp8", "fp8_recipe"), "tensorwise, blockwise and mxfp8 need a Megatron of 2025"),
     "decisions.fp8_layouts": Saying("own", (), "the device decides it"),
-    "decisions.fp8_experts": Saying("none", (), _NO_EXPERTS),
+    "decisions.fp8_experts": Saying("none", (), "memo writes no options of all-to-alls beside compute"),
     "decisions.fp8_params": Saying("exact", ("fp8_param_gather",), "with its distributed optimizer or FSDP alone"),
     "decisions.states": Saying(
         "exact",

@@ -25,6 +25,7 @@ from memo_sim.contract.units import counted
 from memo_sim.interchange.framework import Framework, Read, Source
 from memo_sim.interchange.job import Job, moments_as_parameters
 from memo_sim.interchange.model_names import model_of
+from memo_sim.interchange.model_parts import check_written
 from memo_sim.interchange.python_recipe import MADE_BY, functions_of, settings_of
 from memo_sim.interchange.settings import DEVICES, MODEL, Settings, devices_of, flat, overrides
 from memo_sim.interchange.settings import RECIPE as RECIPE_NAME
@@ -58,6 +59,7 @@ def jobs(decisions: Decisions) -> tuple[Job, ...]:
     Raises:
         UsageError: when torchtitan has no model of this shape, or cannot train it in stages.
     """
+    check_written(decisions, "torchtitan", "--to megatron-lm, or memo-exec runs the plan itself")
     model, layout = decisions.model, decisions.layout
     alike = len(model.layer_shapes) == 1
     if model.family != "llama" or model.qkv_bias or model.linear_bias or model.bidirectional or not alike:

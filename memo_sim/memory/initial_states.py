@@ -90,13 +90,13 @@ def _parameters(program: Program, decisions: Decisions) -> list[tuple[int, bool]
 
     They are in the order in which modules are created. The flat buffers of what is in FP8 alone are the program's.
     """
-    model, tp, ep = decisions.model, decisions.layout.tp, decisions.layout.ep
+    model, tp, ep, split = decisions.model, decisions.layout.tp, decisions.layout.ep, decisions.layout.expert_divided
     (stage,) = (each for each in stages_of(decisions) if each.name == program.stage)
     held = {f.name for f in program.families}
     blocks = [
         *[embed_block(model, tp)] * ("params.embed" in held),
         *(layer_block(model, tp, model.layer(number), ep=ep) for number in stage.layers),
-        *(block for number in stage.layers if (block := experts_block(model, tp, ep, model.layer(number).experts))),
+        *(block for number in stage.layers if (block := experts_block(model, split, ep, model.layer(number).experts))),
         *[head_block(model, tp)] * ("params.head" in held),
     ]
     return [(p.elements, p.first < narrow_elements(decisions, block)) for block in blocks for p in block.parameters]

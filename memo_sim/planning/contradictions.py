@@ -99,7 +99,9 @@ def check_rules(rules: Sequence[Rule], decisions: Decisions) -> None:
 
 def _check_capacity(question: Question) -> None:
     """Refuse a capacity of experts, or what happens beyond it, where no plan divides experts."""
-    given = [n for n in ("expert_capacity", "expert_overflow") if getattr(question, n) != KNOBS[n].default]
+    given = [
+        n for n in ("expert_capacity", "expert_overflow", "expert_overlap") if getattr(question, n) != KNOBS[n].default
+    ]
     shared = question.pins.ep is None and question.preset.searches_ep
     if given and not shared and question.pins.ep in (None, 1):
         raise UsageError(

@@ -86,6 +86,13 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        chunked`` (NVIDIA/TransformerEngine: pytorch/module/base.py, ``initialize_ub``; its buffers live
                        as long as the job, and behind projection and second MLP product it cuts sums into four pieces by
                        default). No CUDA graphs
+    trl-layouts        TRL's layouts, recompute and tiles of the loss, for jobs of which memo knows neither the kernels
+                       in transformers nor the kept tensors: adapters, latent attention, sinks, Gemma's layers, layers
+                       that differ, and experts other than ``trl-fsdp2``'s. They are played by memo's own operators, in
+                       PyTorch's caching allocator
+    megatron-layouts   Megatron-Core's layouts, recompute and loss as above, and expert parallelism, for models of which
+                       memo knows neither what Megatron's modules save nor how long its kernels take: experts, latent
+                       attention. They are played by memo's own operators, in PyTorch's caching allocator
 """
 
 from __future__ import annotations
@@ -113,6 +120,7 @@ from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 
 OF_PARTS = {
     "selective": "selective recompute",
@@ -127,8 +135,8 @@ OF_PARTS = {
 class Policy:
     """What a system may do with activations: a recompute mode, and a fixed alpha or None for a searched one.
 
-    ``mlp_blocks``: the MLP in row blocks, ``attention_chunks``: attention in chunks of the sequence; full recompute
-    alone can have either.
+    ``mlp_blocks``: the MLP in row blocks (with row-wise recompute, all but attention); ``attention_chunks``: attention
+    in chunks of the sequence. Full recompute can have either, row-wise recompute blocks alone.
     """
 
     recompute: str
@@ -154,6 +162,8 @@ class Policy:
             blocks = ", MLP in blocks" if self.mlp_blocks else ""
             layers = "" if self.layers == ALL else f", layers {self.layers}"
             return f"full recompute{layers}{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
+        if self.recompute == ROWWISE:
+            return f"row-wise recompute, attention {self._fate_of_shared}"
         if self.recompute in OF_PARTS:
             return OF_PARTS[self.recompute]
         if self.hides:
@@ -161,6 +171,11 @@ class Policy:
         if self.recompute == "none":
             return {0.0: "keep", 1.0: "full swap"}.get(-1.0 if self.alpha is None else self.alpha, "partial swap")
         return "token-wise"
+
+    @property
+    def _fate_of_shared(self) -> str:
+        """How tables call what happens to the tensors that row-wise recompute starts from."""
+        return "kept" if not self.alpha else "swapped" if self.alpha == 1 else "partly swapped"
 
 
 KEEP = Policy("none", 0.0)
@@ -171,6 +186,10 @@ MLP_IN_BLOCKS = Policy("full", 0.0, mlp_blocks=True)
 INPUTS_SWAPPED_MLP_IN_BLOCKS = Policy("full", 1.0, mlp_blocks=True)
 LEAST_MEMORY = Policy("full", 1.0, mlp_blocks=True, attention_chunks=True)
 """Nothing of a layer but its input is kept, and that on the host, where attention's chunks wait as well (FPDT)."""
+ROWWISE_KEPT = Policy(ROWWISE, 0.0, mlp_blocks=True)
+ROWWISE_SWAPPED = Policy(ROWWISE, 1.0, mlp_blocks=True)
+"""Of a layer its input, attention's output and the log-sum-exp outlive its forward: on the device, or on the host."""
+EVERY_ROWWISE = (ROWWISE_KEPT, ROWWISE_SWAPPED)
 PAIRS_OF_LAYERS = Policy("full", 0.0, layers="groups-2")
 """Full recompute with one input for two layers, which are live at once in backward.
 
@@ -339,7 +358,7 @@ SYSTEMS = {
         System(
             "any",
             "every policy this program knows, host memory as one slab of exact size",
-            (KEEP, TOKENWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
             pinnable=("ulysses", "metp"),
             searches_micro_batches=True,
             zeros_over_pcie=(1, 3),
@@ -347,7 +366,7 @@ SYSTEMS = {
         System(
             "every-layout",
             "every policy of `any` on every layout there is: tp, ring cp, Ulysses, pp and dp, with ZeRO 1 or 3",
-            (KEEP, TOKENWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
             degrees=("tp", "cp", "ulysses", "pp", "dp"),
             pinnable=("metp",),
             searches_ep=True,
@@ -507,6 +526,22 @@ SYSTEMS = {
         ),
         replace(
             TRL,
+            name="trl-layouts",
+            about="TRL's layouts and recompute, played by memo's kernels: adapters, latents, sinks, any experts, Gemma",
+            policies=(KEEP, FULL_RECOMPUTE, INPUTS_SWAPPED),
+            memory_policy="caching",
+            rowwise=None,
+            streams="auto",
+            zero_params="auto",
+            early_stop=False,
+            sharding="memo",
+            adamw="foreach",
+            modules="auto",
+            loss="auto",
+            mlp_rebuild="block",
+        ),
+        replace(
+            TRL,
             name="verl-fsdp",
             about="verl's actor with FSDP: ZeRO 3 over Ulysses and dp; full recompute, whole logits, eager modules",
             adamw="foreach",
@@ -544,6 +579,20 @@ SYSTEMS = {
             loss="vocab-parallel",
             degrees=("tp", "cp", "pp", "dp"),
             pinnable=("ulysses",),  # cp_comm_type a2a
+            waits_for_p2p=True,
+            overlap="both",
+            schedules=("1f1b", "interleaved"),
+        ),
+        System(
+            "megatron-layouts",
+            "Megatron-Core's layouts and recompute with ep, played by memo's kernels: models with experts or latents",
+            (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
+            last_resorts=(PAIRS_OF_LAYERS,),
+            memory_policy="caching",
+            loss="vocab-parallel",
+            degrees=("tp", "cp", "pp", "dp"),
+            pinnable=("ulysses",),
+            searches_ep=True,
             waits_for_p2p=True,
             overlap="both",
             schedules=("1f1b", "interleaved"),

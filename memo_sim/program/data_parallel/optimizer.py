@@ -8,8 +8,8 @@ same parameters (cp x ulysses x dp).
     zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
-The experts of a layer that ranks divide (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep. Their states
-are divided over those.
+The experts of a layer that ranks divide (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep, or tp times
+as many where ranks of tp have whole experts. Their states are divided over those.
 
 With ``zero_ranks``, the states are divided over groups of that many replicas. Gradients are reduce-scattered inside a
 group, and each shard is all-reduced between the groups. Parameters are gathered inside a group. So do torch's HSDP

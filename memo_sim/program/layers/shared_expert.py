@@ -9,6 +9,10 @@ A gate (Qwen2-MoE) multiplies the output by one number of each token, sigmoid(no
 experts, it is multiplied in before the second product, so backward finds its gradient from the activation. It is kept
 whole. A tensor-parallel rank has the gradient of its features, which the sums of ``d_norm2`` and of the layer's
 gradients over these ranks complete.
+
+Where tensor-parallel ranks have whole experts, the experts' sum is of each rank's token shard. So the shared expert has
+a sum of its own, in forward and in backward, which is reduce-scattered and added to that (``experts.py``). It also has
+one where its products overlap with the exchanges of the experts' rows, which have not arrived yet.
 """
 
 from __future__ import annotations
@@ -102,6 +106,18 @@ class SharedExpert:
             out=accumulates(into),
         )
 
+    def whole_output(self, *, scattered: bool) -> Rows | None:
+        """Write the second product of all tokens into a sum of its own, and return it; None without a shared expert.
+
+        ``scattered``: it is summed over tensor-parallel ranks, and the rank's token shard of it returned.
+        """
+        if not self.width:
+            return None
+        writer = self.writer
+        product = Rows(writer.own("shared_out", self.tokens, self.hidden), 0, self.tokens)
+        writer.linear("shared_down", self._all("shared_act"), product, self.hidden, self.width, bias=False)
+        return writer.scatter("shared_down", product) if scattered else product
+
     def backward(self, upstream: Rows) -> None:
         """Write the backward from the gradient of the output of all tokens to that of the first product."""
         if not self.width:
@@ -159,6 +175,25 @@ class SharedExpert:
         self.writer.dgrad("shared_up", d_up, d_norm, self.hidden, 2 * self.width, op="linear.dgrad.add")
         if self.gated:
             self._gate_products(source, d_norm)
+
+    def whole_input_gradient(self, source: Rows | None, *, scattered: bool) -> Rows | None:
+        """Write the gradients of the first product's weight and of its input, in a sum of its own that is returned.
+
+        ``source``: the input of all tokens; None where it has yet to be gathered. ``scattered``: as in forward.
+        """
+        if not self.width:
+            return None
+        writer, rows = self.writer, (0, self.tokens)
+        shard = writer.shard_rows("norm2", rows)
+        if source is None:
+            frozen = writer.decisions.lora is not None  # no gradient reads the input then
+            source = shard if frozen else writer.gather_again("norm2", shard, "norm2_full", 0)
+        d_up, d_norm = self._all("d_shared_up"), Rows(writer.own("d_shared_norm", self.tokens, self.hidden), *rows)
+        writer.dgrad("shared_up", d_up, d_norm, self.hidden, 2 * self.width)
+        writer.wgrad("shared_up", d_up, source, 2 * self.width, self.hidden, shard=shard)
+        if self.gated:
+            self._gate_products(source, d_norm)
+        return writer.scatter("d_shared_norm", d_norm) if scattered else d_norm
 
     def _gate_products(self, source: Rows, d_norm: Rows) -> None:
         """Write the gradients of the gate's input ``source``, added to ``d_norm``, and of its weight."""

@@ -296,8 +296,10 @@ class OperatorWriter:
         )
         return rows
 
-    def residual(self, name: str, x: str, y: Rows, *, out: str, rows: RowBlock, bias: str) -> None:
-        """Emit ``out = x + y (+ bias)`` of a row block."""
+    def residual(
+        self, name: str, x: str, y: Rows, *, out: str, rows: RowBlock, bias: str, at: RowBlock | None = None
+    ) -> None:
+        """Emit ``out = x + y (+ bias)`` of a row block; ``at``: its rows in ``x``, where these are others."""
         shard = self.shard_rows(out, rows)
         h = self.shape.hidden
         self.memory_bound(
@@ -307,7 +309,7 @@ class OperatorWriter:
             2 * h,
             h,
             features=h,
-            x=reads(self.shard_rows(x, rows)),
+            x=reads(self.shard_rows(x, at or rows)),
             y=reads(y),
             bias=self.param(bias),
             out=writes(shard),
@@ -427,6 +429,7 @@ class OperatorWriter:
         rows: RowBlock,
         at: RowBlock,
         tokens: int = 0,
+        input_at: RowBlock | None = None,
     ) -> None:
         """Write the backward of ``product`` and of the norm before it, and add the gradient of the residual branch.
 
@@ -434,6 +437,7 @@ class OperatorWriter:
         ``rows``: the row block in ``norm_input``, ``residual_grad`` and ``out``.
         ``at``: its rows in the norm's output and statistics and in the product's input gradient. The buffer of that
         gradient holds ``tokens`` rows; 0 for all of the rank's.
+        ``input_at``: its rows in ``norm_input``, where these are not ``rows``.
 
         The ranks sum the input gradient while the weight gradient is computed. Where another template computes that,
         the sum overlaps with the product of the input gradient (``tp_overlap``).
@@ -457,5 +461,13 @@ class OperatorWriter:
             self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
         norms.norm_backward(
-            self, norm, grad=summed, norm_input=norm_input, residual_grad=residual_grad, out=out, rows=rows, at=at
+            self,
+            norm,
+            grad=summed,
+            norm_input=norm_input,
+            residual_grad=residual_grad,
+            out=out,
+            rows=rows,
+            at=at,
+            input_at=input_at,
         )

@@ -46,6 +46,7 @@ from memo_sim.program.layout.fp8 import narrow_elements
 from memo_sim.program.layout.parameters import Block, Parameter, embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.verify.value_call import Call
+from memo_sim.program.verify.value_experts import ROUTED
 from memo_sim.program.verify.value_rows import Held, ParameterKey, Sum, Value
 from memo_sim.program.verify.value_rules import RULES
 
@@ -108,7 +109,7 @@ class Values:
     @property
     def dispatched(self) -> int:
         """Rows that go to experts; 0 without experts."""
-        return self.tokens * self.model.mixture.per_token if self.model.mixture else 0
+        return self.routed_tokens * self.model.mixture.per_token if self.model.mixture else 0
 
     @property
     def expert_rows(self) -> int:
@@ -132,6 +133,10 @@ class Values:
         """End of the name of a tensor whose token shards were gathered."""
         self.tokens = decisions.local_tokens
         self.shard_tokens = self.tokens // self.tp if self.gathered else self.tokens
+        self.routed_tokens = self.shard_tokens if layout.whole_experts else self.tokens
+        """Rows of which this rank chooses the experts."""
+        self.routed_full = "" if layout.whole_experts else self.full
+        """End of the name of a tensor as the router reads it."""
         self.attended = self.tokens * layout.ulysses
         """Rows inside attention."""
         self.starts = (0, *accumulate(partition(decisions)))
@@ -146,11 +151,14 @@ class Values:
             BlockKind.HEAD: head_block(model, layout.tp, adapters=decisions.lora),
         }
         self._kinds = model.layer_kinds
-        ep, lora = layout.ep, decisions.lora
+        ep, lora, whole = layout.ep, decisions.lora, layout.whole_experts
         self._layer_blocks = [
-            layer_block(model, layout.divided, shape, ep=ep, adapters=lora) for shape in model.layer_shapes
+            layer_block(model, layout.divided, shape, ep=ep, whole_experts=whole, adapters=lora)
+            for shape in model.layer_shapes
         ]
-        self._expert_blocks = [experts_block(model, layout.divided, ep, s.experts) for s in model.layer_shapes]
+        self._expert_blocks = [
+            experts_block(model, layout.expert_divided, ep, s.experts, lora) for s in model.layer_shapes
+        ]
 
     def block(self, kind: BlockKind, layer: int) -> Block:
         """Return the parameters of the embedding, of the head, or of a layer."""
@@ -282,7 +290,7 @@ class Values:
     def replicas(self, kind: BlockKind) -> int:
         """Return the number of ranks with the same parameters of a block."""
         if kind is BlockKind.EXPERTS:
-            return self.layout.replicas // self.layout.ep
+            return self.layout.expert_replicas
         ends = self.layout.whole_ends and kind is not BlockKind.LAYER
         return self.layout.replicas * (self.layout.metp if ends else 1)
 
@@ -332,7 +340,9 @@ class Values:
         if found is not None and found.anything:
             return
         tokens = self.shard_tokens if _on_shards(name) else self.tokens
-        if name.startswith("experts_") and name != "experts_down.bias":
+        if name in ROUTED:
+            tokens = self.routed_tokens
+        elif name.startswith("experts_"):
             tokens = self.expert_rows
         if name == "sinks":
             tokens = self.attended

@@ -181,6 +181,18 @@ PLANS = {
         recompute="norms",
         states="host",
     ),
+    "experts": Decisions(
+        model=load_model("deepseek-v3"),
+        layout=Layout(tp=2, sequence_parallel=True, cp=2, ep=4, pp=2, pp_layers=(30, 31), dp=2, zero=1),
+        seq_tokens=8192,
+        global_batch=4,
+        recompute="mlp",
+        rebuild_qkv=True,
+        expert_capacity=1.5,
+    ),
+    "sinks": Decisions(
+        model=load_model("gpt-oss-20b"), layout=Layout(dp=16, ep=4, zero=1), seq_tokens=8192, global_batch=16
+    ),
 }
 
 
@@ -435,8 +447,8 @@ MODEL_ARGS:
 
 
 def test_what_memo_cannot_price_is_refused_or_said() -> None:
-    with pytest.raises(BadInput, match="memo reads no options of experts"):
-        read(f"{GROWING.rstrip()} --num-experts 8\n")
+    with pytest.raises(BadInput, match="memo reads no options of layers of several kinds"):
+        read(f"{GROWING.rstrip()} --hybrid-layer-pattern M*-M*-\n")
     found = read(f"{GROWING.rstrip()} --recompute-granularity selective --recompute-modules core_attn layernorm moe\n")
     assert found.job.pins.recompute == "selective"
     assert any("one module at a time" in text for text in found.assumed)

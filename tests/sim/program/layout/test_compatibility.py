@@ -347,6 +347,26 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": EXPERTS, "global_batch": 4},
         "2 with ep 2",
     ),
+    "expert_tp: degree": (
+        Layout(tp=4, dp=2, ep=2, sequence_parallel=True, expert_tp=2),
+        {"model": EXPERTS, "global_batch": 2},
+        "2 with tp 4",
+    ),
+    "expert_tp: ep": (
+        Layout(tp=2, sequence_parallel=True, expert_tp=1),
+        {"model": EXPERTS},
+        "1 with tp 2 and ep 1",
+    ),
+    "expert_tp: sequence_parallel": (
+        Layout(tp=2, ep=2, expert_tp=1),
+        {"model": EXPERTS},
+        "expert_tp 1 without sequence parallelism",
+    ),
+    "overlap of experts: ep": (
+        Layout(),
+        {"model": EXPERTS, "expert_overlap": True},
+        "expert_overlap with ep 1",
+    ),
     "capacity of experts: ep": (
         Layout(),
         {"model": EXPERTS, "expert_capacity": 1.5},
@@ -364,11 +384,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "r=8,alpha=8,targets=gate with a model without a gate",
     ),
     "adapters: experts": (Layout(), {"model": EXPERTS, "adapters": LORA}, f"{LORA} with a model with experts"),
-    "adapters: ep": (
-        Layout(dp=2, ep=2),
-        {"model": EXPERTS, "adapters": "r=8,alpha=8,targets=q"},
-        "2 with adapters r=8,alpha=8,targets=q",
-    ),
     "adapters: metp": (Layout(metp=2), {"adapters": LORA}, f"2 with adapters {LORA}"),
     "adapters: tp_overlap": (chunked(), {"adapters": LORA}, f"chunked with adapters {LORA}"),
     "adapters: schedule": (
@@ -401,8 +416,14 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
+    "multiplexing: micro_batch": (multiplexed(), {"micro_batch": 2, "global_batch": 2}, "2 with multiplexing"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
     "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
+    "multiplexing: rounding_buffers": (
+        multiplexed(),
+        {"recompute": "full", "rounding_buffers": True},
+        "true with multiplexing",
+    ),
     "multiplexing: memory_policy": (multiplexed(), {"memory_policy": "eager"}, "eager"),
     "virtual stages: schedule": (
         Layout(pp=2, virtual_stages=2),
@@ -530,11 +551,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"attention_chunk_tokens": 512},
         "recompute none with chunks of 512 tokens",
     ),
-    "attention in chunks: micro_batch": (
-        Layout(),
-        {"micro_batch": 2, "global_batch": 2, **CHUNKS},
-        "2 with chunks of 512 tokens",
-    ),
     "attention in chunks: subsequences": (Layout(subsequences=2), CHUNKS, "2 with chunks of 512 tokens"),
     "attention in chunks: schedule": (
         Layout(pp=2, schedule="zero-bubble"),
@@ -572,8 +588,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "subsequences: micro_batch": (
         Layout(subsequences=2),
-        {"micro_batch": 2, "global_batch": 2},
-        "2 with 2 subsequences",
+        {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
+        "2 with 2 subsequences and a window",
     ),
     "subsequences: cp": (Layout(subsequences=2, cp=2), {}, "2 with 2 subsequences"),
     "subsequences: ulysses": (Layout(subsequences=2, ulysses=2), {}, "2 with 2 subsequences"),
@@ -624,6 +640,33 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(dp=2, zero=3),
         {"global_batch": 2, "recompute": "full", "recompute_layers": "groups-2"},
         "3 with recompute_layers groups-2",
+    ),
+    "row-wise recompute: experts": (Layout(), {"model": EXPERTS, "recompute": "rowwise"}, "rowwise with experts"),
+    "row-wise recompute: latent attention": (
+        Layout(),
+        {"model": LATENT, "recompute": "rowwise"},
+        "rowwise with latent attention",
+    ),
+    "row-wise recompute: metp": (Layout(metp=2), {"recompute": "rowwise"}, "rowwise with METP"),
+    "row-wise recompute: multiplexed": (
+        multiplexed(pp=5),
+        {"recompute": "rowwise", "seq_tokens": 4096},
+        "true with recompute rowwise",
+    ),
+    "row-wise recompute: schedule": (
+        Layout(pp=2, schedule="zero-bubble"),
+        {"recompute": "rowwise"},
+        "zero-bubble with recompute rowwise",
+    ),
+    "row-wise recompute: mlp_rebuild": (
+        Layout(),
+        {"recompute": "rowwise", "mlp_chunk_tokens": 512, "mlp_rebuild": "twice"},
+        "twice with recompute rowwise",
+    ),
+    "row-wise recompute: attention": (
+        Layout(),
+        {"recompute": "rowwise", "kernels": PLAIN},
+        "plain with recompute rowwise",
     ),
     "MLP in row blocks: recompute": (Layout(), {"mlp_chunk_tokens": 512}, "512 with recompute none"),
     "FlashAttention 1: head_dim": (
