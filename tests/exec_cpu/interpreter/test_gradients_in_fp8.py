@@ -98,6 +98,7 @@ def test_what_is_rebuilt_or_swapped_has_the_bits_of_what_is_kept(policy: dict[st
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_rows_that_are_moved_in_part_have_the_bits_of_those_that_are_kept() -> None:
     """Swapping half of the rows moves halves of copies by columns, which are matrices only as a whole."""
     kept, wanted = one_step(decide(llama(layers=2), **IN_FP8))
