@@ -217,7 +217,9 @@ def _fp8(decisions: Decisions) -> list[Assumption]:
     if decisions.model.mixture:
         experts = "routers, exchanges of rows" if decisions.fp8_experts else "experts (--fp8-experts)"
         stays = f"attention, {experts}, embedding and classifier"
-    has_kernels = decisions.fp8 == "tensor" and decisions.fp8_layouts == "tn" and decisions.model.latent is None
+    has_kernels = (
+        decisions.fp8 in ("tensor", "block") and decisions.fp8_layouts == "tn" and decisions.model.latent is None
+    )
     has_kernels &= not (decisions.fp8_params or decisions.fp8_experts)
     kept = ", whose weights have no bf16 copy (--fp8-params)" if decisions.fp8_params else ""
     played = "memo-exec's kernels have run on no GPU yet" if has_kernels else "memo-exec does not run it"
