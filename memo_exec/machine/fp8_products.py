@@ -160,7 +160,7 @@ def check_operands(program: Program, decisions: Decisions) -> None:
             where="$.decisions.fp8",
             got=found,
             wanted=f"every operand quantised, in parts of a multiple of {multiple} tokens",
-            hint="another --tp or --alpha, or make the plan without --fp8",
+            hint="another --tp or --alpha, no --attention-chunk, or make the plan without --fp8",
         )
 
 
