@@ -35,7 +35,8 @@ from memo_sim.contract.datasheet import is_datasheet
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.gpu_kind import GpuKind, load_gpu_kinds
 from memo_sim.contract.interchange import FrameworkName, Launcher, ReadFrameworkName
-from memo_sim.contract.knobs import ARGUMENTS
+from memo_sim.contract.knobs import ARGUMENTS, OF_A_LONG_RUN
+from memo_sim.contract.long_run import KnobsInALongRun, LongRun
 from memo_sim.contract.model import Model
 from memo_sim.contract.named_arguments import with_names_checked
 from memo_sim.contract.named_knobs import Knobs
@@ -91,6 +92,8 @@ __all__ = [
     "what_if",
 ]
 
+OF_A_RUN = (*ARGUMENTS, *OF_A_LONG_RUN)
+"""What questions take as further arguments: the knobs, and what is said of a long run."""
 SECONDS = (1e-9, 1e9)
 """Least and most seconds of a limit."""
 Solver = Literal["portfolio", "bilevel-mip", "mip", "greedy", "cp-sat"]
@@ -115,7 +118,7 @@ def what_if(
     one_more_gib: bool = False,
     price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
-    **knobs: Unpack[Knobs],
+    **knobs: Unpack[KnobsInALongRun],
 ) -> WhatIfResult: ...
 @overload
 def what_if(
@@ -130,7 +133,7 @@ def what_if(
     power_w: float | None = None,
     price_per_gpu_hour: Prices | None = None,
     progress: Progress | None = None,
-    **knobs: Unpack[Knobs],
+    **knobs: Unpack[KnobsInALongRun],
 ) -> ClustersResult: ...
 @overload
 def what_if(
@@ -144,8 +147,9 @@ def what_if(
     safety_gib: float | None = None,
     power_w: float | None = None,
     price_per_gpu_hour: float | None = None,
+    **long_run: Unpack[LongRun],
 ) -> WhatIfResult: ...
-@with_names_checked(others=ARGUMENTS)
+@with_names_checked(others=OF_A_RUN)
 def what_if(
     model: PathLike | Model | None = None,
     *,
@@ -164,15 +168,15 @@ def what_if(
     one_more_gib: bool = False,
     price_per_gpu_hour: Prices | None = None,
     progress: Progress | None = None,
-    **knobs: Unpack[Knobs],
+    **knobs: Unpack[KnobsInALongRun],
 ) -> WhatIfResult | ClustersResult:
     """Search every knob that is not pinned, and rank the plans, as ``memo-sim what-if`` does.
 
     ``model`` is a preset's name, a file or a ``Model``; ``seq_len`` a number of tokens or text such as ``"64k"``;
     ``cluster`` a name or a file, and ``from_datasheet`` a GPU in its place, as the option describes it. A list of
     clusters is asked about each of them, and ranked. ``price_per_gpu_hour`` is in any currency, and adds prices to
-    ``summary``; of several clusters it may be a mapping from a GPU or a cluster to its price. ``progress`` receives
-    (plans done, plans in all).
+    ``summary``; of several clusters it may be a mapping from a GPU or a cluster to its price. ``mtbf_hours`` and its
+    neighbours (``LongRun``) add what failures leave of the speed. ``progress`` receives (plans done, plans in all).
 
     With ``from_`` in place of ``model`` and ``seq_len``, the job of another framework is priced as it is: its script or
     configuration, several of them, or its command as text. ``set`` gives values that the files leave open.
@@ -181,9 +185,10 @@ def what_if(
         UsageError: when a name or a value is wrong, or knobs contradict each other or the cluster.
         BadInput: when a file cannot be read.
     """
-    values = {"model": model, "cluster": cluster, "seq_len": seq_len, "system": system, **knobs}
+    values: dict[str, Any] = {"model": model, "cluster": cluster, "seq_len": seq_len, "system": system, **knobs}
     machine: dict[str, Any] = {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib}
     machine |= {"safety_gib": safety_gib, "from_datasheet": from_datasheet, "power_w": power_w}
+    machine |= {name: values.pop(name) for name in OF_A_LONG_RUN if name in values}
     command = _call("what_if", {"from_": from_, "set": set, **values, **machine})
     wanted: dict[str, Any] = {"top": top, "pareto": pareto, "one_more_gib": one_more_gib}
     searched = [name for name, value in wanted.items() if value != _SEARCHED[name]]
@@ -251,7 +256,7 @@ def ranked(found: Sequence[WhatIfResult], *, prices: Sequence[float | None]) -> 
     return ClustersResult(document, [by_document[id(result)] for result in document.results])
 
 
-@with_names_checked(others=ARGUMENTS)
+@with_names_checked(others=OF_A_RUN)
 def longest(
     model: PathLike | Model,
     *,
@@ -267,7 +272,7 @@ def longest(
     one_more_gib: bool = False,
     price_per_gpu_hour: float | None = None,
     progress: Progress | None = None,
-    **knobs: Unpack[Knobs],
+    **knobs: Unpack[KnobsInALongRun],
 ) -> LongestResult:
     """Find the longest sequence that fits, to a multiple of ``step`` tokens, as ``memo-sim longest`` does.
 
@@ -292,7 +297,7 @@ def longest(
     )
 
 
-@with_names_checked(others=ARGUMENTS)
+@with_names_checked(others=OF_A_RUN)
 def gpus(
     model: PathLike | Model,
     *,
@@ -308,7 +313,7 @@ def gpus(
     power_w: float | None = None,
     price_per_gpu_hour: Prices | None = None,
     progress: Progress | None = None,
-    **knobs: Unpack[Knobs],
+    **knobs: Unpack[KnobsInALongRun],
 ) -> GpusResult:
     """Find how many GPUs are needed, of which kind, and what they cost, as ``memo-sim gpus`` does.
 
@@ -566,7 +571,7 @@ def _paths(given: Any) -> list[str]:
     return list(map(os.fspath, given)) if isinstance(given, list | tuple) else [os.fspath(given)]
 
 
-@with_names_checked()
+@with_names_checked(others=OF_A_LONG_RUN)
 def simulate(
     plan: Plan | PathLike,
     *,
@@ -578,6 +583,7 @@ def simulate(
     price_per_gpu_hour: float | None = None,
     attention: str | None = None,
     rowwise: str | None = None,
+    **long_run: Unpack[LongRun],
 ) -> WhatIfResult:
     """Play a plan that you already have, as ``memo-sim what-if --plan`` does.
 
@@ -589,7 +595,8 @@ def simulate(
         BadInput: when a file cannot be read, or the plan cannot be played.
     """
     document = plan if isinstance(plan, Plan) else load_plan(plan)
-    values = {"cluster": cluster, "power_w": power_w, "attention": attention, "rowwise": rowwise}
+    values: dict[str, Any] = {"cluster": cluster, "power_w": power_w, "attention": attention, "rowwise": rowwise}
+    values |= long_run
     values |= {"device_memory_gib": device_memory_gib, "host_memory_gib": host_memory_gib, "safety_gib": safety_gib}
     question = named_values.question_about(document, values)
     call = _call("simulate", {"plan": plan, **values})

@@ -23,7 +23,16 @@ from memo_sim.commands.sweep import sweep_command
 from memo_sim.commands.understand import compare_command, explain_command, oom_command
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
-from memo_sim.question_options import PRICE, Options, asked, cluster_options, names_in, prices_of, question_options
+from memo_sim.question_options import (
+    PRICE,
+    Options,
+    asked,
+    cluster_options,
+    long_run_options,
+    names_in,
+    prices_of,
+    question_options,
+)
 from memo_sim.views.command_line import (
     SETTINGS,
     Commands,
@@ -78,6 +87,7 @@ IN_JSON, IN_TEXT = 10, 3
 )
 @GIVEN
 @question_options
+@long_run_options
 @PRICE
 @WHY
 @click.option(
@@ -138,6 +148,7 @@ def what_if_command(**options: Any) -> None:
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
 @question_options
+@long_run_options
 @PRICE
 @WHY
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
@@ -319,11 +330,30 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
 
 
 @cli.command("list")
-@click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware"]))
-def list_command(what: str) -> None:
-    """List what can be named: models, clusters, systems, case files, hardware profiles."""
-    from memo_sim.answers.listing import describe
+@click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware", "combinations"]))
+@click.argument("features", nargs=-1, metavar="[FEATURE [FEATURE]]")
+@click.option("--json", "as_json", is_flag=True, help="Of combinations: print one memo.combinations/1 document.")
+def list_command(what: str, features: tuple[str, ...], *, as_json: bool) -> None:
+    """List what can be named (models, clusters, systems, case files, hardware profiles), or what goes together.
 
+    combinations: a table of layouts, schedules, recompute modes, kinds of models and the like, computed from the rules
+    that refuse plans. With one FEATURE: what it goes with, and why not with others. With two: whether they go together.
+    """
+    from memo_sim.answers.combinations import combinations_of
+    from memo_sim.answers.listing import describe
+    from memo_sim.contract.codec import encode
+    from memo_sim.views.combinations_table import combinations_text
+
+    if what == "combinations":
+        found = combinations_of(features)
+        if as_json:
+            show_document(encode(found))
+        else:
+            show(combinations_text(found, of=features[0] if features else ""))
+        return
+    if features or as_json:
+        got = features[0] if features else "--json"
+        raise UsageError("that belongs to list combinations", got=got, hint=f"memo-sim list {what}")
     for line in describe(what):
         show(line)
 

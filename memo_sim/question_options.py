@@ -17,11 +17,14 @@ import click
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import (
+    FAILURE_VALUES,
     KNOBS,
     MEMORY_GIB,
+    OF_A_LONG_RUN,
     OF_A_MACHINE,
     OF_A_QUESTION,
     POWER_W,
+    STRAGGLER_SPREAD,
     CountOrAuto,
     Degree,
     DocumentLengths,
@@ -77,6 +80,15 @@ OF_THE_MACHINE: tuple[tuple[str, Finite, str], ...] = (
     ("--power-w", Finite(*POWER_W), "Power limit of a device in watts, instead of its board's."),
 )
 """Options of the cluster's devices: name, kind, help."""
+OF_THE_LONG_RUN: tuple[tuple[str, str], ...] = (
+    ("--mtbf-hours", "Mean hours between failures of one GPU, with its part of host and network: adds goodput."),
+    ("--checkpoint-s", "Seconds that training waits for a checkpoint."),
+    ("--checkpoint-gb-s", "Instead of these: GB/s at which the whole job writes a checkpoint."),
+    ("--checkpoint-interval-s", "Seconds of training between checkpoints [Daly's optimum]."),
+    ("--restart-s", "Seconds from a failure to the first new step."),
+    ("--straggler-spread", "Standard deviation of GPUs' speed, as a fraction: 0.02 [the profile's]."),
+)
+"""Options about failures and slow devices: name, help."""
 COMPILED = click.option(
     "--compile/--eager",
     "compiled",
@@ -124,6 +136,15 @@ def question_options(command: Command, *, several: bool = False) -> Command:
     return command
 
 
+def long_run_options(command: Command, *, several: bool = False) -> Command:
+    """Give ``command`` the options about failures, checkpoints and slow devices; ``several`` as in question_options."""
+    for name, text in reversed(OF_THE_LONG_RUN):
+        ends = (FAILURE_VALUES | {"straggler_spread": STRAGGLER_SPREAD})[name.removeprefix("--").replace("-", "_")]
+        kind: Any = Several(Finite(*ends)) if several else Finite(*ends)
+        command = click.option(name, type=kind, metavar="X,..." if several else None, help=text)(command)
+    return command
+
+
 class Several(click.ParamType):  # type: ignore[type-arg]  # only the newest click has arguments
     """Values of another kind, joined by commas: a list where there are several, else the value alone."""
 
@@ -146,7 +167,7 @@ def swept_options(command: Command) -> Command:
 
     A knob whose value is a list itself stays as it is.
     """
-    return question_options(command, several=True)
+    return question_options(long_run_options(command, several=True), several=True)
 
 
 def _option(knob: Knob, *, several: bool) -> Callable[[Command], Command]:
@@ -244,7 +265,7 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     if given := typed(*OF_A_SEARCH):
         hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
         raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
-    values = {name: options[name] for name in OF_A_MACHINE}
+    values = {name: options[name] for name in (*OF_A_MACHINE, *OF_A_LONG_RUN) if name in options}
     if plan is not None:
         values |= {"attention": options["attention"], "rowwise": _rowwise(options)}
         return plan, named_values.question_about(plan, values)
@@ -271,7 +292,7 @@ def values_of(options: Options) -> Options:
     Raises:
         UsageError: when one knob is given by two names.
     """
-    values = {name: options[name] for name in OF_A_QUESTION if name in options}
+    values = {name: options[name] for name in (*OF_A_QUESTION, *OF_A_LONG_RUN) if name in options}
     return values | {knob.argument: options[knob.name] for knob in ON_COMMAND_LINE} | {"rowwise": _rowwise(options)}
 
 

@@ -129,7 +129,7 @@ def load_of_experts(interpreter: Interpreter) -> str:
     fullest = loads[0] * experts.count / sum(loads)
     near, planned = nearest_load(experts, loads), interpreter.decisions.expert_load
     asked = "as planned" if near == planned else f"planned as {shown_load(planned)}; --expert-load {near} prices it"
-    whose = " of the first rank" if interpreter.decisions.layout.replicas > 1 else ""
+    whose = " of the first rank" if interpreter.decisions.layout.expert_ranks > 1 else ""
     text = f"experts: a layer's fullest got {fullest:.2f} times the mean of its rows{whose}, nearest to {near}"
     return f"{text} ({asked})"
 
@@ -137,12 +137,13 @@ def load_of_experts(interpreter: Interpreter) -> str:
 def measured_load(training: Training) -> MeasuredLoad | None:
     """Return the rows of every expert on all ranks; None for a model without experts. Every rank calls it.
 
-    Tensor-parallel ranks route the same tokens, so the first of them counts.
+    Where tensor-parallel ranks route the same tokens, the first of them counts.
     """
     interpreter, model = training.interpreter, training.plan.decisions.model
     if model.mixture is None:
         return None
-    context, leads = interpreter.context, interpreter.mesh.at("tp") == 0
+    whole = training.plan.decisions.layout.whole_experts
+    context, leads = interpreter.context, whole or interpreter.mesh.at("tp") == 0
     own = [each.tolist() if leads else [] for each in (context.rows, context.loads)]
     gathered = [each for each in training.world.gathered(own) if each[0]]
     rows, loads = (torch.tensor([each[which] for each in gathered]).sum(0).tolist() for which in (0, 1))

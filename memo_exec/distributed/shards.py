@@ -110,14 +110,15 @@ def block_of(decisions: Decisions, degree: int, part: Part, mesh: MeshCoordinate
     shape, ep = model.layer_shapes[part.layers], mesh.layout.ep
     if part.kind is BlockKind.EXPERTS:
         assert shape.experts is not None  # other layers have no such part
-        return rank_experts_block(model, degree, ep if own else 1, shape.experts)
-    return layer_block(model, degree, shape, ep=ep, adapters=adapters)
+        return rank_experts_block(model, degree, ep if own else 1, shape.experts, adapters)
+    return layer_block(model, degree, shape, ep=ep, whole_experts=mesh.layout.whole_experts, adapters=adapters)
 
 
 def _own_block(decisions: Decisions, part: Part, mesh: MeshCoordinates) -> Block:
     """Return the parameters of one rank's block. METP divides only those of layers."""
     layout = decisions.layout
-    return block_of(decisions, layout.divided if part.kind.of_layer else layout.tp, part, mesh, own=True)
+    divided = {BlockKind.LAYER: layout.divided, BlockKind.EXPERTS: layout.expert_divided}.get(part.kind, layout.tp)
+    return block_of(decisions, divided, part, mesh, own=True)
 
 
 def whole_block(model: Model, kind: BlockKind, layer: int = 0, adapters: Adapters | None = None) -> Block:
@@ -204,6 +205,8 @@ def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Par
     count = decisions.model.mixture.count if decisions.model.mixture else 0
     first, count = mesh.at("ep") * count // decisions.layout.ep, count // decisions.layout.ep
     place = Place(mesh.at(decisions.layout.weights_group), range(first, first + count))
+    if part.kind is BlockKind.EXPERTS and decisions.layout.whole_experts:
+        place = Place(0, place.experts)
     found: list[Shard] = []
     for stretch in stretches(decisions, mesh, state, part):
         for own, whole in _paired(decisions, part, mesh):

@@ -45,7 +45,7 @@ def check_device(decisions: Decisions, device: torch.device) -> None:
             wanted="bf16",
             hint="make the plan with --dtype bf16",
         )
-    widths, size = (model.hidden, of.hidden // decisions.layout.tp), DTYPE_BYTES[decisions.dtype]
+    widths, size = (model.hidden, of.hidden // decisions.layout.expert_divided), DTYPE_BYTES[decisions.dtype]
     if any(width * size % GROUPED_BYTES for width in widths):
         raise CannotRun(
             "torch's product of several experts takes rows of whole units alone",
@@ -269,7 +269,7 @@ def out_bias(call: Call) -> None:
     seated = _Seated(call, scratch)
     for block in blocks_of(len(out)):
         rows = block.stop - block.start
-        probs, share = seated.scattered(every, block), 1 / call.context.mesh.size("tp")
+        probs, share = seated.scattered(every, block), 1 / call.context.decisions.layout.expert_divided
         if wide is None:
             out[block].addmm_(probs, biases, alpha=share)
         else:
@@ -288,7 +288,7 @@ def out_bias_dgrad(call: Call) -> None:
         given = grad[block] if wide is None else wide[:rows].copy_(grad[block])
         torch.mm(given, biases.t(), out=every[:rows])
         torch.gather(every[:rows], 1, experts[block], out=picked[:rows])
-        out[block].add_(seated.cleared(picked[:rows], block), alpha=1 / call.context.mesh.size("tp"))
+        out[block].add_(seated.cleared(picked[:rows], block), alpha=1 / call.context.decisions.layout.expert_divided)
 
 
 def out_bias_wgrad(call: Call) -> None:

@@ -215,12 +215,12 @@ def route_backward(call: Call) -> None:
 
 
 def _tokens_of_step(call: Call) -> int:
-    """Return the tokens of the global batch, counted on every rank of tensor parallelism.
+    """Return the tokens of the global batch, counted on every rank of tensor parallelism that routes the same ones.
 
     A loss of the router is a mean over tokens, and these ranks, which have the same tokens, add their results up.
     """
     decisions = call.context.decisions
-    return decisions.global_batch * decisions.seq_tokens * call.context.mesh.size("tp")
+    return decisions.global_batch * decisions.seq_tokens * decisions.layout.expert_divided
 
 
 def _balance_factor(call: Call, experts: Experts) -> float:

@@ -30,13 +30,13 @@ class Overflow:
     @classmethod
     def of(cls, counts: Sequence[Sequence[float]], decisions: Decisions) -> Overflow | None:
         """Return the sums of the ranks' counts (``Context.overflow``); None where every rank has all experts."""
-        of, ep, tp = decisions.model.mixture, decisions.layout.ep, decisions.layout.tp
+        of, ep, alike = decisions.model.mixture, decisions.layout.ep, decisions.layout.expert_divided
         if ep == 1 or of is None:
             return None
-        rows = decisions.local_tokens * of.per_token
+        rows = decisions.routed_tokens * of.per_token
         capacity = capacity_rows(of, rows, decisions.expert_load, ep, decisions.expert_capacity)
-        dropped, most, every = zip(*counts, strict=True)  # ranks of tp count the same rows
-        return cls(int(sum(dropped)) // tp, int(sum(every)) // tp, int(max(most)), capacity, rows / ep)
+        dropped, most, every = zip(*counts, strict=True)  # ranks that divide features count the same rows
+        return cls(int(sum(dropped)) // alike, int(sum(every)) // alike, int(max(most)), capacity, rows / ep)
 
     @property
     def enough(self) -> float:

@@ -179,6 +179,7 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("micro-batches", lambda d: str(d.micro_batches)),
     *_DEGREES,
     ("ep", lambda d: str(d.layout.ep)),
+    ("ranks of tp that divide an expert", lambda d: str(d.layout.expert_divided) if d.layout.ep > 1 else ""),
     ("capacity of experts", lambda d: f"{d.expert_capacity:g}" if d.expert_capacity else "from the load"),
     ("ranks of ZeRO", lambda d: str(d.layout.shards)),
     ("layers of stages", lambda d: ", ".join(map(str, layers_of_runs(d))) if d.layout.pp > 1 else ""),
@@ -257,7 +258,7 @@ def _layout(decisions: Decisions, most_ranks: int) -> Layout:
             hint="verify a plan of the same policy with fewer kinds of ranks",
         )
     replicas = degrees["cp"] * degrees["ulysses"] * degrees["dp"]
-    shared = _expert_degree(decisions, replicas)
+    shared = _expert_degree(decisions, replicas * (degrees["tp"] if layout.whole_experts else 1))
     shards = layout.zero_ranks and (layout.zero_ranks if replicas == layout.replicas else max(1, replicas // copies))
     return msgspec.structs.replace(layout, **degrees, ep=shared, zero_ranks=shards)
 
@@ -500,6 +501,8 @@ def _with_tokens(plan: Decisions, here: Decisions) -> Decisions:
         count = max(count, blocks_granules[0])
     if chunks[0] > 1:
         count = max(count, chunk_granules[0])
+    if layout.subsequences > 1 or chunks[0] > 1:
+        count *= here.micro_batch  # each sequence is divided by itself
     rows = count * granule if count else ROWS * gathered
     tokens = rows * ranks // here.micro_batch
     model = here.model

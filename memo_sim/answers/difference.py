@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from memo_sim.answers.given_plan import GivenPlan, of_plan, of_result, read_any
+from memo_sim.answers.given_plan import GivenPlan, failures_in, of_plan, of_result, read_any
+from memo_sim.answers.goodput import goodput_of
 from memo_sim.answers.what_if import beside
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison
@@ -142,7 +143,12 @@ def _traces_beside(path: Path, plan: Plan) -> list[Path]:
 def _of_result(result: Result, name: str, cluster: str | None) -> _Made:
     if result.best is not None and result.decisions is None:
         return _of_row(result, result.best, name)
-    return _simulated(of_result(result, name, cluster=cluster), "result")
+    found = _simulated(of_result(result, name, cluster=cluster), "result")
+    side, decisions = found.side, result.decisions
+    if decisions is None:
+        return found
+    goodput = goodput_of(failures_in(result), decisions, step_s=side.step_s, tokens_per_device_s=side.tgs)
+    return replace(found, side=msgspec.structs.replace(side, goodput=goodput))
 
 
 def _of_row(result: Result, best: PlanRow, name: str) -> _Made:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from memo_sim.answers.given_plan import GivenPlan, of_plan, of_result, read_any
+from memo_sim.answers.given_plan import GivenPlan, failures_in, of_plan, of_result, read_any
+from memo_sim.answers.goodput import changed, goodput_of
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.explanation import Explanation, Resource, Rival, Room, Sensitivity, Use
+from memo_sim.contract.goodput import Failures
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
@@ -69,18 +71,32 @@ def explain(
         else:
             given, system = of_result(document, name, cluster=cluster), document.system
             rows = document.plans if cluster is None else None
-        return explain_given(given, system, rows, progress=progress)
+        failures = None if isinstance(document, Plan) else failures_in(document)
+        return explain_given(given, system, rows, failures=failures, progress=progress)
 
 
 def explain_given(
-    given: GivenPlan, system: str, rows: list[PlanRow] | None, *, progress: Progress | None = None
+    given: GivenPlan,
+    system: str,
+    rows: list[PlanRow] | None,
+    *,
+    failures: Failures | None = None,
+    progress: Progress | None = None,
 ) -> Explanation:
     """Return the explanation of a simulated plan; its rivals are ``rows`` but the first, or differ in one decision.
+
+    With ``failures`` it says what they leave of the plan's speed.
 
     Raises:
         BadInput: when the plan does not fit.
     """
-    return _Explaining(given, system, progress).explanation(rows)
+    explanation = _Explaining(given, system, progress).explanation(rows)
+    rates = {"step_s": explanation.step_s, "tokens_per_device_s": explanation.tgs}
+    goodput = goodput_of(failures, given.decisions, **rates)
+    if goodput is None:
+        return explanation
+    gains = changed(goodput, explanation.step_s)
+    return msgspec.structs.replace(explanation, goodput=goodput, goodput_changes=gains)
 
 
 @dataclass

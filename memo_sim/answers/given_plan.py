@@ -18,6 +18,7 @@ from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.diagnosis import explain_schema
 from memo_sim.contract.errors import BadInput, MemoError, UsageError
+from memo_sim.contract.goodput import Failures
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.result import Result
@@ -45,6 +46,12 @@ class GivenPlan:
     hardware: Hardware
     simulation: Simulation
     note: str = ""
+
+
+def failures_in(result: Result) -> Failures | None:
+    """Return what the question of a result says of failures; None where it says nothing."""
+    goodput = result.summary.goodput if result.summary else None
+    return goodput.failures if goodput else None
 
 
 def read_any(path: Path, kinds: Sequence[type[T]]) -> T:

@@ -21,14 +21,18 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.documents import Documents, parse_documents
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.expert_load import MeasuredLoad
+from memo_sim.contract.goodput import Failures
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import (
     ARGUMENTS,
     CHOSEN,
+    FAILURE_VALUES,
     MEMORY_GIB,
+    OF_A_LONG_RUN,
     OF_A_QUESTION,
     PINNED,
     POWER_W,
+    STRAGGLER_SPREAD,
     CountOrAuto,
     Degree,
     DocumentLengths,
@@ -49,6 +53,7 @@ from memo_sim.contract.knobs import (
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import GIB, parse_expert_load, parse_layer_choice, parse_numbers, parse_tokens
+from memo_sim.costs.pace import with_spread
 from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
 from memo_sim.planning.presets import known_system
@@ -59,6 +64,7 @@ LEAST_FACTOR = 1e-6
 
 MOST_DIGITS = 18
 """Digits of a number that are read; one with more is out of every range."""
+GB = 1e9
 PRICES = (1e-9, 1e12)
 """Least and most that a GPU costs for an hour, in any currency."""
 NEEDED = ("model", "seq_len")
@@ -67,7 +73,7 @@ KERNELS = ("attention", "rowwise")
 """Knobs that may be given beside a plan: which kernels play it."""
 
 
-def check_names(values: Values, known: Sequence[str] = (*OF_A_QUESTION, *ARGUMENTS)) -> None:
+def check_names(values: Values, known: Sequence[str] = (*OF_A_QUESTION, *OF_A_LONG_RUN, *ARGUMENTS)) -> None:
     """Refuse names that no question knows.
 
     Raises:
@@ -96,6 +102,7 @@ def question_of(values: Values, *, fill: bool = True) -> Question:
 def question_about(plan: Plan, values: Values) -> Question:
     """Return the question about a plan on the machine of the values (``knobs.OF_A_MACHINE``), or else on its own.
 
+    What the values say of failures counts too (``knobs.OF_A_LONG_RUN``).
     Of the knobs, ``KERNELS`` of the values count; ``planning/kernels_elsewhere.py`` says what they are without a value.
     The plan is predicted under the system that it was made under.
 
@@ -115,6 +122,7 @@ def question_about(plan: Plan, values: Values) -> Question:
         hardware=hardware,
         seq_tokens=plan.decisions.seq_tokens,
         system=known_system(plan.provenance.system),
+        failures=failures_of(values),
         **_held(knobs | decided),
     )
     if values.get("attention") is not None:
@@ -177,6 +185,7 @@ def _without_batch(values: Values, cluster: Cluster, hardware: Hardware) -> Ques
         system="any" if system is None else _text(system, "system"),
         not_read=() if known else fields_not_read(_text(model, "model")),
         open_micro_batch=values.get("micro_batch") is None,
+        failures=failures_of(values),
         **_held(knobs),
     )
 
@@ -221,7 +230,7 @@ def named_cluster(values: Values) -> tuple[Cluster, Hardware]:
 
 
 def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Cluster, Hardware]:
-    """Return a machine with the memory and the power limit that the values name."""
+    """Return a machine with the memory, the power limit and the spread of its devices that the values name."""
     safety_gib = number("safety_gib", values.get("safety_gib"), 0, MEMORY_GIB[1])
     cluster, hardware = with_memory(
         cluster,
@@ -230,8 +239,43 @@ def _limited(values: Values, cluster: Cluster, hardware: Hardware) -> tuple[Clus
         host_bytes=bytes_of("host_memory_gib", values.get("host_memory_gib")),
         safety_bytes=None if safety_gib is None else int(safety_gib * GIB),
     )
+    spread = number("straggler_spread", values.get("straggler_spread"), *STRAGGLER_SPREAD)
+    if spread is not None:
+        hardware = with_spread(hardware, spread)
     power_w = number("power_w", values.get("power_w"), *POWER_W)
     return cluster, hardware if power_w is None else with_power(hardware, power_w)
+
+
+def failures_of(values: Values) -> Failures | None:
+    """Return what the values say of failures and checkpoints; None where they say nothing.
+
+    Raises:
+        UsageError: when a value is wrong, or one that the others need is missing.
+    """
+    given = {name: number(name, values.get(name), *ends) for name, ends in FAILURE_VALUES.items()}
+    named = [name for name, value in given.items() if value is not None]
+    if not named:
+        return None
+    if given["checkpoint_s"] is not None and given["checkpoint_gb_s"] is not None:
+        raise UsageError("both say what a checkpoint takes", got="--checkpoint-s and --checkpoint-gb-s", wanted="one")
+    mtbf_hours, restart_s, gb_s = given["mtbf_hours"], given["restart_s"], given["checkpoint_gb_s"]
+    missing = [] if mtbf_hours is not None else ["--mtbf-hours"]
+    missing += [] if gb_s is not None or given["checkpoint_s"] is not None else ["--checkpoint-s or --checkpoint-gb-s"]
+    missing += [] if restart_s is not None else ["--restart-s"]
+    if missing or mtbf_hours is None or restart_s is None:
+        raise UsageError(
+            "what is said of failures is not enough for a goodput",
+            got=", ".join(f"--{name.replace('_', '-')}" for name in named),
+            wanted=f"also {' and '.join(missing)}",
+            hint="--mtbf-hours 50000 --checkpoint-s 30 --restart-s 600; docs/goodput.md says what each counts",
+        )
+    return Failures(
+        device_mtbf_hours=mtbf_hours,
+        checkpoint_s=given["checkpoint_s"],
+        checkpoint_bytes_per_s=None if gb_s is None else gb_s * GB,
+        interval_s=given["checkpoint_interval_s"],
+        restart_s=restart_s,
+    )
 
 
 def checked(knob: Knob, given: Any) -> Any:

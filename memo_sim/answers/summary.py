@@ -3,7 +3,7 @@
 What it assumes is in ``assumptions.py``, what a search leaves out in ``left_out.py``.
 
 GPU-hours and prices count the devices that the plan occupies, and nothing besides the steps: no start, no checkpoints,
-no failures.
+no failures. ``goodput.py`` computes what those cost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection
 from math import inf
 
 from memo_sim.answers.assumptions import assumptions
+from memo_sim.answers.goodput import goodput_assumptions, goodput_of
 from memo_sim.answers.left_out import left_out
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.plan import Decisions, Prediction
@@ -55,6 +56,13 @@ def summary_of(
     hours = None if step_s is None else step_s * layout.devices / HOUR_S
     steps_of_a_billion = BILLION / tokens
     price = None if hours is None or price_per_device_hour is None else hours * price_per_device_hour
+    goodput = goodput_of(
+        question.failures,
+        decisions,
+        step_s=step_s,
+        tokens_per_device_s=prediction.tgs,
+        price_per_device_hour=price_per_device_hour,
+    )
     return Summary(
         fits=prediction.status == "ok",
         status=prediction.status,
@@ -69,6 +77,7 @@ def summary_of(
         price_per_device_hour=price_per_device_hour,
         price_per_step=price,
         price_per_billion_tokens=None if price is None else price * steps_of_a_billion,
+        goodput=goodput,
         device_memory=device_memory(simulation, prediction, planned_arena=planned_arena),
         host_memory=HostMemory(
             needed_bytes=prediction.peak_host_bytes_per_node,
@@ -82,6 +91,7 @@ def summary_of(
             *assumptions(question, simulation),
             *_host_memory(question, prediction, rivals),
             *(_searched(question) if searched else []),
+            *goodput_assumptions(question, goodput, layout.devices),
         ],
         left_out=left_out(question) if searched else [],
     )
@@ -124,7 +134,9 @@ def in_words(decisions: Decisions) -> str:
     if layout.subsequences > 1:
         parts.append(f"{layout.subsequences} subsequences")
     if decisions.fp8 != "none":
-        parts.append(f"linear products in FP8 ({decisions.fp8})")
+        alone = ", weights in FP8 alone" if decisions.fp8_params else ""
+        experts = " and experts" if decisions.fp8_experts else ""
+        parts.append(f"linear products{experts} in FP8 ({decisions.fp8}{alone})")
     if decisions.loss_chunk_tokens:
         parts.append(f"loss in chunks of {format_tokens(decisions.loss_chunk_tokens)} tokens")
     if decisions.allocator_limit_gib:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 import memo_sim
+from memo_sim.answers.goodput import goodput_reasons
 from memo_sim.answers.odd_length import about_length
 from memo_sim.answers.summary import summary_of
 from memo_sim.contract.accuracy import Setting
@@ -31,6 +32,7 @@ from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
+from memo_sim.program.arena.folded import folded
 from memo_sim.program.lower import program_sha256
 from memo_sim.reasons.answer import explain, plan_title
 from memo_sim.reasons.remedies import ways_out
@@ -44,6 +46,11 @@ LEAST_EXACT = 3
 """How many ranks are exact at least: the best plan, the runner-up, and one more in case the best one's arena does not
 fit. With subsequences no more ranks are exact, because playing one such plan takes seconds."""
 
+
+MOST_WRITTEN_SPANS = 60_000
+"""Largest number of spans of a plan's traces in which every micro-batch is written: about 13 MB over all stages.
+
+Of a longer step, the files have the micro-batches that were played, which the others repeat."""
 
 NO_INTERVAL = "The step has no interval: "
 UNNAMED_FRAMEWORK = f"{NO_INTERVAL}a plan on PyTorch's allocator does not say which framework it was made for."
@@ -168,6 +175,15 @@ def what_if(
     interval = interval_of(question, simulation.decisions, simulation.prediction) if simulation else None
     sure = _certainty(question, simulation, interval)
     ways = _ways_out(question, found)
+    summary = _summary(
+        question,
+        found,
+        simulation,
+        interval=interval,
+        sure=sure,
+        price_per_device_hour=price_per_device_hour,
+        ways=ways,
+    )
     result = Result(
         model=question.model.name,
         cluster=question.cluster.name,
@@ -180,21 +196,14 @@ def what_if(
         why=[
             *sure,
             *explain(question, found, simulation, arena, close=_close(question, found), ways=ways),
+            *_goodput(summary),
             *beyond,
         ],
         decisions=simulation.decisions if simulation else None,
         system=question.system,
         front=[_row(e, question) for e in found.front],
         front_is_whole=pareto,
-        summary=_summary(
-            question,
-            found,
-            simulation,
-            interval=interval,
-            sure=sure,
-            price_per_device_hour=price_per_device_hour,
-            ways=ways,
-        ),
+        summary=summary,
     )
     return Answer(result, simulation, arena, found)
 
@@ -221,7 +230,7 @@ def _summary(
     shown = found.best or found.ranked[0]
     if shown.prediction.status == "invalid":
         return None
-    simulation = simulation or play(question, shown.decisions)
+    simulation = simulation or play(question, shown.decisions, found)
     reasons = [line.removeprefix(NO_INTERVAL).removesuffix(".") for line in sure if line.startswith(NO_INTERVAL)]
     summary = summary_of(
         question,
@@ -236,6 +245,11 @@ def _summary(
     )
     length = about_length(question, found) if searched else []
     return msgspec.structs.replace(summary, assumptions=[*length, *summary.assumptions])
+
+
+def _goodput(summary: Summary | None) -> list[str]:
+    """Return where the time of a long job goes, where the question speaks of failures."""
+    return goodput_reasons(summary.goodput, summary.step_s) if summary else []
 
 
 def warnings_of(question: Question, best: Simulation | None) -> list[str]:
@@ -289,7 +303,7 @@ def _certainty(question: Question, best: Simulation | None, interval: StepInterv
 def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
     """Play and place the best plan. If its arena does not fit, mark the plan so and continue with the next one."""
     while best := found.best:
-        simulation = play(question, best.decisions)
+        simulation = play(question, best.decisions, found)
         if best.decisions.memory_policy != "planned":
             return simulation, None
         arena = arena_of(simulation)
@@ -312,9 +326,9 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     decisions, changes = kernels_elsewhere(question, plan.decisions)
     question = replace(question, changes=changes)
     plan = msgspec.structs.replace(plan, decisions=decisions)
-    prediction = play(question, plan.decisions).prediction
-    policy = Policy.of(plan.decisions)
-    found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)
+    played = play(question, plan.decisions)
+    only = Evaluated(Policy.of(plan.decisions), plan.decisions, played.prediction)
+    found = SearchResult(ranked=[only], evaluated=1, pruned=0, fastest=played)
     simulation, arena = _best_that_fits(question, found)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
     # A plan of an earlier version does not say which framework it was made for. In planned memory that does not matter.
@@ -324,6 +338,16 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
     sure = _certainty(question, simulation, interval) if named else [UNNAMED_FRAMEWORK]
     sure = sure if simulation else []
     ways = _ways_out(question, found)
+    summary = _summary(
+        question,
+        found,
+        simulation,
+        interval=interval,
+        sure=sure,
+        price_per_device_hour=price_per_device_hour,
+        ways=ways,
+        searched=False,
+    )
     result = Result(
         model=plan.decisions.model.name,
         cluster=question.cluster.name,
@@ -336,18 +360,10 @@ def price(plan: Plan, question: Question, *, price_per_device_hour: float | None
         why=[
             *sure,
             *explain(question, found, simulation, arena, ways=ways),
+            *_goodput(summary),
             *_idle(plan.decisions, question),
         ],
-        summary=_summary(
-            question,
-            found,
-            simulation,
-            interval=interval,
-            sure=sure,
-            price_per_device_hour=price_per_device_hour,
-            ways=ways,
-            searched=False,
-        ),
+        summary=summary,
         decisions=plan.decisions if simulation else None,
     )
     return Answer(result, simulation, arena)
@@ -381,11 +397,11 @@ def without_answer(question: Question, error: MemoError) -> Result:
 def plan_of(
     simulation: Simulation, arena: Arena | None, question: Question, *, created: str, command: str
 ) -> tuple[Plan, Placement | None]:
-    """Return the plan file of a simulated plan, and the placement whose hash it holds.
+    """Return the plan file of a simulated plan, and the placement whose hash it holds, equal micro-batches once.
 
     The placement is None for a step of too many micro-batches, and where memory is not planned.
     """
-    placement = arena.placement if arena and arena.whole else None
+    placement = folded(arena.placement) if arena and arena.whole else None
     prediction = arena.prediction if arena else simulation.prediction
     plan = Plan(
         decisions=simulation.decisions,
@@ -420,13 +436,12 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
         write_report(answer, question, outputs.report, plan=None, file=None, **told)
     if answer.best is None or not any((outputs.plan, outputs.picture, outputs.timeline, outputs.report)):
         return
-    traces = answer.best.traces()
     if outputs.picture:  # first, so that a drawing that fails leaves no other file
         _draw(answer, answer.best, question, outputs)
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
-        write_chrome_trace(traces, outputs.timeline, full=outputs.full_timeline)
+        write_chrome_trace(answer.best.traces(), outputs.timeline, full=outputs.full_timeline)
     if not (outputs.plan or outputs.report):
         return
     plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
@@ -436,7 +451,7 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
         told = {"created": created, "command": command}
         write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, **told)
     if outputs.plan:
-        for number, trace in enumerate(traces):
+        for number, trace in enumerate(answer.best.traces(most_spans=MOST_WRITTEN_SPANS)):
             write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)
         if placement is not None:
             write(beside(outputs.plan, "placement"), placement)

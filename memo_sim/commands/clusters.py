@@ -17,6 +17,7 @@ from memo_sim.question_options import (
     Options,
     asked,
     gpu_kinds,
+    long_run_options,
     names_in,
     prices_of,
     question_on,
@@ -140,6 +141,7 @@ def compare_clusters(
     "--most-gpus", type=click.IntRange(1), default=1024, show_default=True, help="More of one kind are not tried."
 )
 @question_options
+@long_run_options
 @PRICE
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the chosen plan, its trace and placement.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write the answer as one HTML page that opens offline.")

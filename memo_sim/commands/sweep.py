@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memo_sim.contract.errors import MemoError, UsageError
-from memo_sim.contract.knobs import OF_A_QUESTION
+from memo_sim.contract.knobs import OF_A_LONG_RUN, OF_A_QUESTION
 from memo_sim.question_options import IN_A_PLAN, ON_COMMAND_LINE, Options, names_in, swept_options, values_of
 from memo_sim.views.command_line import say, show, typed, with_progress
 
@@ -81,7 +81,7 @@ def sweep_command(models: tuple[str, ...], output: Path, *, as_json: bool, **opt
     asked = (values.get(name) for values in questions for name in ("model", "cluster"))
     check_not_read(written, map(Path, dict.fromkeys(text for text in asked if isinstance(text, str))))
     if source is not None and (
-        given := typed("models", *IN_A_PLAN, *OF_A_QUESTION, *(knob.name for knob in ON_COMMAND_LINE))
+        given := typed("models", *IN_A_PLAN, *OF_A_QUESTION, *OF_A_LONG_RUN, *(knob.name for knob in ON_COMMAND_LINE))
     ):
         hint = "leave these out, or write them into the file"
         raise UsageError("--questions brings its own values", got=", ".join(given), hint=hint)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from memo_sim.contract.goodput import Goodput
 from memo_sim.contract.plan import Decisions, MovedBytes
 from memo_sim.contract.units import Bytes, Seconds
 
@@ -38,6 +39,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mfu: float | None = None
     tgs: float | None = None
     """Tokens per GPU and second; null where the decisions are not known."""
+    goodput: Goodput | None = None
+    """Of a result whose question speaks of failures: what they leave of the plan's speed."""
     lanes: dict[str, Seconds]
     """Busy seconds by lane, of the pipeline stage with most compute (of a measurement: of the rank that it is from)."""
     peak_device_bytes: Bytes

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from memo_sim.contract.goodput import Goodput, GoodputChange
 from memo_sim.contract.plan import Decisions, Status
 from memo_sim.contract.units import Bytes, Seconds, Tokens
 
@@ -123,5 +124,9 @@ class Explanation(
     """Two decisions changed: those that are faster than the plan and than every single change, the fastest first."""
     pairs_tried: int = 0
     """Pairs of changes that could be evaluated."""
+    goodput: Goodput | None = None
+    """Of a result whose question speaks of failures: what they leave of the plan's speed."""
+    goodput_changes: list[GoodputChange] = []
+    """The goodput with one of its inputs changed, the best first."""
     notes: list[str] = []
     """How the plan was simulated, where that differs from its file."""

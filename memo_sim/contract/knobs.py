@@ -48,7 +48,7 @@ Fp8Layouts = Literal["tn", "any"]
 - any: every layout (Blackwell)."""
 ProductDtype = Literal["fp32", "bf16", "fp16", "fp8-tensor", "fp8-block", "fp8-mx"]
 """Kind of a product in a profile: the dtype of its operands, for FP8 with the granularity of its scales."""
-Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise"]
+Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise", "rowwise"]
 """What backward recomputes.
 
 - none: nothing.
@@ -57,7 +57,8 @@ Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "t
 - norms: only the norms (Megatron-LM's recompute module layernorm).
 - mlp: only the MLP, from its kept input (its module mlp).
 - operators: every second product, norms and activations; attention is never recomputed (as in torchtitan).
-- tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO)."""
+- tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO).
+- rowwise: all but attention, block by block of rows, from the layer's input, attention's output and its log-sum-exp."""
 MemoryPolicy = Literal["planned", "caching", "eager"]
 """How device memory is allocated.
 
@@ -513,6 +514,16 @@ class Pins:
         at="layout",
         labels=(Part("ep"),),
     )
+    expert_tp: int | None = _knob(
+        None,
+        Whole(1),
+        "Ranks of tp that divide the features of each expert: all of them unless given, or 1 (Megatron-LM's"
+        " --expert-tensor-parallel-size). With 1, --ep divides the experts over consecutive ranks of tp x cp x ulysses"
+        " x dp, and each sends the rows of its own token shard.",
+        at="layout",
+        labels=(Part("etp", above=0),),
+        needs="ep",
+    )
     metp: int | None = _knob(
         None,
         Degree(),
@@ -622,7 +633,9 @@ class Pins:
         "Passes during which the swapped rows of a subsequence are copied out, from buffers of their own; 0: from the"
         " two rounding buffers. Unless given the system's own are tried, with --subsequences auto 1 and 4 besides.",
     )
-    alpha: float | None = _knob(None, Fraction(), "Fraction of tokens swapped (full recompute: of its inputs).")
+    alpha: float | None = _knob(
+        None, Fraction(), "Fraction of tokens swapped (full and row-wise recompute: of what they keep)."
+    )
     recompute: Recompute | None = _knob(None, _one_of(Recompute), "What is rebuilt of the tokens that are not swapped.")
     recompute_layers: str | None = _knob(
         None,
@@ -701,7 +714,10 @@ class Pins:
         None, Length(), "Tokens whose logits exist at once; 0 = all. Chosen when not given."
     )
     mlp_chunk_tokens: int | None = _knob(
-        None, Length(), "Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given."
+        None,
+        Length(),
+        "Full recompute: tokens whose MLP exists at once, row-wise recompute: rows of a block; 0 = all. Chosen when not"
+        " given.",
     )
     mlp_rebuild: MlpRebuild | None = _knob(
         None,
@@ -800,6 +816,22 @@ class Chosen:
         " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec runs tensor, on Hopper.",
     )
     """Not searched: it changes what is learned."""
+    fp8_params: bool = _knob(
+        False,
+        Flag(),
+        "With --fp8: the weights of its products are kept in FP8 alone, without a bf16 copy; the optimizer writes them"
+        " from fp32 master weights, and ranks gather them in FP8 (Megatron-LM's --fp8-param-gather). memo-exec does not"
+        " run it.",
+    )
+    """Not searched: it changes what is learned."""
+    fp8_experts: bool = _knob(
+        False,
+        Flag(),
+        "With --fp8 and a model with experts: the grouped products of experts, and those of a shared expert, in FP8 too"
+        " (Megatron-LM's TEGroupedLinear, DeepSeek-V3's recipe with block). Rows are exchanged in bf16. memo-exec does"
+        " not run it.",
+    )
+    """Not searched: it changes what is learned."""
     loss: Loss = _knob(
         "auto",
         _one_of(Loss),
@@ -848,6 +880,13 @@ class Chosen:
         "With --ep: rows beyond the capacity count as zero (drop), or the step is not applied and the run ends with the"
         " capacity to plan for (refuse).",
     )
+    expert_overlap: bool = _knob(
+        False,
+        Flag(),
+        "With --ep: all-to-alls overlap with products that do not need them, of the shared expert and of recompute. It"
+        " takes more memory (Megatron-LM's --moe-shared-expert-overlap does a part of it).",
+    )
+    """Not searched."""
     documents: Documents | None = _knob(
         None,
         DocumentLengths(),
@@ -904,3 +943,15 @@ MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that a question may name; anything else is a typo."""
 POWER_W = (1, 10_000)
 """Least and most watts that a question may name; a profile knows fewer."""
+FAILURE_VALUES: dict[str, tuple[float, float]] = {
+    "mtbf_hours": (1e-3, 1e9),
+    "checkpoint_s": (1e-3, 1e6),
+    "checkpoint_gb_s": (1e-3, 1e6),
+    "checkpoint_interval_s": (1e-3, 1e8),
+    "restart_s": (0, 1e6),
+}
+"""What a question may say of failures, as options and arguments name it, with the least and the most."""
+STRAGGLER_SPREAD = (0, 0.5)
+"""Least and most standard deviation of the time that devices take for the same product."""
+OF_A_LONG_RUN = (*FAILURE_VALUES, "straggler_spread")
+"""What a question may say about many devices over a long time; all of it is off unless given."""

@@ -46,6 +46,7 @@ class Knobs(TypedDict, total=False):
     ulysses: int | None
     uneven_heads: bool | None
     ep: int | None
+    expert_tp: int | None
     metp: int | None
     overlap_exchanges: bool | None
     keep_norms: bool | None
@@ -88,6 +89,8 @@ class Knobs(TypedDict, total=False):
     grad_sums: GradSums | None
     objective: Objective | None
     fp8: Fp8Recipe | None
+    fp8_params: bool | None
+    fp8_experts: bool | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None
@@ -95,6 +98,7 @@ class Knobs(TypedDict, total=False):
     expert_load: str | None
     expert_capacity: float | None
     expert_overflow: ExpertOverflow | None
+    expert_overlap: bool | None
     documents: str | None
     document_cuts: DocumentCuts | None
     lora: str | None

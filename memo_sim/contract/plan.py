@@ -50,6 +50,7 @@ from memo_sim.contract.units import (
     Bytes,
     Degree,
     ExpertLoad,
+    ExpertTp,
     Fraction,
     LayerChoice,
     Layers,
@@ -76,6 +77,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     - cp: context-parallel degree; its ranks share each sequence and exchange keys and values (``cp_exchange``).
     - ulysses: degree of Ulysses; its ranks change from token shards to head shards around attention, by all-to-all.
     - ep: degree of expert parallelism; its ranks, which are consecutive ones of cp x ulysses x dp, divide the experts.
+    - expert_tp: ranks of tp that divide the features of each expert; with 1, ``ep`` spans the ranks of tp as well.
     - metp: degree of METP; its ranks share the tokens and weights of each layer, and exchange weights meanwhile.
     - pp: number of pipeline stages.
     - dp: data-parallel degree: replicas that play different sequences.
@@ -112,6 +114,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dp: Degree = 1
     ep: Degree = 1
     """Consecutive ranks of cp x ulysses x dp that divide the experts of a layer; it needs no devices of its own."""
+    expert_tp: ExpertTp = 0
+    """Ranks of tp that divide the features of each expert: 0 for all of them, or 1.
+
+    With 1, ``ep`` divides the experts over consecutive ranks of tp x cp x ulysses x dp, and each rank dispatches the
+    rows of its own token shard (sequence parallelism)."""
     zero: ZeroLevel = 0
     zero_ranks: ZeroRanks = 0
     """Consecutive replicas that one ZeRO group has; 0 means all replicas."""
@@ -134,7 +141,22 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def expert_replicas(self) -> int:
         """Number of ranks that hold the same experts of a layer."""
-        return self.replicas // self.ep
+        return self.expert_ranks // self.ep
+
+    @property
+    def whole_experts(self) -> bool:
+        """Whether each rank of tp has whole experts, and dispatches the rows of its own token shard."""
+        return self.expert_tp == 1 and self.tp > 1 and self.ep > 1
+
+    @property
+    def expert_divided(self) -> int:
+        """Number of ranks that divide the features of each expert, and dispatch the same rows."""
+        return 1 if self.whole_experts else self.divided
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that ``ep`` and the copies of the same experts make up, inside a pipeline stage."""
+        return self.replicas * (self.tp if self.whole_experts else 1)
 
     @property
     def shards(self) -> int:
@@ -202,6 +224,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     - selective, norms, mlp, operators: nothing may be swapped; all tokens are kept.
     - tokenwise: they are recomputed. Layer input and attention output are swapped whole.
     - full: only the layer input can be swapped; its other rows are kept.
+    - rowwise: the layer input, attention's output and the log-sum-exp are swapped; their other rows are kept.
 
     ``subsequence_swapped_tokens`` has one entry per subsequence. It is given when there are several subsequences and
     ``swapped_tokens`` is neither zero nor everything. The entries sum to ``swapped_tokens``. Each entry is a multiple
@@ -278,8 +301,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mlp_chunk_tokens: Tokens = 0
     """Tokens of a rank's micro-batch whose MLP activations exist at the same time; 0 means all tokens.
 
-    Only with full recompute. Backward recomputes the MLP in row blocks, without its second product, right before each
-    block's backward."""
+    Only with full and row-wise recompute. Backward recomputes the MLP in row blocks, without its second product, right
+    before each block's backward. With row-wise recompute all of a layer but attention is in these blocks
+    (``layers/rowwise.py``)."""
     mlp_rebuild: MlpRebuild = "block"
     """What is repeated of an MLP in row blocks, and when; block unless there are row blocks."""
     expert_load: ExpertLoad = "balanced"
@@ -290,6 +314,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Rows that a rank of ``ep`` can send to each rank, over the mean; 0: from the load (``layout/expert_load.py``)."""
     expert_overflow: ExpertOverflow = "drop"
     """What happens to rows beyond the capacity: dropped and counted, or the step is refused."""
+    expert_overlap: bool = False
+    """Whether all-to-alls of rows overlap with products of the shared expert, of recompute and of other weights."""
     documents: Documents | None = None
     """The lengths of the documents that sequences are packed from; None: a sequence is one document."""
     document_cuts: DocumentCuts = "sequence"
@@ -307,6 +333,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Scales of the layers' linear products in FP8 (``program/layout/fp8.py``); none: products in ``dtype``."""
     fp8_layouts: Fp8Layouts = "tn"
     """Layouts that the device's FP8 products take: they decide which copies of tensors there are."""
+    fp8_params: bool = False
+    """Whether the weights of FP8 products are kept in FP8 alone, without a copy in ``dtype``."""
+    fp8_experts: bool = False
+    """Whether products of experts, and of a shared one, are in FP8 too."""
     libraries: Libraries | None = None
     """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False
@@ -365,6 +395,11 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def local_tokens(self) -> int:
         """Tokens of one micro-batch on one rank, outside the sequence-parallel regions."""
         return self.micro_batch * self.seq_tokens // (self.layout.ring * self.layout.ulysses)
+
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens of one micro-batch whose rows a rank dispatches to experts: its token shard, if it has whole ones."""
+        return self.local_tokens // (self.layout.tp if self.layout.whole_experts else 1)
 
     @property
     def swap_granule(self) -> int:

@@ -8,6 +8,7 @@ import msgspec
 
 from memo_sim.contract.accuracy import Accuracies, PublishedErrors
 from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.combinations import Combinations
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.difference import Difference
 from memo_sim.contract.errors import UsageError, did_you_mean
@@ -54,6 +55,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "comparison": Comparison,
     "difference": Difference,
     "explanation": Explanation,
+    "combinations": Combinations,
     "verdict": Verdict,
     "figure": Figure,
     "recorded": RecordedStep,

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from memo_sim.contract.goodput import Goodput
 from memo_sim.contract.plan import Status, StepInterval
 from memo_sim.contract.units import Bytes, NonNegative, Positive, Seconds, Tokens
 
@@ -88,6 +89,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """As given with the question, in any currency; the two prices below are in the same one."""
     price_per_step: float | None = None
     price_per_billion_tokens: float | None = None
+    goodput: Goodput | None = None
+    """What failures leave of these rates; null unless the question says how often devices fail."""
     device_memory: DeviceMemory
     host_memory: HostMemory
     shortfall_bytes: Bytes = 0

@@ -46,6 +46,7 @@ PerNode = Annotated[int, msgspec.Meta(ge=1, le=1_024)]
 """Devices, or network cards, of a node: what one switch fabric joins (576 devices in the largest, NVIDIA's NVL576)."""
 ZeroLevel = Annotated[int, msgspec.Meta(ge=0, le=3)]
 ZeroRanks = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
+ExpertTp = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e60)]
 """The bound is far above any time that ``Rate`` allows, and small enough for whole nanoseconds."""
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
@@ -53,6 +54,8 @@ Rate = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
 """A rate, or a ratio. The bounds keep quotients finite."""
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
+DURATION_FROM = 2
+"""A duration is shown in a unit of which it has at least so many."""
 SHORT_DIGITS = 3
 """Significant digits of a duration. With more digits, trailing zeros are kept, so that columns line up."""
 
@@ -220,3 +223,11 @@ def format_seconds(seconds: float, digits: int = 3) -> str:
                 return f"{value:.{digits}g} {unit}"
             return f"{value:.{max(0, digits - len(str(int(abs(value)))))}f} {unit}"
     raise AssertionError
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in days, hours, minutes or seconds: in the largest unit of which it has at least two."""
+    for unit, scale in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)):
+        if seconds >= DURATION_FROM * scale:
+            return f"{seconds / scale:,.{0 if seconds >= 100 * scale else 1}f} {unit}"
+    return format_seconds(seconds)

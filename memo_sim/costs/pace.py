@@ -21,7 +21,10 @@ from __future__ import annotations
 from itertools import pairwise
 from statistics import NormalDist
 
-from memo_sim.contract.hardware import Hardware
+import msgspec
+
+from memo_sim.contract.boards import OPTION_SOURCE
+from memo_sim.contract.hardware import Hardware, Quantity, Source
 
 SPREAD = (
     *((0.0, -2.80), (0.01, -2.14), (0.05, -1.54), (0.25, -0.70), (0.5, 0.0), (0.75, 0.66), (0.9, 1.22), (0.95, 1.57)),
@@ -58,3 +61,13 @@ def pace(hardware: Hardware, devices: int) -> float:
     if deviation is None or devices <= rated:
         return 1.0
     return 1.0 + deviation.value * (slowest_device(devices) - slowest_device(rated))
+
+
+def with_spread(hardware: Hardware, deviation: float) -> Hardware:
+    """Return the profile of devices that differ by ``deviation``: the standard deviation of the time of one product."""
+    source = Source(kind="assumed", text="given on the command line")
+    return msgspec.structs.replace(
+        hardware,
+        device_deviation=Quantity(value=deviation, source=OPTION_SOURCE),
+        sources={**hardware.sources, OPTION_SOURCE: source},
+    )

@@ -22,19 +22,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import simpy
 
 from memo_sim.contract.errors import MemoError
+from memo_sim.engine.event_loop import Clock, Groups, Rates, UsedRates, run
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.program.analysis.columns import Columns, Ints
-from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.analysis.edges import Edges, sorted_with_places
 from memo_sim.program.analysis.rendezvous import Rendezvous
 
-Rates = Callable[[int], tuple[float, ...]]
-"""Maps the set of busy lanes (bit ``1 << lane``) to every lane's rate, in (0, 1]."""
-
-_IDLE = float("inf")
+Loop = Callable[[Segments, Floats, UsedRates, Groups], Clock]
+"""A loop over segments: SimPy's (``event_loop.py``) or one that gives the same (``fast_loop.py``)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,9 @@ def play(
     return play_stages([Part(columns, edges, seconds, name)], rates)[0]
 
 
-def play_stages(parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Rendezvous] = ()) -> list[Playback]:
+def play_stages(
+    parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Rendezvous] = (), *, loop: Loop = run
+) -> list[Playback]:
     """Return the playback of each stage; lanes contend only with lanes of the same stage.
 
     Raises:
@@ -74,16 +74,18 @@ def play_stages(parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Re
     used, of_used = np.unique(every, return_inverse=True)
     lanes: Ints = of_used + len(used) * np.repeat(np.arange(len(parts)), np.diff(first))
     seconds: Floats = np.concatenate([part.seconds for part in parts])
-    met = [[int(first[stage] + i) for stage, i in rendezvous] for rendezvous in all_rendezvous]
-    segments = cut(lanes, joined, len(used) * len(parts), np.array([i for each in met for i in each], dtype=np.int64))
+    met: Ints = np.array([each for rendezvous in all_rendezvous for each in rendezvous], dtype=np.int64).reshape(-1, 2)
+    met = first[met[:, 0]] + met[:, 1]
+    segments = cut(lanes, joined, len(used) * len(parts), met)
     work = np.add.reduceat(seconds[segments.order], segments.first) if len(seconds) else np.zeros(0)
-    clock = _run(segments, work.tolist(), _UsedRates(used.tolist(), rates), _met_segments(segments, met))
+    groups = _groups(segments, met, [len(rendezvous) for rendezvous in all_rendezvous])
+    clock = loop(segments, work, UsedRates(used.tolist(), rates), groups)
 
     def name(i: int) -> str:
         stage = int(np.searchsorted(first, i, side="right")) - 1
         return parts[stage].name(i - int(first[stage]))
 
-    stuck = [s for s, limit in zip(clock.heads, segments.lane_bounds[1:], strict=True) if s < limit]
+    stuck = clock.heads[clock.heads < segments.lane_bounds[1:]].tolist()
     if stuck:
         raise MemoError(
             "the program cannot be played: instructions wait for each other",
@@ -93,197 +95,52 @@ def play_stages(parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Re
     start_s, end_s = _spans(segments, work, clock, seconds)
     bounds = [slice(int(a), int(b)) for a, b in pairwise(first)]
     return [
-        Playback(columns=part.columns, edges=part.edges, start_s=start_s[mine], end_s=end_s[mine])
+        Playback(part.columns, part.edges, start_s=start_s[mine], end_s=end_s[mine], by_simpy=clock.by_simpy)
         for part, mine in zip(parts, bounds, strict=True)
     ]
 
 
-def _met_segments(segments: Segments, met: list[list[int]]) -> dict[int, tuple[int, ...]]:
-    """Return all segments of its group for every segment that is matched with other stages."""
-    if not met:
-        return {}
+def _groups(segments: Segments, met: Ints, sizes: list[int]) -> Groups:
+    """Return the segments that are matched with other stages; ``sizes``: how many of ``met`` each group has."""
     segment = np.empty(len(segments.order), dtype=np.int64)
     segment[segments.order] = segments.of
-    groups = [tuple(segment[each].tolist()) for each in met]
-    return {s: group for group in groups for s in group}
+    return Groups.of_sizes(len(segments.first), segment[met], sizes)
 
 
-class _UsedRates:
-    """The rates of the lanes that the programs use; these are numbered from 0, so that idle ones cost nothing."""
-
-    def __init__(self, used: list[int], rates: Rates) -> None:
-        self.lanes = len(used)
-        self._used = used
-        self._rates = rates
-        self._known: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
-
-    def __call__(self, busy: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Return the busy lanes, and the rate of every lane."""
-        found = self._known.get(busy)
-        if found is None:
-            on = tuple(lane for lane in range(self.lanes) if busy >> lane & 1)
-            rates = self._rates(sum(1 << self._used[lane] for lane in on))
-            found = self._known[busy] = on, tuple(rates[lane] for lane in self._used)
-        return found
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """The result of the events: start and end of segments, the next segment of each lane, and the rates' breakpoints.
-
-    ``points`` lists quadruples (segment, instant, work left, rate from then on).
-    """
-
-    start: list[float]
-    end: list[float]
-    heads: list[int]
-    points: list[float]
-
-
-def _run(  # noqa: PLR0915 - locals are fast
-    segments: Segments, work: list[float], rates_of: _UsedRates, met: dict[int, tuple[int, ...]]
-) -> _Clock:
-    """Play the segments, one SimPy event per change of the set of busy lanes; lanes are numbered over all stages."""
-    env = simpy.Environment()
-    bounds, targets, target_bounds = segments.lane_bounds, segments.targets, segments.target_bounds
-    lanes, own = len(bounds) - 1, rates_of.lanes
-    """All lanes, and those of one stage."""
-    lane_of = [lane for lane in range(lanes) for _ in range(bounds[lane + 1] - bounds[lane])]
-    missing, heads = list(segments.waits), bounds[:-1]
-    start, end = [0.0] * len(work), [0.0] * len(work)
-    left, since, rate, finish = ([0.0] * lanes, [0.0] * lanes, [0.0] * lanes, [_IDLE] * lanes)
-    busy = [0] * (lanes // own if own else 0)
-    beside: dict[int, tuple[int, ...]] = {}
-    """By lane: all lanes of the matched segments that it plays now."""
-    arrived: dict[tuple[int, ...], int] = {}
-    points: list[float] = []
-    changed: set[int] = set()
-    """Stages whose set of busy lanes has changed."""
-    ending = 0
-
-    def begin(segment: int, lane: int, now: float) -> None:
-        stage = lane // own
-        busy[stage] |= 1 << lane % own
-        changed.add(stage)
-        start[segment] = since[lane] = now
-        left[lane] = work[segment]
-        rate[lane] = 0.0
-
-    def arrive(segment: int, lane: int, now: float) -> None:
-        """Begin a segment that is ready on its own stage, once all segments matched with it are ready too."""
-        group = met.get(segment)
-        if group is None:
-            begin(segment, lane, now)
-            return
-        arrived[group] = arrived.get(group, 0) + 1
-        if arrived[group] == len(group):
-            together = tuple(lane_of[each] for each in group)
-            for each, its_lane in zip(group, together, strict=True):
-                beside[its_lane] = together
-                begin(each, its_lane, now)
-
-    def change(lane: int, speed: float, now: float) -> None:
-        rest = left[lane] = left[lane] - (now - since[lane]) * rate[lane]
-        since[lane] = now
-        rate[lane] = speed
-        finish[lane] = now + rest / speed
-        points.extend((heads[lane], now, rest, speed))
-
-    def settle(now: float) -> None:
-        """Update the rates of the busy lanes, and schedule an event at the first end."""
-        nonlocal ending
-        for stage in changed:
-            base = stage * own
-            on, current = rates_of(busy[stage])
-            for lane in on:
-                together = beside.get(base + lane)
-                if together is None:
-                    if rate[base + lane] != current[lane]:
-                        change(base + lane, current[lane], now)
-                    continue
-                least = min(rates_of(busy[each // own])[1][each % own] for each in together)
-                for each in together:
-                    if rate[each] != least:
-                        change(each, least, now)
-        changed.clear()
-        soonest = min(finish, default=_IDLE)
-        if soonest < _IDLE:
-            ending = finish.index(soonest)
-            # Rounding may leave the remaining time slightly below zero; the segment then ends now.
-            env.timeout(max(0.0, soonest - env.now)).callbacks.append(on_end)
-
-    def on_end(_: simpy.Event) -> None:
-        """End the segment that ends first, and the next ones for as long as the set of busy lanes stays the same."""
-        lane, now = ending, env.now
-        while True:
-            segment = heads[lane]
-            end[segment] = now
-            heads[lane] = following = segment + 1
-            ready = following < bounds[lane + 1] and not missing[following]
-            reached = []
-            for target in targets[target_bounds[segment] : target_bounds[following]]:
-                missing[target] -= 1
-                if not missing[target] and heads[lane_of[target]] == target:
-                    reached.append(target)
-            if not ready or reached or lane in beside or following in met:
-                break
-            # The lane continues at its rate and the set of busy lanes stays the same, so no event is needed.
-            start[following] = since[lane] = now
-            left[lane] = work[following]
-            finish[lane] = now + left[lane] / rate[lane]
-            points.extend((following, now, left[lane], rate[lane]))
-            soonest = min(finish)
-            lane, now = finish.index(soonest), max(now, soonest)
-        finish[lane] = _IDLE
-        stage = lane // own
-        busy[stage] &= ~(1 << lane % own)
-        changed.add(stage)
-        for each in beside.pop(lane, ()):  # the other lanes of the match end in their own events, at the same instant
-            beside.pop(each, None)
-        for each in (following, *reached) if ready else reached:
-            arrive(each, lane_of[each], now)
-        settle(now)
-
-    for lane in range(lanes):
-        if heads[lane] < bounds[lane + 1] and not missing[heads[lane]]:
-            arrive(heads[lane], lane, 0.0)
-    settle(0.0)
-    env.run()
-    return _Clock(start=start, end=end, heads=heads, points=points)
-
-
-def _spans(segments: Segments, work: Floats, clock: _Clock, seconds: Floats) -> tuple[Floats, Floats]:
+def _spans(segments: Segments, work: Floats, clock: Clock, seconds: Floats) -> tuple[Floats, Floats]:
     """Return start and end of every instruction, interpolated between the ends of its segment."""
     start, end = np.empty(len(seconds)), np.empty(len(seconds))
     if not len(seconds):
         return start, end
-    points = np.array(clock.points).reshape(-1, 4)
-    points = points[np.argsort(points[:, 0], kind="stable")]
-    of_point = points[:, 0].astype(np.int64)
-    # Work done is summed over all segments, so one search finds the linear piece of each instant. ``low`` and ``high``
-    # keep it inside the segment, because a piece without work is ambiguous.
+    of_point, order = sorted_with_places(clock.points[:, 0].astype(np.int64))
+    points = clock.points[order]
+    ends = np.empty(len(seconds))
+    ends[segments.last] = clock.end
+    # All other ends are interpolated. Work done is summed over all segments, so one search finds the linear piece of
+    # each instant. ``low`` and ``high`` keep it inside the segment, because a piece without work is ambiguous.
+    between = np.ones(len(seconds), dtype=bool)
+    between[segments.last] = False
+    within = np.flatnonzero(between)
+    of = segments.of[within]
     done_before = np.cumsum(work) - work
     point_done = done_before[of_point] + (work[of_point] - points[:, 2])
     ordered = seconds[segments.order]
     inside = np.cumsum(ordered)
-    inside -= (inside - ordered)[segments.first][segments.of]
-    low = np.searchsorted(of_point, segments.of)
-    high = np.searchsorted(of_point, segments.of, side="right") - 1
-    wanted = done_before[segments.of] + inside
+    wanted = done_before[of] + (inside[within] - (inside - ordered)[segments.first[of]])
+    after = np.cumsum(np.bincount(of_point, minlength=len(work)))
+    low, high = np.append(0, after[:-1])[of], after[of] - 1
     piece = np.clip(np.searchsorted(point_done, wanted, side="right") - 1, low, high)
-    ends = points[piece, 1] + (wanted - point_done[piece]) / points[piece, 3]
-    segment_start, segment_end = np.array(clock.start), np.array(clock.end)
-    ends = np.clip(ends, segment_start[segments.of], segment_end[segments.of])
-    ends[segments.last] = segment_end
+    found = points[piece, 1] + (wanted - point_done[piece]) / points[piece, 3]
+    ends[within] = np.clip(found, clock.start[of], clock.end[of])
     starts = np.empty_like(ends)
     starts[1:] = ends[:-1]
-    starts[segments.first] = segment_start
+    starts[segments.first] = clock.start
     start[segments.order] = starts
     end[segments.order] = np.maximum(starts, ends)
     return start, end
 
 
-def _waiting(segments: Segments, edges: Edges, clock: _Clock, segment: int, name: Callable[[int], str]) -> str:
+def _waiting(segments: Segments, edges: Edges, clock: Clock, segment: int, name: Callable[[int], str]) -> str:
     """Return the text ``a waits for b, c`` for the segment that a lane cannot start."""
     first = int(segments.order[segments.first[segment]])
     position = {int(i): at for at, i in enumerate(segments.order)}

@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
@@ -21,14 +23,15 @@ from memo_sim.contract.peaks import flops_peak, memory_peak
 from memo_sim.contract.plan import Decisions, Prediction, Stall
 from memo_sim.contract.trace import Trace
 from memo_sim.costs.pricing import NodeRates, Pricer
+from memo_sim.engine.event_loop import Rates, run
 from memo_sim.engine.memory import Memory
 from memo_sim.engine.playback import Floats, Playback
-from memo_sim.engine.player import Rates, play_stages
+from memo_sim.engine.player import Loop, play_stages
 from memo_sim.engine.repetition import played_at_first, whole_windows, windows
 from memo_sim.engine.stage_run import ALLOCATOR, HOST, Prices, StageRun
 from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
 from memo_sim.program.analysis.columns import Columns
-from memo_sim.program.analysis.rendezvous import all_rendezvous
+from memo_sim.program.analysis.rendezvous import Rendezvous, all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower, program_sha256
@@ -52,13 +55,15 @@ def simulate(
     rates: Rates | None = None,
     micro_batches_played: int | None = None,
     predict: bool = True,
+    loop: Loop = run,
 ) -> Simulation:
     """Return ``decisions`` simulated on ``cluster``; without ``predict``, the prediction is computed on first use.
 
     By default, enough micro-batches are played to show the schedule's period, and the period is repeated
     (``repetition.py``). ``micro_batches_played`` sets their number (at least that many, or all). When a pipeline has
     not become steady, it is simulated again with twice as many. If it still is not steady, its step time is an estimate
-    (``Simulation.steady``).
+    (``Simulation.steady``). ``loop``: what plays the program; a search may use ``fast_loop.run_fast``, whose result is
+    the same to the last bit.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or is larger than the cluster.
@@ -85,6 +90,7 @@ def simulate(
             programs=lower(decisions, micro_batches=played),
             pricer=pricer or prices,
             rates=rates or contending.rates,
+            loop=loop,
         )
         if micro_batches_played or simulation.steady or again:
             return simulation.predicted() if predict else simulation
@@ -113,12 +119,14 @@ class Simulation:
         programs: tuple[Program, ...],
         pricer: Prices,
         rates: Rates,
+        loop: Loop = run,
     ) -> None:
         self.decisions = decisions
         self.hardware = hardware
         self.cluster = cluster
         self._pricer = pricer
         self._rates = rates
+        self._loop = loop
         self.stages = tuple(
             StageRun(
                 program,
@@ -235,6 +243,11 @@ class Simulation:
         return programs if programs[0].micro_batches == self.decisions.micro_batches else lower(self.decisions)
 
     @property
+    def instructions_played(self) -> int:
+        """Instructions of all stages as played, the repeated ones once."""
+        return sum(len(stage.columns.lane) for stage in self.stages)
+
+    @property
     def full_program(self) -> Program:
         """The program of the whole step, of the fullest stage."""
         return self.full_programs[self.stages.index(self.fullest)]
@@ -242,8 +255,29 @@ class Simulation:
     @cached_property
     def playbacks(self) -> list[Playback]:
         """The spans of every stage, played together."""
-        met = all_rendezvous([stage.program for stage in self.stages])
-        return play_stages([stage.part for stage in self.stages], self._rates, met)
+        return self._played(self._loop)
+
+    def shown(self) -> Simulation:
+        """Return this simulation after SimPy's loop has played it, which is what answers show.
+
+        Where another loop has, SimPy's is played too, and nothing else is done again. Should the numbers differ, all of
+        them come from SimPy.
+        """
+        played = self.__dict__.get("playbacks", [])
+        if not all(playback.by_simpy for playback in played):
+            pairs = zip(played, self._played(run), strict=True)
+            if not all(np.array_equal(a.start_s, b.start_s) and np.array_equal(a.end_s, b.end_s) for a, b in pairs):
+                return simulate(self.decisions, self.hardware, self.cluster, pricer=self._pricer, rates=self._rates)
+        self._loop = run
+        return self
+
+    def _played(self, loop: Loop) -> list[Playback]:
+        return play_stages([stage.part for stage in self.stages], self._rates, self._matched, loop=loop)
+
+    @cached_property
+    def _matched(self) -> list[Rendezvous]:
+        """The matched instructions of all stages, as they are played."""
+        return all_rendezvous([stage.program for stage in self.stages])
 
     @property
     def playback(self) -> Playback:
@@ -283,7 +317,7 @@ class Simulation:
     def _stalls(self, step_s: float) -> list[Stall]:
         """Return the waits of the pace-setting stage until the step's end, the longest first."""
         stage, number = self.pace, self.stages.index(self.pace)
-        met = peers(self.playbacks, all_rendezvous([each.program for each in self.stages]))[number]
+        met = peers(self.playbacks, self._matched)[number]
         found = [*stage.stalls(met), *stage.after_compute(met)]
         if (left_s := step_s - stage.ended_s) > ROUNDING * step_s:
             others = [each for each in range(len(self.stages)) if each != number]
@@ -321,17 +355,17 @@ class Simulation:
         """Bytes of the whole tensors of the pace-setting stage's collectives, by operator."""
         return self.pace.collective_bytes
 
-    def trace(self, stage: StageRun | None = None) -> Trace:
+    def trace(self, stage: StageRun | None = None, *, most_spans: int | None = None) -> Trace:
         """Return the trace of a stage's whole step (by default the first stage's): spans, memory and waits.
 
-        Repeated micro-batches are played now, unless that gives more than ``MOST_SPANS`` spans. Then the trace holds
-        only the micro-batches that were played, and says so; its ``step_s`` is still the whole step's.
+        Repeated micro-batches are played now, unless that gives more than ``most_spans`` (``MOST_SPANS``) spans. Then
+        the trace holds only the micro-batches that were played, and says so; its ``step_s`` is still the whole step's.
 
         Raises:
             Infeasible: when the plan does not fit.
         """
         number = self.stages.index(stage) if stage else 0
-        traced = self.traced_stages()
+        traced = self.traced_stages(most_spans)
         played = traced[number].program.micro_batches
         whole_s = max(each.playback.span_s for each in traced)
         return traced[number].trace(
@@ -340,11 +374,11 @@ class Simulation:
             step_s=whole_s if played == self.decisions.micro_batches else self.prediction.step_s or 0.0,
         )
 
-    def traces(self) -> list[Trace]:
-        """Return the trace of every stage in order (see ``trace``)."""
-        return [self.trace(stage) for stage in self.stages]
+    def traces(self, *, most_spans: int | None = None) -> list[Trace]:
+        """Return the trace of every stage in order; ``most_spans`` in all, in place of ``MOST_SPANS`` (``trace``)."""
+        return [self.trace(stage, most_spans=most_spans) for stage in self.stages]
 
-    def traced_stages(self) -> tuple[StageRun, ...]:
+    def traced_stages(self, most_spans: int | None = None) -> tuple[StageRun, ...]:
         """Return the stages whose spans the traces hold: of the whole step, or of what was played (see ``trace``).
 
         Raises:
@@ -353,7 +387,8 @@ class Simulation:
         if self.memory.fault is not None:
             raise Infeasible(f"no trace: {self.memory.fault.reason}")
         repeated = self.stages[0].program is not self.full_programs[0]
-        small = sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS
+        most = MOST_SPANS if most_spans is None else most_spans
+        small = sum(program.instruction_count for program in self.full_programs) <= most
         return self._whole.stages if repeated and small else self.stages
 
     @cached_property

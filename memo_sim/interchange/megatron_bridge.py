@@ -280,6 +280,15 @@ def _job(found: Found, sources: tuple[Source, ...], given: Mapping[str, str], no
     return Read(framework=read.framework, job=read.job, devices=read.devices, read=told, ignored=left, assumed=assumed)
 
 
+_RECIPES: dict[str, dict[str, Any]] = {
+    "delayed_scaling": {"fp8_recipe": "delayed", "fp8_param_gather": True},
+    "current_scaling": {"fp8_recipe": "tensorwise", "fp8_param_gather": True},
+    "subchannel_scaling": {"fp8_recipe": "blockwise", "fp8_param_gather": False},
+    "mxfp8": {"fp8_recipe": "mxfp8", "fp8_param_gather": True},
+}
+"""What Bridge's named recipes of FP8 mean (``training/mixed_precision.py``), by a part of their names."""
+
+
 def _put_all(found: Found, paths: list[tuple[str, Any]]) -> None:
     """Store values by their paths: ``model.seq_length``; those of other parts than memo reads keep their whole path."""
     for path, value in paths:
@@ -296,6 +305,9 @@ def _put_all(found: Found, paths: list[tuple[str, Any]]) -> None:
             found.spelled[dtype] = path
             if "fp8" in text or "fp4" in text:
                 found.values["fp8"], found.spelled["fp8"] = text, path
+                of_recipe = next((said for name, said in _RECIPES.items() if name in text), {})
+                found.values |= of_recipe
+                found.spelled |= dict.fromkeys(of_recipe, path)
             continue
         key = name if read else path.replace(".", "_")
         if value is None:

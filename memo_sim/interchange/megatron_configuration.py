@@ -35,7 +35,6 @@ _NEEDED = re.compile(
 _WHY: tuple[tuple[str, str], ...] = (
     (r"^[A-Z][A-Z0-9_]*$", "the environment of the run"),
     (r"fp4|nvfp", "memo has no products of four bits: they are faster than predicted"),
-    (r"fp8_param", "parameters that are kept in FP8 alone are not priced: memo keeps them in bf16 too"),
     (r"fp8|mxfp", "a choice of FP8 beside its recipe, which changes no time or memory that memo predicts"),
     (r"(hidden|attention)_dropout|embedding_dropout", "dropout is not priced"),
     (r"mtp_", "predicting several tokens is not priced: the step is longer than predicted"),

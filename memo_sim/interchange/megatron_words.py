@@ -72,6 +72,7 @@ _KEPT = (
     "cuda_graphs",
     "states",
     "fp8",
+    "fp8_params",
     "expert_load",
     "expert_capacity",
 )
@@ -98,13 +99,14 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
     if layout.uneven_heads and ulysses > 1:
         cp, ulysses = cp * ulysses, 1
     exchange = "all_gather" if layout.cp_exchange == "all_gather" and ulysses == 1 else "ring"
-    zero = layout.zero or int(states != "fp32" and layout.replicas > 1)
+    zero = layout.zero or int((states != "fp32" or decisions.fp8_params) and layout.replicas > 1)
     interleaved = layout.schedule == "interleaved" and layout.pp > 1
     changes = {
         "tp": tp,
         # Experts beside tp need it (core/transformer/moe/moe_layer.py).
         "sequence_parallel": (layout.sequence_parallel or layout.metp > 1 or experts) and tp > 1,
         "ep": layout.ep if experts else None,
+        "expert_tp": layout.expert_tp or None,
         "rebuild_qkv": decisions.rebuild_qkv and decisions.recompute != "full",
         "cp": cp,
         "cp_exchange": exchange if cp > 1 else None,
@@ -221,6 +223,8 @@ def _batch(job: Job) -> Settings:
         said[dtype] = True
     if job.fp8 != "none":
         said["fp8"], said["fp8_recipe"] = FP8[job.fp8]
+    if job.fp8_params:
+        said["fp8_param_gather"] = True
     return said
 
 
@@ -234,7 +238,7 @@ def _parallel(job: Job) -> Settings:
         said["tp_comm_overlap"] = True
     said["context_parallel_size"] = cp * ulysses
     if job.model.mixture is not None:
-        said |= {"expert_model_parallel_size": pins.ep or 1, "expert_tensor_parallel_size": tp}
+        said |= {"expert_model_parallel_size": pins.ep or 1, "expert_tensor_parallel_size": pins.expert_tp or tp}
         if job.expert_capacity:
             said |= {"moe_expert_capacity_factor": job.expert_capacity, "moe_pad_expert_input_to_capacity": True}
     if ulysses > 1:
@@ -272,7 +276,7 @@ def _data_parallel(job: Job) -> Settings:
     if (pins.zero or 0) >= 2:
         said |= {"use_megatron_fsdp": True, "use_distributed_optimizer": True, "ckpt_format": "fsdp_dtensor"}
         said["data_parallel_sharding_strategy"] = "optim_grads_params" if pins.zero == 3 else "optim_grads"
-    elif pins.zero or job.states != "fp32":
+    elif pins.zero or job.states != "fp32" or job.fp8_params:
         said["use_distributed_optimizer"] = True
     if pins.zero and pins.zero_ranks and pins.zero_ranks < replicas:
         said["num_distributed_optimizer_instances"] = replicas // pins.zero_ranks
@@ -359,6 +363,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
     "layout.ep": Saying("exact", ("expert_model_parallel_size", "expert_tensor_parallel_size")),
+    "layout.expert_tp": Saying("exact", ("expert_tensor_parallel_size",)),
     "decisions.expert_load": Saying("own", (), "the data of the job decide it"),
     "decisions.expert_capacity": Saying(
         "near",
@@ -366,6 +371,7 @@ SAYINGS: dict[str, Saying] = {
         "its capacity is of every expert, memo's of every pair of ranks; without one rows travel in their numbers",
     ),
     "decisions.expert_overflow": Saying("none", (), "rows beyond the capacity are dropped, never the step"),
+    "decisions.expert_overlap": Saying("none", (), "its overlap is of the shared expert alone"),
     "model.latent": Saying(
         "exact",
         ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -436,6 +442,8 @@ SAYINGS: dict[str, Saying] = {
     "decisions.host_allocator": Saying("own", (), _OWN),
     "decisions.fp8": Saying("exact", ("fp8", "fp8_recipe"), "tensorwise, blockwise and mxfp8 need a Megatron of 2025"),
     "decisions.fp8_layouts": Saying("own", (), "the device decides it"),
+    "decisions.fp8_experts": Saying("none", (), "memo writes no options of all-to-alls beside compute"),
+    "decisions.fp8_params": Saying("exact", ("fp8_param_gather",), "with its distributed optimizer or FSDP alone"),
     "decisions.states": Saying(
         "exact",
         ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload"),

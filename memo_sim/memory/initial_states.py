@@ -24,6 +24,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.fp8 import narrow_elements
 from memo_sim.program.layout.parameters import (
     embed_block,
     experts_block,
@@ -57,16 +58,16 @@ def beginning_of(program: Program, decisions: Decisions) -> Beginning | None:
     """Return how a stage's states are allocated; None where they are not whole flat buffers on the device."""
     if decisions.layout.zero > 1 or decisions.states == "host":
         return None
-    elements = _parameters(program, decisions)
-    size = DTYPE_BYTES[decisions.dtype]
+    parameters, size = _parameters(program, decisions), DTYPE_BYTES[decisions.dtype]
+    elements = [count for count, _ in parameters]
     shares = _last_share(elements, decisions.layout.shards)
     pure, moment = without_masters(decisions), DTYPE_BYTES[moment_dtype(decisions)]
     in_fp32 = decisions.memory_policy == "eager" and not pure
     summed = FP32_BYTES if in_fp32 else DTYPE_BYTES[gradient_dtype(decisions)]
     master = [FP32_BYTES * share for share in shares] if decisions.dtype != "fp32" and not pure else []
     return Beginning(
-        passing=tuple(size * n for n in elements),
-        before=(size * sum(elements), summed * sum(elements)),
+        passing=tuple(count * (1 if narrow else size) for count, narrow in parameters),
+        before=(size * sum(count for count, narrow in parameters if not narrow), summed * sum(elements)),
         behind=tuple(master),
         later=tuple(moment * share for share in shares for _ in range(2)),
     )
@@ -84,18 +85,21 @@ def without_states(program: Program, lives: Liveness) -> Liveness:
     return replace(lives, bytes=sizes)
 
 
-def _parameters(program: Program, decisions: Decisions) -> list[int]:
-    """Return the number of elements of every parameter of the stage, in the order in which modules are created."""
-    model, tp, ep = decisions.model, decisions.layout.tp, decisions.layout.ep
+def _parameters(program: Program, decisions: Decisions) -> list[tuple[int, bool]]:
+    """Return the number of elements of every parameter of the stage, and whether it is in FP8 alone.
+
+    They are in the order in which modules are created. The flat buffers of what is in FP8 alone are the program's.
+    """
+    model, tp, ep, split = decisions.model, decisions.layout.tp, decisions.layout.ep, decisions.layout.expert_divided
     (stage,) = (each for each in stages_of(decisions) if each.name == program.stage)
     held = {f.name for f in program.families}
     blocks = [
         *[embed_block(model, tp)] * ("params.embed" in held),
         *(layer_block(model, tp, model.layer(number), ep=ep) for number in stage.layers),
-        *(block for number in stage.layers if (block := experts_block(model, tp, ep, model.layer(number).experts))),
+        *(block for number in stage.layers if (block := experts_block(model, split, ep, model.layer(number).experts))),
         *[head_block(model, tp)] * ("params.head" in held),
     ]
-    return [parameter.elements for block in blocks for parameter in block.parameters]
+    return [(p.elements, p.first < narrow_elements(decisions, block)) for block in blocks for p in block.parameters]
 
 
 def _last_share(elements: list[int], ranks: int) -> list[int]:

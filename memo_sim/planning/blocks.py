@@ -1,6 +1,7 @@
 """Decides how a plan's MLP, attention and loss are cut into row blocks or chunks.
 
-MLP         row blocks of a rank's tokens; only with full recompute (``program/layers/mlp.py``)
+MLP         row blocks of a rank's tokens; only with full recompute (``program/layers/mlp.py``), and with row-wise
+            recompute, where they hold all of a layer but attention (``program/layers/rowwise.py``)
 attention   chunks of the sequence, whose keys and values wait on the host; only with full recompute
             (``program/attention/chunked.py``)
 loss        tokens whose logits exist at the same time (``program/layers/embedding_and_head.py``)
@@ -21,7 +22,8 @@ from memo_sim.planning.contradictions import check_rules
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.layout.attention_chunks import MOST_CHUNKS, check_attention_chunks
-from memo_sim.program.layout.compatibility import check_compatible
+from memo_sim.program.layout.compatibility import check_compatible, goes_together
+from memo_sim.program.layout.rowwise_blocks import ROWWISE, is_rowwise
 from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_FULL_RECOMPUTE
 from memo_sim.program.layout.rules.experts import EXPERTS_WHOLE_MLP
 from memo_sim.program.layout.rules.metp import METP_WHOLE_MLP
@@ -31,6 +33,8 @@ from memo_sim.program.layout.shape import Shape, shape_of
 
 BLOCKS = 8
 """Default number of blocks or chunks. With this many, one needs less memory than the rest of a layer."""
+ROWWISE_BLOCKS = 16
+"""The same for row-wise recompute, which leaves little else of a layer."""
 MLP_BLOCKS_OF_A_CHUNK, LOSS_CHUNKS_OF_A_CHUNK = 2, 32
 """MLP blocks and loss chunks per attention chunk of a rank, for systems that fix ``System.chunk_tokens``."""
 WHOLE_LOSSES = ("eager-fp32", "vocab-parallel")
@@ -48,7 +52,7 @@ LEAST_CHUNKS = 4
 def pinned(found: tuple[Policy, ...], question: Question) -> tuple[Policy, ...]:
     """Return the policies that are compatible with the pinned blocks or chunks.
 
-    Only full recompute has blocks. A pin of 0 means no blocks.
+    Only full and row-wise recompute have blocks. A pin of 0 means no blocks.
 
     Raises:
         UsageError: when no policy is left.
@@ -82,16 +86,21 @@ def _left(found: Sequence[Policy], rule: Rule, cut: Decisions) -> list[Policy]:
 def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[Policy]) -> Decisions | None:
     """Return ``whole`` cut as ``policy`` says; None when one of ``others`` gives the same plan, or applies instead.
 
-    Attention runs in as few head groups as its longest call allows.
+    Row-wise recompute that does not go with the layout is left out where there are other policies. Attention runs in as
+    few head groups as its longest call allows.
 
     Raises:
         Infeasible: when the layout does not allow chunks that are pinned, or that are the system's only policy; when no
         number of head groups is enough.
     """
+    rowwise = is_rowwise(whole)
+    if rowwise and any(p.recompute != ROWWISE for p in others) and not goes_together(whole):
+        return None
     kernel, shape = whole.kernels.attention, shape_of(whole)
     rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
     tokens = attention_chunk(question, whole) if policy.attention_chunks else 0
-    if policy.mlp_blocks and (_whole_mlp(question, whole) or (not rows and any(not p.mlp_blocks for p in others))):
+    unasked = not rows and any(not p.mlp_blocks for p in others)
+    if policy.mlp_blocks and (unasked or (not rowwise and _whole_mlp(question, whole))):
         return None
     rebuild = question.pins.mlp_rebuild or (question.preset.mlp_rebuild if rows else "block")
     made = msgspec.structs.replace(whole, mlp_chunk_tokens=rows, mlp_rebuild=rebuild, attention_chunk_tokens=tokens)
@@ -124,6 +133,7 @@ def _whole_mlp(question: Question, decisions: Decisions) -> bool:
 def mlp_chunk(question: Question, base: Decisions) -> int:
     """Return the rows of an MLP block: the pinned number, the system's, or an eighth of the tokens.
 
+    A sixteenth with row-wise recompute.
     0 when one block would hold all tokens.
     """
     asked, tokens, granule = question.pins.mlp_chunk_tokens, base.local_tokens, base.swap_granule
@@ -132,7 +142,8 @@ def mlp_chunk(question: Question, base: Decisions) -> int:
     own = _rows_of_a_chunk(question, base) // MLP_BLOCKS_OF_A_CHUNK
     if question.preset.mlp_tiles:
         own = -(-tokens // -(-tokens // base.model.hidden))
-    rows = -(-(own or max(-(-tokens // BLOCKS), LEAST_MLP_ROWS)) // granule) * granule
+    count = ROWWISE_BLOCKS if is_rowwise(base) else BLOCKS
+    rows = -(-(own or max(-(-tokens // count), LEAST_MLP_ROWS)) // granule) * granule
     return rows if rows < tokens else 0
 
 

@@ -46,8 +46,10 @@ def layouts(question: Question) -> list[Layout]:
                 for parts in dict.fromkeys((*_subsequences(question), *solved.get((tp, pp), ())))
                 for schedule, chunks in _schedules(question, pp, metp)
                 for split in _splits(question, pp * chunks, parts)
-                for ep in _expert_degrees(question, cp * ulysses * dp)
-                for layout in (_layout(question, zero, parts, schedule, chunks, split=split, ep=ep, **degrees),)
+                for experts in _expert_degrees(question, tp, cp * ulysses * dp)
+                for layout in (
+                    _layout(question, zero, parts, schedule, chunks, split=split, experts=experts, **degrees),
+                )
                 for shared in _multiplexed(question, layout)
             ]
     if not found:
@@ -138,20 +140,28 @@ def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[in
     return tuple(dict.fromkeys(min(zero, most) for zero in zeros))
 
 
-def _expert_degrees(question: Question, replicas: int) -> tuple[int, ...]:
-    """Return the degrees of expert parallelism to try: the one that is pinned, or the system's.
+def _expert_degrees(question: Question, tp: int, replicas: int) -> tuple[tuple[int, int], ...]:
+    """Return the degrees of expert parallelism to try, and of tensor parallelism inside experts (``expert_tp``).
 
-    Those are none, all replicas of a node, and all replicas, as far as they divide the experts. Degrees between them
-    have more rows on the network than the second, and more weights than the third.
+    Those that are pinned, or the system's: no expert parallelism, all ranks of a node that hold the same experts
+    otherwise, and all of these ranks, as far as they divide the experts. Degrees between them have more rows on the
+    network than the second, and more weights than the third. Beside tensor parallelism, whole experts are tried too.
     """
-    pinned, mixture, cluster = question.pins.ep, question.model.mixture, question.cluster
-    if pinned is not None:
-        return (pinned,)
-    if mixture is None or not question.preset.searches_ep:
-        return (1,)
-    most = gcd(replicas, mixture.count)
-    inside = max((d for d in range(1, most + 1) if most % d == 0 and d <= cluster.devices_per_node), default=1)
-    return tuple(dict.fromkeys((1, inside, most)))
+    pins, mixture, cluster = question.pins, question.model.mixture, question.cluster
+    searched = mixture is not None and question.preset.searches_ep
+    sharded = tp > 1 and pins.sequence_parallel is not False
+    inside_experts = [0, *[1] * (searched and sharded)] if pins.expert_tp is None else [pins.expert_tp]
+    found = [(1, 0)] if pins.ep is None else []
+    for within in inside_experts if tp > 1 else [0]:
+        kept = 0 if within == tp else within
+        if pins.ep is not None:
+            found.append((pins.ep, kept if pins.ep > 1 else 0))
+        elif mixture is not None and searched:
+            ranks = replicas * (tp if kept == 1 else 1)
+            degrees = [d for d in range(2, gcd(ranks, mixture.count) + 1) if gcd(ranks, mixture.count) % d == 0]
+            inside = [d for d in degrees if d * (1 if kept == 1 else tp) <= cluster.devices_per_node]
+            found += [(each, kept) for each in (*inside[-1:], *degrees[-1:])]
+    return tuple(dict.fromkeys(found))
 
 
 def _schedules(question: Question, pp: int, metp: int) -> list[tuple[Schedule, int]]:
@@ -205,7 +215,7 @@ def _layout(
     chunks: int,
     *,
     split: tuple[int, ...],
-    ep: int,
+    experts: tuple[int, int],
     tp: int,
     cp: int,
     ulysses: int,
@@ -217,7 +227,7 @@ def _layout(
     exchange = pins.cp_exchange or question.preset.cp_exchange
     replicas = cp * ulysses * dp
     zero_ranks = pins.zero_ranks if zero and pins.zero_ranks not in (None, replicas) else 0
-    ep = ep if not zero_ranks or pins.ep is not None else 1
+    ep, expert_tp = experts if not zero_ranks or pins.ep is not None else (1, 0)
     # Interleaved stages that waited would wait in a cycle; Megatron-LM overlaps theirs alone.
     overlapped = schedule == "interleaved" or not question.preset.waits_for_p2p
     return Layout(
@@ -237,6 +247,7 @@ def _layout(
         overlap_p2p=overlapped if pins.overlap_p2p is None else pins.overlap_p2p,
         dp=dp,
         ep=ep,
+        expert_tp=expert_tp,
         zero=zero,
         zero_ranks=zero_ranks,
         subsequences=subsequences,

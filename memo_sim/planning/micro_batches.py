@@ -58,7 +58,8 @@ def with_larger_micro_batches(question: Question, found: SearchResult) -> Search
     ranked = {e.decisions: e for result in (found, *results.values()) for e in result.ranked}
     pruned = found.pruned + sum(result.pruned for size, result in results.items() if size > 0)
     in_order = sorted(ranked.values(), key=lambda e: e.rank_key)
-    return replace(found, ranked=in_order, evaluated=len(ranked), pruned=pruned)
+    fastest = next((e.fastest for e in results.values() if e.fastest and e.fastest.decisions == best.decisions), None)
+    return replace(found, ranked=in_order, evaluated=len(ranked), pruned=pruned, fastest=fastest or found.fastest)
 
 
 def _can_play(question: Question, layout: Layout, size: int) -> bool:

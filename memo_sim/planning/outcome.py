@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.alpha_linear_program import LinearProgram
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.presets import Policy
@@ -67,10 +68,12 @@ class SearchResult:
     """Passes lowered for lower bounds; a search of the same question with more memory reuses them."""
     played: Collection[Prediction] = ()
     """Every prediction that the search made on the way, those of other alphas included."""
+    fastest: Simulation | None = None
+    """The simulation of the fastest plan that was played, if it was kept."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the passes, which are megabytes, and which such a search lowers again where there are none."""
-        return {**self.__dict__, "passes": None, "played": ()}
+        """Leave out what has megabytes and is made again where it is missing."""
+        return {**self.__dict__, "passes": None, "played": (), "fastest": None}
 
     @property
     def best(self) -> Evaluated | None:

@@ -58,6 +58,7 @@ def pinned_to(question: Question, decisions: Decisions) -> Question:
     kernels, full = decisions.kernels, decisions.recompute == "full"
     pins |= {"attention": kernels.attention, "rowwise": kernels.rowwise, "adamw": kernels.adamw}
     pins["zero_ranks"] = decisions.layout.zero_ranks or None
+    pins["expert_tp"] = decisions.layout.expert_tp or None
     pins["pp_layers"] = decisions.layout.pp_layers if decisions.layout.pp > 1 else None  # () is nearly equal numbers
     pins["alpha"] = decisions.alpha if _leaves_alpha_open(question) else None
     pins["offload_inputs"] = decisions.offload_inputs if full and pins["alpha"] is None else None

@@ -120,6 +120,7 @@ from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 
 OF_PARTS = {
     "selective": "selective recompute",
@@ -134,8 +135,8 @@ OF_PARTS = {
 class Policy:
     """What a system may do with activations: a recompute mode, and a fixed alpha or None for a searched one.
 
-    ``mlp_blocks``: the MLP in row blocks, ``attention_chunks``: attention in chunks of the sequence; full recompute
-    alone can have either.
+    ``mlp_blocks``: the MLP in row blocks (with row-wise recompute, all but attention); ``attention_chunks``: attention
+    in chunks of the sequence. Full recompute can have either, row-wise recompute blocks alone.
     """
 
     recompute: str
@@ -161,6 +162,8 @@ class Policy:
             blocks = ", MLP in blocks" if self.mlp_blocks else ""
             layers = "" if self.layers == ALL else f", layers {self.layers}"
             return f"full recompute{layers}{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
+        if self.recompute == ROWWISE:
+            return f"row-wise recompute, attention {self._fate_of_shared}"
         if self.recompute in OF_PARTS:
             return OF_PARTS[self.recompute]
         if self.hides:
@@ -168,6 +171,11 @@ class Policy:
         if self.recompute == "none":
             return {0.0: "keep", 1.0: "full swap"}.get(-1.0 if self.alpha is None else self.alpha, "partial swap")
         return "token-wise"
+
+    @property
+    def _fate_of_shared(self) -> str:
+        """How tables call what happens to the tensors that row-wise recompute starts from."""
+        return "kept" if not self.alpha else "swapped" if self.alpha == 1 else "partly swapped"
 
 
 KEEP = Policy("none", 0.0)
@@ -178,6 +186,10 @@ MLP_IN_BLOCKS = Policy("full", 0.0, mlp_blocks=True)
 INPUTS_SWAPPED_MLP_IN_BLOCKS = Policy("full", 1.0, mlp_blocks=True)
 LEAST_MEMORY = Policy("full", 1.0, mlp_blocks=True, attention_chunks=True)
 """Nothing of a layer but its input is kept, and that on the host, where attention's chunks wait as well (FPDT)."""
+ROWWISE_KEPT = Policy(ROWWISE, 0.0, mlp_blocks=True)
+ROWWISE_SWAPPED = Policy(ROWWISE, 1.0, mlp_blocks=True)
+"""Of a layer its input, attention's output and the log-sum-exp outlive its forward: on the device, or on the host."""
+EVERY_ROWWISE = (ROWWISE_KEPT, ROWWISE_SWAPPED)
 PAIRS_OF_LAYERS = Policy("full", 0.0, layers="groups-2")
 """Full recompute with one input for two layers, which are live at once in backward.
 
@@ -346,7 +358,7 @@ SYSTEMS = {
         System(
             "any",
             "every policy this program knows, host memory as one slab of exact size",
-            (KEEP, TOKENWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
             pinnable=("ulysses", "metp"),
             searches_micro_batches=True,
             zeros_over_pcie=(1, 3),
@@ -354,7 +366,7 @@ SYSTEMS = {
         System(
             "every-layout",
             "every policy of `any` on every layout there is: tp, ring cp, Ulysses, pp and dp, with ZeRO 1 or 3",
-            (KEEP, TOKENWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
             degrees=("tp", "cp", "ulysses", "pp", "dp"),
             pinnable=("metp",),
             searches_ep=True,

@@ -13,6 +13,7 @@ from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.views.plan_table import layout_label, short_by, short_of
 
 RUN_AGAIN = {
@@ -20,8 +21,9 @@ RUN_AGAIN = {
     "norms": "norms run forward again",
     "mlp": "the MLP runs forward again",
     "operators": "every second product, norms and activations run forward again",
+    ROWWISE: "all of a layer but attention and the MLP's second product runs forward again",
 }
-"""What modes repeat that keep some tensors of all tokens."""
+"""What modes repeat that recompute no whole layer."""
 REBUILT_MLP: dict[MlpRebuild, str] = {
     "block": "each block is recomputed right before its backward, without its second matrix product",
     "layer": "the layer's recompute repeats all blocks and keeps them for backward (--mlp-rebuild layer)",
@@ -111,6 +113,33 @@ def full_recompute(found: SearchResult, simulation: Simulation) -> list[str]:
         *_mlp_chunks(found, best),
         *_attention_chunks(found, best, simulation),
     ]
+
+
+def rowwise_recompute(found: SearchResult, simulation: Simulation) -> list[str]:
+    """Say what row-wise recompute keeps of a layer, where that is, and why nothing else is kept."""
+    best = found.best
+    if best is None or best.policy.recompute != ROWWISE:
+        return []
+    decisions = best.decisions
+    rows, tokens = decisions.mlp_chunk_tokens, decisions.local_tokens
+    blocks = f" in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens" if 0 < rows < tokens else ""
+    text = "Attention runs forward once. Of a layer, its input, attention's output and the log-sum-exp"
+    moved = format_bytes(simulation.pace.moved_by(lambda t: t.kind is TemplateKind.OFFLOAD).d2h)
+    where = f"wait in host memory for backward, {moved} per step" if decisions.swapped_tokens else "stay on the device"
+    kept = next((e for e in found.ranked if e.decisions == swap_each(decisions, 0)), None)
+    if decisions.swapped_tokens and kept is not None and kept.prediction.status != "ok":
+        where += f"; kept on the device they would not fit ({short_by(kept.prediction)})"
+    again = f"Norms, products and the MLP are rebuilt{blocks}, each right before its backward"
+    return [f"{text} {where}.", f"{again}{_token_by_token(found, best)}."]
+
+
+def _token_by_token(found: SearchResult, best: Evaluated) -> str:
+    """Return why a token-wise plan of the same layout is not chosen; an empty text where none was evaluated."""
+    layout = best.decisions.layout
+    other = next((e for e in found.ranked if e.policy == TOKENWISE and e.decisions.layout == layout), None)
+    if other is None or other.prediction.status == "ok":
+        return ""
+    return f"; recompute by token does not fit ({short_by(other.prediction)})"
 
 
 def _some_layers(best: Evaluated) -> list[str]:

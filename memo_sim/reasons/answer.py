@@ -94,6 +94,7 @@ def explain(
         *activations.alpha(alike),
         *activations.partial_swap(alike),
         *activations.full_recompute(alike, simulation),
+        *activations.rowwise_recompute(alike, simulation),
         *_fallback(question, alike),
         *runner_up(found),
         *allocator_decides(found, lambda decisions: play(question, decisions).prediction),
@@ -212,7 +213,7 @@ def plan_title(decisions: Decisions, prediction_step_s: float | None, cluster: s
     """Return the one-line heading of a picture, with the cluster that the plan is for."""
     names = {"none": "keep", "full": "full recompute", "tokenwise": "token-wise"}
     policy = names.get(decisions.recompute) or Policy.of(decisions).label
-    if decisions.recompute == "full":
+    if decisions.recompute in ("full", "rowwise"):
         policy = Policy.of(decisions).label
     elif decisions.swapped_tokens:
         swap = "full swap" if decisions.swapped_tokens == decisions.local_tokens else "partial swap"

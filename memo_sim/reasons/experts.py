@@ -37,7 +37,7 @@ def experts(question: Question, simulation: Simulation) -> list[str]:
     decisions, of = simulation.decisions, simulation.decisions.model.mixture
     if of is None:
         return []
-    layout, rows = decisions.layout, decisions.local_tokens * of.per_token
+    layout, rows = decisions.layout, decisions.routed_tokens * of.per_token
     pricer = Pricer(question.hardware, question.cluster, decisions.layout, rowwise=decisions.kernels.rowwise)
     taken, even = 0.0, 0.0
     for stage in simulation.stages:

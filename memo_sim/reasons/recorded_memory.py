@@ -15,7 +15,9 @@ from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 MOST_LIVE = 12
 """How many origins of buffers are listed."""
 CLASSES = {
-    **dict.fromkeys((FamilyKind.PARAMS, FamilyKind.CAST, FamilyKind.PARAMS_FP8), WEIGHTS),
+    **dict.fromkeys(
+        (FamilyKind.PARAMS, FamilyKind.CAST, FamilyKind.PARAMS_FP8, FamilyKind.PARAMS_FP8_COLUMNS), WEIGHTS
+    ),
     **dict.fromkeys((FamilyKind.MOMENT1, FamilyKind.MOMENT2), OPTIMIZER),
     **dict.fromkeys((FamilyKind.GRADS, FamilyKind.WHOLE_GRADS), GRADIENTS),
     **dict.fromkeys((FamilyKind.INPUT_GRADIENT, FamilyKind.DEFERRED), GRADIENTS),

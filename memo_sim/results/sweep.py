@@ -15,7 +15,7 @@ from memo_sim.views.html_table import html_table
 from memo_sim.views.pictures import Picture, picture_in
 from memo_sim.views.rows import Row
 from memo_sim.views.sweep_chart import draw_sweep, front
-from memo_sim.views.sweep_table import HEADS, sweep_cells, sweep_csv, sweep_rows, sweep_table
+from memo_sim.views.sweep_table import sweep_cells, sweep_csv, sweep_headers, sweep_rows, sweep_table
 from memo_sim.views.typed_result import PathLike, TypedResult
 
 
@@ -78,4 +78,4 @@ class SweepResult(TypedResult):
         return f"<SweepResult: {len(self.lines)} questions, {len(self.failed)} failed>"
 
     def _repr_html_(self) -> str:
-        return html_table(repr(self)[1:-1], HEADS, sweep_cells(self.lines))
+        return html_table(repr(self)[1:-1], sweep_headers(self.lines), sweep_cells(self.lines))

@@ -63,7 +63,7 @@ OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
     *("loss", "loss_chunk", "mlp_chunk", "mlp_rebuild", "states", "offload_inputs", "max_positions", "tp_overlap"),
     *("recompute_layers", "early_stop", "zero_params", "loss_metrics", "sharding", "reduce_dtype", "adamw"),
-    *("grad_sums", "modules", "rounding_buffers", "fp8", "expected_allocation_retries"),
+    *("grad_sums", "modules", "rounding_buffers", "fp8", "fp8_params", "expected_allocation_retries"),
 ]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_positions"})
@@ -139,6 +139,7 @@ COLUMN_TEXTS = {
     "adamw": "AdamW's kernels under eager or compiled row-wise kernels: foreach or fused; the system's own when blank",
     "modules": "whose modules an eager framework trains (`--modules`); the system's own when blank",
     "fp8": "scales of the layers' products in FP8 (`--fp8`); products in `precision` when blank",
+    "fp8_params": "yes: the weights of these products are kept in FP8 alone (`--fp8-params`)",
     "rounding_buffers": "whether full recompute is played in the two rounding buffers; the system's own when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
@@ -171,6 +172,7 @@ _WORDS = {
     "modules": get_args(Modules),
     "rounding_buffers": ("yes", "no"),
     "fp8": get_args(Fp8Recipe),
+    "fp8_params": ("yes", "no"),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,

@@ -274,6 +274,7 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         grad_sums=asked.words.get("grad_sums", "auto"),  # type: ignore[arg-type]
         modules=asked.words.get("modules", "auto"),  # type: ignore[arg-type]
         fp8=asked.words.get("fp8", "none"),  # type: ignore[arg-type]
+        fp8_params=asked.words.get("fp8_params") == "yes",
     )
 
 

@@ -8,6 +8,7 @@ from memo_sim.contract.difference import Difference, Share, Side
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.bars import LANES
+from memo_sim.views.goodput_columns import goodput_cells, goodput_headers
 from memo_sim.views.palette import ordered_classes
 from memo_sim.views.text_table import number, percent, text_table
 
@@ -122,6 +123,7 @@ def difference_table(found: Difference, *, top: int | None = None) -> str:
 
 
 def _sides(sides: Sequence[Side]) -> str:
+    goodputs = [side.goodput for side in sides]
     rows = [
         [
             letter(at),
@@ -130,10 +132,12 @@ def _sides(sides: Sequence[Side]) -> str:
             format_seconds(side.step_s),
             None if side.mfu is None else percent(side.mfu),
             number(side.tgs),
+            *goodput_cells(side.goodput, goodputs),
         ]
         for at, side in enumerate(sides)
     ]
-    return text_table(["", "file", "figures", "step", "MFU", "TGS"], rows, "lllrrr")
+    headers = ["", "file", "figures", "step", "MFU", "TGS", *goodput_headers(goodputs)]
+    return text_table(headers, rows, "lll" + "r" * (len(headers) - 3))
 
 
 def _lanes(found: Difference, names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.plan_table import short_of
 from memo_sim.views.stage_numbers import from_one
+from memo_sim.views.summary_text import goodput_line
 from memo_sim.views.text_table import number, percent, text_table
 
 BUSY = 0.99
@@ -29,8 +30,17 @@ def explanation_text(found: Explanation, *, top: int | None = None) -> str:
     mfu = f", MFU {percent(found.mfu)}" if found.mfu is not None else ""
     step = f"step {format_seconds(found.step_s)}{mfu}, {found.tgs:.1f} tokens per GPU and second"
     head = [f"{where}: {found.plan}, {step}.", *explanation_verdict(found)]
-    blocks = ["\n".join(map(one_line, head)), _use_table(found), _sensitivities(found), *_rivals(found, top)]
+    blocks = ["\n".join(map(one_line, head)), *_goodput(found), _use_table(found), _sensitivities(found)]
+    blocks += _rivals(found, top)
     return from_one("\n\n".join([*blocks, *(["\n".join(map(one_line, found.notes))] if found.notes else [])]))
+
+
+def _goodput(found: Explanation) -> list[str]:
+    """Return what failures leave of the speed, and what one change would make of it."""
+    if found.goodput is None:
+        return []
+    rows = [[each.change, percent(each.goodput)] for each in found.goodput_changes]
+    return [f"{goodput_line(found.goodput)}\n{text_table(['with', 'goodput'], rows, 'lr')}"]
 
 
 def explanation_verdict(found: Explanation) -> list[str]:

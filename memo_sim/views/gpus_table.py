@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from memo_sim.contract.goodput import Goodput
 from memo_sim.contract.gpus import Gpus, Sized
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.units import counted, format_seconds, format_tokens
+from memo_sim.views.goodput_columns import goodput_cells, goodput_headers
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
 
@@ -50,11 +54,13 @@ def sizes_cells(document: Gpus) -> Cells:
     priced = any(size.summary.price_per_billion_tokens is not None for size in document.sizes)
     headers = ["kind", "GPUs", "nodes", "", "step", "MFU %", "tokens/s/GPU", "GPU-h/B tokens"]
     headers += ["price/B tokens", "price/step"] if priced else []
-    rows = [_row(size, priced=priced) for size in document.sizes]
-    return [*headers, "plan"], rows, "lrrlrrrr" + "rr" * priced + "l"
+    goodputs = [size.summary.goodput for size in document.sizes]
+    headers += goodput_headers(goodputs)
+    rows = [_row(size, goodputs, priced=priced) for size in document.sizes]
+    return [*headers, "plan"], rows, "lrrl" + "r" * (len(headers) - 4) + "l"
 
 
-def _row(size: Sized, *, priced: bool) -> list[str | None]:
+def _row(size: Sized, goodputs: Sequence[Goodput | None], *, priced: bool) -> list[str | None]:
     summary = size.summary
     prices = [three_digits(summary.price_per_billion_tokens), three_digits(summary.price_per_step)] if priced else []
     return [
@@ -67,6 +73,7 @@ def _row(size: Sized, *, priced: bool) -> list[str | None]:
         number(summary.tokens_per_device_s),
         three_digits(summary.device_hours_per_billion_tokens),
         *prices,
+        *goodput_cells(summary.goodput, goodputs),
         f"{layout_label(size.best.layout)}; {size.best.system}",
     ]
 

@@ -184,8 +184,9 @@ def _reason(plan: PlanRow) -> str:
 
 
 def _recompute(plan: PlanRow) -> str:
-    """Return the recompute mode, which layers it is about, and the chunk sizes of MLP and attention in chunks."""
-    cut = {"mlp": plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
+    """Return the recompute mode, which layers it is about, and the sizes of row blocks and of attention's chunks."""
+    blocks = "blocks" if plan.recompute == "rowwise" else "mlp"
+    cut = {blocks: plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
     layers = [] if plan.recompute_layers == "all" else [plan.recompute_layers]
     return ", ".join([plan.recompute, *layers, *(f"{name} {format_tokens(n)}" for name, n in cut.items() if n)])
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from memo_sim.contract.goodput import Goodput
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.result import Result
 from memo_sim.contract.results import Results
 from memo_sim.contract.summary import Summary
 from memo_sim.contract.units import counted, format_bytes, format_percent, format_seconds, format_tokens
+from memo_sim.views.goodput_columns import goodput_cells, goodput_headers
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.summary_text import not_read_lines
 from memo_sim.views.text_table import Cells, number, text_table, three_digits, warning_lines
@@ -30,12 +34,15 @@ def results_cells(document: Results) -> Cells:
     headers = ["", "cluster", "GPUs", "batch", "step", "tokens/s", "MFU %", "tokens/s/GPU", "GPU-h/B tokens"]
     headers += ["price/B tokens"] if priced else []
     kernels = len({f"{r.best.attention} {r.best.rowwise}" for r in document.results if r.best}) > 1
+    goodputs = [result.summary.goodput if result.summary else None for result in document.results]
+    headers += goodput_headers(goodputs)
+    align = "rl" + "r" * (len(headers) - 2) + "l" * kernels + "l"
     headers += ["kernels"] if kernels else []
     rows = [
-        [str(rank), *_row(result, priced=priced, kernels=kernels)]
+        [str(rank), *_row(result, goodputs, priced=priced, kernels=kernels)]
         for rank, result in enumerate(document.results, start=1)
     ]
-    return [*headers, "plan"], rows, "rlrrrrrrr" + "r" * priced + "l" * kernels + "l"
+    return [*headers, "plan"], rows, align
 
 
 def results_verdict(document: Results) -> str:
@@ -83,13 +90,19 @@ def _tokens_per_s(summary: Summary) -> float:
     return summary.tokens_per_step / (summary.step_s or 1.0)
 
 
-def _row(result: Result, *, priced: bool, kernels: bool) -> list[str | None]:
+def _row(result: Result, goodputs: Sequence[Goodput | None], *, priced: bool, kernels: bool) -> list[str | None]:
     summary, best = _fitting(result), result.best
     if summary is None or summary.step_s is None or best is None:
         short = result.summary.shortfall_bytes if result.summary else 0
         why = f"does not fit: short by {format_bytes(short)}" if short else "does not fit: " + " ".join(result.why[:1])
         devices = str(result.summary.devices) if result.summary else None
-        return [result.cluster, devices, None, None, None, None, None, None, *[None] * (priced + kernels), why]
+        return [
+            result.cluster,
+            devices,
+            *[None] * 6,
+            *[None] * (priced + len(goodput_headers(goodputs)) + kernels),
+            why,
+        ]
     return [
         result.cluster,
         str(summary.devices),
@@ -100,6 +113,7 @@ def _row(result: Result, *, priced: bool, kernels: bool) -> list[str | None]:
         number(summary.tokens_per_device_s),
         three_digits(summary.device_hours_per_billion_tokens),
         *([three_digits(summary.price_per_billion_tokens)] if priced else []),
+        *goodput_cells(summary.goodput, goodputs),
         *([f"{best.attention}, {best.rowwise}"] if kernels else []),
         f"{layout_label(best.layout)}; {best.system}",
     ]

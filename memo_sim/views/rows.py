@@ -177,6 +177,18 @@ def _prices(summary: Summary) -> Row:
         "device_hours_per_billion_tokens": summary.device_hours_per_billion_tokens,
         "price_per_step": summary.price_per_step,
         "price_per_billion_tokens": summary.price_per_billion_tokens,
+        **goodput_row(summary),
+    }
+
+
+def goodput_row(summary: Summary) -> Row:
+    """Return what failures leave of the speed, where the question speaks of them."""
+    if (goodput := summary.goodput) is None:
+        return {}
+    return {
+        "goodput": goodput.goodput,
+        "effective_tokens_per_device_s": goodput.tokens_per_device_s,
+        "days_per_trillion_tokens": goodput.days_per_trillion_tokens,
     }
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from memo_sim.contract.goodput import Goodput
 from memo_sim.contract.plain_text import one_line
 from memo_sim.contract.plan import StepInterval
 from memo_sim.contract.summary import NOT_READ, DeviceMemory, Summary
-from memo_sim.contract.units import format_bytes, format_percent, format_seconds
+from memo_sim.contract.units import format_bytes, format_duration, format_percent, format_seconds
 from memo_sim.views.plan_table import interval_label
 
 PEAKS = {
@@ -110,7 +111,23 @@ def _speed(summary: Summary) -> list[str]:
         at = f"at {summary.price_per_device_hour:g} a GPU-hour"
         billion, step = _three_digits(summary.price_per_billion_tokens), _three_digits(summary.price_per_step)
         parts.append(f"price {billion} per billion tokens, {step} a step ({at})")
-    return [", ".join(parts) + "."]
+    return [", ".join(parts) + ".", *([goodput_line(summary.goodput)] if summary.goodput else [])]
+
+
+def goodput_line(goodput: Goodput) -> str:
+    """Return what failures leave of a plan's speed, and where the rest of the time goes."""
+    fails = f"the job fails every {format_duration(goodput.job_mtbf_s)}"
+    if goodput.days_per_trillion_tokens is None:
+        return f"Goodput 0 %: {fails}, sooner than it trains, saves and restarts."
+    parts = [
+        f"{goodput.tokens_per_device_s:.0f} effective tokens per GPU and second",
+        f"{_three_digits(goodput.days_per_trillion_tokens)} days for a trillion tokens",
+    ]
+    if goodput.price_per_billion_tokens is not None:
+        parts.append(f"price {_three_digits(goodput.price_per_billion_tokens)} per billion tokens")
+    shares = {"checkpoints take": goodput.checkpoints, "lost steps": goodput.lost, "restarts": goodput.restarts}
+    listed = ", ".join(f"{name} {format_percent(share)}" for name, share in shares.items())
+    return f"Goodput {format_percent(goodput.goodput)}: {', '.join(parts)}; {fails}: {listed}."
 
 
 def _wide(interval: StepInterval) -> str:

@@ -6,11 +6,13 @@ import csv
 import io
 from collections.abc import Collection, Sequence
 
+from memo_sim.contract.goodput import Goodput
 from memo_sim.contract.plain_text import in_csv, one_line
 from memo_sim.contract.sweep import SweepLine
 from memo_sim.contract.units import GIB, counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.goodput_columns import goodput_cells, goodput_headers
 from memo_sim.views.plan_table import layout_label
-from memo_sim.views.rows import Row, alike, plan_row
+from memo_sim.views.rows import Row, alike, goodput_row, plan_row
 from memo_sim.views.summary_text import not_read_lines
 from memo_sim.views.text_table import text_table
 
@@ -18,9 +20,9 @@ OWN = ("model", "cluster", "system", "seq_len")
 """Values of a question that have a column of their own; the others stand together."""
 HEADS = (
     *("model", "cluster", "system", "tokens", "asked", "answer", "batch", "layout"),
-    *("step", "MFU %", "tokens/GPU/s", "device GiB", "why not"),
+    *("step", "MFU %", "tokens/GPU/s", "device GiB"),
 )
-ALIGN = "lllrllrlrrrrl"
+ALIGN = "lllrllrlrrrr"
 NOTE = "batch: sequences of a step; device GiB: buffers of the plan on its fullest stage, without the reserve."
 MOST_WORDS = 60
 """Characters of a reason that a table shows; the file has all of it."""
@@ -49,6 +51,7 @@ def _sums(line: SweepLine) -> Row:
         "devices": summary.devices,
         "tokens_per_step": summary.tokens_per_step,
         "device_hours_per_billion_tokens": summary.device_hours_per_billion_tokens,
+        **goodput_row(summary),
         "needed_device_bytes": summary.device_memory.needed_bytes,
         "device_capacity_bytes": summary.device_memory.capacity_bytes,
     }
@@ -67,11 +70,21 @@ def _shown(value: object) -> str:
 
 
 def sweep_cells(lines: Sequence[SweepLine]) -> list[list[str | None]]:
-    """Return the questions as the cells of a table with ``HEADS``; what all of them have in common is left out."""
-    return [_cells(line, common(lines)) for line in lines]
+    """Return the questions as the cells of a table below ``sweep_headers``; what all have in common is left out."""
+    goodputs = _goodputs(lines)
+    return [_cells(line, common(lines), goodputs) for line in lines]
 
 
-def _cells(line: SweepLine, shared: Collection[str]) -> list[str | None]:
+def sweep_headers(lines: Sequence[SweepLine]) -> list[str]:
+    """Return the headers of the table."""
+    return [*HEADS, *goodput_headers(_goodputs(lines)), "why not"]
+
+
+def _goodputs(lines: Sequence[SweepLine]) -> list[Goodput | None]:
+    return [line.summary.goodput if line.summary else None for line in lines]
+
+
+def _cells(line: SweepLine, shared: Collection[str], goodputs: Sequence[Goodput | None]) -> list[str | None]:
     others = " ".join(f"{n}={_shown(v)}" for n, v in line.question.items() if n not in OWN and n not in shared)
     best = line.best
     figures: list[str | None] = [None] * 6
@@ -85,7 +98,8 @@ def _cells(line: SweepLine, shared: Collection[str]) -> list[str | None]:
             f"{best.peak_device_bytes / GIB:.2f}",
         ]
     about = [line.model, line.cluster, line.system, format_tokens(line.seq_tokens), others or None]
-    return [*about, line.status, *figures, _why_not(line)]
+    failures = goodput_cells(line.summary.goodput if line.summary else None, goodputs)
+    return [*about, line.status, *figures, *failures, _why_not(line)]
 
 
 def common(lines: Sequence[SweepLine]) -> dict[str, str]:
@@ -116,7 +130,9 @@ def sweep_table(lines: Sequence[SweepLine]) -> str:
     if shared := common(lines):
         head += f"; all with {', '.join(f'{one_line(name)}={one_line(text)}' for name, text in shared.items())}"
     notes = [NOTE, *not_read_lines(line.summary for line in lines)]
-    return f"{head}\n\n{text_table(HEADS, sweep_cells(lines), ALIGN)}\n" + "\n".join(notes)
+    headers = sweep_headers(lines)
+    align = f"{ALIGN}{'r' * (len(headers) - len(HEADS) - 1)}l"
+    return f"{head}\n\n{text_table(headers, sweep_cells(lines), align)}\n" + "\n".join(notes)
 
 
 def sweep_csv(lines: Sequence[SweepLine]) -> str:

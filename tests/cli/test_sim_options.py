@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner, Result
 
@@ -33,6 +35,10 @@ def memo_sim(*arguments: str) -> Result:
         ),
         ((*SMALL, "--loss-chunk", "-1"), {"got": "'-1'", "wanted": "from 0 to 1024m", "hint": "--loss-chunk"}),
         ((*SMALL[:-1], "0"), {"got": "'0'", "wanted": "from 1 to 1024m", "hint": "--seq-len"}),
+        (
+            (*SMALL, "--mtbf-hours", "50000", "--checkpoint-s", "5"),
+            {"got": "--mtbf-hours, --checkpoint-s", "wanted": "also --restart-s", "hint": "docs/goodput.md"},
+        ),
         (("figure", "tabel3"), {"got": "'tabel3'", "hint": "'table3'"}),
         (("figure", "nosuch"), {"got": "'nosuch'", "wanted": "metp-7, table3, table4, table5", "hint": None}),
         (("schema", "nosuch"), {"got": "'nosuch'", "wanted": "job, cases", "hint": None}),
@@ -40,6 +46,17 @@ def memo_sim(*arguments: str) -> Result:
 )
 def test_what_cannot_be_asked_is_said(arguments: tuple[str, ...], fields: dict[str, Expected]) -> None:
     check_fields(memo_sim(*arguments).exception, UsageError, **fields)
+
+
+def test_clusters_and_sweeps_have_columns_of_goodput(tmp_path: Path) -> None:
+    said = ("--mtbf-hours", "100", "--checkpoint-gb-s", "1", "--restart-s", "60", "--system", "full-recompute")
+    clusters = memo_sim("what-if", "gpt-tiny", "--cluster", "a800-1x2,h100-1x2", "--seq-len", "1k", *said)
+    gpus = memo_sim("gpus", "gpt-tiny", "--cluster", "a800", "--seq-len", "1k", "--most-gpus", "2", *said)
+    grid = memo_sim("sweep", *SMALL[1:], *said, "--jobs", "1", "-o", str(tmp_path / "s.jsonl"))
+    for found in (clusters, gpus, grid):
+        assert found.exit_code == 0, found.output
+        assert "days/1e12 tokens" in found.output
+        assert "99." in found.output
 
 
 @pytest.mark.parametrize("command", ["what-if", "longest", "plan-memory"])

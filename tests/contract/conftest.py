@@ -7,11 +7,13 @@ import pytest
 
 from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, PublishedErrors
 from memo_sim.contract.cluster import Cluster, Network
+from memo_sim.contract.combinations import Combinations, NamedFeature, Pair
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.difference import Choice, Difference, Share, Side
 from memo_sim.contract.expert_load import LayerLoad, MeasuredLoad
 from memo_sim.contract.explanation import Explanation, Rival, Room, Sensitivity, Use
 from memo_sim.contract.figure import Figure, Line, Point
+from memo_sim.contract.goodput import Failures, Goodput, GoodputChange
 from memo_sim.contract.gpus import Gpus, Sized, TriedCount
 from memo_sim.contract.hardware import (
     AttentionTable,
@@ -345,6 +347,7 @@ def gpus() -> Gpus:
         device_memory=memory,
         host_memory=HostMemory(needed_bytes=0, capacity_bytes=10),
         plan="tp2",
+        goodput=goodput(),
         assumptions=[Assumption(name="dtype", value="bf16", option="--dtype")],
     )
     size = Sized(
@@ -361,6 +364,33 @@ def gpus() -> Gpus:
         sizes=[size],
         tried=[TriedCount(kind="a800", cluster="a800-1x8", devices=8, fits=False, reason="device memory")],
         why=["one"],
+    )
+
+
+def combined() -> Combinations:
+    features = [NamedFeature(name=name, about=f"a {name}", options=f"--{name}") for name in ("tp", "metp")]
+    pair = Pair(first="tp", second="metp", together=False, rule="METP: tp", reason="no lowering", hint="--tp 1")
+    return Combinations(features=features, pairs=[pair])
+
+
+def goodput() -> Goodput:
+    failures = Failures(device_mtbf_hours=100.0, checkpoint_bytes_per_s=1e9, interval_s=60.0, restart_s=10.0)
+    return Goodput(
+        failures=failures,
+        job_mtbf_s=360.0,
+        checkpoint_bytes=10**9,
+        checkpoint_s=1.0,
+        interval_steps=60,
+        interval_s=60.0,
+        interval_from="given",
+        goodput=0.9,
+        checkpoints=0.02,
+        lost=0.05,
+        restarts=0.03,
+        tokens_per_device_s=9.0,
+        days_per_trillion_tokens=100.0,
+        device_hours_per_billion_tokens=2.0,
+        price_per_billion_tokens=4.0,
     )
 
 
@@ -488,6 +518,7 @@ def difference() -> Difference:
         step_s=1.0,
         mfu=0.5,
         tgs=10.0,
+        goodput=goodput(),
         lanes={"compute": 0.5},
         peak_device_bytes=1024,
         peak_by_class={"state": 1024},
@@ -550,6 +581,8 @@ def explanation() -> Explanation:
         sensitivities=[sensitivity],
         rivals=[rival],
         rivals_are="one decision changed",
+        goodput=goodput(),
+        goodput_changes=[GoodputChange(change="half the restart", goodput=0.95)],
         notes=["a note"],
     )
 
@@ -662,6 +695,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "accuracy": accuracy,
     "errors": errors,
     "figure": figure,
+    "combinations": combined,
     "recorded": recorded,
     "expert_load": expert_load,
     "export": export,

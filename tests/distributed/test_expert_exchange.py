@@ -25,6 +25,7 @@ from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
 from memo_exec.training.weights import held_by, named_parameters
 from memo_exec.verification.autograd_model import AutogradModel
+from memo_sim.contract.expert_load import MeasuredLoad
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.layout.expert_load import capacity_rows
@@ -34,6 +35,9 @@ from tests.distributed.team import PATIENCE_S, Failed, Member, Team
 from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
 from tests.exec_cpu.small import EXPERT_MODELS, decide
 
+WHOLE: dict[str, Any] = {"sequence_parallel": True, "expert_tp": 1}
+OVERLAP: dict[str, Any] = {"expert_overlap": True}
+LORA: dict[str, Any] = {"adapters": "r=4,alpha=8,targets=q+k+v+proj"}
 CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "dp": ("mixtral", Layout(dp=2, ep=2), {}),
     "tp": ("mixtral", Layout(tp=2, sequence_parallel=True, cp=2, ep=2), {}),
@@ -55,8 +59,35 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     ),
     "gate of the shared expert": ("qwen2-moe", Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=3), {}),
     "mlp recompute": ("mixtral", Layout(dp=2, ep=2), {"recompute": "mlp", "swapped_tokens": 0}),
+    "whole experts": ("mixtral", Layout(tp=2, dp=2, ep=2, **WHOLE), {}),
+    "whole experts, all ranks, zero 3": ("mixtral", Layout(tp=2, dp=2, ep=4, zero=3, **WHOLE), {}),
+    "whole experts, copies in tp": ("gpt-oss", Layout(tp=4, ep=2, zero=1, **WHOLE), {}),
+    "whole experts, biases": ("gpt-oss", Layout(tp=2, cp=2, ep=4, **WHOLE), {"recompute": "full", "swapped_tokens": 0}),
+    "whole experts, shared expert and selection bias": ("deepseek", Layout(tp=2, dp=2, ep=4, zero=1, **WHOLE), {}),
+    "whole experts, gate of the shared expert": ("qwen2-moe", Layout(tp=2, dp=2, ep=2, zero=2, **WHOLE), {}),
+    "overlap": ("deepseek", Layout(dp=4, ep=2), OVERLAP),
+    "overlap, features divided": ("qwen2-moe", Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1), OVERLAP),
+    "overlap, whole experts": ("qwen2-moe", Layout(tp=2, dp=2, ep=4, zero=3, **WHOLE), OVERLAP),
+    "overlap, full recompute": (
+        "deepseek",
+        Layout(tp=2, dp=2, ep=4, **WHOLE),
+        OVERLAP | {"recompute": "full", "swapped_tokens": 0},
+    ),
+    "overlap, nothing recomputed": (
+        "gpt-oss",
+        Layout(dp=4, ep=4),
+        OVERLAP | {"recompute": "none", "swapped_tokens": 0},
+    ),
+    "adapters": ("mixtral", Layout(dp=4, ep=2, zero=3), LORA),
+    "adapters, features divided": ("gpt-oss", Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1), LORA),
+    "adapters, whole experts": ("qwen2-moe", Layout(tp=2, dp=2, ep=4, **WHOLE), LORA | OVERLAP),
+    "whole experts, mlp recompute": (
+        "qwen2-moe",
+        Layout(tp=2, dp=2, ep=4, **WHOLE),
+        {"recompute": "mlp", "swapped_tokens": 0},
+    ),
 }
-QUICK = {"tp", "biases, tp"}
+QUICK = {"tp", "biases, tp", "whole experts"}
 Gradients = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 SIZES: dict[str, Any] = {"seq_tokens": 512, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise"}
 
@@ -139,6 +170,14 @@ def run_plan(member: Member, plan: Path, options: dict[str, Any]) -> tuple[list[
     return outcome.comparison.losses, said
 
 
+def load_of_run(member: Member, plan: Path) -> MeasuredLoad:
+    """Run a plan for one step as one of its ranks; return the rows of every expert on all ranks."""
+    outcome = run(plan, RunOptions(steps=1))
+    assert outcome is not None
+    assert outcome.expert_load is not None
+    return outcome.expert_load
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["mixtral", "gpt-oss"])
 def test_a_run_reports_or_refuses_overflow_and_resumes_on_other_ranks(team: Team, tmp_path: Path, of: str) -> None:
@@ -164,6 +203,50 @@ def test_a_run_reports_or_refuses_overflow_and_resumes_on_other_ranks(team: Team
     assert any(re.search(dropped, text) for text in said)
     with pytest.raises(Failed, match=r"(?s)update was not applied.*wanted: a plan with --expert-capacity 1\.\d+"):
         team.play(run_plan, 2, refusing, {"steps": 1}, meets=False)
+
+
+@pytest.mark.slow
+def test_whole_experts_save_what_one_process_resumes_and_count_every_row_once(team: Team, tmp_path: Path) -> None:
+    """Ranks of tp route token shards, so none of them counts another's rows."""
+    model = msgspec.structs.replace(EXPERT_MODELS["deepseek"], vocab=BYTES)
+
+    def plan(name: str, layout: Layout, **fields: Any) -> Path:
+        decisions = byte_decisions(
+            model=model, layout=layout, seq_tokens=512, swapped_tokens=256, global_batch=4, **fields
+        )
+        return write_plan(tmp_path / f"{name}.json", decisions)
+
+    shared = Layout(tp=2, dp=2, ep=4, zero=1, **WHOLE)
+    one, whole = plan("one", Layout()), plan("whole", shared, expert_capacity=4.0)
+    ((wanted, _),) = team.play(run_plan, 1, one, {"steps": 3}, meets=False)
+    options: dict[str, Any] = {"save": tmp_path / "saved", "steps": 2}
+    for losses, _ in team.play(run_plan, 4, whole, options, meets=False):
+        assert losses == pytest.approx(wanted[:2], rel=1e-4)
+    resumed: dict[str, Any] = {"save": tmp_path / "saved", "steps": 3, "resume": True}
+    ((losses, _),) = team.play(run_plan, 1, one, resumed, meets=False)
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    few, rows = plan("few", shared, expert_capacity=0.6), 2 * 4 * 512 * 3  # of two layers
+    (_, said), *_ = team.play(run_plan, 4, few, {"steps": 1}, meets=False)
+    assert any(re.search(rf"of {rows:,} rows .* were dropped", text) for text in said)
+    for load in team.play(load_of_run, 4, few, meets=False):
+        assert [sum(layer.rows) for layer in load.layers] == [4 * 512 * 3] * 2
+
+
+@pytest.mark.slow
+def test_adapters_beside_divided_experts_are_resumed_by_one_process(team: Team, tmp_path: Path) -> None:
+    model = msgspec.structs.replace(EXPERT_MODELS["mixtral"], vocab=BYTES)
+
+    def plan(name: str, layout: Layout, **fields: Any) -> Path:
+        decisions = byte_decisions(model=model, layout=layout, global_batch=4, **fields, **LORA)
+        return write_plan(tmp_path / f"{name}.json", decisions)
+
+    one, shared = plan("one", Layout()), plan("shared", Layout(dp=2, ep=2, zero=3), expert_capacity=2.0)
+    ((wanted, _),) = team.play(run_plan, 1, one, {"steps": 3}, meets=False)
+    saved: dict[str, Any] = {"save": tmp_path / "saved", "steps": 2}
+    for losses, _ in team.play(run_plan, 2, shared, saved, meets=False):
+        assert losses == pytest.approx(wanted[:2], rel=1e-4)
+    ((losses, _),) = team.play(run_plan, 1, one, saved | {"steps": 3, "resume": True}, meets=False)
+    assert losses == pytest.approx(wanted, rel=1e-4)
 
 
 class Dropping(AutogradModel):

@@ -9,7 +9,7 @@ from memo_sim.contract.hardware import CopyRates, Curve, Hardware, Quantity, Sou
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import GIB
-from memo_sim.engine.player import Rates
+from memo_sim.engine.event_loop import Rates
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.engine.stage_run import Prices
 from memo_sim.program.ir.instruction import Lane

@@ -8,8 +8,8 @@ same parameters (cp x ulysses x dp).
     zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
-The experts of a layer that ranks divide (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep. Their states
-are divided over those.
+The experts of a layer that ranks divide (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep, or tp times
+as many where ranks of tp have whole experts. Their states are divided over those.
 
 With ``zero_ranks``, the states are divided over groups of that many replicas. Gradients are reduce-scattered inside a
 group, and each shard is all-reduced between the groups. Parameters are gathered inside a group. So do torch's HSDP
@@ -26,6 +26,9 @@ step, not stochastically. ``pure-bf16-fp32-moments`` has moments in fp32. ``grad
 itself: bf16 beside master weights (params), fp32 without them (fp32). AdamW computes in fp32 unless all that it reads
 is bf16. States ``host`` keeps master copy and moments in host memory and updates them on the host's cores; gradients
 are copied to the host and parameters back to the device. When gradients are clipped, the update scales them in place.
+
+With ``fp8_params`` the weights of FP8 products are a run of their own, in families of their own: AdamW updates the
+master weights, which are then quantised and gathered in FP8.
 
 An eager framework makes more passes over the gradients (Megatron-LM, ``core/distributed/param_and_grad_buffer.py`` and
 ``core/optimizer``). Before the reduction one pass looks for NaN, and one divides by the number of replicas. Later one
@@ -44,6 +47,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
+from memo_sim.program.layout import fp8
 from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements, weight_copies, weights
 from memo_sim.program.layout.parameters import (
     FROZEN,
@@ -54,7 +58,7 @@ from memo_sim.program.layout.parameters import (
     without_masters,
 )
 from memo_sim.program.layout.rank_order import EXPERT_GRADS, GRADS, REPLICATE, SHARD, degree
-from memo_sim.program.operators.fp8_operands import quantisation
+from memo_sim.program.operators.fp8_operands import quantisation, requantisation, transposition
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
@@ -151,7 +155,18 @@ class Optimizer:
         """Whether products read FP8 copies of the block's matrices.
 
         They are made before the block's first use in a step, and again before every use of gathered parameters."""
-        return self.decisions.fp8 != "none" and self.kind is BlockKind.LAYER
+        in_fp8 = self.decisions.fp8 != "none" and self.kind is BlockKind.LAYER
+        return in_fp8 or (self.decisions.fp8_experts and self.kind is BlockKind.EXPERTS)
+
+    @property
+    def narrow(self) -> int:
+        """Elements at the block's beginning that are kept in FP8 alone; ``params`` holds the others."""
+        return fp8.narrow_elements(self.decisions, self.block)
+
+    @property
+    def narrow_columns(self) -> bool:
+        """Whether what is kept in FP8 alone has a transposed copy."""
+        return self.narrow > 0 and weight_copies(self.decisions) > 1
 
     def shared(self, name: Literal["params", "grads"]) -> bool:
         """Whether a rank holds only its shard of the block's parameters or gradients."""
@@ -198,7 +213,8 @@ class Optimizer:
 
     def runs(self) -> list[tuple[str, int, int]]:
         """Return (name, first element, elements of this rank's shard) of the block's runs that are trained."""
-        return [(name, at, -(-length // self.shards)) for name, at, length in self.block.runs() if name != FROZEN]
+        runs = fp8.runs(self.decisions, self.block)
+        return [(name, at, -(-length // self.shards)) for name, at, length in runs if name != FROZEN]
 
     def state_elements(self) -> int:
         """Return the number of elements of the block that this rank updates."""
@@ -227,21 +243,35 @@ class Optimizer:
 
         trained = self.block.trained_elements
         whole = self.block.elements
-        params = sum(-(-length // self.shards) for *_, length in self.block.runs()) if self.shared("params") else whole
-        found = [] if self.cast else [state(FamilyKind.PARAMS, self.decisions.dtype, params, "device")]
+        shared = self.shared("params")
+        params = (
+            sum(-(-length // self.shards) for *_, length in fp8.runs(self.decisions, self.block)) if shared else whole
+        )
+        in_fp8 = self._narrow_held
+        stored = params > in_fp8 and not self.cast
+        found = [state(FamilyKind.PARAMS, self.decisions.dtype, params - in_fp8, "device")] if stored else []
         if self.frozen:
             return found
         found.append(state(FamilyKind.GRADS, self.grad_dtype, share if self.shared("grads") else trained, "device"))
         if self.master:
             found.append(state(FamilyKind.MASTER, "fp32", whole if autocast(self.decisions) else share, space))
         found += [state(FamilyKind.MOMENT1, moment, share, space), state(FamilyKind.MOMENT2, moment, share, space)]
-        if self.quantised and not self.shared("params"):
+        if in_fp8:
+            found.append(state(FamilyKind.PARAMS_FP8, ACTIVATIONS, in_fp8, "device"))
+            if self.narrow_columns and not shared:
+                found.append(state(FamilyKind.PARAMS_FP8_COLUMNS, ACTIVATIONS, in_fp8, "device"))
+        elif self.quantised and not shared:
             copies = copied_elements(self.decisions, self.block)
             found.append(state(FamilyKind.PARAMS_FP8, ACTIVATIONS, copies, "device"))
         if self.on_host:
             found.append(state(FamilyKind.HOST_GRADS, "fp32", share, "host"))
             found.append(state(FamilyKind.HOST_PARAMS, self.decisions.dtype, share, "host"))
         return found
+
+    @property
+    def _narrow_held(self) -> int:
+        """Elements in FP8 alone that this rank stores."""
+        return -(-self.narrow // self.shards) if self.shared("params") else self.narrow
 
     def zero(self, families: Families, *, fresh: bool = False) -> Template | None:
         """Return the template that zeroes gradients: this rank's at the start of a step, or those of a use.
@@ -269,9 +299,12 @@ class Optimizer:
         kind = TemplateKind.QUANTIZE_AGAIN if again else TemplateKind.QUANTIZE
         name = f"{self.name}.{'quantize_again' if again else 'quantize'}"
         builder = TemplateBuilder(name, Phase.REQUANTIZE if again else Phase.QUANTIZE, kind, self.kind, self.layer_kind)
+        if self.narrow:
+            self._transpose(builder, families)
+            return builder.build()
         source = builder.bind(families[f"params.{self.name}"])
         copies = builder.bind(families[f"params_fp8.{self.name}"])
-        elements = sum(weight.elements for weight in weights(self.block))
+        elements = sum(weight.elements for weight in weights(self.decisions, self.block))
         written = copied_elements(self.decisions, self.block)
         several = weight_copies(self.decisions) > 1
         builder.emit(
@@ -284,6 +317,13 @@ class Optimizer:
             columns=writes(Rows(copies, elements, written - elements)) if several else None,
         )
         return builder.build()
+
+    def _transpose(self, builder: TemplateBuilder, families: Families) -> None:
+        """Emit the transposition of the matrices that are kept in FP8 alone."""
+        rows, columns = (builder.bind(families[f"{kind}.{self.name}"]) for kind in _IN_FP8)
+        x, out = reads(builder.all(rows)), writes(builder.all(columns))
+        work = transposition(self.narrow)
+        builder.emit(f"params.{self.name}", "params.transpose", Lane.COMPUTE, work, x=x, out=out)
 
     def prepare(self, families: Families) -> Template | None:
         """Return an eager framework's passes over whole gradients before any reduction; None when there are none."""
@@ -416,11 +456,15 @@ class Optimizer:
         for name in ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params"):
             if f"{name}.{self.name}" in families:
                 builder.bind(families[f"{name}.{self.name}"], slot=name)
+        if self.narrow:
+            builder.bind(families[f"params_fp8.{self.name}"], slot="params_fp8")
         builder.bind(families["grad_norm"])
         offset = 0
         for name, first, length in self.runs():
             builder.run = name
-            if self.on_host:
+            if name == fp8.NARROW:
+                self._narrow_update(builder, length)
+            elif self.on_host:
                 self._host_update(builder, name, first, offset, length)
             else:
                 self._device_update(builder, name, first, offset, length)
@@ -437,7 +481,10 @@ class Optimizer:
         builder = TemplateBuilder(
             f"{self.name}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind, self.layer_kind
         )
-        builder.bind(families[f"{self._gathered}.{self.name}"], slot=self._gathered)
+        if self.block.elements > self.narrow:
+            builder.bind(families[f"{self._gathered}.{self.name}"], slot=self._gathered)
+        if self.narrow:
+            builder.bind(families[f"params_fp8.{self.name}"], slot="params_fp8")
         self._gather(builder)
         return builder.build()
 
@@ -447,25 +494,51 @@ class Optimizer:
         return "master" if autocast(self.decisions) else "params"
 
     def _gather(self, builder: TemplateBuilder) -> None:
-        whole = Rows(self._gathered, 0, self.block.trained_elements)
-        size = whole.tokens * DTYPE_BYTES[builder.dtype(self._gathered)]
-        work = Collective("all_gather", size, self.shards, self.shard_group)
-        lane = COLLECTIVE_LANES[self.shard_group]
-        builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(whole))
+        wholes = {
+            "gather": Rows(self._gathered, 0, self.block.trained_elements - self.narrow),
+            "gather.fp8": Rows("params_fp8", 0, self.narrow),
+        }
+        for name, whole in ((name, whole) for name, whole in wholes.items() if whole.tokens):
+            size = whole.tokens * DTYPE_BYTES[builder.dtype(whole.slot)]
+            work = Collective("all_gather", size, self.shards, self.shard_group)
+            lane = COLLECTIVE_LANES[self.shard_group]
+            builder.emit(name, "params.all_gather", lane, work, tensor=accumulates(whole))
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
         """Return the rows of this rank's shard of a run.
 
-        They begin at ``first`` in a whole block, and at ``offset`` in a buffer that holds only the rank's shard.
+        They begin at ``first`` in a whole block, and at ``offset`` in a buffer that holds only the rank's shard. Those
+        of parameters are without what is kept in FP8 alone.
         """
+        if name == "params":
+            first, offset = first - self.narrow, offset - self._narrow_held
         return Rows(name, offset if self.shared(name) else first, length)
+
+    def _narrow_update(self, builder: TemplateBuilder, length: int) -> None:
+        """Emit AdamW of the master weights of what is kept in FP8 alone, and their quantisation."""
+        read, written = self._update_bytes(narrow=True)
+        size, kernels = DTYPE_BYTES[self.decisions.dtype], self._kernels_of(narrow=True)
+        work = Rowwise(kernels, length, read * length, written * length, elements=length, element_bytes=size)
+        share = {name: accumulates(Rows(name, 0, length)) for name in ("grads", "master", "moment1", "moment2")}
+        norm = reads(builder.all("grad_norm"))
+        scratch = builder.scratch(f"adamw.{fp8.NARROW}.scratch", adamw_workspace_bytes(length, *self._dtypes))
+        name = f"adamw.{fp8.NARROW}"
+        builder.emit(name, "adamw.decay", Lane.COMPUTE, work, **share, norm=norm, workspace=scratch)
+        builder.emit(
+            "quantize",
+            "params.quantize",
+            Lane.COMPUTE,
+            requantisation(self.decisions, length, shard=self.shards > 1),
+            x=reads(Rows("master", 0, length)),
+            out=writes(Rows("params_fp8", 0, length)),
+        )
 
     def _device_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
         read, written = self._update_bytes()
         size = DTYPE_BYTES[self.decisions.dtype]
         params = self._held("params", first, offset, length)
         op = _update_of(name)
-        work = Rowwise(self._kernels, length, read * length, written * length, elements=length, element_bytes=size)
+        work = Rowwise(self._kernels_of(), length, read * length, written * length, elements=length, element_bytes=size)
         if name == "selection":  # reads a sum and a bias in fp32, writes the bias, its rounded copy and the sign
             work = Rowwise(op, length, 2 * 4 * length, (4 + 4 + size * self.master) * length)
         builder.emit(
@@ -482,11 +555,11 @@ class Optimizer:
             workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, *self._dtypes)),
         )
 
-    @property
-    def _kernels(self) -> str:
-        """The kind of AdamW's kernels (``operators/framework_kernels.py``)."""
+    def _kernels_of(self, *, narrow: bool = False) -> str:
+        """Return the kind of AdamW's kernels (``operators/framework_kernels.py``); ``narrow``: of ``NARROW``."""
         fused = self.decisions.kernels.adamw == "fused" and library_of(self.decisions.kernels.rowwise) is not None
-        return "adamw" + ".pure" * self.pure + ".cast" * (self.cast or autocast(self.decisions)) + ".fused" * fused
+        masters_alone = self.cast or autocast(self.decisions) or narrow
+        return "adamw" + ".pure" * self.pure + ".cast" * masters_alone + ".fused" * fused
 
     @property
     def _dtypes(self) -> tuple[DtypeName, DtypeName, DtypeName]:
@@ -495,8 +568,8 @@ class Optimizer:
         sums = self.grad_dtype if self.pure or self.decisions.memory_policy != "eager" else "fp32"
         return ("bf16" if self.pure else "fp32"), sums, moment_dtype(self.decisions)
 
-    def _update_bytes(self) -> tuple[int, int]:
-        """Return the bytes that AdamW reads and writes for each parameter."""
+    def _update_bytes(self, *, narrow: bool = False) -> tuple[int, int]:
+        """Return the bytes that AdamW reads and writes for each parameter; ``narrow``: of ``NARROW``."""
         size = DTYPE_BYTES[self.decisions.dtype]
         eager = self.decisions.memory_policy == "eager"
         updated, sums, moment = (DTYPE_BYTES[dtype] for dtype in self._dtypes)
@@ -504,7 +577,10 @@ class Optimizer:
             read, written = sums + 2 * moment + updated, 2 * moment + updated
             return read + sums * eager, written + sums * eager
         read = sums + 2 * moment + 4
-        written = 2 * moment + 4 + (size if self.master and not self.cast and not autocast(self.decisions) else 0)
+        copied = self.master and not self.cast and not autocast(self.decisions) and not narrow
+        written = 2 * moment + 4 + (size if copied else 0)
+        if narrow and eager:  # the gradient is scaled in a pass of its own; the copy is its own instruction
+            return read + 4, written + 4
         return (read + 8, written + 4) if eager else (read, written)
 
     def _host_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
@@ -530,6 +606,10 @@ class Optimizer:
         builder.emit(
             f"params.{name}", "h2d", Lane.H2D, Copy(size * length, "h2d"), source=reads(updated), target=writes(params)
         )
+
+
+_IN_FP8 = ("params_fp8", "params_fp8_columns")
+"""The families of what is kept in FP8 alone: by rows, and transposed."""
 
 
 def _update_of(run: str) -> str:

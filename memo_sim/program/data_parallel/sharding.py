@@ -136,8 +136,10 @@ class Sharding:
         """The names of blocks whose parameters are sharded."""
         self.copied_out = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.copied_out)
         """The names of blocks whose gathered parameters are copied out (FSDP2)."""
-        self.quantised = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.quantised)
-        """The names of blocks of whose matrices products read FP8 copies."""
+        self.quantised = frozenset(
+            kind for kind, o in optimizers.items() if o.quantised and (not o.narrow or o.narrow_columns)
+        )
+        """The names of blocks whose matrices are quantised before products read them, or transposed."""
         # Deferred weight gradients come after the last backward. Those of helper stages come after the owner's backward
         # (``pipeline/owner_stage.py``).
         late = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
@@ -165,15 +167,22 @@ class Sharding:
             if kind in self.params:
                 count = 2 * uses[kind] if block.of_layer else uses[kind]
                 dtype, holds = self.decisions.dtype, FamilyKind.GATHERED
-                for name in ("gathered", "copied_out") if optimizer.copied_out else ("gathered",):
-                    size = (dtype, elements, 1, count)
+                names = ("gathered", "copied_out") if optimizer.copied_out else ("gathered",)
+                for name in names if elements > optimizer.narrow else ():
+                    size = (dtype, elements - optimizer.narrow, 1, count)
                     full = f"{name}.{kind}"
                     found.append(Family(full, BufferClass.GATHERED, *size, kind=holds, block=block, layer_kind=of))
                 if optimizer.cast:
                     found.append(_cast_shard(optimizer, dtype))
-                if kind in self.quantised:
-                    copied = (ACTIVATIONS, copied_elements(self.decisions, optimizer.block), 1, count)
-                    full = f"params_fp8.{kind}"
+                in_fp8: dict[str, int] = {}
+                if optimizer.narrow:
+                    in_fp8[f"gathered_fp8.{kind}"] = optimizer.narrow
+                    if optimizer.narrow_columns:
+                        in_fp8[f"params_fp8_columns.{kind}"] = optimizer.narrow
+                elif kind in self.quantised:
+                    in_fp8[f"params_fp8.{kind}"] = copied_elements(self.decisions, optimizer.block)
+                for full, held in in_fp8.items():
+                    copied = (ACTIVATIONS, held, 1, count)
                     found.append(Family(full, BufferClass.GATHERED, *copied, kind=holds, block=block, layer_kind=of))
         return found
 
@@ -182,8 +191,10 @@ class Sharding:
         seen = dict(families)
         seen |= {f"grads.{kind}": families[f"whole_grads.{kind}"] for kind in self.grads}
         used = {kind: "copied_out" if self.optimizers[kind].copied_out else "gathered" for kind in self.params}
-        seen |= {f"params.{kind}": families[f"{name}.{kind}"] for kind, name in used.items()}
-        return seen
+        wide = {kind: name for kind, name in used.items() if f"{name}.{kind}" in families}
+        seen |= {f"params.{kind}": families[f"{name}.{kind}"] for kind, name in wide.items()}
+        narrow = [kind for kind in self.params if self.optimizers[kind].narrow]
+        return seen | {f"params_fp8.{kind}": families[f"gathered_fp8.{kind}"] for kind in narrow}
 
     def templates(self, families: Families) -> list[Template]:
         """Return for each kind of block the templates that gather parameters, and clear, scatter and add gradients."""
@@ -199,7 +210,10 @@ class Sharding:
                 found.append(self._add(kind, families))
             if kind in self.quantised:
                 seen = self.whole(families)
-                found += [optimizer.quantise(seen, again=again) for again in (False, True)[: 1 + (kind in self.params)]]
+                again = (False, True) if kind in self.params else (False,)
+                # Gathered in FP8 by rows, a layer's forward reads them so.
+                made = again[1:] if optimizer.narrow and kind in self.params else again
+                found += [optimizer.quantise(seen, again=each) for each in made]
             if kind in self.params:
                 found.append(self._gather(kind, families, Phase.GATHER))
                 if optimizer.kind.of_layer:
@@ -214,21 +228,29 @@ class Sharding:
         does = TemplateKind.REGATHER if phase is Phase.REGATHER else TemplateKind.GATHER
         optimizer = self.optimizers[kind]
         builder = TemplateBuilder(f"{kind}.{phase}", phase, does, optimizer.kind, optimizer.layer_kind)
+        shard, gathered = f"params.{kind}", dict[str, tuple[str, str]]()
         if optimizer.cast:
             self._cast(builder, families, optimizer)
             shard = f"cast.{kind}"
-        else:
-            shard = builder.bind(families[f"params.{kind}"])
-        full = builder.bind(families[f"gathered.{kind}"])
-        size = optimizer.block.elements * DTYPE_BYTES[self.decisions.dtype]
-        builder.emit(
-            f"params.{kind}",
-            "params.all_gather",
-            COLLECTIVE_LANES[optimizer.shard_group],
-            Collective("all_gather", size, optimizer.shards, optimizer.shard_group),
-            shard=reads(builder.all(shard)),
-            full=writes(builder.all(full)),
-        )
+        elif shard in families:
+            builder.bind(families[shard])
+        if (whole := f"gathered.{kind}") in families:
+            gathered[f"params.{kind}"] = shard, builder.bind(families[whole])
+        if optimizer.narrow:
+            held, whole = (builder.bind(families[f"{name}.{kind}"]) for name in ("params_fp8", "gathered_fp8"))
+            gathered[f"params_fp8.{kind}"] = held, whole
+        for name, (held, whole) in gathered.items():
+            rows = builder.all(whole)
+            builder.emit(
+                name,
+                "params.all_gather",
+                COLLECTIVE_LANES[optimizer.shard_group],
+                Collective(
+                    "all_gather", rows.tokens * builder.row_bytes(whole), optimizer.shards, optimizer.shard_group
+                ),
+                shard=reads(builder.all(held)),
+                full=writes(rows),
+            )
         return builder.build()
 
     def _cast(self, builder: TemplateBuilder, families: Families, optimizer: Optimizer) -> None:
@@ -374,6 +396,8 @@ class Sharding:
         """Return what makes the FP8 copies of the parameters of ``use``."""
         again = use.backward and any(kind in self.params for kind in use.params)
         kinds = tuple(kind for kind in use.params if kind in self.quantised)
+        if not again:  # a forward reads what was gathered in FP8 as it is
+            kinds = tuple(k for k in kinds if k not in self.params or not self.optimizers[k].narrow)
         return self._placed(use, kinds, "quantize_again" if again else "quantize")
 
     def _of_layer(self, use: Use) -> bool:

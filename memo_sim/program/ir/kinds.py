@@ -115,7 +115,9 @@ class FamilyKind(StrEnum):
     HOST_GRADS = "host_grads"
     HOST_PARAMS = "host_params"
     PARAMS_FP8 = "params_fp8"
-    """Copies of a block's matrices in FP8, with one micro-batch's scales: cached until the next update."""
+    """Copies of a block's matrices in FP8, cached until the next update; or those matrices, kept in FP8 alone."""
+    PARAMS_FP8_COLUMNS = "params_fp8_columns"
+    """Matrices that are kept in FP8 alone, transposed."""
     GATHERED = "gathered"
     """Gathered parameters of a whole block, for one use; and FSDP2's copy of them, which the use reads."""
     CAST = "cast"
@@ -154,6 +156,7 @@ STATE_KINDS = frozenset(
         FamilyKind.HOST_GRADS,
         FamilyKind.HOST_PARAMS,
         FamilyKind.PARAMS_FP8,
+        FamilyKind.PARAMS_FP8_COLUMNS,
     }
 )
 """The states of a block: one buffer for each of its layers."""

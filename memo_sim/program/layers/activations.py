@@ -9,6 +9,8 @@ Each policy chooses the families of the skeletal slots in the forward and backwa
     selective   keeps everything except tensors that only attention makes (``selective.py``)
     norms, mlp  keeps everything except what single modules make (``module_recompute.py``)
     operators   keeps the outputs of every second product and of attention (``operator_recompute.py``)
+    rowwise     Keeps the layer input, attention's output and the log-sum-exp; backward rebuilds the rest block by block
+                (``rowwise.py``). Swapped as the inputs of full are.
     rounding    Layers alternate between two buffers (MEMO 4.1). A layer whose buffer is overwritten is offloaded to
                 host buffers after its forward, and prefetched before its backward. Rows that are not swapped are
                 recomputed in backward (tokenwise), or copied to other device buffers (none and full).
@@ -37,8 +39,9 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Mode, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Copy, Rowwise
-from memo_sim.program.layers import frozen_products, mlp, module_recompute, operator_recompute, selective
+from memo_sim.program.layers import frozen_products, mlp, module_recompute, operator_recompute, rowwise, selective
 from memo_sim.program.layers.kinds import skeletal_of
+from memo_sim.program.layout.rowwise_blocks import ROWWISE, is_rowwise
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Fate, Skeletal
 from memo_sim.program.layout.stage import Stage
@@ -48,6 +51,8 @@ from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 
 REGION = "skeletal.region"
 """The rounding buffers of layers that differ, without the layers' inputs."""
+REBUILT_FROM_SHARED = ("full", ROWWISE)
+"""Recompute modes whose backward rebuilds every layer from few tensors, those that can be swapped."""
 REGION_ALIGNMENT = 512
 """Bytes to which tensors in the region are aligned, as PyTorch's allocator aligns them."""
 
@@ -135,12 +140,12 @@ class Activations:
     def kept_rows(self) -> bool:
         """Whether rows that are not swapped are copied to other device buffers."""
         partly = self.swapped < self.shape.tokens
-        return self.copied_out and self.decisions.recompute in ("none", "full") and partly
+        return self.copied_out and self.decisions.recompute in ("none", *REBUILT_FROM_SHARED) and partly
 
     @property
     def resident_differs(self) -> bool:
         """Whether layers that are not swapped have a backward of their own, which recomputes no rows."""
-        return self.windowed or (self.rounding and self.decisions.recompute != "full")
+        return self.windowed or (self.rounding and self.decisions.recompute not in REBUILT_FROM_SHARED)
 
     def swapped_rows(self, tensor: Skeletal) -> int:
         """Return how many rows of ``tensor`` are swapped to the host."""
@@ -223,6 +228,8 @@ class Activations:
             return tensor.name not in operator_recompute.rebuilt(self.decisions.model, self.shape)
         if tensor.name in module_recompute.rebuilt(self.decisions):
             return False
+        if is_rowwise(self.decisions):
+            return tensor.name in rowwise.KEPT
         return self.decisions.recompute != "full" or tensor.name == "x"
 
     def _bound(self, tensor: Skeletal) -> bool:
@@ -237,6 +244,7 @@ class Activations:
         if self._shared(tensor):
             return tensor.tokens
         block = mlp.rows_at_once(tensor, self.decisions, shape, backward=backward)
+        block = min(block, rowwise.rows_at_once(tensor, self.decisions, shape, backward=backward))
         return min(block, chunked_attention.rows_at_once(tensor, self.decisions, shape))
 
     def bind(self, builder: TemplateBuilder, families: Families, enters: str = "skeletal.x") -> None:
@@ -258,7 +266,9 @@ class Activations:
 
     def _made(self, tensor: Skeletal, kind: TemplateKind) -> bool:
         """Return whether a template writes a tensor that it does not share: backward, only what it recomputes."""
-        again = self.decisions.recompute == "full" or tensor.name in module_recompute.rebuilt(self.decisions)
+        again = self.decisions.recompute in REBUILT_FROM_SHARED or tensor.name in module_recompute.rebuilt(
+            self.decisions
+        )
         if kind in (TemplateKind.FORWARD, TemplateKind.REBUILD) or again or not self._unread(tensor):
             return True
         return kind is TemplateKind.BACKWARD and self.recomputed is not None

@@ -107,11 +107,13 @@ class HuggingFaceLayer(LayerWriter):
             **self._with_saved(op, operands),
         )
 
-    def residual(self, name: str, x: str, y: Rows, *, out: str, rows: RowBlock, bias: str) -> None:
+    def residual(
+        self, name: str, x: str, y: Rows, *, out: str, rows: RowBlock, bias: str, at: RowBlock | None = None
+    ) -> None:
         """Emit a residual sum; the first one is the template's own where no module saves it."""
         if out == "resid":
             self.own("resid", self.shape.shard_tokens, self.shape.hidden)
-        super().residual(name, x, y, out=out, rows=rows, bias=bias)
+        super().residual(name, x, y, out=out, rows=rows, bias=bias, at=at)
 
     def _with_saved(self, op: str, operands: dict[str, Access | None]) -> dict[str, Access | None]:
         name, backward = op.removesuffix(".bwd"), op.endswith(".bwd")

@@ -19,8 +19,10 @@ from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.layers import huggingface
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.metp import MetpLayer, metp_tensors
+from memo_sim.program.layers.rowwise import RowwiseLayer
 from memo_sim.program.layout import fp8
 from memo_sim.program.layout.parameters import Block
+from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.layout.rules.modules import saves_of_modules
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal, skeletal_tensors
@@ -65,6 +67,7 @@ class LayerKind:
 
 LAYER_KINDS = [
     LayerKind("transformer", lambda _, __: True, LayerWriter),
+    LayerKind("rowwise", lambda decisions, _: is_rowwise(decisions), RowwiseLayer),
     LayerKind(
         "huggingface",
         lambda decisions, _: saves_of_modules(decisions),

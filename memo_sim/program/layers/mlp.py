@@ -58,6 +58,8 @@ class Mlp:
         self.rebuild: MlpRebuild = writer.decisions.mlp_rebuild if self.blocked else "block"
         self.apart = self.rebuild != "block"
         """Whether the norm is computed for all rows, outside of the row blocks."""
+        self.residual_in_block = writer.decisions.recompute == "rowwise"
+        """Whether the residual before the MLP exists for one row block only (``rowwise.py``)."""
         self.tokens = min(chunk or self.shape.tokens, self.shape.tokens)
         """Number of tokens in a buffer inside the MLP."""
 
@@ -79,6 +81,10 @@ class Mlp:
     def _at(self, rows: RowBlock) -> RowBlock:
         """Return the rows of a row block in the buffers inside the MLP."""
         return (0, rows[1]) if self.blocked else rows
+
+    def _residual_at(self, rows: RowBlock) -> RowBlock:
+        """Return the rows of a row block in the residual before the MLP."""
+        return self._at(rows) if self.residual_in_block else rows
 
     def _wide_at(self, rows: RowBlock) -> RowBlock:
         """Return the rows of a row block in ``up`` and ``act``, which backward holds whole under ``layer``."""
@@ -102,7 +108,7 @@ class Mlp:
             source = Rows("norm2", *rows)
             product(source, at)
         else:
-            norms.norm(writer, "norm2", "resid", rows, at)
+            norms.norm(writer, "norm2", "resid", self._residual_at(rows), at)
             shard = writer.shard_rows(writer.read_by_product("norm2"), at)
             source = writer.gather_and_multiply("norm2", shard, "norm2_full", at, product, tokens=self.tokens)
         self._activate(at)
@@ -168,15 +174,17 @@ class Mlp:
             if self.blocked:
                 self.writer.suffix = f".b{i}"
                 self.first_product(rows)
-            self._second_product(rows, out)
+            self.second_product(rows, out)
         self.writer.suffix = ""
 
-    def _second_product(self, rows: RowBlock, out: str) -> None:
+    def second_product(self, rows: RowBlock, out: str) -> None:
+        """Write the second product of a row block, and the layer's output."""
         writer, activated = self.writer, Rows(self.writer.read_by_product("act"), *self._wide_at(rows))
         first, product = self._at(rows)[0], self._down_product
         summed = writer.multiply_and_scatter("ffn_down", activated, "down_out", first, product, tokens=self.tokens)
         summed = norms.post_norm(writer, "post_mlp", summed, rows)
-        writer.residual("out_add", "resid", summed, out=out, rows=rows, bias="ffn_down.bias")
+        residual_at = self._residual_at(rows)
+        writer.residual("out_add", "resid", summed, out=out, rows=rows, bias="ffn_down.bias", at=residual_at)
 
     def rebuild_output(self, rows: RowBlock) -> None:
         """Write the second product and the norm behind it once more, for models with that norm."""
@@ -211,10 +219,10 @@ class Mlp:
                 writer.builder.phase = phase
             if self.blocked:
                 writer.suffix = f".b{i}"
-            self._block_backward(rows, grad_out, source)
+            self.block_backward(rows, grad_out, source)
         writer.suffix = ""
 
-    def _block_backward(self, rows: RowBlock, grad_out: str, source: Rows | None) -> None:
+    def block_backward(self, rows: RowBlock, grad_out: str, source: Rows | None) -> None:
         """Write one block's backward; ``source``: the norm's output if it is already gathered."""
         writer, shape, at, wide_at = self.writer, self.shape, self._at(rows), self._wide_at(rows)
         upstream = norms.post_norm_backward(writer, "post_mlp", writer.shard_rows(grad_out, rows))
@@ -252,4 +260,5 @@ class Mlp:
             rows=rows,
             at=rows if self.apart else at,
             tokens=shape.tokens if self.apart else self.tokens,
+            input_at=self._residual_at(rows),
         )

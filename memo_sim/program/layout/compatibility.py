@@ -49,6 +49,7 @@ from memo_sim.program.layout.rules.recompute import (
     SOME_LAYERS,
 )
 from memo_sim.program.layout.rules.ring_self_attention import RING_SELF_ATTENTION
+from memo_sim.program.layout.rules.rowwise import ROWWISE_RECOMPUTE
 from memo_sim.program.layout.rules.sinks import SINKS
 from memo_sim.program.layout.rules.states import STATES
 from memo_sim.program.layout.rules.subsequences import SUBSEQUENCES
@@ -79,6 +80,7 @@ RULES = (
     *ATTENTION_CHUNKS,
     *BIDIRECTIONAL,
     *SUBSEQUENCES,
+    *ROWWISE_RECOMPUTE,
     SELECTIVE_SWAPS_NOTHING,
     *SOME_LAYERS,
     ROUNDING_BUFFERS_OF_FULL_RECOMPUTE,
@@ -107,6 +109,11 @@ ARENA_RULES = (
     MODULES_ARE_RECOMPUTED,
 )
 """What no arena is planned for; programs can be written for it, and the search refuses it."""
+
+
+def goes_together(decisions: Decisions) -> bool:
+    """Return whether decisions break no rule of ``RULES``."""
+    return not any(rule.breaks(decisions) for rule in RULES)
 
 
 def check_compatible(decisions: Decisions) -> None:

@@ -1,9 +1,10 @@
 """FP8: which products of a layer run in it, which tensors are then kept in it, and the copies that products need.
 
 The linear products of a layer (Q K V, projection, both products of a dense MLP) take operands in FP8 and write bf16, as
-Transformer Engine's modules do. Attention, norms, routers, experts (grouped and shared), embedding and classifier stay
-in the plan's dtype. Activations and weights are E4M3; gradients are E5M2 with one scale a tensor (TE's hybrid format),
-and E4M3 with scales of blocks.
+Transformer Engine's modules do. So do those of experts and of a shared expert with ``fp8_experts``. Attention, norms,
+routers, embedding and classifier stay in the plan's dtype, and so does the product that makes latents (MLA): its weight
+lies behind the router's, and its input, the first norm's result, is then kept in that dtype too. Activations and
+weights are E4M3; gradients are E5M2 with one scale a tensor (TE's hybrid format), and E4M3 with scales of blocks.
 
 A product sums over the features of its operands, a weight's gradient over their tokens. Scales of blocks lie along the
 dimension that is summed, so a tensor has a copy by rows for the first and one by columns for the second. With one scale
@@ -25,6 +26,10 @@ takes four bytes in all, which are not counted.
 
 Forward keeps the FP8 copies of a product's input in place of the input itself: of the norms' results and of the MLP's
 activation. The projection's input is kept twice, because attention's backward reads its output in bf16.
+
+Weights have FP8 copies beside those in the plan's dtype. With ``fp8_params`` there are only the FP8 ones: the optimizer
+quantises its master weights to the copy by rows, which ranks gather, and the one by columns is that one transposed. So
+it is with scales of 128 x 128 values too, which are those of the transposed weight.
 """
 
 from __future__ import annotations
@@ -49,6 +54,16 @@ PRODUCTS: dict[Fp8Recipe, ProductDtype] = {
     "mx": "fp8-mx",
 }
 """The products of a recipe as profiles name them."""
+NARROW = "fp8"
+"""The run of a block's parameters that are kept in FP8 alone."""
+OF_DENSE_LAYERS = ("qkv", "q_up", "kv_up", "proj", "ffn_up", "ffn_down")
+"""Products of a layer without experts that run in FP8; q_up and kv_up are latent attention's, in place of qkv."""
+OF_EXPERTS = ("experts_up", "experts_down", "shared_up", "shared_down")
+"""Those of experts, and of the shared one, with ``fp8_experts``."""
+LATENTS = ("q_latent", "kv_latent")
+"""What latent attention's products in FP8 read."""
+GATHERED = ("norm1", "norm2", *LATENTS)
+"""The inputs that sequence parallelism gathers."""
 ATTENTION_OUTPUT = "attn_fp8"
 """The projection's input in FP8, which is kept beside attention's output in bf16."""
 
@@ -68,15 +83,17 @@ def row_features(recipe: Fp8Recipe, features: int) -> int:
     return features + (-(-features // SCALE_SHARE) if by_blocks(recipe) else 0)
 
 
-def weights(block: Block) -> tuple[Parameter, ...]:
-    """Return the weights of a layer's FP8 products, which lie at its block's beginning, one after the other."""
-    found = (block.find(f"{name}.weight") for name in ("qkv", "proj", "ffn_up", "ffn_down"))
+def weights(decisions: Decisions, block: Block) -> tuple[Parameter, ...]:
+    """Return the weights of a block's FP8 products, which lie at its beginning, one after the other."""
+    names = (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ()))
+    found = (block.find(f"{name}.weight") for name in names)
     return tuple(weight for weight in found if weight is not None)
 
 
-def quantised_inputs(*, dense: bool) -> frozenset[str]:
-    """Return the tensors that only FP8 products read; a router and experts read their norm's result in bf16."""
-    return frozenset(("norm1", "norm2", "act") if dense else ("norm1",))
+def quantised_inputs(decisions: Decisions, *, dense: bool) -> frozenset[str]:
+    """Return the tensors that only FP8 products read; a router reads its norm's result in bf16."""
+    inside = ("norm2", "act") if dense else ("act", "shared_act") if decisions.fp8_experts else ()
+    return frozenset((*(LATENTS if decisions.model.latent else ("norm1",)), *inside))
 
 
 def two_copies(decisions: Decisions) -> bool:
@@ -94,16 +111,31 @@ def weight_copies(decisions: Decisions) -> int:
 
 def copied_elements(decisions: Decisions, block: Block) -> int:
     """Return the bytes of all FP8 copies of a layer's weights, with their scales."""
-    elements = sum(weight.elements for weight in weights(block))
+    elements = sum(weight.elements for weight in weights(decisions, block))
     scales = -(-elements // SCALE_SHARE) if decisions.fp8 == "mx" else 0
     return weight_copies(decisions) * (elements + scales)
+
+
+def narrow_elements(decisions: Decisions, block: Block) -> int:
+    """Return the elements at a block's beginning that are kept in FP8 alone."""
+    return sum(weight.elements for weight in weights(decisions, block)) if decisions.fp8_params else 0
+
+
+def runs(decisions: Decisions, block: Block) -> list[tuple[str, int, int]]:
+    """Return the ranges that an optimizer updates alike (``Block.runs``), with what is kept in FP8 alone apart."""
+    narrow, found = narrow_elements(decisions, block), block.runs()
+    if not narrow:
+        return found
+    (name, _, elements), *others = found
+    rest = [(name, narrow, elements - narrow)] if elements > narrow else []
+    return [(NARROW, 0, narrow), *rest, *others]
 
 
 def kept(decisions: Decisions, layer: LayerShape, tensors: tuple[Skeletal, ...]) -> tuple[Skeletal, ...]:
     """Return a layer's skeletal tensors as FP8 products keep them."""
     if decisions.fp8 == "none":
         return tensors
-    inputs, found = quantised_inputs(dense=layer.experts is None), list[Skeletal]()
+    inputs, found = quantised_inputs(decisions, dense=layer.experts is None), list[Skeletal]()
     sequence_sharded = any(t.name == "attn_seq" for t in tensors)
     for tensor in tensors:
         if tensor.name in inputs:

@@ -24,7 +24,7 @@ up) lie one below the other, and so do their B's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import prod
@@ -142,20 +142,28 @@ PARTS = {"latent.weight": Part.TOKENS, "shared_gate.weight": Part.HEADS}
 Vectors = list[tuple[str, int, Part]]
 
 
-def _block(
-    name: str, matrices: Matrices, vectors: Vectors, adapters: Adapters | None, sides: Sequence[Parameter] = ()
+def _block(  # noqa: PLR0917 - what a block is made of
+    name: str,
+    matrices: Matrices,
+    vectors: Vectors,
+    adapters: Adapters | None,
+    sides: Sequence[Parameter] = (),
+    parts: Mapping[str, Part] | None = None,
 ) -> Block:
-    """Return a block; with ``adapters`` only ``sides`` of them, which come first, are trained."""
+    """Return a block; with ``adapters`` only ``sides`` of them, which come first, are trained.
+
+    ``parts``: of the matrices whose gradient a tensor-parallel rank computes in part.
+    """
     first, frozen = 0, adapters is not None
     parameters = []
     for side in sides:
         parameters.append(replace(side, first=first))
         first += side.elements
     for label, shape in matrices:
-        part = PARTS.get(label, Part.WHOLE)
+        part = (parts or PARTS).get(label, Part.WHOLE)
         parameters.append(Parameter(label, shape, first, decay=True, part=part, frozen=frozen))
         first += prod(shape)
-    for label, width, part in sorted(vectors, key=lambda vector: vector[2]):
+    for label, width, part in sorted(vectors, key=lambda vector: (vector[0] != SELECTION_BIAS, vector[2])):
         parameters.append(Parameter(label, (width,), first, decay=False, part=part, frozen=frozen))
         first += width
     return Block(name, tuple(parameters))
@@ -215,13 +223,15 @@ def layer_block(
     *,
     name: str = "layer",
     ep: int = 1,
+    whole_experts: bool = False,
     adapters: Adapters | None = None,
 ) -> Block:
     """Return the block of a layer of the shape ``layer``; matrices are (out, in), and Q, K, V are packed in that order.
 
     The experts' matrices lie one after the other, each with its gate before its up half. ``name``: the block's name,
     which differs by layer kind. ``ep``: where ranks divide the experts, these are in a block of their own
-    (``experts_block``), and the router stays here. ``adapters``: they are trained, and come first.
+    (``experts_block``), and the router stays here. ``whole_experts``: each tensor-parallel rank routes its own token
+    shard (``Layout.whole_experts``). ``adapters``: they are trained, and come first.
     """
     h, f = model.hidden, layer.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
@@ -237,7 +247,7 @@ def layer_block(
         matrices += _shared(experts, h, tp)
         matrices.append(("router.weight", (experts.count, h)))
     matrices += [("latent.weight", (model.latent.width, h))] if model.latent else []  # every rank has all of it
-    vectors: Vectors = _of_router(experts, h, tp, ep) if experts else []
+    vectors: Vectors = _of_router(experts, h, tp, ep, Part.TOKENS if whole_experts else Part.WHOLE) if experts else []
     vectors += [("norm1.weight", h, Part.TOKENS), ("norm2.weight", h, Part.TOKENS)]
     if model.family == "gpt":
         vectors += [("norm1.bias", h, Part.TOKENS), ("norm2.bias", h, Part.TOKENS)]
@@ -254,7 +264,9 @@ def layer_block(
     vectors += _norms_of(model.latent) if model.latent else []
     if model.qk_norm:
         vectors += [("q_norm.weight", model.head_dim, Part.HEADS), ("k_norm.weight", model.head_dim, Part.HEADS)]
-    return _block(name, matrices, vectors, adapters, _sides(model, layer, tp, adapters) if adapters else ())
+    sides = _sides(model, layer, tp, adapters) if adapters else ()
+    parts = PARTS | ({"router.weight": Part.TOKENS} if whole_experts else {})
+    return _block(name, matrices, vectors, adapters, sides, parts)
 
 
 def _of_heads(model: Model, latent: LatentAttention, tp: int) -> Matrices:
@@ -272,17 +284,28 @@ def _norms_of(latent: LatentAttention) -> Vectors:
     return [(f"{name}_latent_norm.weight", rank, Part.TOKENS) for name, rank in ranks if rank]
 
 
-def experts_block(model: Model, tp: int, ep: int, experts: Experts | None, *, name: str = "experts") -> Block | None:
+def experts_block(
+    model: Model,
+    tp: int,
+    ep: int,
+    experts: Experts | None,
+    adapters: Adapters | None = None,
+    *,
+    name: str = "experts",
+) -> Block | None:
     """Return the block of one rank's experts; None without expert parallelism, or in a layer without experts.
 
     Rank r of ``ep`` has the experts [r x count / ep, (r + 1) x count / ep), and of each the features of its rank of tp.
+    With ``adapters`` it is frozen.
     """
-    return None if ep == 1 or experts is None else rank_experts_block(model, tp, ep, experts, name=name)
+    return None if ep == 1 or experts is None else rank_experts_block(model, tp, ep, experts, adapters, name=name)
 
 
-def rank_experts_block(model: Model, tp: int, ep: int, experts: Experts, *, name: str = "experts") -> Block:
+def rank_experts_block(
+    model: Model, tp: int, ep: int, experts: Experts, adapters: Adapters | None = None, *, name: str = "experts"
+) -> Block:
     """Return the block of one rank's experts, or (``ep`` 1) of all of them."""
-    return _block(name, _experts(experts, model.hidden, tp, ep), _first_biases(experts, tp, ep), None)
+    return _block(name, _experts(experts, model.hidden, tp, ep), _first_biases(experts, tp, ep), adapters)
 
 
 def _experts(experts: Experts, hidden: int, tp: int, ep: int) -> Matrices:
@@ -305,20 +328,21 @@ def _first_biases(experts: Experts, tp: int, ep: int) -> Vectors:
     return [("experts_up.bias", width, Part.WHOLE)] if experts.bias else []
 
 
-def _of_router(experts: Experts, hidden: int, tp: int, ep: int) -> Vectors:
+def _of_router(experts: Experts, hidden: int, tp: int, ep: int, part: Part) -> Vectors:
     """Return the biases of a layer's own block; the selection bias comes first, as its update differs.
 
-    Those of the experts' second products are here with expert parallelism too: they are added to token rows.
+    Those of the experts' second products are here with expert parallelism too: they are added to token rows. ``part``:
+    what a tensor-parallel rank computes of the gradients of what is whole on every rank.
     """
     found: Vectors = []
     if experts.selection_bias:
-        found.append((SELECTION_BIAS, experts.count, Part.WHOLE))
+        found.append((SELECTION_BIAS, experts.count, part))
     if ep == 1:
         found += _first_biases(experts, tp, ep)
     if experts.bias:
-        found.append(("experts_down.bias", experts.count * hidden, Part.WHOLE))
+        found.append(("experts_down.bias", experts.count * hidden, part))
     if experts.router_bias:
-        found.append(("router.bias", experts.count, Part.WHOLE))
+        found.append(("router.bias", experts.count, part))
     return found
 
 

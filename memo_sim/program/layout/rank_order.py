@@ -16,10 +16,12 @@ distance between its consecutive ranks:
     replicate tp*metp*zero_ranks     ranks of grads that hold the same shard
     ep        tp*metp    consecutive ranks of grads that divide a layer's experts, as in Megatron-LM
     expert_grads  tp*metp*ep         ranks of grads that hold the same experts
+    with expert_tp 1, ep and expert_grads divide the ranks of tp as well: strides 1 and ep
 
     tp 4, cp 2, dp 2:   tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12
     with zero_ranks 2:  shard group of rank 0: 0 4    replicate: 0 8
     with ep 2:          ep group of rank 0: 0 4    expert_grads: 0 8
+    with ep 8, expert_tp 1:   ep group of rank 0: 0 1 2 3 4 5 6 7    expert_grads: 0 8
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ REPLICATE: Literal["replicate"] = "replicate"
 """The group of ranks of ``grads`` that hold the same shard, one of each group that shards (torch's dp_replicate)."""
 
 EP: Literal["ep"] = "ep"
-"""The group of ``Layout.ep`` consecutive ranks of ``grads`` that divide the experts of a layer."""
+"""The group of ``Layout.ep`` consecutive ranks of ``grads`` that divide the experts of a layer.
+
+Where ranks of tp have whole experts, they are among these (``Layout.whole_experts``)."""
 EXPERT_GRADS: Literal["expert_grads"] = "expert_grads"
-"""The group of ranks of ``grads`` that hold the same experts, one of each ``ep`` group."""
+"""The group of ranks that hold the same experts, one of each ``ep`` group."""
 
 
 def stride(group: str, layout: Layout) -> int:
@@ -56,7 +60,9 @@ def stride(group: str, layout: Layout) -> int:
     if group == REPLICATE:
         return stride(GRADS, layout) * layout.shards
     if group == EXPERT_GRADS:
-        return stride(GRADS, layout) * layout.ep
+        return stride(EP, layout) * layout.ep
+    if group == EP and layout.whole_experts:
+        return 1
     first = {GRADS: "ulysses", SHARD: "ulysses", EP: "ulysses", ENDS: "metp"}.get(group, group)
     return prod(degree(axis, layout) for axis in AXES[: AXES.index(first)])
 
@@ -88,4 +94,4 @@ def members(group: str, layout: Layout, rank: int) -> list[int]:
 
 def least_dp(layout: Layout) -> int:
     """Return the least data parallelism with which ranks that divide experts make up whole groups."""
-    return layout.ep // gcd(layout.ep, layout.cp * layout.ulysses)
+    return layout.ep // gcd(layout.ep, layout.expert_ranks // layout.dp)

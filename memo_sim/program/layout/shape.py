@@ -71,6 +71,8 @@ class Shape:
     experts: Experts | None = None
     """The experts in place of the MLP, if the layer has them."""
     ep: int = 1
+    whole_experts: bool = False
+    """Whether each tensor-parallel rank has whole experts, and dispatches the rows of its token shard."""
     expert_load: str = BALANCED
     expert_capacity: float = 0.0
     """How rows spread over experts, and what a pair of ranks can send (``layout/expert_load.py``); read with ``ep``."""
@@ -102,7 +104,7 @@ class Shape:
     @property
     def expert_width(self) -> int:
         """Features inside one expert, on one of the ranks that divide them."""
-        return self.experts.hidden // self.divided if self.experts else 0
+        return self.experts.hidden // (1 if self.whole_experts else self.divided) if self.experts else 0
 
     @property
     def shared_width(self) -> int:
@@ -110,9 +112,14 @@ class Shape:
         return self.experts.shared // self.divided if self.experts else 0
 
     @property
+    def routed_tokens(self) -> int:
+        """Tokens that the rank routes: all of the tensor-parallel ranks, or its own where it has whole experts."""
+        return self.shard_tokens if self.whole_experts else self.tokens
+
+    @property
     def dispatched(self) -> int:
-        """Rows that go to experts: one for each token and each of its experts."""
-        return self.tokens * self.experts.per_token if self.experts else 0
+        """Rows that go to experts: one for each token that is routed and each of its experts."""
+        return self.routed_tokens * self.experts.per_token if self.experts else 0
 
     @property
     def pair_rows(self) -> int:
@@ -214,7 +221,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
     _check_heads(decisions)
     for each in model.layer_shapes:
         if each.experts is not None:
-            _degree_divides("features of an expert", each.experts.hidden, "tp", layout.tp)
+            _degree_divides("features of an expert", each.experts.hidden, "tp", layout.expert_divided)
             _degree_divides("experts", each.experts.count, "ep", layout.ep)
             _degree_divides("features of the shared expert", each.experts.shared, "tp", layout.tp)
             continue
@@ -272,6 +279,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
         keep_norms=decisions.keep_norms,
         divided=layout.divided,
         ep=layout.ep,
+        whole_experts=layout.whole_experts,
         expert_load=decisions.expert_load,
         expert_capacity=decisions.expert_capacity,
         sequence=decisions.seq_tokens,

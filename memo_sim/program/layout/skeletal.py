@@ -126,7 +126,7 @@ def normed_slot(which: str, shape: Shape) -> str:
 
 def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, ...]:
     """Return what backward needs of experts: what the router decided, and the wide tensors of dispatched rows."""
-    tokens, rows = shape.tokens, shape.expert_rows
+    tokens, rows, beside_tokens = shape.routed_tokens, shape.expert_rows, shape.tokens
 
     def decided(name: str, kind: str, rows: int, features: int) -> Skeletal:
         return Skeletal(f"route_{name}", rows, features, kind, Fate.WHOLE)
@@ -148,7 +148,7 @@ def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, .
         )
     loss = (decided("lse", "fp32", tokens, 1),) if experts.z_loss else ()
     shared = shape.shared_width
-    gate = (decided("shared_gate", "fp32", tokens, 1),) if experts.shared_gate else ()
+    gate = (decided("shared_gate", "fp32", beside_tokens, 1),) if experts.shared_gate else ()
     beside = (("shared_up", 2 * shared), ("shared_act", shared)) if shared else ()
     return (
         decided("scores", "fp32", tokens, experts.count),
@@ -159,7 +159,7 @@ def _of_experts(experts: Experts, shape: Shape, dtype: str) -> tuple[Skeletal, .
         *gate,
         Skeletal("up", rows, 2 * shape.expert_width, dtype, Fate.BY_TOKEN),
         Skeletal("act", rows, shape.expert_width, dtype, Fate.BY_TOKEN),
-        *(Skeletal(name, tokens, features, dtype, Fate.BY_TOKEN) for name, features in beside),
+        *(Skeletal(name, beside_tokens, features, dtype, Fate.BY_TOKEN) for name, features in beside),
     )
 
 

@@ -95,10 +95,11 @@ def norm_backward(
     out: str,
     rows: RowBlock,
     at: RowBlock,
+    input_at: RowBlock | None = None,
 ) -> None:
     """Write the backward of a norm from the gradient of its output, and add that of the residual branch.
 
-    ``rows`` and ``at`` as in ``product_and_norm_backward``.
+    ``rows``, ``at`` and ``input_at`` as in ``product_and_norm_backward``.
     """
     hidden = writer.shape.hidden
     op = "layer_norm.bwd" if writer.model.family == "gpt" else "rms_norm.bwd"
@@ -112,7 +113,7 @@ def norm_backward(
         features=hidden,
         scratch=table.norm_backward_workspace_bytes(written.tokens, hidden, writer.dtype, writer.rowwise),
         grad=reads(grad),
-        x=reads(writer.shard_rows(norm_input, rows)),
+        x=reads(writer.shard_rows(norm_input, input_at or rows)),
         stats=reads(writer.shard_rows(f"{norm}_stats", at)),
         weight=writer.param(f"{norm}.weight"),
         residual_grad=reads(writer.shard_rows(residual_grad, rows)),

@@ -20,7 +20,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Collective, Fp8Gemm, Gemm, Rotary, Rowwise
-from memo_sim.program.layout.fp8 import ATTENTION_OUTPUT, PRODUCTS
+from memo_sim.program.layout.fp8 import ATTENTION_OUTPUT, PRODUCTS, narrow_elements
 from memo_sim.program.layout.parameters import Block, autocast, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import norms
@@ -48,6 +48,8 @@ class OperatorWriter:
         self.suffix = ""
         self.fp8 = None if decisions.fp8 == "none" else Fp8Operands(builder, decisions, shape, block)
         """Copies of operands in FP8; None where products run in the plan's dtype."""
+        self.narrow = narrow_elements(decisions, block)
+        """Elements at the block's beginning that slot ``params`` does not hold, because they are in FP8 alone."""
         self.in_chunks = decisions.layout.tp_overlap == "chunked" and shape.gathered
         """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False
@@ -70,7 +72,7 @@ class OperatorWriter:
     def param(self, name: str) -> Access | None:
         """Return a parameter as a read operand, or None when the model has none of that name."""
         found = self.block.find(name)
-        return reads(Rows("params", found.first, found.elements)) if found else None
+        return reads(Rows("params", found.first - self.narrow, found.elements)) if found else None
 
     def grad(self, name: str) -> Access | None:
         """Return a parameter's gradient as an accumulated operand, or None where there is no such trained parameter."""
@@ -84,13 +86,13 @@ class OperatorWriter:
 
     def weight(self, name: str, *, for_dgrad: bool = False) -> Access | None:
         """Return the weight of the product ``name`` as a read operand: the parameter, or its copy in FP8."""
-        if self.fp8 is not None and self.fp8.has(name):
-            return reads(self.fp8.weight(name, for_dgrad=for_dgrad))
+        if self.fp8 is not None and self.fp8.weights.has(name):
+            return reads(self.fp8.weights.of(name, for_dgrad=for_dgrad))
         return self.param(f"{name}.weight")
 
     def product(self, name: str, m: int, n: int, k: int, gemm_pass: GemmPass) -> Gemm:
         """Return the work of the product ``name``, in the plan's dtype or in FP8."""
-        if self.fp8 is not None and self.fp8.has(name):
+        if self.fp8 is not None and self.fp8.weights.has(name):
             return Fp8Gemm(m, n, k, gemm_pass, self.dtype, PRODUCTS[self.decisions.fp8])
         return Gemm(m, n, k, gemm_pass, self.dtype)
 
@@ -106,6 +108,10 @@ class OperatorWriter:
     def read_by_product(self, slot: str) -> str:
         """Return the slot of the copy of an input that its product in forward reads."""
         return slot if self.fp8 is None else self.fp8.by_rows(slot)
+
+    def product_input(self, name: str, x: Rows) -> Rows:
+        """Return the input of the product ``name`` as it reads it: itself, or a copy in FP8 that is made here."""
+        return x if self.fp8 is None or not self.fp8.weights.has(name) else self.fp8.input(x, self.suffix)
 
     def attended(self, slot: str, *, kept: bool = False) -> str:
         """Return the slot of the projection's input, or of its copy in FP8: the one by rows, or the one ``kept``."""
@@ -290,8 +296,10 @@ class OperatorWriter:
         )
         return rows
 
-    def residual(self, name: str, x: str, y: Rows, *, out: str, rows: RowBlock, bias: str) -> None:
-        """Emit ``out = x + y (+ bias)`` of a row block."""
+    def residual(
+        self, name: str, x: str, y: Rows, *, out: str, rows: RowBlock, bias: str, at: RowBlock | None = None
+    ) -> None:
+        """Emit ``out = x + y (+ bias)`` of a row block; ``at``: its rows in ``x``, where these are others."""
         shard = self.shard_rows(out, rows)
         h = self.shape.hidden
         self.memory_bound(
@@ -301,7 +309,7 @@ class OperatorWriter:
             2 * h,
             h,
             features=h,
-            x=reads(self.shard_rows(x, rows)),
+            x=reads(self.shard_rows(x, at or rows)),
             y=reads(y),
             bias=self.param(bias),
             out=writes(shard),
@@ -309,8 +317,8 @@ class OperatorWriter:
 
     def dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int, *, op: str = "linear.dgrad") -> None:
         """Emit ``out = grad @ weight``: ``n`` input features of ``k`` output features."""
-        if self.fp8 is not None and self.fp8.has(name):
-            grad = self.fp8.gradient(grad, self.suffix)
+        if self.fp8 is not None and self.fp8.weights.has(name):
+            grad = self.fp8.gradient(grad, self.suffix, k)
         self.builder.emit(
             f"{name}.dgrad{self.suffix}",
             op,
@@ -346,9 +354,9 @@ class OperatorWriter:
         scratch = table.wgrad_workspace_bytes(
             m, n, grad.tokens, self.dtype, kernel, into=gradient_dtype(self.decisions)
         )
-        if self.fp8 is not None and self.fp8.has(name):
-            grad = self.fp8.gradient(grad, self.suffix, for_wgrad=True)
-            x = self.fp8.transposed(x, self.suffix)
+        if self.fp8 is not None and self.fp8.weights.has(name):
+            grad = self.fp8.gradient(grad, self.suffix, m, for_wgrad=True)
+            x = self.fp8.input(self.fp8.transposed(x, self.suffix), self.suffix, for_wgrad=True)
         wide = autocast(self.decisions)
         apart = wide or half_gradients(self.decisions)
         product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None
@@ -421,6 +429,7 @@ class OperatorWriter:
         rows: RowBlock,
         at: RowBlock,
         tokens: int = 0,
+        input_at: RowBlock | None = None,
     ) -> None:
         """Write the backward of ``product`` and of the norm before it, and add the gradient of the residual branch.
 
@@ -428,6 +437,7 @@ class OperatorWriter:
         ``rows``: the row block in ``norm_input``, ``residual_grad`` and ``out``.
         ``at``: its rows in the norm's output and statistics and in the product's input gradient. The buffer of that
         gradient holds ``tokens`` rows; 0 for all of the rank's.
+        ``input_at``: its rows in ``norm_input``, where these are not ``rows``.
 
         The ranks sum the input gradient while the weight gradient is computed. Where another template computes that,
         the sum overlaps with the product of the input gradient (``tp_overlap``).
@@ -451,5 +461,13 @@ class OperatorWriter:
             self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
         norms.norm_backward(
-            self, norm, grad=summed, norm_input=norm_input, residual_grad=residual_grad, out=out, rows=rows, at=at
+            self,
+            norm,
+            grad=summed,
+            norm_input=norm_input,
+            residual_grad=residual_grad,
+            out=out,
+            rows=rows,
+            at=at,
+            input_at=input_at,
         )

@@ -52,8 +52,11 @@ def _rotate(writer: OperatorWriter, op: str, tokens: int, first: int, **rows: Ac
     )
 
 
-def positions_backward(writer: OperatorWriter, d_qkv: Rows, *, first: int = 0) -> None:
-    """Write the backward of ``positions``, in place in the gradient; it reads the same rows of ``qk_raw``."""
+def positions_backward(writer: OperatorWriter, d_qkv: Rows, *, first: int = 0, raw: Rows | None = None) -> None:
+    """Write the backward of ``positions``, in place in the gradient.
+
+    ``raw``: the rows of ``qk_raw`` that it reads, unless they are those of the gradient.
+    """
     tokens, width, grad = d_qkv.tokens, writer.shape.q_width + writer.shape.kv_width, accumulates(d_qkv)
     if not writer.model.learned_positions:
         _rotate(writer, "rotary.bwd", tokens, first, grad=grad)
@@ -67,7 +70,7 @@ def positions_backward(writer: OperatorWriter, d_qkv: Rows, *, first: int = 0) -
             features=width,
             scratch=table.qk_norm_backward_workspace_bytes(tokens, *_rotated(writer), writer.dtype),
             grad=grad,
-            raw=reads(Rows("qk_raw", d_qkv.first, d_qkv.tokens)),
+            raw=reads(raw or Rows("qk_raw", d_qkv.first, d_qkv.tokens)),
             q_weight=writer.param("q_norm.weight"),
             k_weight=writer.param("k_norm.weight"),
             grad_q_weight=writer.grad("q_norm.weight"),

@@ -112,8 +112,18 @@ def _blocks(decisions: Decisions, stage: Stage) -> dict[str, Block]:
         found.append(embed_block(model, layout.tp, positions=stage.first, adapters=adapters))
     kinds = layers_by_kind(model, stage)
     for kind in kinds:
-        each = layer_block(model, layout.divided, kind.shape, name=kind.block, ep=layout.ep, adapters=adapters)
-        experts = experts_block(model, layout.divided, layout.ep, kind.shape.experts, name=kind.experts_block)
+        each = layer_block(
+            model,
+            layout.divided,
+            kind.shape,
+            name=kind.block,
+            ep=layout.ep,
+            whole_experts=layout.whole_experts,
+            adapters=adapters,
+        )
+        experts = experts_block(
+            model, layout.expert_divided, layout.ep, kind.shape.experts, adapters, name=kind.experts_block
+        )
         found += [each, *([experts] if experts else [])]
     if stage.last:
         found.append(head_block(model, layout.tp, adapters=adapters))

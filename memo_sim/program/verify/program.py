@@ -246,7 +246,8 @@ def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
 def _check_gathered(program: Program, columns: Columns) -> list[str]:
     """Find gathered buffers that are not written by one collective, receive or copy, or that several passes read.
 
-    What makes FP8 copies of parameters writes those as a copy, and reads the parameters for the pass that follows it.
+    What makes FP8 copies of parameters writes those as a copy, and reads the parameters for the pass that follows it,
+    which need not read them itself.
     """
     families = program.all_families
     # A helper stage plays one layer pass in two instances, of one kind at one place.
@@ -257,7 +258,7 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
         for number, template in enumerate(program.templates)
         if template.kind in (TemplateKind.COPY_OUT, TemplateKind.COPY_OUT_AGAIN, *quantised)
     }
-    copied = set[int]()
+    copied, made_from = set[int](), set[int]()
     writers: dict[int, dict[int, int]] = defaultdict(dict)
     """By buffer: the instructions that write it, with their lanes."""
     readers: dict[int, set[tuple[str, TemplateKind]]] = defaultdict(set)
@@ -274,12 +275,14 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
                     copied.add(buffer)
             if mode & Mode.READ and passes[int(columns.instance[i])][1] not in quantised:
                 readers[buffer].add(passes[int(columns.instance[i])])
+            elif mode & Mode.READ:
+                made_from.add(buffer)
     faults = []
     for buffer in sorted(set(writers) | set(readers)):
         name = families[columns.buffer_family[buffer]].name
         called = (*COLLECTIVE_LANES.values(), Lane.RECV)
         if len(writers[buffer]) != 1 or (buffer not in copied and not set(writers[buffer].values()) <= set(called)):
             faults.append(f"buffer {buffer} ({name}) is not written by exactly one collective, receive or copy")
-        if len(readers[buffer]) != 1:
+        if len(readers[buffer]) != 1 and (readers[buffer] or buffer not in made_from):
             faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes instead of one")
     return faults

@@ -45,21 +45,61 @@ COPIED = {"norm2": ("dispatched", 0), "d_x": ("d_expert_out", 1)}
 SUMMED = {"expert_out": "down", "d_dispatched": "d_norm2"}
 """By dispatched rows: what their sum over each token's experts is a part of."""
 SHARED_NORM = "d_norm2.shared"
+"""The gradient of the norm with the shared expert's part."""
+ROUTED = ("router.weight", "router.bias", "experts_down.bias", SELECTION_BIAS)
+"""Parameters whose gradients sum over the tokens that a rank routes."""
 
 
 def partial_sums(v: Values, name: str) -> list[str]:
     """Return the names that the sum ``name`` has, one after the other; the last one is its own."""
-    of = v.model.mixture
+    of, whole_experts = v.model.mixture, v.layout.whole_experts
     biased, shared = of is not None and of.bias, of is not None and of.shared > 0
-    gated = of is not None and of.shared_gate
+    gated = of is not None and of.shared_gate and not separate(v)
     parts = {
         "up": ["product"] + ["bias"] * biased,
         "down": ["experts"] + ["bias"] * biased + ["shared"] * shared,
         "d_probs": ["act"] + ["bias"] * biased,
         "d_norm2": ["experts"] + ["shared"] * shared + ["gate"] * gated + ["router"],
     }[name]
-    whole_name = f"{name}~" if v.tp > 1 and name != "up" else name
+    whole_name = f"{name}~" if v.tp > 1 and name != "up" and not whole_experts else name
     return [*(f"{name}.{part}" for part in parts[:-1]), whole_name]
+
+
+def shared_norm(v: Values) -> str:
+    """Return the name of the gradient of the shared expert's input, as its first product makes it."""
+    if not separate(v):
+        return SHARED_NORM
+    of = v.model.mixture
+    return "d_shared_norm.product" if of is not None and of.shared_gate else _part("d_shared_norm", v)
+
+
+def shared_output(v: Values) -> str:
+    """Return the name of the result of the shared expert's second product."""
+    return _part("shared_out", v) if separate(v) else partial_sums(v, "down")[-1]
+
+
+def separate(v: Values) -> bool:
+    """Return whether the shared expert has sums of its own, which are added to those of the experts."""
+    return v.layout.whole_experts or v.decisions.expert_overlap
+
+
+def _part(name: str, v: Values) -> str:
+    """Return the name of a tensor-parallel rank's part of a sum of the shared expert."""
+    return f"{name}~" if v.tp > 1 else name
+
+
+def add_to_experts(call: Call) -> bool:
+    """Check the sum of experts and shared expert on a token shard; return whether the instruction is such a sum."""
+    rows = call.rows("y")
+    name = rows[0].value.name if rows and rows[0].value is not None else ""
+    made = {"shared_out": "down", "d_shared_norm": "d_norm2"}.get(name.removesuffix("~"))
+    if made is None:
+        return False
+    wanted = _partial(call, name.removesuffix("~"))
+    parts = partial_sums(call.values, made)
+    before, after = parts[-2:] if made == "down" else parts[-3:-1]
+    rowwise(call, {"x": before, "y": wanted}, {"out": after})
+    return True
 
 
 def add_shared(call: Call, role: str, first: int, tokens: int, result: Value, row: int) -> None:  # noqa: PLR0917
@@ -118,12 +158,12 @@ def _block(call: Call) -> BlockKind:
 
 def _partial(call: Call, name: str) -> str:
     """Return the name of a value that is this tensor-parallel rank's part of a sum."""
-    return f"{name}~" if call.values.tp > 1 else name
+    return f"{name}~" if call.values.tp > 1 and not call.values.layout.whole_experts else name
 
 
 def router(call: Call) -> None:
     """Check the router's product."""
-    for found in rowwise(call, {"x": f"norm2{call.values.full}"}, {"out": "router_logits"}):
+    for found in rowwise(call, {"x": f"norm2{call.values.routed_full}"}, {"out": "router_logits"}):
         weight(call, "weight", "router.weight", found[0])
         weight(call, "bias", "router.bias", found[0])
 
@@ -137,7 +177,7 @@ def route(call: Call) -> None:
 
 def sort(call: Call) -> None:
     """Check the order of rows by expert, which needs the experts of all tokens."""
-    value = _all(call, "experts", call.values.tokens)
+    value = _all(call, "experts", call.values.routed_tokens)
     if value is not None and value.name != "route_experts":
         call.wrong("experts", value, 0, "route_experts")
         value = None
@@ -158,8 +198,8 @@ def places(call: Call) -> None:
 
 def dispatch(call: Call) -> None:
     """Check the copy of tokens' rows to dispatched rows."""
-    source = _all(call, "x", call.values.tokens)
-    gathered = {f"{name}{call.values.full}": made for name, made in COPIED.items()}
+    source = _all(call, "x", call.values.routed_tokens)
+    gathered = {f"{name}{call.values.routed_full}": made for name, made in COPIED.items()}
     made = gathered.get(source.name) if source is not None else None
     if source is not None and made is None:
         call.wrong("x", source, 0, " or ".join(gathered))
@@ -288,7 +328,7 @@ def router_dgrad(call: Call) -> None:
 def router_wgrad(call: Call) -> None:
     """Check the gradient of the router's weight, and add its rows to the sum."""
     for _, tokens, values in call.pieces("grad", "x"):
-        found = agree(call, {"grad": "d_router", "x": f"norm2{call.values.full}"}, values, tokens)
+        found = agree(call, {"grad": "d_router", "x": f"norm2{call.values.routed_full}"}, values, tokens)
         if found is not None:
             add_gradient(call, "out", "router.weight", found, tokens)
             add_gradient(call, "grad_bias", "router.bias", found, tokens)
@@ -340,7 +380,11 @@ def _sent(call: Call, found: Found) -> None:
 def out_bias_dgrad(call: Call) -> None:
     """Check what the biases of the second product add to the gradients of the probabilities."""
     before, after = partial_sums(call.values, "d_probs")
-    wanted: dict[str, Wanted] = {"grad": (f"d_x{call.values.full}", 1), "experts": "route_experts", "out": before}
+    wanted: dict[str, Wanted] = {
+        "grad": (f"d_x{call.values.routed_full}", 1),
+        "experts": "route_experts",
+        "out": before,
+    }
     for found in rowwise(call, wanted | _seated(call), {"out": after}):
         weight(call, "bias", "experts_down.bias", found[0])
         _sent(call, found)
@@ -348,7 +392,7 @@ def out_bias_dgrad(call: Call) -> None:
 
 def out_bias_wgrad(call: Call) -> None:
     """Check the gradient of these biases, and add its rows to the sum."""
-    wanted: dict[str, Wanted] = {"grad": (f"d_x{call.values.full}", 1)}
+    wanted: dict[str, Wanted] = {"grad": (f"d_x{call.values.routed_full}", 1)}
     wanted |= {"probs": "route_probs", "experts": "route_experts", **_seated(call)}
     for _, tokens, values in call.pieces(*wanted):
         found = agree(call, wanted, values, tokens)
@@ -360,12 +404,12 @@ def out_bias_wgrad(call: Call) -> None:
 def seats(call: Call) -> None:
     """Check the seats of slots among the rows that are sent, which need what the router decided for all tokens."""
     v = call.values
-    value = _all(call, "experts", v.tokens)
+    value = _all(call, "experts", v.routed_tokens)
     if value is not None and value.name != "route_experts":
         call.wrong("experts", value, 0, "route_experts")
         value = None
     if value is not None:
-        _decided(call, "places", value._replace(name="route_places"), v.tokens)
+        _decided(call, "places", value._replace(name="route_places"), v.routed_tokens)
         _decided(call, "order", value._replace(name="route_order"), v.dispatched)
         _all_ends(call, value)
     for role, name in (("seats", "route_seats"), ("sent", "route_sent"), ("sent_ends", "route_ends.sent")):
@@ -379,7 +423,7 @@ def gates(call: Call) -> None:
         call.wrong("order", value, 0, "route_sent")
         value = None
     if value is not None:
-        _decided(call, "probs", value._replace(name="route_probs"), call.values.tokens)
+        _decided(call, "probs", value._replace(name="route_probs"), call.values.routed_tokens)
     call.put("out", 0, call.tokens("out"), None if value is None else value._replace(name="gates.sent"))
 
 
@@ -439,7 +483,7 @@ def gates_backward(call: Call) -> None:
         call.wrong("x", value, 0, "d_gates.arrived")
         value = None
     if value is not None:
-        _decided(call, "seats", value._replace(name="route_seats"), call.values.tokens)
+        _decided(call, "seats", value._replace(name="route_seats"), call.values.routed_tokens)
     made = None if value is None else value._replace(name=partial_sums(call.values, "d_probs")[0])
     call.put("out", 0, call.tokens("out"), made)
 
@@ -468,7 +512,10 @@ def shared_gate_backward(call: Call) -> None:
 
 def shared_gate_dgrad(call: Call) -> None:
     """Check the gate's part of the gradient of its input, which is added to the shared expert's part."""
-    for found in rowwise(call, {"grad": "d_shared_logit", "out": SHARED_NORM}, {"out": "d_norm2.gate"}):
+    before, after = SHARED_NORM, "d_norm2.gate"
+    if separate(call.values):
+        before, after = shared_norm(call.values), _part("d_shared_norm", call.values)
+    for found in rowwise(call, {"grad": "d_shared_logit", "out": before}, {"out": after}):
         weight(call, "weight", "shared_gate.weight", found[0])
 
 

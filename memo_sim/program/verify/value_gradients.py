@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
+from memo_sim.program.layout.fp8 import narrow_elements
+from memo_sim.program.layout.fp8 import runs as fp8_runs
 from memo_sim.program.verify.value_attention import accumulate as accumulate_queries_keys_values
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_rows import Sum, add_range
@@ -31,7 +33,8 @@ def move_sums(call: Call, source: str, target: str) -> None:
         assert parameter is not None  # its gradient was added
         if sharded and block is not None:
             run = call.instruction.run
-            if run and run != next(n for n, first, size in block.runs() if first <= parameter.first < first + size):
+            runs = fp8_runs(call.values.decisions, block)
+            if run and run != next(n for n, first, size in runs if first <= parameter.first < first + size):
                 continue
         elif not operand.first <= each.first < operand.first + operand.tokens:
             continue
@@ -142,12 +145,18 @@ def update(call: Call) -> None:
         call.fault(f"updates elements {sorted(states)} of the states of {key[0]}, not one run of them once")
     v.updated[key] = joined_ranges or []
     # Whole parameters and gradients begin with the run itself, shards with what the ranks before them have of it.
-    runs = {name: first for name, first, _ in v.block(family.block, key[1]).runs()}
+    block = v.block(family.block, key[1])
+    runs = {name: first for name, first, _ in fp8_runs(v.decisions, block)}
     begun = runs[call.instruction.run]
+    narrow = narrow_elements(v.decisions, block)
+    narrow_share = -(-narrow // v.shards(family.block))
     for role in ("grads", "params"):
         if call.has(role):
             operand = call.operands[role]
             wanted = first if call.family(role).tokens == call.family("moment1").tokens else begun
+            if role == "params" and narrow:
+                whole = call.family(role).tokens == block.elements - narrow
+                wanted = begun - narrow if whole else first - narrow_share
             if (operand.first, operand.tokens) != (wanted, tokens):
                 call.fault(f"{role} begins with element {operand.first}, not {wanted}")
     _used(call, call.buffers["grads"])

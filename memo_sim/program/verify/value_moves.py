@@ -74,8 +74,12 @@ def zero(call: Call) -> None:
 def params_gather(call: Call) -> None:
     """Gather a block of parameters from the ranks' shards; of parameters that ranks updated, the trained ones."""
     if not call.has("full"):
-        block = call.values.block_of(call.buffers["tensor"])
-        all_of(call, "tensor", block.trained_elements if block else None)
+        buffer = call.buffers["tensor"]
+        block, narrow = call.values.block_of(buffer), call.values.narrow(buffer)
+        if call.family("tensor").kind is FamilyKind.PARAMS_FP8:
+            all_of(call, "tensor")
+        else:
+            all_of(call, "tensor", block.trained_elements - narrow if block else None)
         call.values.reduced.add((call.buffers["tensor"], "gathered"))
         return
     rows = call.rows("shard")
@@ -85,7 +89,7 @@ def params_gather(call: Call) -> None:
     ):
         call.wrong("shard", value, rows[0].row, "a rank's shard of one block")
         value = None
-    call.put("full", 0, call.tokens("full"), value, 0)
+    call.put("full", 0, call.tokens("full"), value, rows[0].row)
 
 
 def params_move(source: str, target: str) -> Rule:
@@ -99,7 +103,13 @@ def params_move(source: str, target: str) -> Rule:
 
 
 def quantise(call: Call) -> None:
-    """Carry values to their copies in FP8, by rows and by columns."""
+    """Carry values to their copies in FP8, by rows and by columns; master weights, when they have been updated."""
+    if call.family("x").kind is FamilyKind.MASTER:
+        v, block, rows = call.values, call.family("x").block, call.operands["x"]
+        updated = v.updated.get((block, v.layer_of(call.buffers["x"])), []) if block else []
+        if not any(first <= rows.first and rows.first + rows.tokens <= end for first, end in updated):
+            call.fault("quantises master weights that were not updated")
+        v.reduced.add((call.buffers["out"], "quantised"))
     for first, end, value, row in call.rows("x"):
         for copy in ("out", "columns"):
             call.put(copy, first, end - first, value, row)
@@ -169,6 +179,7 @@ RULES: dict[str, Rule] = {
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),
     "params.quantize": quantise,
+    "params.transpose": params_move("x", "out"),
     "fp8.quantize": quantise,
     "fp8.transpose": quantise,
     "send": send,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.verify.value_call import Call
-from memo_sim.program.verify.value_experts import SHARED_NORM, partial_sums
+from memo_sim.program.verify.value_experts import shared_norm, shared_output
 from memo_sim.program.verify.value_rows import Value
 from memo_sim.program.verify.value_terms import gradient_name, product_name, whole
 
@@ -39,7 +39,7 @@ def product_of(call: Call, value: Value) -> Product | None:
         "attn": ("proj", LAYER, f"proj{partial}"),
         "norm2": ("ffn_up", LAYER, "up"),
         "act": ("ffn_down", LAYER, f"down{partial}"),
-        "shared_act": ("shared_down", LAYER, partial_sums(v, "down")[-1]),
+        "shared_act": ("shared_down", LAYER, shared_output(v)),
         "final": ("tokens", EMBED, "logits") if v.model.tied_embeddings else ("classifier", HEAD, "logits"),
     }
     return products.get(base)
@@ -63,7 +63,7 @@ def gradient_of(call: Call, value: Value) -> ProductBehind | None:
     products = {
         "d_proj" if behind else "d_resid": ("proj", LAYER, "d_attn", 0, "attn"),
         "d_up": ("ffn_up", LAYER, f"d_norm2{partial}", 0, "norm2"),
-        "d_shared_up": ("shared_up", LAYER, SHARED_NORM, 0, "norm2"),
+        "d_shared_up": ("shared_up", LAYER, shared_norm(v), 0, "norm2"),
         "d_logits": (
             "tokens" if v.model.tied_embeddings else "classifier",
             EMBED if v.model.tied_embeddings else HEAD,

@@ -104,7 +104,9 @@ def norm(call: Call) -> None:
 
 
 def residual_add(call: Call) -> None:
-    """Check one of the two residual sums of a layer."""
+    """Check one of the two residual sums of a layer, or the sum of experts and shared expert."""
+    if value_experts.add_to_experts(call):
+        return
     for first, tokens, values in call.pieces("x", "y"):
         y = values[1][0]
         attended, fed = ("post_attn", "post_mlp") if call.values.model.post_norms else ("proj", "down")

@@ -42,9 +42,11 @@ from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Exchange
 from memo_sim.program.layout.expert_load import capacity_rows
+from memo_sim.program.layout.fp8 import narrow_elements
 from memo_sim.program.layout.parameters import Block, Parameter, embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.verify.value_call import Call
+from memo_sim.program.verify.value_experts import ROUTED
 from memo_sim.program.verify.value_rows import Held, ParameterKey, Sum, Value
 from memo_sim.program.verify.value_rules import RULES
 
@@ -52,8 +54,15 @@ MOST_FAULTS = 50
 """After so many, the rest mostly follows from the first."""
 
 
-_BLOCKS = (FamilyKind.PARAMS, FamilyKind.MASTER, FamilyKind.MOMENT1, FamilyKind.MOMENT2, FamilyKind.HOST_PARAMS)
-_UPDATED = (FamilyKind.GRADS, FamilyKind.MOMENT1, FamilyKind.PARAMS)
+_BLOCKS = (
+    FamilyKind.PARAMS,
+    FamilyKind.PARAMS_FP8,
+    FamilyKind.MASTER,
+    FamilyKind.MOMENT1,
+    FamilyKind.MOMENT2,
+    FamilyKind.HOST_PARAMS,
+)
+_UPDATED = (FamilyKind.GRADS, FamilyKind.MOMENT1, FamilyKind.PARAMS, FamilyKind.PARAMS_FP8)
 
 
 class Values:
@@ -100,7 +109,7 @@ class Values:
     @property
     def dispatched(self) -> int:
         """Rows that go to experts; 0 without experts."""
-        return self.tokens * self.model.mixture.per_token if self.model.mixture else 0
+        return self.routed_tokens * self.model.mixture.per_token if self.model.mixture else 0
 
     @property
     def expert_rows(self) -> int:
@@ -124,6 +133,10 @@ class Values:
         """End of the name of a tensor whose token shards were gathered."""
         self.tokens = decisions.local_tokens
         self.shard_tokens = self.tokens // self.tp if self.gathered else self.tokens
+        self.routed_tokens = self.shard_tokens if layout.whole_experts else self.tokens
+        """Rows of which this rank chooses the experts."""
+        self.routed_full = "" if layout.whole_experts else self.full
+        """End of the name of a tensor as the router reads it."""
         self.attended = self.tokens * layout.ulysses
         """Rows inside attention."""
         self.starts = (0, *accumulate(partition(decisions)))
@@ -138,11 +151,14 @@ class Values:
             BlockKind.HEAD: head_block(model, layout.tp, adapters=decisions.lora),
         }
         self._kinds = model.layer_kinds
-        ep, lora = layout.ep, decisions.lora
+        ep, lora, whole = layout.ep, decisions.lora, layout.whole_experts
         self._layer_blocks = [
-            layer_block(model, layout.divided, shape, ep=ep, adapters=lora) for shape in model.layer_shapes
+            layer_block(model, layout.divided, shape, ep=ep, whole_experts=whole, adapters=lora)
+            for shape in model.layer_shapes
         ]
-        self._expert_blocks = [experts_block(model, layout.divided, ep, s.experts) for s in model.layer_shapes]
+        self._expert_blocks = [
+            experts_block(model, layout.expert_divided, ep, s.experts, lora) for s in model.layer_shapes
+        ]
 
     def block(self, kind: BlockKind, layer: int) -> Block:
         """Return the parameters of the embedding, of the head, or of a layer."""
@@ -156,6 +172,11 @@ class Values:
         """Return the parameters that a buffer of the step is about; None where it is about no block."""
         kind = self.family(buffer).block
         return None if kind is None else self.block(kind, self.layer_of(buffer))
+
+    def narrow(self, buffer: int) -> int:
+        """Return the elements that lie in FP8 alone, before the other parameters of a buffer's block."""
+        block = self.block_of(buffer)
+        return 0 if block is None else narrow_elements(self.decisions, block)
 
     def kind_of_block(self, buffer: int) -> Block:
         """Return the parameters of the layers of a buffer's kind, or of embedding or head; buffers may be shared."""
@@ -173,13 +194,17 @@ class Values:
     def _begin(self) -> None:
         """Write what buffers hold before the first instruction: parameters and inputs."""
         for number, family in enumerate(self.families):
-            for index in range(family.count if family.kind in _BLOCKS or family.kind is FamilyKind.INPUT else 0):
+            given = family.kind in _BLOCKS or family.kind is FamilyKind.INPUT
+            if family.kind is FamilyKind.PARAMS_FP8 and not self.decisions.fp8_params:
+                given = False  # copies, which the step makes
+            for index in range(family.count if given else 0):
                 buffer = self._base[number] + index
                 if family.kind is FamilyKind.INPUT:
                     value = Value(family.name, -1, index)
                 else:
                     value = Value("params", self.layer_of(buffer), -1, None, family.block)
-                self.held[buffer] = [Held(0, family.tokens, value, 0)]
+                first = self.narrow(buffer) if family.kind is FamilyKind.PARAMS else 0
+                self.held[buffer] = [Held(0, family.tokens, value, first)]
 
     def family(self, buffer: int) -> Family:
         """Return the family of a buffer."""
@@ -251,9 +276,12 @@ class Values:
                 if family.kind is FamilyKind.GRADS and counted and buffer not in self.normed:
                     yield f"end: the gradient norm is without that of {name}"
                 done = self.updated.get((family.block, layer), [])
-                shards = (self.layout.zero_ranks or self.replicas(family.block)) if self.layout.zero in (1, 2) else 1
+                shards = self.shards(family.block) if self.layout.zero in (1, 2) else 1
                 trained = self.block(family.block, layer).trained_elements > 0
-                held = family.kind is FamilyKind.PARAMS and shards > 1 and trained
+                narrow = family.kind is FamilyKind.PARAMS_FP8 and self.decisions.fp8_params
+                if narrow and (buffer, "quantised") not in self.reduced:
+                    yield f"end: the parameters of {name} in FP8 are not those that were updated"
+                held = (narrow or family.kind is FamilyKind.PARAMS) and shards > 1 and trained
                 if held and (buffer, "gathered") not in self.reduced:
                     yield f"end: the parameters of {name} were not gathered"
                 if family.kind is FamilyKind.MOMENT1 and done != [(0, family.tokens)]:
@@ -262,9 +290,13 @@ class Values:
     def replicas(self, kind: BlockKind) -> int:
         """Return the number of ranks with the same parameters of a block."""
         if kind is BlockKind.EXPERTS:
-            return self.layout.replicas // self.layout.ep
+            return self.layout.expert_replicas
         ends = self.layout.whole_ends and kind is not BlockKind.LAYER
         return self.layout.replicas * (self.layout.metp if ends else 1)
+
+    def shards(self, kind: BlockKind) -> int:
+        """Return the number of ranks over which a block's states are divided."""
+        return (self.layout.zero_ranks or self.replicas(kind)) if self.layout.zero else 1
 
     def copies(self, kind: BlockKind | None) -> int:
         """Return the number of ranks with the same shard of a block's states (``zero_ranks``)."""
@@ -308,7 +340,9 @@ class Values:
         if found is not None and found.anything:
             return
         tokens = self.shard_tokens if _on_shards(name) else self.tokens
-        if name.startswith("experts_") and name != "experts_down.bias":
+        if name in ROUTED:
+            tokens = self.routed_tokens
+        elif name.startswith("experts_"):
             tokens = self.expert_rows
         if name == "sinks":
             tokens = self.attended

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from memo_sim.contract.difference import Difference, Share, Side
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.views.difference_table import letter, signed_seconds
+from memo_sim.views.goodput_columns import goodput_cells, goodput_headers
 from memo_sim.views.palette import CLASSES, OTHER, PHASES, WAITS, ordered_classes
 from memo_sim.views.report.page import Block, Bullets, Cell, Details, Page, Pairs, Paragraph, Section, Shares, Table
 from memo_sim.views.report.page import Share as Bar
@@ -39,6 +40,7 @@ def difference_page(found: Difference, *, command: str, created: str, version: s
 
 
 def _sides(sides: Sequence[Side]) -> Table:
+    goodputs = [side.goodput for side in sides]
     rows: list[list[Cell]] = [
         [
             letter(at),
@@ -48,10 +50,12 @@ def _sides(sides: Sequence[Side]) -> Table:
             None if side.mfu is None else percent(side.mfu),
             number(side.tgs),
             format_bytes(side.peak_device_bytes),
+            *goodput_cells(side.goodput, goodputs),
         ]
         for at, side in enumerate(sides)
     ]
-    return Table(["", "file", "figures", "step", "MFU", "TGS", "device memory"], rows, "lllrrrr")
+    headers = ["", "file", "figures", "step", "MFU", "TGS", "device memory", *goodput_headers(goodputs)]
+    return Table(headers, rows, "lll" + "r" * (len(headers) - 3))
 
 
 def _decisions(found: Difference, names: Sequence[str]) -> list[Block]:

@@ -7,12 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.goodput import Goodput
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Plan, PlanRow
 from memo_sim.contract.result import Result
 from memo_sim.contract.shortage import LiveTensor
 from memo_sim.contract.summary import Summary
-from memo_sim.contract.units import GIB, counted, format_bytes, format_percent, format_seconds, format_tokens
+from memo_sim.contract.units import (
+    GIB,
+    counted,
+    format_bytes,
+    format_duration,
+    format_percent,
+    format_seconds,
+    format_tokens,
+)
 from memo_sim.views.palette import phase_colour
 from memo_sim.views.plan_table import BEYOND, interval_ends, interval_label, layout_label, short_of
 from memo_sim.views.report.curves import Chart, Line
@@ -70,6 +79,8 @@ def what_if_page(
     sections = [Section("", [*map(Notice, result.warnings), *([_tiles(summary)] if summary else [])])]
     if best is not None:
         sections += [_timeline(best), _shares(best), _peak(result, best)]
+    if summary is not None and summary.goodput is not None:
+        sections.append(_goodput(summary.goodput))
     if summary is not None and summary.ways_out:
         sections.append(Section("Ways out", [Bullets(summary.ways_out)]))
     sections += [_plans(result), Section("Why", [Bullets(result.why)] if result.why else [])]
@@ -112,12 +123,37 @@ def _tiles(summary: Summary) -> Tiles:
     if summary.price_per_billion_tokens is not None:
         at = f"at {summary.price_per_device_hour:g} a GPU-hour"
         items.append(("price per billion tokens", f"{summary.price_per_billion_tokens:,.0f}", at))
+    if summary.goodput is not None:
+        items += _goodput_tiles(summary.goodput)
     free = f"{format_bytes(device.free_bytes)} free of {format_bytes(device.capacity_bytes)}"
     short = f"of {format_bytes(device.capacity_bytes)}"
     note = free if summary.fits else short
     items.append(("device memory with reserve", format_bytes(device.needed_bytes), note))
     items.append(("host memory of a node", format_bytes(host.needed_bytes), f"of {format_bytes(host.capacity_bytes)}"))
     return Tiles(items)
+
+
+def _goodput_tiles(goodput: Goodput) -> list[tuple[str, str, str]]:
+    """Return the share of time that lasts, and what follows for the rate and a long training."""
+    fails = f"a failure every {format_duration(goodput.job_mtbf_s)}"
+    items = [("goodput", format_percent(goodput.goodput), fails)]
+    if goodput.days_per_trillion_tokens is None:
+        return items
+    every = f"a checkpoint every {format_duration(goodput.interval_s)}"
+    items.append(("effective tokens per GPU and second", f"{goodput.tokens_per_device_s:.0f}", every))
+    items.append(("days for a trillion tokens", f"{goodput.days_per_trillion_tokens:,.1f}", "failures included"))
+    return items
+
+
+def _goodput(goodput: Goodput) -> Section:
+    """Return where the time of a long job goes."""
+    rows: list[list[Cell]] = [
+        ["steps that last", format_percent(goodput.goodput)],
+        ["checkpoints after them", format_percent(goodput.checkpoints)],
+        ["steps and checkpoints that a failure undoes", format_percent(goodput.lost)],
+        ["restarts", format_percent(goodput.restarts)],
+    ]
+    return Section("Where the time of a long job goes", [Table(["part", "share"], rows, "lr")])
 
 
 def _peak(result: Result, best: Best) -> Section:
@@ -248,7 +284,8 @@ def plans_table(plans: Sequence[PlanRow], *, mark_first: bool = True) -> Table:
 
 def _policy(plan: PlanRow) -> str:
     """Return the plan's name, or its recompute mode where it is a file, with its chunks and its layers."""
-    chunks = {"MLP": plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
+    blocks = "blocks" if plan.recompute == "rowwise" else "MLP"
+    chunks = {blocks: plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
     named = [f"{name} {format_tokens(tokens)}" for name, tokens in chunks.items() if tokens]
     layers = [] if plan.recompute_layers == "all" else [plan.recompute_layers]
     mode = "keep" if plan.recompute == "none" else plan.recompute

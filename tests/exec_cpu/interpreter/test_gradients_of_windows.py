@@ -37,6 +37,12 @@ def test_gradients_equal_autograd(policy: str, name: str) -> None:
     assert_gradients_equal_autograds(decide(WINDOWED_MODELS[name], **POLICIES[policy]))
 
 
+@pytest.mark.parametrize("name", ["window", "sinks"])
+def test_row_wise_recompute_keeps_attention_with_its_window_and_sinks(name: str) -> None:
+    rowwise = HALF | {"recompute": "rowwise", "mlp_chunk_tokens": 128}
+    assert_gradients_equal_autograds(decide(WINDOWED_MODELS[name], **rowwise))
+
+
 @pytest.mark.parametrize("window", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_subsequences_read_the_keys_of_a_window(window: int) -> None:
     """A window of 200 reaches over the subsequence before, which has 128 tokens."""

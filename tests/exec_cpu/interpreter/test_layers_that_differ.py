@@ -25,6 +25,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full": {"recompute": "full"},
     "full in rounding buffers": {"recompute": "full", "swapped_tokens": 128, "rounding_buffers": True},
     "tokenwise": {"recompute": "tokenwise", "swapped_tokens": 128},
+    "row-wise": {"recompute": "rowwise", "swapped_tokens": 128, "mlp_chunk_tokens": 128},
     "groups": {"recompute": "full", "recompute_layers": "groups-2"},
 }
 

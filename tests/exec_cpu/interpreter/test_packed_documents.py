@@ -148,6 +148,13 @@ def test_planned_memory_and_debug_mode_play_documents() -> None:
 
 
 @pytest.mark.slow
+def test_row_wise_recompute_plays_documents() -> None:
+    rowwise = {"recompute": "rowwise", "mlp_chunk_tokens": 512, "swapped_tokens": 512}
+    decisions = decide(MODELS["llama"], seq_tokens=2048, micro_batch=1, documents=DOCUMENTS, **rowwise)
+    assert verify(decisions, steps=2).verified
+
+
+@pytest.mark.slow
 def test_experts_play_documents() -> None:
     decisions = decide(EXPERT_MODELS["mixtral"], seq_tokens=2048, micro_batch=1, documents=DOCUMENTS)
     assert verify(decisions).verified

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Decisions
+from memo_sim.engine.event_loop import Rates
 from memo_sim.engine.playback import Playback
-from memo_sim.engine.player import Rates, play
+from memo_sim.engine.player import play
 from memo_sim.program.analysis.columns import Columns, expand
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Lane, Mode

@@ -24,7 +24,7 @@ from memo_sim.interchange.frameworks import framework_of
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import launch_of
 from memo_sim.interchange.megatron_lm import FRAMEWORK, arguments, option_of
-from memo_sim.interchange.megatron_words import FP8, stages_text
+from memo_sim.interchange.megatron_words import FP8, nearest_jobs, stages_text
 from memo_sim.interchange.plan_paths import differences
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import candidates
@@ -492,6 +492,28 @@ def test_recipes_of_fp8_are_written_and_read(recipe: Fp8Recipe, said: tuple[str,
     assert options == ["--fp8-format", said[0], "--fp8-recipe", said[1]]
     text = GROWING.replace("--fp8-format hybrid", " ".join(options))
     assert read(text).job.fp8 == recipe
+
+
+def test_parameters_in_fp8_alone_are_written_and_read() -> None:
+    found = read(GROWING.replace("--fp8-format hybrid", "--fp8-format hybrid --fp8-param-gather"))
+    assert found.job.fp8_params
+    assert not any("fp8" in each.key for each in found.ignored)
+    text = written(found.job, 8)
+    assert "--fp8-param-gather" in text
+    assert "--use-distributed-optimizer" in text  # Megatron asks for it
+    assert read(text).job.fp8_params
+    decisions = found.job.decisions(*load_cluster("h100-1x8"), "megatron-lm")
+    assert nearest_jobs(decisions)[0].fp8_params
+    assert not read(GROWING.replace("--fp8-format hybrid", "--fp8-param-gather")).job.fp8_params
+    with_mx = read(GROWING.replace("--fp8-format hybrid", "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather"))
+    assert not with_mx.job.fp8_params
+    assert any("MXFP8" in each for each in with_mx.assumed)
+
+
+def test_bridge_recipes_of_fp8_say_scales_and_parameters() -> None:
+    found = megatron_bridge.Found({}, {})
+    megatron_bridge._put_all(found, [("mixed_precision", "bf16_with_fp8_current_scaling_mixed")])
+    assert (found.values["fp8_recipe"], found.values["fp8_param_gather"]) == ("tensorwise", True)
 
 
 def test_a_recipe_of_fp8_that_memo_does_not_have_is_refused() -> None:

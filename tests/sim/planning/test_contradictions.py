@@ -15,6 +15,7 @@ from memo_sim.planning.question import Question
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "tp_overlap": {"tp_overlap": "chunked"},
     "uneven_heads": {"uneven_heads": True},
+    "expert_tp": {"expert_tp": 1},
     "overlap_exchanges": {"overlap_exchanges": False},
     "keep_norms": {"keep_norms": True},
     "pp_layers": {"pp_layers": (15, 17)},

@@ -43,13 +43,21 @@ def test_copies_that_limit_alpha_are_named() -> None:
     assert "alpha does not fit" not in text
 
 
-def test_full_recompute_says_that_swapping_does_not_fit() -> None:
-    asked = question(256 * 1024)
+@pytest.mark.parametrize(
+    ("seq_tokens", "said"),
+    [
+        (
+            256,
+            r"on the device\.\nNorms, .* 16 row blocks of 8k tokens, .*; recompute by token does not fit \(short",
+        ),
+        (768, r"Recompute is \d+\.\d % of compute time: swapping instead does not fit on this layout \(short by"),
+    ],
+)
+def test_rowwise_and_full_recompute_say_that_swapping_does_not_fit(seq_tokens: int, said: str) -> None:
+    """Beyond the length at which a layer's three tensors stay on the device, full recompute is left."""
+    asked = dataclasses.replace(question(seq_tokens * 1024), global_batch=1)
     cluster, hardware = with_memory(asked.cluster, asked.hardware, device_bytes=None, host_bytes=64 * GIB)
-    text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
-    assert re.search(
-        r"Recompute is \d+\.\d % of compute time: swapping instead does not fit on this layout \(short by", text
-    )
+    assert re.search(said, why(dataclasses.replace(asked, cluster=cluster, hardware=hardware)))
 
 
 def test_a_partial_swap_recomputes_nothing_and_says_so() -> None:

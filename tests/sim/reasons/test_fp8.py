@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from memo_sim.answers.left_out import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import Fp8Recipe
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.result import Result
+from memo_sim.contract.units import GIB
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.fp8 import fp8_layouts
 from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
@@ -42,6 +45,22 @@ def test_an_answer_says_what_runs_in_fp8_and_what_it_takes() -> None:
     assert "MFU counts against the bf16 peak" in assumption.value
     assert "linear products in FP8 (tensor)" in tensor.summary.plan
     assert not [each for each in plain.why if "FP8" in each]
+
+
+def test_an_answer_says_that_weights_are_in_fp8_alone() -> None:
+    plain, alone = (what_if(replace(asked("tensor"), fp8_params=given)).result for given in (False, True))
+    (line,) = [each for each in alone.why if each.startswith("FP8")]
+    # As many bytes as FP8 copies; the bf16 weights, twice as many, are gone.
+    assert "A rank holds 0.81 GiB of their weights, in FP8 alone" in line
+    assert plain.plans[0].peak_device_bytes - alone.plans[0].peak_device_bytes > 0.8 * GIB
+    assert "linear products in FP8 (tensor, weights in FP8 alone)" in alone.summary.plan
+    (assumption,) = [each for each in alone.summary.assumptions if each.name == "FP8"]
+    assert "no bf16 copy (--fp8-params)" in assumption.value
+
+
+def test_fp8_parameters_without_fp8_are_refused() -> None:
+    with pytest.raises(UsageError, match="only where products read them so"):
+        what_if(replace(asked("none"), fp8_params=True))
 
 
 def test_fp8_is_named_where_it_was_not_tried() -> None:

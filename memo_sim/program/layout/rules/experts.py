@@ -7,6 +7,7 @@ from dataclasses import replace
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.expert_load import measured_shares, shown_load
 from memo_sim.program.layout.parameters import gradient_dtype, without_masters
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
@@ -16,7 +17,7 @@ _EXPERTS = Feature(
     chosen=lambda d: d.model.mixture is not None,
     beside="beside experts",
     setting="a model with experts",
-    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
+    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators and rowwise",
 )
 
 _MODULE_EXPERTS = replace(
@@ -47,7 +48,7 @@ EXPERTS = (
     _EXPERTS.allows("layout.subsequences", 1, because="each subsequence would be routed by itself"),
     _EXPERTS.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        *("none", "selective", "norms", "mlp", "full", "tokenwise", ROWWISE),
         because="every second product would have to be chosen among those of experts",
     ),
     EXPERTS_WHOLE_MLP,
@@ -125,12 +126,39 @@ EXPERTS = (
     ),
     Rule(
         name="expert parallelism: replicas",
-        breaks=lambda d: d.layout.replicas % d.layout.ep > 0,
+        breaks=lambda d: d.layout.expert_ranks % d.layout.ep > 0,
         what="the ranks with the same parameters do not make up whole groups that divide experts",
         where="layout.ep",
-        got=lambda d: f"{d.layout.ep} of {d.layout.replicas} ranks",
-        wanted="a divisor of cp x ulysses x dp",
-        hint="another --ep, or more --dp, --cp or --ulysses; tp divides the features inside every expert",
+        got=lambda d: f"{d.layout.ep} of {d.layout.expert_ranks} ranks",
+        wanted="a divisor of cp x ulysses x dp (of tp x cp x ulysses x dp with expert_tp 1)",
+        hint="another --ep, or more --dp, --cp or --ulysses; with --expert-tp 1 the ranks of tp divide experts too",
+    ),
+    Rule(
+        name="expert_tp: degree",
+        breaks=lambda d: d.layout.expert_tp not in (0, 1, d.layout.tp),
+        what="tensor parallelism divides the features of every expert over all of its ranks, or over none",
+        where="layout.expert_tp",
+        got=lambda d: f"{d.layout.expert_tp} with tp {d.layout.tp}",
+        wanted="0, 1 or the degree of tp",
+        hint="--expert-tp 1, or leave it out; memo has no lowering of degrees between these",
+    ),
+    Rule(
+        name="expert_tp: ep",
+        breaks=lambda d: d.layout.expert_tp == 1 < d.layout.tp and d.layout.ep == 1,
+        what="whole experts on ranks of tp need expert parallelism, which divides the experts over these ranks",
+        where="layout.expert_tp",
+        got=lambda d: f"{d.layout.expert_tp} with tp {d.layout.tp} and ep {d.layout.ep}",
+        wanted="0, or ep of 2 or more",
+        hint="--ep with as many ranks as tp or more, or leave --expert-tp out",
+    ),
+    Rule(
+        name="expert_tp: sequence_parallel",
+        breaks=lambda d: d.layout.whole_experts and not d.layout.sequence_parallel,
+        what="ranks of tp with whole experts dispatch the rows of their token shards, which sequence parallelism makes",
+        where="layout.sequence_parallel",
+        got="expert_tp 1 without sequence parallelism",
+        wanted="sequence_parallel",
+        hint="leave --expert-tp out, or a layout with sequence_parallel",
     ),
     Rule(
         name="expert parallelism: zero_ranks",
@@ -149,6 +177,15 @@ EXPERTS = (
         got=lambda d: f"capacity {d.expert_capacity:g}, overflow {d.expert_overflow} with ep 1",
         wanted="0 and drop",
         hint="--ep 2 or more, or leave --expert-capacity and --expert-overflow out",
+    ),
+    Rule(
+        name="overlap of experts: ep",
+        breaks=lambda d: d.layout.ep == 1 and d.expert_overlap,
+        what="a rank with all experts exchanges no rows",
+        where="decisions.expert_overlap",
+        got="expert_overlap with ep 1",
+        wanted="false",
+        hint="--ep 2 or more, or leave --expert-overlap out",
     ),
     Rule(
         name="load of experts: number",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
 
 MLP_BLOCKS_UNDER_FULL_RECOMPUTE = Rule(
     name="MLP in row blocks: recompute",
-    breaks=lambda d: d.mlp_chunk_tokens > 0 and d.recompute != "full",
-    what="the MLP in row blocks needs full recompute",
+    breaks=lambda d: d.mlp_chunk_tokens > 0 and d.recompute not in ("full", ROWWISE),
+    what="the MLP in row blocks needs full or row-wise recompute",
     where="decisions.mlp_chunk_tokens",
     got=lambda d: f"{d.mlp_chunk_tokens} with recompute {d.recompute}",
-    wanted="0, or recompute full",
-    hint="--recompute full, or leave --mlp-chunk out",
+    wanted="0, or recompute full or rowwise",
+    hint="--recompute full or rowwise, or leave --mlp-chunk out",
 )
 
 MLP_BLOCKS_UNDER_ZERO_BUBBLE = Rule(

@@ -23,7 +23,7 @@ SINKS = (
     ),
     _SINKS.allows(
         "decisions.recompute",
-        *("none", "tokenwise", "full", "mlp", "norms", "operators"),
+        *("none", "tokenwise", "full", "mlp", "norms", "operators", "rowwise"),
         because="selective recompute repeats attention by itself",
     ),
     Rule(

@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout
+from memo_sim.engine.simulate import simulate
 from memo_sim.program.analysis.columns import expand
-from memo_sim.program.ir.instruction import Instruction
+from memo_sim.program.ir.instruction import BufferClass, Instruction
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.ir.work import Collective, GroupedGemm
 from memo_sim.program.layers.kinds import skeletal_of
@@ -36,6 +38,15 @@ from tests.sim.small_programs import EXPERTS, LLAMA, decide, faults_of
 
 BIASED = msgspec.structs.replace(
     EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, router_bias=True, bias=True, activation="clamped")
+)
+SHARED = msgspec.structs.replace(
+    EXPERTS,
+    experts=Experts(
+        count=8, per_token=2, hidden=192, shared=192, scores="sigmoid", selection_bias=True, selection_rate=0.001
+    ),
+)
+GATED = msgspec.structs.replace(
+    EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, shared=192, shared_gate=True)
 )
 MIXED = EXPERTS.of_layers([LayerShape(ffn_hidden=640), *[EXPERTS.layer(0)] * 3])
 HALF = ("tokenwise", 0.5)
@@ -74,6 +85,116 @@ BIASED_LAYOUTS = {
 def test_biases_pass_the_checkers(name: str) -> None:
     layout, policy = BIASED_LAYOUTS[name]
     assert faults_of(decide(BIASED, layout, policy)) == []
+
+
+WHOLE: dict[str, Any] = {"sequence_parallel": True, "expert_tp": 1}
+WHOLE_LAYOUTS = {
+    "plain": (EXPERTS, Layout(tp=2, dp=2, ep=4, zero=1, **WHOLE), HALF),
+    "biases, copies in tp": (BIASED, Layout(tp=4, ep=2, **WHOLE), ("none", 0.0)),
+    "shared expert": (SHARED, Layout(tp=2, cp=2, ep=2, zero=3, **WHOLE), ("full", 0.5)),
+    "gate": (GATED, Layout(tp=2, dp=2, ep=4, **WHOLE), ("mlp", 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_LAYOUTS)
+def test_whole_experts_on_ranks_of_tp_pass_the_checkers(name: str) -> None:
+    model, layout, policy = WHOLE_LAYOUTS[name]
+    assert faults_of(decide(model, layout, policy)) == []
+
+
+@pytest.mark.parametrize("name", [*WHOLE_LAYOUTS, "full recompute", "zero 2 and tp", "zero 3"])
+def test_frozen_experts_pass_the_checkers_and_have_no_states(name: str) -> None:
+    model, layout, policy = WHOLE_LAYOUTS.get(name) or (EXPERTS, *LAYOUTS[name][:2])
+    more = {"adapters": "r=4,alpha=8,targets=q+k+v+proj", "global_batch": 8}
+    decisions = decide(model, layout, policy, **more)
+    assert faults_of(decisions) == []
+    for program in lower(decisions):
+        held = {
+            f.name for f in program.families if f.block is BlockKind.EXPERTS and f.buffer_class is BufferClass.STATE
+        }
+        assert held == {"params.experts"}
+
+
+OVERLAPPED = {
+    "features divided": (GATED, Layout(tp=2, sequence_parallel=True, dp=2, ep=2), HALF),
+    "whole tokens": (SHARED, Layout(tp=2, dp=2, ep=2, zero=1), ("full", 0.0)),
+    "whole experts": (SHARED, Layout(tp=2, dp=2, ep=4, **WHOLE), HALF),
+    "nothing recomputed": (BIASED, Layout(dp=4, ep=2, zero=3), ("none", 0.0)),
+    "experts again": (GATED, Layout(dp=2, ep=2), ("mlp", 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_overlapped_exchanges_pass_the_checkers(name: str) -> None:
+    model, layout, policy = OVERLAPPED[name]
+    assert faults_of(decide(model, layout, policy, expert_overlap=True)) == []
+
+
+def test_what_needs_no_rows_under_way_stands_beside_their_exchange() -> None:
+    """Between an exchange and the copy of what arrived lie the shared expert, and of backward what needs other rows."""
+    (program,) = lower(decide(SHARED, Layout(dp=2, ep=2), HALF, expert_overlap=True))
+    names = {t.name: [i.name for i in t.instructions] for t in program.templates}
+    forward, backward = names["layer.fwd"], names["layer.bwd"]
+
+    def between(found: list[str], first: str, last: str) -> list[str]:
+        return found[found.index(first) + 1 : found.index(last)]
+
+    assert between(forward, "fwd/dispatch.exchange.r0", "fwd/dispatch.arrange.r0") == [
+        "fwd/shared_up.r0",
+        "fwd/shared_act.r0",
+        "fwd/shared_up.r1",
+        "fwd/shared_act.r1",
+    ]
+    assert between(forward, "fwd/combine.exchange", "fwd/combine") == ["fwd/shared_down"]
+    assert backward[:2] == ["bwd/dispatch.grad", "bwd/dispatch.grad.exchange"]
+    assert between(backward, "rec/dispatch.exchange.r1", "rec/dispatch.arrange.r1") == [
+        "rec/shared_up.r1",
+        "rec/shared_act.r1",
+        "bwd/shared_down.dgrad",
+        "bwd/shared_down.wgrad",
+        "bwd/shared_act.bwd",
+        "bwd/dispatch.grad.arrange",
+        "bwd/experts_down.dgrad",
+    ]
+    assert between(backward, "bwd/dispatch.bwd.exchange", "bwd/dispatch.bwd") == [
+        "bwd/experts_down.wgrad",
+        "bwd/shared_up.dgrad",
+        "bwd/shared_up.wgrad",
+        "bwd/experts_up.wgrad",
+    ]
+
+
+def test_overlap_shortens_a_step_and_takes_memory() -> None:
+    cluster, hardware = load_cluster("h100-2x8")
+    whole = load_model("deepseek-v3")
+    model = whole.of_layers([whole.layer(60)] * 4)
+    found = []
+    for overlap in (False, True):
+        layout = Layout(tp=4, sequence_parallel=True, expert_tp=1, dp=4, ep=16, zero=1)
+        decisions = decide(model, layout, HALF, seq_tokens=32768, expert_overlap=overlap)
+        found.append(simulate(decisions, hardware, cluster))
+    assert found[1].prediction.step_s < found[0].prediction.step_s
+    assert found[1].memory.device_total_bytes > found[0].memory.device_total_bytes
+
+
+def test_whole_experts_send_no_row_twice_and_gather_nothing() -> None:
+    """Two of 8 experts of 2,048 tokens, of which a rank of tp 2 routes half: 2,048 rows, 1.25 of the mean to each of 4.
+
+    With features divided every rank sends the rows of all tokens: 2.5 times as many to each of 2 ranks.
+    """
+    programs = [
+        lower(decide(EXPERTS, Layout(tp=2, dp=2, sequence_parallel=True, **fields), global_batch=2))[0]
+        for fields in ({"ep": 4, "expert_tp": 1}, {"ep": 2})
+    ]
+    wide = [4 * 640 * 256 * 2, 2 * 2560 * 256 * 2]
+    for program, expected, gathers in zip(programs, wide, (["fwd/norm1.gather"], None), strict=True):
+        (forward,) = (t for t in program.templates if t.name == "layer.fwd")
+        (work,) = (i.work for i in forward.instructions if i.name == "fwd/dispatch.exchange")
+        assert work == Collective("all_to_all", expected, 4 if gathers else 2, "ep")
+        gathered = [i.name for i in forward.instructions if i.op == "all_gather"]
+        assert gathered == (gathers or ["fwd/norm1.gather", "fwd/norm2.gather"])
+    up = [next(i.work for t in p.templates for i in t.instructions if i.name == "fwd/experts_up") for p in programs]
+    assert [work.flops for work in up if isinstance(work, GroupedGemm)] == [2.0 * 2048 * 2 * 192 * 256] * 2
 
 
 def test_biases_for_slots_that_may_have_no_seat_are_found() -> None:
@@ -199,9 +320,20 @@ def test_groups_are_consecutive_ranks_with_the_same_tp_coordinate() -> None:
     assert layout.devices == 16
 
 
+def test_groups_of_whole_experts_are_consecutive_ranks_of_all_axes_inside_a_stage() -> None:
+    layout = Layout(tp=2, cp=2, dp=2, ep=4, pp=2, **WHOLE)
+    assert members("ep", layout, 5) == [4, 5, 6, 7]
+    assert members("expert_grads", layout, 9) == [9, 13]
+    few = Layout(tp=4, ep=2, dp=2, **WHOLE)
+    assert members("ep", few, 2) == [2, 3]
+    assert members("expert_grads", few, 3) == [1, 3, 5, 7]
+    assert (layout.expert_replicas, few.expert_replicas) == (2, 4)
+
+
 REFUSED: dict[str, tuple[Model, Layout, dict[str, Any]]] = {
     "layout.ep": (LLAMA, Layout(dp=2, ep=2), {}),
     "layout.ep ": (EXPERTS, Layout(dp=2, tp=2, ep=4), {}),
+    "layout.ep  ": (EXPERTS, Layout(tp=2, dp=2, ep=8, **WHOLE), {}),
     "experts": (EXPERTS, Layout(dp=3, ep=3), {}),
     "layout.zero_ranks": (EXPERTS, Layout(dp=4, ep=2, zero=1, zero_ranks=2), {}),
     "decisions.expert_capacity": (EXPERTS, Layout(dp=2), {"expert_capacity": 2.0}),

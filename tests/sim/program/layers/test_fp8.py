@@ -43,6 +43,10 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 RECIPES: list[tuple[Fp8Recipe, Fp8Layouts]] = [("delayed", "tn"), ("tensor", "any"), ("block", "tn"), ("mx", "any")]
 WIDTH = {"norm1": 256, "attn_fp8": 256, "norm2": 256, "act": 640}
 """Features of the tensors of LLAMA that products read in FP8."""
+MATRICES = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 640
+"""Weights of a layer's products."""
+VECTORS = 2 * 256 + 2 * 32
+"""Those of its norms."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
@@ -189,9 +193,8 @@ def test_weights_are_quantised_once_a_step(recipe: Fp8Recipe, layouts: Fp8Layout
     kinds = [made.templates[each.template].kind for each in made.instances]
     assert kinds.count(TemplateKind.QUANTIZE) == LLAMA.layers
     (family,) = (f for f in made.families if f.kind is FamilyKind.PARAMS_FP8)
-    matrices = 256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 640
     assert family.buffer_class is BufferClass.STATE
-    assert family.bytes == copies * (matrices + (matrices // 32 if recipe == "mx" else 0))
+    assert family.bytes == copies * (MATRICES + (MATRICES // 32 if recipe == "mx" else 0))
 
 
 def test_gathered_weights_are_quantised_before_every_use() -> None:
@@ -199,6 +202,96 @@ def test_gathered_weights_are_quantised_before_every_use() -> None:
     kinds = [made.templates[each.template].kind for each in made.instances]
     assert kinds.count(TemplateKind.QUANTIZE) == kinds.count(TemplateKind.QUANTIZE_AGAIN) == 2 * LLAMA.layers
     assert not [f for f in made.families if f.kind is FamilyKind.PARAMS_FP8]
+
+
+@pytest.mark.parametrize("recipe", [("delayed", "tn"), ("tensor", "any"), ("block", "tn")], ids="-".join)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "fsdp2"])
+def test_parameters_in_fp8_alone_pass_the_checkers(name: str, recipe: tuple[Fp8Recipe, Fp8Layouts]) -> None:
+    layout, fields = LAYOUTS[name]
+    chosen = {"fp8": recipe[0], "fp8_layouts": recipe[1], "fp8_params": True}
+    assert faults_of(decide(LLAMA, layout, HALF, **chosen, **fields)) == []
+
+
+def test_layers_of_kinds_and_eager_states_with_parameters_in_fp8_alone_pass_the_checkers() -> None:
+    layout = Layout(tp=2, sequence_parallel=True, dp=2, zero=1)
+    chosen = {"fp8": "tensor", "fp8_params": True, "global_batch": 2}
+    assert faults_of(decide(MIXED, layout, ("none", 0.0), overlap="both", **chosen)) == []
+    assert faults_of(decide(LLAMA, layout, ("none", 0.0), memory_policy="eager", **chosen)) == []
+    assert faults_of(decide(GPT, Layout(dp=2, zero=2), ("full", 0.0), states="bf16", **chosen)) == []
+
+
+@pytest.mark.parametrize(("layouts", "copies"), [("tn", 2), ("any", 1)])
+def test_states_of_parameters_in_fp8_alone_are_as_by_hand(layouts: Fp8Layouts, copies: int) -> None:
+    layout = Layout(dp=2, zero=1)
+    plain, alone = (
+        program("tensor", layouts, layout=layout, global_batch=2, fp8_params=given) for given in (False, True)
+    )
+
+    def held(made: Program) -> dict[FamilyKind, int]:
+        found: dict[FamilyKind, int] = {}
+        for f in made.families:
+            if f.buffer_class is BufferClass.STATE and f.name.endswith(".layer"):
+                found[f.kind] = found.get(f.kind, 0) + f.bytes
+        return found
+
+    before, after = held(plain), held(alone)
+    assert after.pop(FamilyKind.PARAMS) == 2 * VECTORS
+    assert before.pop(FamilyKind.PARAMS) == 2 * (MATRICES + VECTORS)
+    # As many FP8 bytes as the copies beside bf16 weights; gradients, masters and moments as they were.
+    columns = after.pop(FamilyKind.PARAMS_FP8_COLUMNS, 0)
+    assert (after.pop(FamilyKind.PARAMS_FP8), columns) == (MATRICES, (copies - 1) * MATRICES)
+    assert before.pop(FamilyKind.PARAMS_FP8) == copies * MATRICES
+    assert after == before
+
+
+@pytest.mark.parametrize(("recipe", "passes"), [("delayed", 1), ("tensor", 2), ("block", 2)])
+def test_the_optimizer_writes_fp8_and_ranks_gather_it(recipe: Fp8Recipe, passes: int) -> None:
+    made = program(recipe, layout=Layout(dp=2, zero=1), global_batch=2, fp8_params=True)
+    (update,) = (t for t in made.templates if t.kind is TemplateKind.UPDATE and t.name.startswith("layer"))
+    quantised = [i.work for i in update.instructions if i.op == "params.quantize"]
+    half = MATRICES // 2
+    assert [(w.rows, w.read_bytes, w.write_bytes) for w in quantised] == [(half, passes * 4 * half, half)]
+    sizes = [i.work.bytes for i in update.instructions if isinstance(i.work, Collective)]
+    assert sorted(sizes) == [2 * VECTORS, MATRICES]
+    moved = [i.work for i in update.instructions if i.name.endswith("adamw.fp8")]
+    assert [(w.read_bytes, w.write_bytes) for w in moved] == [(16 * half, 12 * half)]  # no copy in bf16
+    kinds = [made.templates[each.template].kind for each in made.instances]
+    assert kinds.count(TemplateKind.QUANTIZE) == LLAMA.layers
+    (turned,) = (t for t in made.templates if t.kind is TemplateKind.QUANTIZE)
+    assert [(i.op, i.work.read_bytes, i.work.write_bytes) for i in turned.instructions] == [
+        ("params.transpose", MATRICES, MATRICES)
+    ]
+
+
+def test_zero_3_gathers_fp8_and_transposes_it_for_backward_alone() -> None:
+    fields = {"layout": Layout(dp=2, zero=3), "global_batch": 4, "policy": ("none", 0.0)}
+    made = program("tensor", fp8_params=True, **fields)
+    gathered = [
+        i.work.bytes
+        for t in made.templates
+        if t.kind in (TemplateKind.GATHER, TemplateKind.REGATHER) and t.name.startswith("layer")
+        for i in t.instructions
+        if isinstance(i.work, Collective)
+    ]
+    assert sorted(gathered) == [2 * VECTORS, 2 * VECTORS, MATRICES, MATRICES]
+    kinds = [made.templates[each.template].kind for each in made.instances]
+    assert kinds.count(TemplateKind.QUANTIZE) == 0
+    assert kinds.count(TemplateKind.QUANTIZE_AGAIN) == 2 * LLAMA.layers
+    (shard,) = (f for f in made.families if f.kind is FamilyKind.PARAMS_FP8)
+    assert (shard.bytes, shard.buffer_class) == (MATRICES // 2, BufferClass.STATE)
+    # On Blackwell one copy serves every product.
+    kinds = [t.kind for t in program("tensor", "any", fp8_params=True, **fields).templates]
+    assert TemplateKind.QUANTIZE_AGAIN not in kinds
+
+
+def test_parameters_in_fp8_that_were_not_updated_are_found() -> None:
+    decisions = decide(LLAMA, Layout(dp=2, zero=1), ("none", 0.0), fp8="tensor", fp8_params=True, global_batch=2)
+    (made,) = lower(decisions)
+    faults = {"params.quantize": "not those that were updated", "params.transpose": "hold nothing"}
+    for op, fault in faults.items():
+        (number, *_) = planted.places(made, lambda each, op=op: each.op == op)
+        broken = planted.without(made, number, lambda each, op=op: each.op == op)
+        assert any(fault in each for each in check_values(broken, expand(broken), decisions)), op
 
 
 def test_plans_without_fp8_have_nothing_of_it() -> None:

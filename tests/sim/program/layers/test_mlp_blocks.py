@@ -175,8 +175,8 @@ def test_weight_gradients_accumulate_over_blocks() -> None:
 @pytest.mark.parametrize(
     ("change", "fields"),
     [
-        ({"recompute": "none"}, ("256 with recompute none", "0, or recompute full")),
-        ({"recompute": "tokenwise"}, ("256 with recompute tokenwise", "0, or recompute full")),
+        ({"recompute": "none"}, ("256 with recompute none", "0, or recompute full or rowwise")),
+        ({"recompute": "tokenwise"}, ("256 with recompute tokenwise", "0, or recompute full or rowwise")),
         ({"mlp_chunk_tokens": 200}, ("200 of 2048 tokens", "a multiple of 128, at least 2")),
         (
             {"mlp_chunk_tokens": 128, "layout": Layout(tp=2, sequence_parallel=True)},

@@ -1,0 +1,88 @@
+"""Plays row-wise recompute and checks its gradients, its recompute, its memory and its copies.
+
+Attention runs forward once and backward once, over all rows. So the loss is keep's bit for bit, and gradients differ by
+the order in which row blocks are summed.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from memo_exec.kernels import KERNELS
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
+from memo_sim.program.ir.work import Copy
+from memo_sim.program.lower import lower
+from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds, replayed
+from tests.exec_cpu.small import MODELS, decide, llama, one_step
+
+
+def rowwise(name: str, **changes: Any) -> Decisions:
+    """Return a plan with three row blocks, of which the last is shorter."""
+    fields: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "global_batch": 2}
+    return decide(MODELS[name], **(fields | {"recompute": "rowwise", "mlp_chunk_tokens": 128} | changes))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_autograd(name: str) -> None:
+    assert_gradients_equal_autograds(rowwise(name))
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("swapped", [0, 512])
+def test_subsequences_rebuild_their_queries_and_read_the_kv_cache(window: int, swapped: int) -> None:
+    """Two subsequences of different lengths, with two row blocks each."""
+    model = llama(window=window) if window else MODELS["qwen3"]
+    cut = {"layout": Layout(subsequences=2), "seq_tokens": 512, "mlp_chunk_tokens": 128, "swapped_tokens": swapped}
+    decisions = decide(model, micro_batch=1, global_batch=2, recompute="rowwise", **cut)
+    assert_gradients_equal_autograds(decisions)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "qwen3"])
+def test_only_the_order_of_sums_differs_from_keep(name: str) -> None:
+    kept, wanted = one_step(rowwise(name, recompute="none", mlp_chunk_tokens=0))
+    record, found = one_step(rowwise(name))
+    assert record.loss == kept.loss
+    for key in wanted:
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-5, atol=1e-6 * float(wanted[key].abs().max()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_one_block_of_all_rows_is_keep_bit_for_bit(name: str) -> None:
+    _, wanted = one_step(rowwise(name, recompute="none", mlp_chunk_tokens=0))
+    _, found = one_step(rowwise(name, mlp_chunk_tokens=0))
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+
+
+@pytest.mark.parametrize("swapped", [128, 320])
+def test_swapping_changes_no_bit_and_moves_the_programs_bytes(swapped: int) -> None:
+    _, wanted = one_step(rowwise("llama"))
+    decisions = rowwise("llama", swapped_tokens=swapped)
+    record, found = one_step(decisions)
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+    copies = [i.work for _, i in lower(decisions)[0].walk() if isinstance(i.work, Copy)]
+    for direction in ("d2h", "h2d"):
+        assert getattr(record.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_block_is_rebuilt_bit_for_bit(dtype: str) -> None:
+    decisions = rowwise("qwen3", dtype=dtype, global_batch=1, swapped_tokens=320)
+    again = replayed(decisions, ".b", KERNELS, ("out", "qkv", "stats"))
+    wanted = ("norm1", "qkv", "qk_norm", "rotary", "proj", "resid_add", "norm2", "ffn_up", "act")
+    assert {f"rec/{op}.b{i}" for op in wanted for i in range(3)} <= again
+
+
+@pytest.mark.parametrize("swapped", [0, 1024])
+def test_memory_is_the_programs_and_falls(swapped: int) -> None:
+    peaks = []
+    for policy in ({"recompute": "none"}, {"recompute": "rowwise", "mlp_chunk_tokens": 128}):
+        decisions = decide(llama(), seq_tokens=1024, micro_batch=1, swapped_tokens=swapped, **policy)
+        record, _ = one_step(decisions)
+        program = lower(decisions)[0]
+        curves = live_bytes(liveness(program, expand(program)), device=True)
+        assert record.peak_device_bytes == peak(curves).bytes
+        peaks.append(record.peak_device_bytes)
+    assert peaks[1] < peaks[0]

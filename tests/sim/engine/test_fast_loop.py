@@ -1,0 +1,165 @@
+"""The compiled loop gives what SimPy's gives, to the last bit; without numba, SimPy's loop plays everything."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from memo_sim.contract import codec
+from memo_sim.contract.errors import MemoError
+from memo_sim.contract.plan import Layout, Plan
+from memo_sim.engine import event_loop
+from memo_sim.engine.event_loop import Clock, Groups, UsedRates
+from memo_sim.engine.fast_loop import FastLoop
+from memo_sim.engine.player import Loop, Part, play_stages
+from memo_sim.engine.segments import Segments
+from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.analysis.rendezvous import all_rendezvous
+from memo_sim.program.ir.program import Program
+from memo_sim.program.lower import lower
+from tests.refusals import refused
+from tests.replay.test_recorded_programs import recorded
+from tests.sim.small_programs import GPT, decide
+from tests.sim.toy_machine import TOY_CLUSTER, ToyPrices, alone, contended, toy_hardware
+
+MOST_INSTRUCTIONS = 200_000
+"""Longer recorded programs are left out; they repeat the templates of shorter ones."""
+
+PIPELINED = decide(GPT, Layout(pp=2, tp=2, schedule="zero-bubble"), global_batch=4)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Loop:
+    pytest.importorskip("numba")
+    from memo_sim.engine.compiled_loop import run_compiled
+
+    return run_compiled
+
+
+def in_order(points: np.ndarray) -> np.ndarray:
+    return points[np.lexsort((points[:, 1], points[:, 0]))]
+
+
+def held_equal(loop: Loop) -> Loop:
+    """Return a loop that plays in SimPy, after it has held the other loop's result against SimPy's."""
+
+    def both(segments: Segments, work: np.ndarray, rates_of: UsedRates, groups: Groups) -> Clock:
+        theirs, ours = event_loop.run(segments, work, rates_of, groups), loop(segments, work, rates_of, groups)
+        for name in ("start", "end", "heads"):
+            assert np.array_equal(getattr(theirs, name), getattr(ours, name)), name
+        assert np.array_equal(in_order(theirs.points), in_order(ours.points))
+        return theirs
+
+    return both
+
+
+def hold_programs(programs: Sequence[Program], loop: Loop, rates: event_loop.Rates, seed: int) -> None:
+    parts = []
+    for stage, program in enumerate(programs):
+        columns = expand(program)
+        seconds = np.random.default_rng([seed, stage]).exponential(1e-3, len(columns.lane))
+        seconds[seconds < 1e-4] = 0.0  # work that takes no time ends when it starts
+        parts.append(Part(columns, derive_edges(columns), seconds))
+    play_stages(parts, rates, all_rendezvous(programs), loop=held_equal(loop))
+
+
+@pytest.mark.parametrize("every", [100, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_both_loops_give_the_same_for_every_recorded_program(every: int, compiled: Loop) -> None:
+    for number, entry in enumerate(recorded(every)):
+        document = {"schema": "memo.plan/1", "decisions": entry["decisions"]}
+        decisions = codec.decode(msgspec.json.encode(document), Plan, where="recorded").decisions
+        programs = lower(decisions, micro_batches=entry.get("micro_batches"), cp_rank=entry.get("cp_rank"))
+        if sum(program.instruction_count for program in programs) <= MOST_INSTRUCTIONS:
+            hold_programs(programs, compiled, contended if number % 2 else alone, seed=number)
+
+
+def test_both_loops_stop_at_the_same_cycle(compiled: Loop) -> None:
+    columns = expand(lower(PIPELINED)[0])
+    edges = derive_edges(columns)
+    turned = Edges(edges.consumer[-1:], edges.producer[-1:])
+    both = Edges(np.r_[edges.producer, turned.producer], np.r_[edges.consumer, turned.consumer])
+    part = Part(columns, both, np.ones(len(columns.lane)))
+    messages = []
+    for loop in (event_loop.run, compiled):
+        with refused(MemoError, what="wait for each other") as error:
+            play_stages([part], alone, loop=loop)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_what_a_search_played_is_shown_as_simpy_plays_it(compiled: Loop) -> None:
+    def simulated(loop: Loop) -> Simulation:
+        return simulate(PIPELINED, toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=contended, loop=loop)
+
+    fast, slow = simulated(compiled), simulated(event_loop.run)
+    assert fast.prediction == slow.prediction
+    assert fast.shown() is fast
+    assert fast.trace() == slow.trace()
+
+
+def test_a_loop_that_differs_is_not_shown() -> None:
+    def late(*asked: Any) -> Clock:
+        clock = event_loop.run(*asked)
+        return Clock(clock.start, clock.end * (1 + 1e-15), clock.heads, clock.points, by_simpy=False)
+
+    made = [
+        simulate(PIPELINED, toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=contended, loop=each)
+        for each in (late, event_loop.run)
+    ]
+    assert made[0].prediction.step_s != made[1].prediction.step_s
+    assert made[0].shown() is not made[0]
+    assert made[0].shown().prediction == made[1].prediction
+
+
+def plays(loop: FastLoop, times: int) -> list[bool]:
+    """Return whether numba was imported after each of several plays of six segments."""
+    found = []
+    for _ in range(times):
+        hold_programs(lower(decide(GPT)), loop, alone, seed=1)
+        found.append(loop.compiled)
+    return found
+
+
+def test_numba_is_imported_when_enough_was_played(compiled: Loop) -> None:
+    segments = []
+
+    def counted(*asked: Any) -> Clock:
+        segments.append(len(asked[1]))
+        return event_loop.run(*asked)
+
+    hold_programs(lower(decide(GPT)), counted, alone, seed=1)
+    assert plays(FastLoop(first=2 * segments[0]), 3) == [False, True, True]
+    assert plays(FastLoop(), 1) == [False]
+
+
+def test_without_numba_simpy_plays_and_a_debug_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "memo_sim.engine.compiled_loop", raising=False)
+    with caplog.at_level(logging.DEBUG, logger="memo_sim"):
+        assert plays(FastLoop(first=1), 2) == [False, False]
+    assert len(caplog.messages) == 1
+    assert "numba" in caplog.messages[0]
+
+
+def test_where_no_folder_for_the_cache_can_be_written_simpy_plays(compiled: Loop) -> None:
+    code = (
+        "import logging; logging.basicConfig(level='DEBUG')\n"
+        "from numba.core import caching\n"
+        "caching.CacheImpl._locator_classes = []\n"  # as where none of its folders can be written
+        "from memo_sim.engine.fast_loop import FastLoop\n"
+        "loop = FastLoop()\nloop._import()\nprint(loop.compiled)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"], done.stderr
+    assert "SimPy plays everything" in done.stderr
