@@ -52,6 +52,7 @@ POLICIES = [
     *(("none", alpha) for alpha in (0.0, 0.5, 1.0)),
     *(("tokenwise", alpha) for alpha in (0.0, 0.25, 0.75)),
     *(("full", alpha) for alpha in (0.0, 1.0)),
+    *(("rowwise", alpha) for alpha in (0.0, 1.0)),
     ("selective", 0.0),
     ("norms", 0.0),
     ("mlp", 0.0),
@@ -95,8 +96,8 @@ def check_bounds(model: Model, layout: Layout, policies: list[tuple[str, float]]
 
 @pytest.mark.parametrize(("layout", "layers"), covering(LAYOUTS, [4, 9, 12]), ids=label)
 def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
-    # METP keeps no Q, K, V that attention could be recomputed from.
-    policies = [each for each in POLICIES if layout.metp == 1 or each[0] not in KEEPS_ALL_TOKENS]
+    # METP keeps no Q, K, V that attention could be recomputed from, and has no row blocks.
+    policies = [each for each in POLICIES if layout.metp == 1 or each[0] not in (*KEEPS_ALL_TOKENS, "rowwise")]
     check_bounds(shallow(layers), layout, policies)
 
 
@@ -115,7 +116,7 @@ def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
 )
 def test_no_plan_with_experts_is_below_its_lower_bound(name: str, layout: Layout) -> None:
     model = msgspec.structs.replace(load_model(name), layers=4)
-    check_bounds(model, layout, [each for each in POLICIES if each[0] != "operators"])
+    check_bounds(model, layout, [each for each in POLICIES if each[0] not in ("operators", "rowwise")])
 
 
 @pytest.mark.parametrize(

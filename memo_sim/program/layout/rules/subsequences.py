@@ -62,7 +62,7 @@ SUBSEQUENCES = (
         what=lambda d: f"{d.recompute} recompute has no lowering with subsequences",
         where="decisions.recompute",
         got=lambda d: f"{d.recompute} with {d.layout.subsequences} subsequences",
-        wanted="none, full or tokenwise",
+        wanted="none, full, tokenwise or rowwise",
         hint="--recompute full rebuilds attention too",
     ),
 )
