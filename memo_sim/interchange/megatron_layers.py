@@ -88,11 +88,11 @@ def _check_router(decisions: Decisions, of: Experts) -> None:
         raise _unsayable("model.experts.bias", "biases of some products, or beside layers without experts", wanted)
     if of.bias and decisions.layout.tp > 1:
         raise _unsayable("layout.tp", f"tp {decisions.layout.tp} of experts with biases", "tp 1: there it refuses them")
-    if decisions.fp8 != "none":
+    if decisions.fp8 != "none" and not decisions.fp8_experts:
         raise _unsayable(
-            "decisions.fp8",
-            f"{decisions.fp8} with experts, whose products memo keeps in bf16",
-            "none: Megatron multiplies experts in FP8 too",
+            "decisions.fp8_experts",
+            f"false with fp8 {decisions.fp8}, so the products of experts are in bf16",
+            "true (--fp8-experts): Megatron multiplies experts in FP8 too",
         )
 
 

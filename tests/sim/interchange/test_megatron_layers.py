@@ -113,7 +113,7 @@ def test_experts_are_exported_with_a_prediction_by_own_operators() -> None:
         (with_experts(MIXTRAL, scores="sigmoid", renormalize=False), {}, "model.experts.renormalize"),
         (with_experts(MIXTRAL, per_token=1), {}, "model.experts.renormalize"),
         (with_experts(MIXTRAL, bias=True), {}, "model.experts.bias"),
-        (MIXTRAL, {"fp8": "tensor"}, "decisions.fp8"),
+        (MIXTRAL, {"fp8": "tensor"}, "decisions.fp8_experts"),
         (replace(load_model("mla-tiny"), latent=None, head_dim=32, kv_heads=4, window=0), {}, ""),
     ],
 )
@@ -175,7 +175,9 @@ def test_what_is_assumed_of_experts_is_said() -> None:
         assert words in told
     limited = read("--expert-model-parallel-size 4 --moe-expert-capacity-factor 1.25 --fp8-format e4m3")
     assert limited.job.expert_capacity == 1.25
-    assert any("experts are priced in bf16" in text for text in limited.assumed)
+    assert (limited.job.fp8, limited.job.fp8_experts) == ("delayed", True)
+    (job, *_) = megatron_lm.FRAMEWORK.jobs(Decisions(model=MIXTRAL, seq_tokens=4096, fp8="block", fp8_experts=True))
+    assert job.fp8_experts
 
 
 def test_experts_that_tp_does_not_divide_are_refused() -> None:
