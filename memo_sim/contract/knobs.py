@@ -824,6 +824,14 @@ class Chosen:
         " run it.",
     )
     """Not searched: it changes what is learned."""
+    fp8_experts: bool = _knob(
+        False,
+        Flag(),
+        "With --fp8 and a model with experts: the grouped products of experts, and those of a shared expert, in FP8 too"
+        " (Megatron-LM's TEGroupedLinear, DeepSeek-V3's recipe with block). Rows are exchanged in bf16. memo-exec does"
+        " not run it.",
+    )
+    """Not searched: it changes what is learned."""
     loss: Loss = _knob(
         "auto",
         _one_of(Loss),

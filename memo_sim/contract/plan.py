@@ -345,6 +345,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Layouts that the device's FP8 products take: they decide which copies of tensors there are."""
     fp8_params: bool = False
     """Whether the weights of FP8 products are kept in FP8 alone, without a copy in ``dtype``."""
+    fp8_experts: bool = False
+    """Whether products of experts, and of a shared one, are in FP8 too."""
     libraries: Libraries | None = None
     """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False

@@ -31,7 +31,7 @@ from memo_sim.engine.repetition import played_at_first, whole_windows, windows
 from memo_sim.engine.stage_run import ALLOCATOR, HOST, Prices, StageRun
 from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
 from memo_sim.program.analysis.columns import Columns
-from memo_sim.program.analysis.rendezvous import all_rendezvous
+from memo_sim.program.analysis.rendezvous import Rendezvous, all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower, program_sha256
@@ -75,6 +75,7 @@ def simulate(
             where="layout",
             got=f"{layout.devices} devices",
             wanted=f"at most the {cluster.devices} of {cluster.name}",
+            hint="another --cluster, or smaller --tp, --cp, --ulysses, --pp and --dp",
         )
     played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)
@@ -242,6 +243,11 @@ class Simulation:
         return programs if programs[0].micro_batches == self.decisions.micro_batches else lower(self.decisions)
 
     @property
+    def instructions_played(self) -> int:
+        """Instructions of all stages as played, the repeated ones once."""
+        return sum(len(stage.columns.lane) for stage in self.stages)
+
+    @property
     def full_program(self) -> Program:
         """The program of the whole step, of the fullest stage."""
         return self.full_programs[self.stages.index(self.fullest)]
@@ -254,19 +260,24 @@ class Simulation:
     def shown(self) -> Simulation:
         """Return this simulation after SimPy's loop has played it, which is what answers show.
 
-        Nothing but the loop is done again. Where it gave other numbers than ``loop``, all of them come from SimPy.
+        Where another loop has, SimPy's is played too, and nothing else is done again. Should the numbers differ, all of
+        them come from SimPy.
         """
-        if self._loop is not run and "playbacks" in self.__dict__:
-            again = self._played(run)
-            pairs = zip(self.playbacks, again, strict=True)
+        played = self.__dict__.get("playbacks", [])
+        if not all(playback.by_simpy for playback in played):
+            pairs = zip(played, self._played(run), strict=True)
             if not all(np.array_equal(a.start_s, b.start_s) and np.array_equal(a.end_s, b.end_s) for a, b in pairs):
                 return simulate(self.decisions, self.hardware, self.cluster, pricer=self._pricer, rates=self._rates)
         self._loop = run
         return self
 
     def _played(self, loop: Loop) -> list[Playback]:
-        met = all_rendezvous([stage.program for stage in self.stages])
-        return play_stages([stage.part for stage in self.stages], self._rates, met, loop=loop)
+        return play_stages([stage.part for stage in self.stages], self._rates, self._matched, loop=loop)
+
+    @cached_property
+    def _matched(self) -> list[Rendezvous]:
+        """The matched instructions of all stages, as they are played."""
+        return all_rendezvous([stage.program for stage in self.stages])
 
     @property
     def playback(self) -> Playback:
@@ -306,7 +317,7 @@ class Simulation:
     def _stalls(self, step_s: float) -> list[Stall]:
         """Return the waits of the pace-setting stage until the step's end, the longest first."""
         stage, number = self.pace, self.stages.index(self.pace)
-        met = peers(self.playbacks, all_rendezvous([each.program for each in self.stages]))[number]
+        met = peers(self.playbacks, self._matched)[number]
         found = [*stage.stalls(met), *stage.after_compute(met)]
         if (left_s := step_s - stage.ended_s) > ROUNDING * step_s:
             others = [each for each in range(len(self.stages)) if each != number]
@@ -344,17 +355,17 @@ class Simulation:
         """Bytes of the whole tensors of the pace-setting stage's collectives, by operator."""
         return self.pace.collective_bytes
 
-    def trace(self, stage: StageRun | None = None) -> Trace:
+    def trace(self, stage: StageRun | None = None, *, most_spans: int | None = None) -> Trace:
         """Return the trace of a stage's whole step (by default the first stage's): spans, memory and waits.
 
-        Repeated micro-batches are played now, unless that gives more than ``MOST_SPANS`` spans. Then the trace holds
-        only the micro-batches that were played, and says so; its ``step_s`` is still the whole step's.
+        Repeated micro-batches are played now, unless that gives more than ``most_spans`` (``MOST_SPANS``) spans. Then
+        the trace holds only the micro-batches that were played, and says so; its ``step_s`` is still the whole step's.
 
         Raises:
             Infeasible: when the plan does not fit.
         """
         number = self.stages.index(stage) if stage else 0
-        traced = self.traced_stages()
+        traced = self.traced_stages(most_spans)
         played = traced[number].program.micro_batches
         whole_s = max(each.playback.span_s for each in traced)
         return traced[number].trace(
@@ -363,11 +374,11 @@ class Simulation:
             step_s=whole_s if played == self.decisions.micro_batches else self.prediction.step_s or 0.0,
         )
 
-    def traces(self) -> list[Trace]:
-        """Return the trace of every stage in order (see ``trace``)."""
-        return [self.trace(stage) for stage in self.stages]
+    def traces(self, *, most_spans: int | None = None) -> list[Trace]:
+        """Return the trace of every stage in order; ``most_spans`` in all, in place of ``MOST_SPANS`` (``trace``)."""
+        return [self.trace(stage, most_spans=most_spans) for stage in self.stages]
 
-    def traced_stages(self) -> tuple[StageRun, ...]:
+    def traced_stages(self, most_spans: int | None = None) -> tuple[StageRun, ...]:
         """Return the stages whose spans the traces hold: of the whole step, or of what was played (see ``trace``).
 
         Raises:
@@ -376,7 +387,8 @@ class Simulation:
         if self.memory.fault is not None:
             raise Infeasible(f"no trace: {self.memory.fault.reason}")
         repeated = self.stages[0].program is not self.full_programs[0]
-        small = sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS
+        most = MOST_SPANS if most_spans is None else most_spans
+        small = sum(program.instruction_count for program in self.full_programs) <= most
         return self._whole.stages if repeated and small else self.stages
 
     @cached_property
@@ -403,6 +415,7 @@ class Simulation:
                 f"{self.hardware.name} has no peak FLOP/s for {decisions.dtype}",
                 where="decisions.dtype",
                 wanted=" or ".join(self.hardware.peak_flops),
+                hint="another --dtype, or memo-exec calibrate on a machine that has it",
             )
         # Stages drift apart by at most the micro-batches they hold, so in the long run all go at the slowest one's
         # pace.

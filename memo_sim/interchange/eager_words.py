@@ -59,6 +59,7 @@ _COMMON: dict[str, Saying] = {
     "decisions.expert_overlap": Saying("none", lost=_NO_EXPERTS),
     "decisions.fp8": Saying("none", lost="memo writes no options of FP8: its products would run in bf16"),
     "decisions.fp8_layouts": Saying("own", lost="the device decides it"),
+    "decisions.fp8_experts": Saying("none", lost=_NO_EXPERTS),
     "decisions.fp8_params": Saying("none", lost="memo writes no options of FP8"),
     "decisions.adapters": Saying("none", lost="memo writes no options of adapters"),
     "decisions.kernels.head_groups": Saying("none", lost="attention runs on all heads at once"),

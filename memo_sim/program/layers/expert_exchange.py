@@ -55,6 +55,7 @@ from memo_sim.program.layout.expert_load import received_sizes
 from memo_sim.program.layout.parameters import experts_block
 from memo_sim.program.layout.rank_order import EP
 from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.fp8_operands import EXPERT_COLUMNS, EXPERT_WEIGHTS, Fp8Weights
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 PARAMS, GRADS = "expert_params", "expert_grads"
@@ -73,6 +74,8 @@ class ExchangedExperts(ExpertMlp):
         block = experts_block(writer.model, divided, shape.ep, experts, writer.decisions.lora)
         assert block is not None  # this class is for ep above 1
         self._block = block
+        if self.weights:
+            self.weights = Fp8Weights(writer.decisions, block, (EXPERT_WEIGHTS, EXPERT_COLUMNS))
         self._received = False
         """Whether this template has received the rows of the second norm."""
         self._sent_gradient: tuple[Rows, Rows, Rows, Rows] | None = None

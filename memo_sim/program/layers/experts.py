@@ -37,6 +37,11 @@ Selection bias (DeepSeek-V3). Its place in the gradients gets the rows of each e
 backward. So they are summed over micro-batches and ranks with the gradients, and the optimizer's step moves the bias:
 the host waits for nothing. The gradient norm leaves them out.
 
+In FP8 (``fp8_experts``) the activation is kept quantised, as in a dense MLP. The dispatched rows are quantised where a
+product reads them: by rows in forward and recompute, by columns after backward has copied them again. Routing, copies,
+sums and exchanges between ranks stay in the plan's dtype. Rows that frameworks add to fill an expert's last block of
+scales are not counted in buffers.
+
 A shared expert (``shared_expert.py``) adds its rows to the sum before it is reduced over ranks.
 
 Whole experts on tensor-parallel ranks (``Layout.whole_experts``): each rank routes and dispatches the rows of its own
@@ -57,9 +62,10 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase, TemplateKind
-from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise
+from memo_sim.program.ir.work import Collective, Fp8GroupedGemm, Gemm, GroupedGemm, Rowwise
 from memo_sim.program.layers.shared_expert import SharedExpert, in_fp32
 from memo_sim.program.layout.expert_load import sizes_of
+from memo_sim.program.layout.fp8 import PRODUCTS
 from memo_sim.program.layout.parameters import SELECTION_BIAS, gradient_dtype
 from memo_sim.program.operators import norms
 from memo_sim.program.operators import workspaces as table
@@ -92,6 +98,8 @@ class ExpertMlp:
         """Whether none of the weights are trained."""
         self.clamped = experts.activation == "clamped"
         self.activation = "experts.clamped" if self.clamped else "experts.swiglu"
+        self.weights = writer.fp8.weights if writer.fp8 is not None and writer.decisions.fp8_experts else None
+        """The weights' copies in FP8; None where the experts' products run in the plan's dtype."""
 
     @property
     def _all(self) -> RowBlock:
@@ -146,7 +154,7 @@ class ExpertMlp:
         """Write the second product and the sum over each token's experts; return the sum."""
         writer, tokens = self.writer, self.shape.routed_tokens
         down = writer.own("expert_out", self.rows, self.shape.hidden)
-        self._product("experts_down", Rows("act", *self._all), Rows(down, *self._all))
+        self._product("experts_down", Rows(writer.read_by_product("act"), *self._all), Rows(down, *self._all))
         combined = Rows(writer.own("moe_out", tokens, self.shape.hidden), 0, tokens)
         self._combine("combine", down, combined)
         if self.experts.bias:
@@ -301,6 +309,8 @@ class ExpertMlp:
                 bias=self._weight("experts_up.bias"),
                 ends=reads(self._ends),
             )
+        activated = Rows("act", *rows)
+        made = writer.made(activated, width)
         self._emit(
             "act",
             self.activation,
@@ -311,8 +321,9 @@ class ExpertMlp:
             features=width,
             x=reads(up),
             **self._weights_of(rows),
-            out=writes(Rows("act", *rows)),
+            out=writes(made),
         )
+        writer.quantise(made, activated)
 
     def _dispatched(self, rows: RowBlock) -> Rows:
         """Return a range of the experts' input rows; add the buffer at its first use."""
@@ -581,16 +592,31 @@ class ExpertMlp:
         """Return their gradients as an accumulated operand."""
         return self.writer.grad(name)
 
+    def _read_weight(self, name: str, *, for_dgrad: bool = False) -> Access | None:
+        """Return the weights of a product as it, or the gradient of its input, reads them."""
+        return reads(self.weights.of(name, for_dgrad=for_dgrad)) if self.weights else self._weight(f"{name}.weight")
+
     def _product(self, name: str, x: Rows, out: Rows) -> None:
         """Emit the product of dispatched rows with their experts' weights."""
-        n, k = self.builder.features(out.slot), self.builder.features(x.slot)
-        operands = {"x": reads(x), "weight": self._weight(f"{name}.weight"), "ends": reads(self._ends)}
+        n, k = self.builder.features(out.slot), self._inputs_of(name)
+        if self.weights:
+            assert self.writer.fp8 is not None  # whose copies they are
+            x = self.writer.fp8.input(x, self.writer.suffix)
+        operands = {"x": reads(x), "weight": self._read_weight(name), "ends": reads(self._ends)}
         self._grouped(name, "experts.linear", out, n, k, **operands, out=writes(out))
+
+    def _inputs_of(self, name: str) -> int:
+        """Return the number of input features of a product."""
+        return self.shape.hidden if name == "experts_up" else self.shape.expert_width
 
     def _dgrad(self, name: str, grad: Rows, out: Rows) -> None:
         """Emit the gradient of a product's input."""
         n, k = self.builder.features(out.slot), self.builder.features(grad.slot)
-        operands = {"grad": reads(grad), "weight": self._weight(f"{name}.weight"), "ends": reads(self._ends)}
+        if self.weights:
+            assert self.writer.fp8 is not None
+            grad = self.writer.fp8.gradient(grad, self.writer.suffix, k)
+        weight = self._read_weight(name, for_dgrad=True)
+        operands = {"grad": reads(grad), "weight": weight, "ends": reads(self._ends)}
         self._grouped(f"{name}.dgrad", "experts.linear.dgrad", out, n, k, **operands, out=writes(out))
 
     def _grouped(self, name: str, op: str, rows: Rows, n: int, k: int, **operands: Access | None) -> None:
@@ -598,8 +624,15 @@ class ExpertMlp:
         result = self._result_bytes(rows.tokens * n)
         scratch = self.builder.scratch(f"{self.builder.phase}.{name}{writer.suffix}.result", result)
         copied = 2 * writer.size * rows.tokens * n if self.copies_results else 0
-        work = GroupedGemm(self._sizes(rows), n, k, "dgrad" if op.endswith("dgrad") else "fprop", writer.dtype, copied)
+        work = self._work(rows, n, k, "dgrad" if op.endswith("dgrad") else "fprop", copied)
         self.builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=scratch)
+
+    def _work(self, rows: Rows, n: int, k: int, gemm_pass: GemmPass, copied: int) -> GroupedGemm:
+        """Return the work of a grouped product, in the plan's dtype or in FP8."""
+        sizes, decisions = self._sizes(rows), self.writer.decisions
+        if self.weights:
+            return Fp8GroupedGemm(sizes, n, k, gemm_pass, self.writer.dtype, operands=PRODUCTS[decisions.fp8])
+        return GroupedGemm(sizes, n, k, gemm_pass, self.writer.dtype, copied)
 
     @property
     def copies_results(self) -> bool:
@@ -608,22 +641,28 @@ class ExpertMlp:
 
     def _result_bytes(self, elements: int) -> int:
         """Return the scratch of a grouped product with a result of so many elements."""
+        if self.weights:  # kernels in FP8 write where the plan has it
+            return 0
         kernel = self.writer.decisions.kernels.attention
         return table.grouped_workspace_bytes(elements, self.writer.dtype, self.shape.own_experts, kernel)
 
     def _wgrad(self, name: str, grad: Rows, x: Rows) -> None:
         """Emit the gradients of all experts' weights, ``m`` output features by ``n`` input features each."""
-        m, n = self.builder.features(grad.slot), self.builder.features(x.slot)
+        m, n = self.builder.features(grad.slot), self._inputs_of(name)
         writer, into = self.writer, gradient_dtype(self.writer.decisions)
         kernel, builder, count = writer.decisions.kernels.attention, self.builder, self.shape.own_experts
         wide = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
+        if self.weights:
+            assert writer.fp8 is not None
+            grad = writer.fp8.gradient(grad, writer.suffix, m, for_wgrad=True)
+            x, wide = writer.fp8.input(x, writer.suffix, for_wgrad=True), 0
         result = self._result_bytes(count * m * n)
         added = (writer.size + 2 * DTYPE_BYTES[into]) * count * m * n
         builder.emit(
             f"{name}.wgrad{writer.suffix}",
             "experts.linear.wgrad",
             Lane.COMPUTE,
-            GroupedGemm(self._sizes(grad), m, n, "wgrad", writer.dtype, added if self.copies_results else 0),
+            self._work(grad, m, n, "wgrad", added if self.copies_results else 0),
             grad=reads(grad),
             x=reads(x),
             ends=reads(self._ends),

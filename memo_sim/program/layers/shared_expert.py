@@ -64,8 +64,10 @@ class SharedExpert:
         """Write first product and activation of a range of rows; ``source``: the norm of all tokens."""
         if not self.width:
             return
-        x = Rows(source.slot, source.first + rows[0], rows[1])
+        x = self.writer.product_input("shared_up", Rows(source.slot, source.first + rows[0], rows[1]))
         self.writer.linear("shared_up", x, Rows("shared_up", *rows), 2 * self.width, self.hidden)
+        activated = Rows("shared_act", *rows)
+        made = self.writer.made(activated, self.width)
         if self.gated:
             size = self.writer.size * self.width * rows[1]
             self._emit(
@@ -75,19 +77,20 @@ class SharedExpert:
                 table.expert_activation_workspace_bytes(rows[1], self.width, self.writer.dtype),
                 x=reads(Rows("shared_up", *rows)),
                 gates=reads(self._gate(rows)),
-                out=writes(Rows("shared_act", *rows)),
+                out=writes(made),
             )
-            return
-        self.writer.memory_bound(
-            "shared_act",
-            "swiglu",
-            rows[1],
-            2 * self.width,
-            self.width,
-            features=self.width,
-            x=reads(Rows("shared_up", *rows)),
-            out=writes(Rows("shared_act", *rows)),
-        )
+        else:
+            self.writer.memory_bound(
+                "shared_act",
+                "swiglu",
+                rows[1],
+                2 * self.width,
+                self.width,
+                features=self.width,
+                x=reads(Rows("shared_up", *rows)),
+                out=writes(made),
+            )
+        self.writer.quantise(made, activated)
 
     def second_half(self, into: Rows) -> None:
         """Write the second product of all tokens, added to the experts' sum ``into``."""
@@ -97,9 +100,9 @@ class SharedExpert:
             f"shared_down{self.writer.suffix}",
             "linear.add",
             Lane.COMPUTE,
-            Gemm(self.tokens, self.hidden, self.width, "fprop", self.writer.dtype),
-            x=reads(self._all("shared_act")),
-            weight=self.writer.param("shared_down.weight"),
+            self.writer.product("shared_down", self.tokens, self.hidden, self.width, "fprop"),
+            x=reads(self._all(self.writer.read_by_product("shared_act"))),
+            weight=self.writer.weight("shared_down"),
             out=accumulates(into),
         )
 
@@ -169,15 +172,7 @@ class SharedExpert:
             return
         d_up = self._all("d_shared_up")
         self.writer.wgrad("shared_up", d_up, source, 2 * self.width, self.hidden)
-        self.builder.emit(
-            f"shared_up.dgrad{self.writer.suffix}",
-            "linear.dgrad.add",
-            Lane.COMPUTE,
-            Gemm(self.tokens, self.hidden, 2 * self.width, "dgrad", self.writer.dtype),
-            grad=reads(d_up),
-            weight=self.writer.param("shared_up.weight"),
-            out=accumulates(d_norm),
-        )
+        self.writer.dgrad("shared_up", d_up, d_norm, self.hidden, 2 * self.width, op="linear.dgrad.add")
         if self.gated:
             self._gate_products(source, d_norm)
 

@@ -49,7 +49,7 @@ ADAPTERS = (
     _ADAPTERS.allows("layout.multiplexed", False, because="helper stages would need the gradients of the adapters"),
     _ADAPTERS.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        *("none", "selective", "norms", "mlp", "full", "tokenwise", "rowwise"),
         because="every second product would be rebuilt without its adapter",
     ),
     _ADAPTERS.allows(
