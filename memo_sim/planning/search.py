@@ -51,6 +51,7 @@ from memo_sim.planning.presets import (
     INPUTS_SWAPPED_MLP_IN_BLOCKS,
     KEEP,
     PARTIAL_SWAP,
+    ROWWISE_SWAPPED,
     Policy,
 )
 from memo_sim.planning.question import Question
@@ -59,7 +60,7 @@ from memo_sim.planning.subsequences import swap_each
 
 __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search", "search_beside"]
 
-STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
+STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, ROWWISE_SWAPPED)
 """Policies that are not worth their copies when the same tensors can be kept on the device."""
 
 MOST_KEPT = 400_000
