@@ -60,7 +60,7 @@ def run_compiled(segments: Segments, work: Floats, rates_of: UsedRates, groups: 
         rows[known] = rates_of(int(busy_lanes))[1]
         row_of[busy_lanes] = known
         known += 1
-    return Clock(start, end, heads, points[:count])
+    return Clock(start, end, heads, points[:count], by_simpy=False)
 
 
 @njit(cache=True, error_model="numpy")

@@ -51,6 +51,8 @@ class Clock:
     end: Floats
     heads: Ints
     points: Floats
+    by_simpy: bool = True
+    """Whether SimPy's loop made it."""
 
 
 class UsedRates:

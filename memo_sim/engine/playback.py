@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memo_sim.program.analysis.columns import Columns, Ints
-from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.analysis.edges import Edges, sorted_with_places
 from memo_sim.program.ir.instruction import Lane
 
 Floats = NDArray[np.float64]
@@ -38,6 +38,8 @@ class Playback:
     edges: Edges
     start_s: Floats
     end_s: Floats
+    by_simpy: bool = True
+    """Whether SimPy's loop played it; what a search plays may come from another (``fast_loop.py``)."""
 
     @cached_property
     def span_s(self) -> float:
@@ -53,8 +55,7 @@ class Playback:
     @cached_property
     def previous(self) -> Ints:
         """The previous instruction on the same lane, or -1."""
-        order = np.argsort(self.columns.lane, kind="stable")
-        lane = self.columns.lane[order]
+        lane, order = sorted_with_places(self.columns.lane)
         before = np.full(len(order), -1, dtype=np.int64)
         same = np.flatnonzero(lane[1:] == lane[:-1]) + 1
         before[order[same]] = order[same - 1]

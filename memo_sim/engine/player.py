@@ -28,7 +28,7 @@ from memo_sim.engine.event_loop import Clock, Groups, Rates, UsedRates, run
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.program.analysis.columns import Columns, Ints
-from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.analysis.edges import Edges, sorted_with_places
 from memo_sim.program.analysis.rendezvous import Rendezvous
 
 Loop = Callable[[Segments, Floats, UsedRates, Groups], Clock]
@@ -95,7 +95,7 @@ def play_stages(
     start_s, end_s = _spans(segments, work, clock, seconds)
     bounds = [slice(int(a), int(b)) for a, b in pairwise(first)]
     return [
-        Playback(columns=part.columns, edges=part.edges, start_s=start_s[mine], end_s=end_s[mine])
+        Playback(part.columns, part.edges, start_s=start_s[mine], end_s=end_s[mine], by_simpy=clock.by_simpy)
         for part, mine in zip(parts, bounds, strict=True)
     ]
 
@@ -112,22 +112,26 @@ def _spans(segments: Segments, work: Floats, clock: Clock, seconds: Floats) -> t
     start, end = np.empty(len(seconds)), np.empty(len(seconds))
     if not len(seconds):
         return start, end
-    points = clock.points[np.argsort(clock.points[:, 0], kind="stable")]
-    of_point = points[:, 0].astype(np.int64)
-    # Work done is summed over all segments, so one search finds the linear piece of each instant. ``low`` and ``high``
-    # keep it inside the segment, because a piece without work is ambiguous.
+    of_point, order = sorted_with_places(clock.points[:, 0].astype(np.int64))
+    points = clock.points[order]
+    ends = np.empty(len(seconds))
+    ends[segments.last] = clock.end
+    # All other ends are interpolated. Work done is summed over all segments, so one search finds the linear piece of
+    # each instant. ``low`` and ``high`` keep it inside the segment, because a piece without work is ambiguous.
+    between = np.ones(len(seconds), dtype=bool)
+    between[segments.last] = False
+    within = np.flatnonzero(between)
+    of = segments.of[within]
     done_before = np.cumsum(work) - work
     point_done = done_before[of_point] + (work[of_point] - points[:, 2])
     ordered = seconds[segments.order]
     inside = np.cumsum(ordered)
-    inside -= (inside - ordered)[segments.first][segments.of]
-    low = np.searchsorted(of_point, segments.of)
-    high = np.searchsorted(of_point, segments.of, side="right") - 1
-    wanted = done_before[segments.of] + inside
+    wanted = done_before[of] + (inside[within] - (inside - ordered)[segments.first[of]])
+    after = np.cumsum(np.bincount(of_point, minlength=len(work)))
+    low, high = np.append(0, after[:-1])[of], after[of] - 1
     piece = np.clip(np.searchsorted(point_done, wanted, side="right") - 1, low, high)
-    ends = points[piece, 1] + (wanted - point_done[piece]) / points[piece, 3]
-    ends = np.clip(ends, clock.start[segments.of], clock.end[segments.of])
-    ends[segments.last] = clock.end
+    found = points[piece, 1] + (wanted - point_done[piece]) / points[piece, 3]
+    ends[within] = np.clip(found, clock.start[of], clock.end[of])
     starts = np.empty_like(ends)
     starts[1:] = ends[:-1]
     starts[segments.first] = clock.start

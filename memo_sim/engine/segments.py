@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memo_sim.program.analysis.columns import Ints
-from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.analysis.edges import Edges, sorted_with_places
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Segments:
 def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
     """Return the segments of instructions on ``count`` lanes; each instruction in ``alone`` gets its own segment."""
     total = len(lanes)
-    order = np.argsort(lanes, kind="stable")
-    lane = lanes[order]
+    lane, order = sorted_with_places(lanes)
     has_in = np.zeros(total, dtype=bool)
     has_in[edges.consumer] = True
     has_in[alone] = True
@@ -60,7 +59,7 @@ def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
     segment = np.empty(total, dtype=np.int64)
     segment[order] = of
     producer, consumer = segment[edges.producer], segment[edges.consumer]
-    by_producer = np.argsort(producer, kind="stable")
+    producer, by_producer = sorted_with_places(producer)
     numbers = np.arange(len(first) + 1)
     return Segments(
         order=order,
@@ -70,5 +69,5 @@ def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
         lane_bounds=np.searchsorted(lane[first], np.arange(count + 1)),
         waits=np.bincount(consumer, minlength=len(first)),
         targets=consumer[by_producer],
-        target_bounds=np.searchsorted(producer[by_producer], numbers),
+        target_bounds=np.searchsorted(producer, numbers),
     )

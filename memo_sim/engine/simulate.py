@@ -31,7 +31,7 @@ from memo_sim.engine.repetition import played_at_first, whole_windows, windows
 from memo_sim.engine.stage_run import ALLOCATOR, HOST, Prices, StageRun
 from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
 from memo_sim.program.analysis.columns import Columns
-from memo_sim.program.analysis.rendezvous import all_rendezvous
+from memo_sim.program.analysis.rendezvous import Rendezvous, all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower, program_sha256
@@ -242,6 +242,11 @@ class Simulation:
         return programs if programs[0].micro_batches == self.decisions.micro_batches else lower(self.decisions)
 
     @property
+    def instructions_played(self) -> int:
+        """Instructions of all stages as played, the repeated ones once."""
+        return sum(len(stage.columns.lane) for stage in self.stages)
+
+    @property
     def full_program(self) -> Program:
         """The program of the whole step, of the fullest stage."""
         return self.full_programs[self.stages.index(self.fullest)]
@@ -254,19 +259,24 @@ class Simulation:
     def shown(self) -> Simulation:
         """Return this simulation after SimPy's loop has played it, which is what answers show.
 
-        Nothing but the loop is done again. Where it gave other numbers than ``loop``, all of them come from SimPy.
+        Where another loop has, SimPy's is played too, and nothing else is done again. Should the numbers differ, all of
+        them come from SimPy.
         """
-        if self._loop is not run and "playbacks" in self.__dict__:
-            again = self._played(run)
-            pairs = zip(self.playbacks, again, strict=True)
+        played = self.__dict__.get("playbacks", [])
+        if not all(playback.by_simpy for playback in played):
+            pairs = zip(played, self._played(run), strict=True)
             if not all(np.array_equal(a.start_s, b.start_s) and np.array_equal(a.end_s, b.end_s) for a, b in pairs):
                 return simulate(self.decisions, self.hardware, self.cluster, pricer=self._pricer, rates=self._rates)
         self._loop = run
         return self
 
     def _played(self, loop: Loop) -> list[Playback]:
-        met = all_rendezvous([stage.program for stage in self.stages])
-        return play_stages([stage.part for stage in self.stages], self._rates, met, loop=loop)
+        return play_stages([stage.part for stage in self.stages], self._rates, self._matched, loop=loop)
+
+    @cached_property
+    def _matched(self) -> list[Rendezvous]:
+        """The matched instructions of all stages, as they are played."""
+        return all_rendezvous([stage.program for stage in self.stages])
 
     @property
     def playback(self) -> Playback:
@@ -306,7 +316,7 @@ class Simulation:
     def _stalls(self, step_s: float) -> list[Stall]:
         """Return the waits of the pace-setting stage until the step's end, the longest first."""
         stage, number = self.pace, self.stages.index(self.pace)
-        met = peers(self.playbacks, all_rendezvous([each.program for each in self.stages]))[number]
+        met = peers(self.playbacks, self._matched)[number]
         found = [*stage.stalls(met), *stage.after_compute(met)]
         if (left_s := step_s - stage.ended_s) > ROUNDING * step_s:
             others = [each for each in range(len(self.stages)) if each != number]

@@ -46,10 +46,11 @@ class RowwiseChoice:
         alike = msgspec.structs.replace(
             decisions,
             swapped_tokens=0,
-            layout=msgspec.structs.replace(decisions.layout, dp=1, ep=1, zero=0, zero_ranks=0),
+            layout=msgspec.structs.replace(decisions.layout, dp=1, ep=1, expert_tp=0, zero=0, zero_ranks=0),
             global_batch=decisions.micro_batch * _least_micro_batches(decisions),
             expert_capacity=0.0,
             expert_overflow="drop",
+            expert_overlap=False,
         )
         if alike not in self._known:
             try:

@@ -69,6 +69,9 @@ candidates are made only when these do not decide. A layout that is pruned count
 RANGES: dict[str, int] = {"wide": 8, "narrow": 2}
 """Grid steps of the ranges of alpha that get lower bounds of their own, one after the other."""
 
+MOST_KEPT = 400_000
+"""Largest number of played instructions that a search keeps beside another plan; 100 to 300 MiB."""
+
 
 def search(
     question: Question,
@@ -471,7 +474,12 @@ class _Search:
         return self.known[decisions]
 
     def _play(self, decisions: Decisions) -> Simulation:
-        """Play a plan in the loop that is fast, and keep the simulation of the fastest plan for the answer."""
+        """Play a plan in the loop that is fast, and keep the simulation of the fastest plan for the answer.
+
+        A long one is kept only until the next plan is played: two of them would take twice the memory.
+        """
+        if self.fastest is not None and self.fastest.instructions_played > MOST_KEPT:
+            self.fastest = None
         simulation = simulate(decisions, self.question.hardware, self.question.cluster, loop=run_fast)
         self.known[decisions] = simulation.prediction
         if self.fastest is None or _is_faster(simulation, self.fastest):

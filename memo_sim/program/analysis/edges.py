@@ -48,15 +48,14 @@ def derive_edges(columns: Columns) -> Edges:
     starts = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]]) if len(segment) else row
     group_start = np.repeat(starts, np.diff(np.r_[starts, len(segment)]))
     last_write = _last_before(writes, row, group_start)
-    for producer_lane in _distinct(lane):
-        in_lane = lane == producer_lane
-        # RAW and WAW: the last write before this access, when it was made on the other lane.
-        found = (last_write >= 0) & (lane != producer_lane) & in_lane[np.maximum(last_write, 0)]
-        producers.append(instruction[last_write[found]])
-        consumers.append(instruction[found])
+    # RAW and WAW: the last write before this access, when it was made on another lane.
+    found = (last_write >= 0) & (lane != lane[np.maximum(last_write, 0)]) if len(lane) else writes
+    producers.append(instruction[last_write[found]])
+    consumers.append(instruction[found])
+    reading = (mode & Mode.READ) > 0
+    for producer_lane in _distinct(lane[reading]):
         # WAR: the last read on the other lane since the last write.
-        reads = in_lane & ((mode & Mode.READ) > 0)
-        last_read = _last_before(reads, row, group_start)
+        last_read = _last_before(reading & (lane == producer_lane), row, group_start)
         found = writes & (lane != producer_lane) & (last_read > last_write)
         producers.append(instruction[last_read[found]])
         consumers.append(instruction[found])
@@ -90,9 +89,9 @@ def _memory_edges(columns: Columns, shared: Flags) -> tuple[Ints, Ints]:
     touches = np.flatnonzero((shared & columns.buffer_dynamic)[columns.operand_buffer])
     buffer, instruction = columns.operand_buffer[touches], columns.operand_instruction[touches]
     # Operands are in program order, so the first row of a buffer and a lane is that lane's first touch.
-    place = buffer * len(Lane) + columns.lane[instruction]
-    _, firsts = np.unique(place, return_index=True)
-    lasts = len(place) - 1 - np.unique(place[::-1], return_index=True)[1]
+    place, order = sorted_with_places(buffer * len(Lane) + columns.lane[instruction])
+    begins = np.append(True, place[1:] != place[:-1])[: len(place)]
+    firsts, lasts = order[begins], order[np.append(begins[1:], True)[: len(place)]]
     late, dead = deaths[columns.lane[deaths] != Lane.COMPUTE], death[buffer[lasts]]
     # A lane's last use may still be under way at the buffer's death if it is a read; the last user waits for writes.
     under_way = (columns.lane[instruction[lasts]] != Lane.COMPUTE) & (instruction[lasts] < dead)
@@ -116,17 +115,38 @@ def _segments(columns: Columns, shared: Flags) -> tuple[Ints, Ints, Ints]:
     keep = shared[buffer] & (columns.operand_end > columns.operand_first)
     buffer, instruction, mode = buffer[keep], columns.operand_instruction[keep], columns.operand_mode[keep]
     first, end = columns.operand_first[keep], columns.operand_end[keep]
-    span = int(end.max(initial=0)) + 1
-    begins, ends = buffer * span + first, buffer * span + end
+    # Nearly every buffer is touched in one range only, and is one segment.
+    count = len(shared)
+    whole_first, whole_end = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    whole_first[buffer], whole_end[buffer] = first, end
+    divided = np.zeros(count, dtype=bool)
+    divided[buffer[(whole_first[buffer] != first) | (whole_end[buffer] != end)]] = True
+    cut = divided[buffer]
+    some, other = np.flatnonzero(cut), np.flatnonzero(~cut)
+    span = int(end[some].max(initial=0)) + 1
+    begins, ends = buffer[some] * span + first[some], buffer[some] * span + end[some]
     cuts = np.sort(np.concatenate((begins, ends)))
     cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])[: len(cuts)]]  # faster than np.unique, which hashes
     low = np.searchsorted(cuts, begins)
     pieces = np.searchsorted(cuts, ends) - low
-    source = np.repeat(np.arange(len(buffer), dtype=np.int64), pieces)
+    source = np.repeat(np.arange(len(some), dtype=np.int64), pieces)
     within = np.arange(len(source), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    segment = low[source] + within
-    order = np.argsort(segment, kind="stable")  # stable, because operands are in program order
-    return segment[order], instruction[source][order], mode[source][order]
+    source, segment = np.r_[other, some[source]], np.r_[buffer[other], count + low[source] + within]
+    segment, order = sorted_with_places(segment)
+    source = source[order]
+    return segment, instruction[source], mode[source]
+
+
+def sorted_with_places(numbers: Ints) -> tuple[Ints, Ints]:
+    """Return small numbers in increasing order, and their places; equal ones stay in order.
+
+    It sorts (number, place) packed in one integer, which is several times faster than a stable ``argsort``.
+    """
+    bits = len(numbers).bit_length()
+    packed = np.left_shift(numbers, bits)
+    packed |= np.arange(len(numbers), dtype=np.int64)
+    packed.sort()
+    return packed >> bits, packed & ((1 << bits) - 1)
 
 
 def _distinct(numbers: Ints) -> Ints:
@@ -147,9 +167,7 @@ def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
     pair = lane[producer] * len(Lane) + lane[consumer]
     for value in _distinct(pair):
         chosen = pair == value
-        p, c = producer[chosen], consumer[chosen]
-        order = np.lexsort((p, c))
-        p, c = p[order], c[order]
+        p, c = _by_consumer(producer[chosen], consumer[chosen], len(lane))
         best = np.maximum.accumulate(p)
         last_of_consumer = np.r_[c[1:] != c[:-1], True]
         # Keep each consumer's latest producer, and only if it is later than those that earlier consumers waited for.
@@ -162,5 +180,13 @@ def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
         empty = np.zeros(0, dtype=np.int64)
         return Edges(empty, empty)
     p, c = np.concatenate(kept_producers), np.concatenate(kept_consumers)
-    order = np.lexsort((p, c))
-    return Edges(p[order], c[order])
+    return Edges(*_by_consumer(p, c, len(lane)))
+
+
+def _by_consumer(producer: Ints, consumer: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return edges between ``count`` instructions in the order of consumers, then of producers."""
+    bits = count.bit_length()
+    packed = np.left_shift(consumer, bits)
+    packed |= producer
+    packed.sort()
+    return packed & ((1 << bits) - 1), packed >> bits

@@ -9,7 +9,7 @@ placed in waves (``wave_order.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from memo_sim.program.data_parallel.sharding import NOTHING, Placed
 from memo_sim.program.ir.instruction import Instance
@@ -33,6 +33,54 @@ LayerPasses = list[list[LayerPass]]
 """The layer passes of each pass."""
 
 
+class Repeats:
+    """Instances of a micro-batch that were placed before, for other micro-batches.
+
+    An instance of another micro-batch has another place, and each index of its buffers is a linear function of the
+    micro-batch (``bindings.py``). Two micro-batches show that function.
+    """
+
+    def __init__(self, instances: list[Instance], unlike: set[str]) -> None:
+        """``instances``: those of the stage, to which are added. ``unlike``: micro-batches (``m0``) with others."""
+        self._instances = instances
+        self._unlike = unlike
+        self._first: dict[Hashable, tuple[int, list[Instance]]] = {}
+        self._known: dict[Hashable, list[_Line]] = {}
+
+    def repeat(self, of: Hashable, micro_batch: int) -> bool:
+        """Add the instances that two micro-batches had under the name ``of``; return False where that is not known."""
+        known, at = self._known.get(of), f"m{micro_batch}"
+        if known is None or at in self._unlike:
+            return False
+        self._instances += [
+            Instance(number, at + rest, tuple([a + micro_batch * b for a, b in line]), micro_batch, layer, part, first)
+            for number, rest, line, layer, part, first in known
+        ]
+        return True
+
+    def record(self, of: Hashable, micro_batch: int, begin: int) -> None:
+        """Note the instances from number ``begin`` on, which were placed for a micro-batch."""
+        if of in self._known or f"m{micro_batch}" in self._unlike:
+            return
+        mine = self._instances[begin:]
+        before, theirs = self._first.setdefault(of, (micro_batch, mine))
+        if before != micro_batch:
+            self._known[of] = [_line(a, b) for a, b in zip(theirs, mine, strict=True)]
+
+
+_Line = tuple[int, str, list[tuple[int, int]], int, int, int]
+"""An instance for any micro-batch: its template, its place without the micro-batch, the index and its step for each
+slot, and its layer, subsequence and first row."""
+
+
+def _line(one: Instance, other: Instance) -> _Line:
+    """Return what two instances of different micro-batches have in common."""
+    apart = other.micro_batch - one.micro_batch
+    steps = [(b - a) // apart for a, b in zip(one.indices, other.indices, strict=True)]
+    line = [(index - step * one.micro_batch, step) for index, step in zip(one.indices, steps, strict=True)]
+    return one.template, one.place[len(f"m{one.micro_batch}") :], line, one.layer, one.subsequence, one.first
+
+
 class StageOrder:
     """Places the instances of a stage; ``place`` is called once."""
 
@@ -47,6 +95,10 @@ class StageOrder:
         self._rounding = bool(buffer_slots)
         self._suffixes = {layer: kind.suffix for kind in parts.kinds for layer in kind.layers}
         self._around = parts.sharding.around(order)
+        unlike = {place.partition("/")[0] for (place, _), (before, after) in self._around.items() if before or after}
+        swapping = self._rounding or self._swaps.swapped or self._swaps.leave_after or self._swaps.prefetch_after
+        self._repeats = None if swapping else Repeats(self.instances, unlike)
+        """None where micro-batches differ in more than the buffers that they bind and what ``_around`` has."""
         self._played = 0
         """Number of layer passes placed so far."""
 
@@ -72,6 +124,9 @@ class StageOrder:
     def begin(self, each: Pass) -> None:
         """Begin a pass with the gathers and copies of its received input."""
         self.first_instances.append(len(self.instances))
+        self._enter(each)
+
+    def _enter(self, each: Pass) -> None:
         for transfer in self._parts.subsequences[each.subsequence].p2p.entered(each):
             self.place_transfer(transfer)
 
@@ -130,20 +185,32 @@ class StageOrder:
             WaveOrder(self, self._stage, count, owners=parts.owners, helpers=parts.helpers, overlap=overlap).place()
             return
         self._place_transfers(-1)
-        for number, (each, layer_passes) in enumerate(zip(parts.passes, self._layer_passes, strict=True)):
-            self.begin(each)
-            for layer_pass in layer_passes:
-                self.play_layer_pass(layer_pass)
-            if each.kind is Kind.WEIGHTS:
-                keeps = self._parts.subsequences[each.subsequence].keeps
-                for layer in reversed(self._stage.chunk(each.chunk)):
-                    template = "layer.wgrad.kept" if keeps(layer) else "layer.wgrad"
-                    self._place_layer(self._named(template, layer), each.micro_batch, layer, each.subsequence)
+        for number, (each, layers) in enumerate(zip(parts.passes, self._layer_passes, strict=True)):
+            self.first_instances.append(len(self.instances))
+            of = (each.kind, each.chunk, each.subsequence)
+            if not (self._repeats and self._repeats.repeat(of, each.micro_batch)):
+                self._place_pass(each, layers)
+                if self._repeats:
+                    self._repeats.record(of, each.micro_batch, self.first_instances[-1])
             self._place_transfers(number)
+
+    def _place_pass(self, each: Pass, layers: list[LayerPass]) -> None:
+        self._enter(each)
+        for layer_pass in layers:
+            self.play_layer_pass(layer_pass)
+        if each.kind is Kind.WEIGHTS:
+            keeps = self._parts.subsequences[each.subsequence].keeps
+            for layer in reversed(self._stage.chunk(each.chunk)):
+                template = "layer.wgrad.kept" if keeps(layer) else "layer.wgrad"
+                self._place_layer(self._named(template, layer), each.micro_batch, layer, each.subsequence)
 
     def _place_transfers(self, number: int) -> None:
         for transfer in self._parts.subsequences[0].p2p.behind(self._parts.passes, number):
-            self.place_transfer(transfer)
+            of = (transfer.template, transfer.layer, transfer.subsequence)
+            if not (self._repeats and self._repeats.repeat(of, transfer.micro_batch)):
+                self.place_transfer(transfer)
+                if self._repeats:
+                    self._repeats.record(of, transfer.micro_batch, len(self.instances) - 1)
 
     def _place_reductions(self, blocks: list[tuple[str, str, int]]) -> None:
         templates, tied = self._templates, self._parts.tied_with_another

@@ -109,7 +109,7 @@ def test_what_a_search_played_is_shown_as_simpy_plays_it(compiled: Loop) -> None
 def test_a_loop_that_differs_is_not_shown() -> None:
     def late(*asked: Any) -> Clock:
         clock = event_loop.run(*asked)
-        return Clock(clock.start, clock.end * (1 + 1e-15), clock.heads, clock.points)
+        return Clock(clock.start, clock.end * (1 + 1e-15), clock.heads, clock.points, by_simpy=False)
 
     made = [
         simulate(PIPELINED, toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=contended, loop=each)

@@ -1,0 +1,1 @@
+"""What the planner's parts cost, side by side in one run."""
