@@ -69,6 +69,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
     kernel = decisions.kernels.attention
     return [
         *_changes(question),
+        *(Assumption(name="the job", value=text) for text in question.of_job),
         Assumption(name="attention kernel", value=f"{kernel}: {ATTENTION_KERNELS[kernel].title}", option="--attention"),
         Assumption(name="other kernels", value=_rowwise(decisions), option="--compile, --eager"),
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),

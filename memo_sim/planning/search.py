@@ -65,15 +65,15 @@ __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search
 STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 """Policies that are not worth their copies when the same tensors can be kept on the device."""
 
+MOST_KEPT = 400_000
+"""Largest number of played instructions that a search keeps beside another plan; 100 to 300 MiB."""
+
 MOST_LAYOUTS_AT_ONCE = 256
 """More layouts are not all opened: each first gets lower bounds of its own, from states and the compute lane, and its
 candidates are made only when these do not decide. A layout that is pruned counts as many candidates as policies."""
 
 RANGES: dict[str, int] = {"wide": 8, "narrow": 2}
 """Grid steps of the ranges of alpha that get lower bounds of their own, one after the other."""
-
-MOST_KEPT = 400_000
-"""Largest number of played instructions that a search keeps beside another plan; 100 to 300 MiB."""
 
 
 def search(
