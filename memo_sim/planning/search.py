@@ -7,8 +7,8 @@ that evaluating everything would give. When the Pareto front is asked for, a can
 is as fast as its bound and needs no more of either memory. Tighter bounds cost a lowering, so they are computed only
 when the previous ones do not decide.
 
-Where there are many layouts, a layout first gets lower bounds of its own, and its candidates are made only when these do
-not decide. In pipelines, whose plays are long, ranges of alpha get lower bounds as well.
+Where there are many layouts, a layout first gets lower bounds of its own, and its candidates are made only when these
+do not decide. In pipelines, whose plays are long, ranges of alpha get lower bounds as well.
 
 Plans on PyTorch's allocator that may be the best are played under lower limits of its memory, too
 (``allocator_limits.py``).
