@@ -476,6 +476,7 @@ def export(
         Infeasible: when the framework can run nothing near to the plan, or no plan of an answer fits.
     """
     from memo_sim.answers.export_plan import export_plan
+    from memo_sim.answers.given_plan import cluster_of_plan
     from memo_sim.interchange.frameworks import find_framework
 
     folder = None if directory is None else Path(directory)
@@ -486,7 +487,9 @@ def export(
         document, machine = plan.plan, (plan.question.cluster, plan.question.hardware)
     else:
         document = plan if isinstance(plan, Plan) else load_plan(plan)
-        asked = _cluster_of_plan(document, cluster)
+        named = "the plan" if isinstance(plan, Plan) else os.fspath(plan)
+        if not asked:
+            machine = cluster_of_plan(document.provenance.cluster, named)
     if asked:
         machine = load_cluster(asked)
     made = export_plan(document, find_framework(to), *machine, launcher, asked=asked)
@@ -598,12 +601,6 @@ def simulate(
     question = named_values.question_about(document, values)
     call = _call("simulate", {"plan": plan, **values})
     return priced(document, question, where=plan, price_per_gpu_hour=price_per_gpu_hour, command=call)
-
-
-def _cluster_of_plan(plan: Plan, cluster: PathLike | None) -> str:
-    if cluster is None and not plan.provenance.cluster:
-        raise UsageError("the plan does not say which cluster it was made for", hint='give one: cluster="h100-1x8"')
-    return os.fspath(cluster or plan.provenance.cluster)
 
 
 @with_names_checked()

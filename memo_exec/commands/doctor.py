@@ -13,12 +13,13 @@ from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.machine.attention_kernels import attention_kernels, tried_attention_kernels
 from memo_exec.machine.machine import Machine, this_machine, versions
-from memo_exec.machine.placement_file import checked_placement
+from memo_exec.machine.placement_file import checked_placement, placement_path
 from memo_exec.machine.preflight import DTYPES, checked_program
 from memo_exec.machine.program_checks import Check, program_checks
 from memo_exec.machine.rowwise_kernels import tried_rowwise_kernels
 from memo_sim.contract import codec
 from memo_sim.contract.errors import CannotRun, MemoError
+from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.units import counted, format_bytes
 from memo_sim.views.stage_numbers import from_one
@@ -93,7 +94,7 @@ def _placement_checks(plan: Plan, path: Path) -> list[Check]:
         text = f"{counted(len(placement.ids), 'buffer')} in an arena of {format_bytes(placement.arena_bytes)}"
         whose = ""
         if layout.pp > 1:
-            filed = codec.sha256_of(placement) == plan.placement_sha256
+            filed = codec.read(placement_path(path), Placement).program_sha256 == placement.program_sha256
             whose = f"stage {stage + 1}{' (in the file)' if filed else ' (made from it)'}: "
         found.append(Check("placement", f"{whose}{text}, none overlap"))
     return found

@@ -110,7 +110,7 @@ def block_of(decisions: Decisions, degree: int, part: Part, mesh: MeshCoordinate
     shape, ep = model.layer_shapes[part.layers], mesh.layout.ep
     if part.kind is BlockKind.EXPERTS:
         assert shape.experts is not None  # other layers have no such part
-        return rank_experts_block(model, degree, ep if own else 1, shape.experts)
+        return rank_experts_block(model, degree, ep if own else 1, shape.experts, adapters)
     return layer_block(model, degree, shape, ep=ep, whole_experts=mesh.layout.whole_experts, adapters=adapters)
 
 

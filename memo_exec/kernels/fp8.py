@@ -43,7 +43,9 @@ def quantise_weights(call: Call) -> None:
     """Quantise the matrices of a layer, which lie one after the other in ``x``, each with a scale of its own."""
     model, layout = call.context.model, call.context.decisions.layout
     x, out, columns = call["x"], call["out"], call.get("columns")
-    for weight in weights(layer_block(model, layout.divided, model.layer(call.layer), ep=layout.ep)):
+    for weight in weights(
+        call.context.decisions, layer_block(model, layout.divided, model.layer(call.layer), ep=layout.ep)
+    ):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
         _quantise(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)

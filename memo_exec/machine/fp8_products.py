@@ -54,6 +54,22 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             wanted="false",
             hint=f"make the plan without --fp8-params; or {_EXPORT}",
         )
+    if decisions.fp8_experts:
+        raise CannotRun(
+            "memo-exec has no grouped products in FP8; experts in FP8 are priced only",
+            where=f"{where}: $.decisions.fp8_experts",
+            got="true",
+            wanted="false",
+            hint="make the plan without --fp8-experts",
+        )
+    if decisions.fp8 != "none" and decisions.model.latent is not None:
+        raise CannotRun(
+            "memo-exec has no kernels for FP8 with latent attention; such plans are priced only",
+            where=f"{where}: $.decisions.fp8",
+            got=f"{decisions.fp8} with a model with latent attention",
+            wanted="none",
+            hint="make the plan without --fp8",
+        )
     if decisions.fp8 == "tensor" and decisions.fp8_layouts != "tn":
         raise CannotRun(
             "memo-exec has kernels for FP8 with Hopper's layout of operands alone; other layouts are priced only",

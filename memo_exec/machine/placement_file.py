@@ -13,6 +13,7 @@ from memo_sim.contract.requests import Requests
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import liveness
 from memo_sim.program.arena.check_placement import check_placement
+from memo_sim.program.arena.folded import unfolded
 from memo_sim.program.arena.library_workspaces import library_workspaces, without_library
 from memo_sim.program.arena.requests import buffer_names, requests_of
 from memo_sim.program.ir.program import Program
@@ -81,6 +82,7 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
             wanted=plan.placement_sha256[:16],
             hint="make plan and placement again with memo-sim what-if -o",
         )
+    placement = unfolded(placement)
     placed_program = _placed_program(plan, program, placement)
     slots = plan.decisions.replay_allocator or has_library_slots(placed_program, placement)
     if faults := check_placement(placement, _requests(placed_program, slots=slots)):

@@ -40,6 +40,11 @@ class AutogradModel:
         """The leaves that have gradients, by name."""
         for leaf in self.trained.values():
             leaf.requires_grad_()
+        self.routes: dict[str, Tensor] = {}
+        """By layer, the experts (tokens, per_token) that the next tokens go to, in place of those with the best
+        scores."""
+        self.moved: dict[str, tuple[int, float]] = {}
+        """By layer: how many of these are not among the best, and how far off the furthest one is (``_note``)."""
 
     def loss(
         self,
@@ -127,12 +132,17 @@ class AutogradModel:
         logits, bias = self._linear(x, f"{at}router"), self.p.get(f"{at}{SELECTION_BIAS}")
         scores = logits.sigmoid() if experts.scores == "sigmoid" else logits.softmax(-1)
         rated = scores.detach() + (0 if bias is None else bias.detach())
+        allowed = rated
         if experts.groups > 1:
-            members = rated.view(len(x), experts.groups, -1)
-            best = members.topk(2, dim=2).values.sum(2).topk(experts.groups_per_token, dim=1).indices
+            groups = _group_scores(rated, experts)
+            best = groups.topk(experts.groups_per_token, dim=1).indices
             outside = torch.ones(len(x), experts.groups, dtype=torch.bool).scatter(1, best, False)
-            rated = members.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
-        chosen = rated.topk(experts.per_token).indices
+            members = rated.view(len(x), experts.groups, -1)
+            allowed = members.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+        chosen = allowed.topk(experts.per_token).indices
+        if at in self.routes:
+            self._note(at, chosen, rated, experts)
+            chosen = self.routes[at]
         probs = scores.gather(1, chosen)
         if experts.renormalize:
             probs = probs / probs.sum(-1, keepdim=True)
@@ -140,6 +150,23 @@ class AutogradModel:
             loads = torch.bincount(chosen.flatten(), minlength=experts.count).to(bias.dtype)
             bias.grad = loads if bias.grad is None else bias.grad + loads
         return probs * experts.scale, chosen
+
+    def _note(self, at: str, best: Tensor, rated: Tensor, experts: Experts) -> None:
+        """Note how far the experts that were given for a layer are from the best ones.
+
+        A token that goes to another group is as far off as its worst group is; of the others the worst expert counts.
+        ``rated``: what experts are chosen by. Distances are relative to the largest rating of all tokens.
+        """
+        given = self.routes[at]
+        gaps = (rated.gather(1, best).amin(1) - rated.gather(1, given).amin(1)) / rated.abs().max()
+        if experts.groups > 1:
+            groups, each = _group_scores(rated, experts), experts.count // experts.groups
+            worst = groups.gather(1, given // each).amin(1)
+            off = (groups.topk(experts.groups_per_token, dim=1).values.amin(1) - worst) / groups.abs().max()
+            gaps = torch.where(off > 0, off, gaps)
+        elsewhere = given.numel() - int((given[:, :, None] == best[:, None, :]).sum())
+        count, furthest = self.moved.get(at, (0, 0.0))
+        self.moved[at] = (count + elsewhere, max(furthest, float(gaps.max())))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, width = self.p[f"{name}.weight"], x.shape[-1:]
@@ -280,6 +307,11 @@ class AutogradModel:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
         low, high = max(0, ends[0]), min(size - 1, ends[1])
         return min(1.0, max(0.0, (i - low) / ((high - low) or 0.001)))
+
+
+def _group_scores(rated: Tensor, experts: Experts) -> Tensor:
+    """Return each group's score, (tokens, groups): the sum of its two best experts' ratings."""
+    return rated.view(len(rated), experts.groups, -1).topk(2, dim=2).values.sum(2)
 
 
 def _policy(logits: Tensor, labels: Tensor, rollout: Tensor, scalars: StepScalars) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
@@ -22,7 +22,7 @@ from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Kernel, StepScalars
-from memo_exec.kernels.call import Ends
+from memo_exec.kernels.call import Call, Ends
 from memo_exec.machine.rank_placement import first_fit_placement
 from memo_exec.training import weights
 from memo_exec.training.loop import tokens_of
@@ -33,6 +33,7 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import liveness
 from memo_sim.program.arena.library_workspaces import without_library
 from memo_sim.program.arena.requests import requests_of
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layers.loss import ROLLOUT_NUMBERS
 from memo_sim.program.layout.rank_order import coordinate
@@ -50,6 +51,9 @@ LEARNING_RATE = 1e-2
 EPSILON = 1e-4
 """AdamW's, larger than usual: an update of lr x g / (|g| + 1e-8) would turn the rounding of a gradient near zero into a
 step of the whole learning rate."""
+
+ROUTE = "experts.route"
+"""The instruction that chooses experts."""
 
 Change = Callable[[Program], Program]
 
@@ -70,12 +74,49 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Route:
+    """The experts (rows, per_token) that one layer chose for the rows of a micro-batch.
+
+    ``rows``: of each, the token's number in the global batch of the step, sequence after sequence.
+    """
+
+    step: int
+    layer: int
+    rows: Tensor
+    experts: Tensor
+
+
+class _Recorder:
+    """Chooses experts with a kernel, and keeps what it chose in forward."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.chosen: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+        """By layer and micro-batch: the first row of each call, and its experts."""
+
+    def __call__(self, call: Call) -> None:
+        self.kernel(call)
+        if call.instruction.phase is Phase.FORWARD:
+            experts = call.matrix("experts").detach().to("cpu", torch.int64, copy=True)
+            self.chosen.setdefault((call.layer, call.micro_batch), []).append((call.first("experts"), experts))
+
+    def routes(self, step: int, rows: Sequence[Tensor]) -> Iterator[Route]:
+        """Yield what was chosen since the last call; ``rows`` are those of every micro-batch."""
+        for (layer, micro_batch), parts in sorted(self.chosen.items()):
+            experts = torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
+            yield Route(step, layer, rows[micro_batch], experts)
+        self.chosen.clear()
+
+
+@dataclass(frozen=True)
 class Played:
     """What one rank returns: loss and gradient norm of every step, and its shards of the first step's gradients."""
 
     losses: list[float]
     norms: list[float]
     gradients: list[Shard]
+    routes: list[Route] = field(default_factory=list)
+    """The experts that its tokens went to, where rounding may send them elsewhere (dtypes of two bytes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +140,9 @@ class Play:
             columns = expand(program)
             lives = without_library(program, columns, liveness(program, columns))
             placement = first_fit_placement(requests_of(program, columns, lives=lives))
+        kernels, recorder = {**KERNELS, **self.kernels}, None
+        if rounds_routes(decisions):
+            kernels[ROUTE] = recorder = _Recorder(kernels[ROUTE])
         with Interpreter(
             decisions,
             program,
@@ -107,16 +151,16 @@ class Play:
             rank=rank,
             groups=groups,
             sharing=sharing,
-            kernels={**KERNELS, **self.kernels},
+            kernels=kernels,
         ) as interpreter:
-            return self._played(interpreter, rank)
+            return self._played(interpreter, rank, recorder)
 
-    def _played(self, interpreter: Interpreter, rank: int) -> Played:
+    def _played(self, interpreter: Interpreter, rank: int, recorder: _Recorder | None) -> Played:
         for name, found in weights.by_name(interpreter).items():
             whole = parameter(name, found[0].whole, self.decisions.model, self.seed)
             for held in found:
                 held.view.copy_(held.of(whole))
-        losses, norms, gradients = [], [], []
+        losses, norms, gradients, routes = [], [], [], list[Route]()
         for step in range(1, self.steps + 1):
             inputs = global_batch(self.decisions, self.seed, step)
             documents = _own_documents(self.decisions, rank, global_documents(self.decisions, self.seed, step))
@@ -124,12 +168,14 @@ class Play:
             record = interpreter.run_step(own, scalars_of(step, inputs[1]), documents)
             losses.append(record.loss)
             norms.append(record.grad_norm)
+            if recorder is not None:
+                routes += recorder.routes(step, _own_rows(self.decisions, rank, documents))
             if step == 1:
                 gradients = [
                     Shard(held.name, held.offsets, held.whole, held.view.detach().to("cpu", torch.float32, copy=True))
                     for held in weights.held_by(interpreter, "grads")
                 ]
-        return Played(losses, norms, gradients)
+        return Played(losses, norms, gradients, routes)
 
 
 def parameter(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Tensor:
@@ -190,6 +236,29 @@ def _own_batch(
         parts = torch.split(own, decisions.micro_batch)
         split.append([part.flatten(0, 1)[mine] for part, mine in zip(parts, chosen, strict=True)])
     return list(zip(*split, strict=True))
+
+
+def _own_rows(decisions: Decisions, rank: int, documents: Sequence[Ends]) -> list[Tensor]:
+    """Return for each micro-batch of a rank the numbers of its tokens in the global batch."""
+    tokens = torch.arange(decisions.global_batch * decisions.seq_tokens).view(decisions.global_batch, -1)
+    return [each for (each,) in _own_batch(decisions, rank, (tokens,), documents)]
+
+
+def rounds_routes(decisions: Decisions) -> bool:
+    """Return whether rounding may send a token to other experts than exact scores would."""
+    return decisions.model.mixture is not None and decisions.dtype != "fp32"
+
+
+def whole_routes(ranks: Iterable[Played], decisions: Decisions) -> dict[tuple[int, int], Tensor]:
+    """Return by step and layer the experts (global batch, tokens, per_token) that the ranks chose."""
+    experts = decisions.model.mixture
+    found: dict[tuple[int, int], Tensor] = {}
+    shape = (decisions.global_batch * decisions.seq_tokens, experts.per_token if experts else 0)
+    for rank in ranks:
+        for route in rank.routes:
+            whole = found.setdefault((route.step, route.layer), torch.full(shape, -1, dtype=torch.int64))
+            whole[route.rows] = route.experts
+    return {key: whole.view(decisions.global_batch, decisions.seq_tokens, -1) for key, whole in found.items()}
 
 
 def global_documents(decisions: Decisions, seed: int, step: int) -> Ends:

@@ -501,6 +501,8 @@ def _with_tokens(plan: Decisions, here: Decisions) -> Decisions:
         count = max(count, blocks_granules[0])
     if chunks[0] > 1:
         count = max(count, chunk_granules[0])
+    if layout.subsequences > 1 or chunks[0] > 1:
+        count *= here.micro_batch  # each sequence is divided by itself
     rows = count * granule if count else ROWS * gathered
     tokens = rows * ranks // here.micro_batch
     model = here.model

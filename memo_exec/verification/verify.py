@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
@@ -32,9 +32,11 @@ from memo_exec.verification.play import (
     global_batch,
     global_documents,
     parameter,
+    rounds_routes,
     scalars_of,
     unchanged,
     whole_gradients,
+    whole_routes,
 )
 from memo_exec.verification.reduction import keep_everything, reduced, reductions
 from memo_sim.contract.plan import Decisions
@@ -69,6 +71,9 @@ class Values:
     norms: list[float]
     apart: dict[str, float]
     """How much ranks with the same entries of a gradient differ, by name."""
+    moved: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Of a reference that goes to the plan's experts, by layer: how many are not those with the best scores there, and
+    how far off the furthest one is, relative to the largest score."""
 
 
 def verify(
@@ -147,7 +152,9 @@ def judge(
     skipped, agree, compared = _too_large(here), None, []
     if not skipped:
         shapes = {name: tuple(gradient.shape) for name, gradient in kept.gradients.items()}
-        true = autograd_values(here, shapes, play.seed, play.steps)
+        routes = whole_routes(played[0], here) if rounds_routes(here) else {}
+        true = autograd_values(here, shapes, play.seed, play.steps, routes)
+        why += _other_experts(true, here)
         compared = _compared(plan, true, limit)
         agree = all(each.fine for each in _compared(kept, true, limit))
     against.append(Against(reference=AUTOGRAD, tolerance=limit, why=why, skipped=skipped, compared=compared))
@@ -195,10 +202,28 @@ def _too_large(here: Decisions) -> str:
     return f"one process cannot hold the {scores} attention scores of a head (at most {MOST_SCORES})"
 
 
-def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed: int, steps: int) -> Values:
+def _other_experts(true: Values, here: Decisions) -> str:
+    """Return how many tokens autograd sends to other experts than it would choose; empty where it chooses them."""
+    experts = here.model.mixture
+    if not true.moved or experts is None:
+        return ""
+    count = sum(moved for moved, _ in true.moved.values())
+    every = len(true.moved) * here.global_batch * here.seq_tokens * experts.per_token
+    return f"; it takes the experts that the plan chose, of which rounding moved {count} of {every}"
+
+
+def autograd_values(
+    here: Decisions,
+    shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
+    steps: int,
+    routes: Mapping[tuple[int, int], Tensor] | None = None,
+) -> Values:
     """Train ``steps`` steps with plain autograd and AdamW in fp64, on the weights and tokens of the plan.
 
-    ``shapes``: the shape of every trained parameter. Parameters start as the plan's dtype rounds them.
+    ``shapes``: the shape of every trained parameter. Parameters start as the plan's dtype rounds them. ``routes``: by
+    step and layer the experts (global batch, tokens, per_token) that tokens go to; without them those with the best
+    scores. A score that is rounded otherwise sends a token elsewhere, which no tolerance of a gradient covers.
     """
     frozen = {name: each.shape for name, each in whole_parameters(here.model, here.lora).items() if each.frozen}
     shapes = {**shapes, **frozen}
@@ -215,8 +240,15 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
         for p in model.trained.values():
             p.grad = None
         documents = global_documents(here, seed, step) or [(here.seq_tokens,)] * len(inputs[0])
-        for ends, (ids, labels, *rollout) in zip(documents, zip(*inputs, strict=True), strict=True):
+        for number, (ends, (ids, labels, *rollout)) in enumerate(
+            zip(documents, zip(*inputs, strict=True), strict=True)
+        ):
             for first, end in pairwise((0, *ends)):
+                model.routes = {
+                    f"layer.{layer}/": chosen[number, first:end]
+                    for (at, layer), chosen in (routes or {}).items()
+                    if at == step
+                }
                 numbers = rollout[0][None, first:end] if rollout else None
                 loss = model.loss(ids[None, first:end], labels[None, first:end], scalars.loss_scale, numbers, scalars)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -230,7 +262,7 @@ def autograd_values(here: Decisions, shapes: Mapping[str, tuple[int, ...]], seed
         if step < steps:
             optimizer.step(found)
             _balance(here, {name: model.trained[name] for name in counts}, found)
-    return Values(gradients, losses, norms, {})
+    return Values(gradients, losses, norms, {}, model.moved)
 
 
 @torch.no_grad()
@@ -281,6 +313,8 @@ def _compared(plan: Values, reference: Values, tolerance: float) -> list[Compare
     ):
         by_step = {f"step {i + 1}": _relative(a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))}
         found.append(_entry(what, by_step, tolerance))
+    if reference.moved:
+        found.append(_entry("experts", {name: furthest for name, (_, furthest) in reference.moved.items()}, tolerance))
     kinds: dict[str, dict[str, float]] = {}
     for name in sorted({*plan.gradients, *reference.gradients}):
         kind = re.sub(r"^layer\.\d+/", "layer/", name)

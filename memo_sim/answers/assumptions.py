@@ -69,6 +69,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
     kernel = decisions.kernels.attention
     return [
         *_changes(question),
+        *(Assumption(name="the job", value=text) for text in question.of_job),
         Assumption(name="attention kernel", value=f"{kernel}: {ATTENTION_KERNELS[kernel].title}", option="--attention"),
         Assumption(name="other kernels", value=_rowwise(decisions), option="--compile, --eager"),
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
@@ -127,7 +128,8 @@ def _states(decisions: Decisions) -> str:
     divided = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
-        what += f", those of experts over {layout.expert_replicas}" if layout.ep > 1 else ""
+        trained = layout.ep > 1 and decisions.lora is None
+        what += f", those of experts over {layout.expert_replicas}" if trained else ""
     return what
 
 
@@ -180,7 +182,8 @@ def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
         option = "--ep, --expert-load, --expert-capacity"
     found = [Assumption(name="experts", value=value, option=option)]
     if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
-        value = f"derived from single {decisions.dtype} products; the profile has none of several experts"
+        kind = f"FP8 ({decisions.fp8})" if decisions.fp8_experts else decisions.dtype
+        value = f"derived from single {kind} products; the profile has none of several experts"
         found.append(Assumption(name="experts' products", value=value))
     return found
 
@@ -210,8 +213,12 @@ def _fp8(decisions: Decisions) -> list[Assumption]:
     """Return what runs in FP8, and against which peak MFU counts."""
     if decisions.fp8 == "none":
         return []
-    stays = "attention, experts, embedding and classifier" if decisions.model.mixture else "attention and both ends"
-    has_kernels = decisions.fp8 == "tensor" and decisions.fp8_layouts == "tn" and not decisions.fp8_params
+    stays = "attention and both ends"
+    if decisions.model.mixture:
+        experts = "routers, exchanges of rows" if decisions.fp8_experts else "experts (--fp8-experts)"
+        stays = f"attention, {experts}, embedding and classifier"
+    has_kernels = decisions.fp8 == "tensor" and decisions.fp8_layouts == "tn" and decisions.model.latent is None
+    has_kernels &= not (decisions.fp8_params or decisions.fp8_experts)
     kept = ", whose weights have no bf16 copy (--fp8-params)" if decisions.fp8_params else ""
     played = "memo-exec's kernels have run on no GPU yet" if has_kernels else "memo-exec does not run it"
     value = (

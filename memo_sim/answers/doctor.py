@@ -103,7 +103,11 @@ class Diagnosis:
         found = [self._exported(each, framework) for each in imported.better if each.decisions is not None]
         fitting = [each for each in found if each is not None and each.fits]
         if not fitting:
-            raise Infeasible(f"no plan that {framework.title} can run fits", where=", ".join(imported.files))
+            raise Infeasible(
+                f"no plan that {framework.title} can run fits",
+                where=", ".join(imported.files),
+                hint="memo-sim import says what the job needs",
+            )
         best, own = min(fitting, key=_step_there), imported.job
         if own.status == "ok" and own.step_s and _step_there(best) >= own.step_s:
             raise Infeasible(
@@ -304,8 +308,9 @@ def _predicted_memory(job: OwnJob, machine: Cluster, hardware: Hardware) -> dict
     """Return the live bytes of the job's predicted peak by class."""
     of, read = read_files(job.files, job.given, framework=job.framework, devices=machine.devices)
     system = of.predicted_by(read.job)
-    decisions, _ = decisions_of(read.job, machine, hardware, system)
-    return predicted_classes(play(read.job.question(machine, hardware, system), decisions))
+    priced = of.priced(read.job)
+    decisions, _ = decisions_of(priced, machine, hardware, system)
+    return predicted_classes(play(priced.question(machine, hardware, system), decisions))
 
 
 def _call(one: Priced) -> str:

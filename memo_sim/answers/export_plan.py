@@ -68,6 +68,8 @@ class _There:
     """A job as the framework would run it, predicted, and the memory of its fullest stage."""
 
     job: Job
+    priced: Job
+    """The job as it is priced (``Framework.priced``)."""
     system: str
     """The preset that predicts it."""
     decisions: Decisions
@@ -96,17 +98,17 @@ def export_plan(
 
     Raises:
         Infeasible: when the framework can run nothing near to it.
-        UsageError: when the plan does not fit on the cluster's devices, or trains adapters: no framework's job would
-            come near to it.
+        UsageError: when the plan does not fit on the cluster's devices, or trains adapters that the framework
+            has no options of.
     """
     decisions = plan.decisions
-    if decisions.lora is not None:
+    if decisions.lora is not None and framework.sayings["decisions.adapters"].how == "none":
         raise UsageError(
             f"memo writes no job of {framework.title} that trains adapters",
             where="$.decisions.adapters",
             got=decisions.adapters,
             wanted=NONE,
-            hint="memo-exec run trains them, and writes a folder that PEFT reads",
+            hint="--to trl, or memo-exec run, which trains them and writes a folder that PEFT reads",
         )
     part_of(cluster, decisions.layout.devices)
     named, preset = asked or cluster.name, preset_of_shape(decisions.model)
@@ -192,15 +194,17 @@ def _nearest(decisions: Decisions, framework: Framework, cluster: Cluster, hardw
     _check_written(decisions, framework)
     found, refused = list[_There](), list[MemoError]()
     for job in _limited(framework.jobs(decisions), decisions.allocator_limit_gib):
-        system = framework.predicted_by(job)
-        question = job.question(cluster, hardware, system)
+        system, priced = framework.predicted_by(job), framework.priced(job)
+        question = priced.question(cluster, hardware, system)
         try:
-            own = job.decisions(cluster, hardware, system)
+            own = priced.decisions(cluster, hardware, system)
         except (Infeasible, UsageError) as error:
             refused.append(error)
             continue
         played = play(question, own)
-        one = _There(job, system, own, played.prediction, device_memory(played, played.prediction, planned_arena=False))
+        one = _There(
+            job, priced, system, own, played.prediction, device_memory(played, played.prediction, planned_arena=False)
+        )
         if own == decisions:
             return one
         found.append(one)
@@ -229,11 +233,11 @@ def _with_best_limit(there: _There, cluster: Cluster, hardware: Hardware) -> _Th
     one = Evaluated(Policy.of(there.decisions), there.decisions, there.prediction)
     if there.decisions.allocator_limit_gib or not may_gain(one, capacity_bytes):
         return there
-    question = there.job.question(cluster, hardware, there.system)
+    question = there.priced.question(cluster, hardware, there.system)
     best = with_best_limit(one, lambda own: play(question, own).prediction, capacity_bytes=capacity_bytes)
     played = play(question, best.decisions)
     memory = device_memory(played, played.prediction, planned_arena=False)
-    return _There(there.job, there.system, best.decisions, played.prediction, memory)
+    return _There(there.job, there.priced, there.system, best.decisions, played.prediction, memory)
 
 
 def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[LostDecision]:

@@ -114,7 +114,7 @@ def _simulated(
     A question that names its attention kernel is not slowed by its system, so where the slowed step is not the file's,
     the other one may be.
     """
-    cluster, hardware = _cluster_of(named, name)
+    cluster, hardware = cluster_of_plan(named, name)
     hardware = with_libraries(hardware, decisions.libraries)
     asked = question_of_plan(decisions, cluster, hardware, system=system)
     asked = replace(asked, pins=replace(asked.pins, rowwise=None))
@@ -135,8 +135,8 @@ def _simulated(
     return GivenPlan(name, decisions, cluster, profile, simulation, note)
 
 
-def _cluster_of(named: str, name: str) -> tuple[Cluster, Hardware]:
-    """Return the cluster to simulate on.
+def cluster_of_plan(named: str, name: str) -> tuple[Cluster, Hardware]:
+    """Return the cluster that a document names as its own; ``name`` is the document's in messages.
 
     Raises:
         UsageError: when there is none of that name.
@@ -150,5 +150,5 @@ def _cluster_of(named: str, name: str) -> tuple[Cluster, Hardware]:
             "the cluster to simulate on is not known",
             where=name,
             got=f"{named!r}: {error.what}" if named else "no cluster's name in the file",
-            hint="add --cluster NAME, or the path of a cluster's or profile's file",
+            hint="add --cluster NAME, or the path of a cluster's or profile's file, such as memo-exec calibrate wrote",
         ) from None

@@ -189,9 +189,9 @@ def import_job(
     if machine is None:
         return msgspec.structs.replace(document, assumed=[*read.assumed, *unsaid(read, of.sayings)])
     cluster, hardware = machine
-    system = of.predicted_by(job)
-    decisions, assumed = decisions_of(job, cluster, hardware, system, read.memory_fraction)
-    question = job.question(cluster, hardware, system)
+    system, priced = of.predicted_by(job), of.priced(job)
+    decisions, assumed = decisions_of(priced, cluster, hardware, system, read.memory_fraction)
+    question = priced.question(cluster, hardware, system)
     used = decisions.layout.devices
     if used < cluster.devices:
         assumed.append(f"the job uses {used} of the {cluster.devices} devices of {cluster.name}")
@@ -236,9 +236,10 @@ def question_of_files(
     cluster, hardware = named_values.machine_of(values)
     of, read = read_files(paths, given, devices=cluster.devices)
     system = of.predicted_by(read.job)
-    decisions, _ = decisions_of(read.job, cluster, hardware, system, read.memory_fraction)
+    decisions, assumed = decisions_of(of.priced(read.job), cluster, hardware, system, read.memory_fraction)
     plan = Plan(decisions=decisions, program_sha256="", provenance=Provenance(system=system))
-    return plan, named_values.question_about(plan, values)
+    told = (*read.assumed, *of.own_operators(read.job), *unsaid(read, of.sayings, decisions), *assumed)
+    return plan, replace(named_values.question_about(plan, values), of_job=told)
 
 
 def _better(

@@ -25,6 +25,7 @@ from memo_sim.memory.read_requests import read_requests
 from memo_sim.memory.replay import Replay, replay
 from memo_sim.memory.request_table import column_name
 from memo_sim.memory.source import Source
+from memo_sim.program.arena.folded import folded
 from memo_sim.views.pictures import FORMATS
 
 TABLE, SNAPSHOTS, DOCUMENTS = (".csv",), (".pickle", ".pkl"), (".json",)
@@ -245,7 +246,7 @@ def _content(plan: MemoryPlan, suffix: str) -> bytes:
         from memo_sim.views.torch_snapshot import torch_snapshot
 
         return torch_snapshot(plan.placement)
-    return encode(plan.placement)
+    return encode(folded(plan.placement))
 
 
 def placement_table(plan: MemoryPlan) -> str:

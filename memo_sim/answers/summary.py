@@ -135,7 +135,8 @@ def in_words(decisions: Decisions) -> str:
         parts.append(f"{layout.subsequences} subsequences")
     if decisions.fp8 != "none":
         alone = ", weights in FP8 alone" if decisions.fp8_params else ""
-        parts.append(f"linear products in FP8 ({decisions.fp8}{alone})")
+        experts = " and experts" if decisions.fp8_experts else ""
+        parts.append(f"linear products{experts} in FP8 ({decisions.fp8}{alone})")
     if decisions.loss_chunk_tokens:
         parts.append(f"loss in chunks of {format_tokens(decisions.loss_chunk_tokens)} tokens")
     if decisions.allocator_limit_gib:

@@ -32,6 +32,7 @@ from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
+from memo_sim.program.arena.folded import folded
 from memo_sim.program.lower import program_sha256
 from memo_sim.reasons.answer import explain, plan_title
 from memo_sim.reasons.remedies import ways_out
@@ -45,6 +46,11 @@ LEAST_EXACT = 3
 """How many ranks are exact at least: the best plan, the runner-up, and one more in case the best one's arena does not
 fit. With subsequences no more ranks are exact, because playing one such plan takes seconds."""
 
+
+MOST_WRITTEN_SPANS = 60_000
+"""Largest number of spans of a plan's traces in which every micro-batch is written: about 13 MB over all stages.
+
+Of a longer step, the files have the micro-batches that were played, which the others repeat."""
 
 NO_INTERVAL = "The step has no interval: "
 UNNAMED_FRAMEWORK = f"{NO_INTERVAL}a plan on PyTorch's allocator does not say which framework it was made for."
@@ -391,11 +397,11 @@ def without_answer(question: Question, error: MemoError) -> Result:
 def plan_of(
     simulation: Simulation, arena: Arena | None, question: Question, *, created: str, command: str
 ) -> tuple[Plan, Placement | None]:
-    """Return the plan file of a simulated plan, and the placement whose hash it holds.
+    """Return the plan file of a simulated plan, and the placement whose hash it holds, equal micro-batches once.
 
     The placement is None for a step of too many micro-batches, and where memory is not planned.
     """
-    placement = arena.placement if arena and arena.whole else None
+    placement = folded(arena.placement) if arena and arena.whole else None
     prediction = arena.prediction if arena else simulation.prediction
     plan = Plan(
         decisions=simulation.decisions,
@@ -430,13 +436,12 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
         write_report(answer, question, outputs.report, plan=None, file=None, **told)
     if answer.best is None or not any((outputs.plan, outputs.picture, outputs.timeline, outputs.report)):
         return
-    traces = answer.best.traces()
     if outputs.picture:  # first, so that a drawing that fails leaves no other file
         _draw(answer, answer.best, question, outputs)
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
-        write_chrome_trace(traces, outputs.timeline, full=outputs.full_timeline)
+        write_chrome_trace(answer.best.traces(), outputs.timeline, full=outputs.full_timeline)
     if not (outputs.plan or outputs.report):
         return
     plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
@@ -446,7 +451,7 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
         told = {"created": created, "command": command}
         write_report(answer, question, outputs.report, plan=plan, file=outputs.plan, **told)
     if outputs.plan:
-        for number, trace in enumerate(traces):
+        for number, trace in enumerate(answer.best.traces(most_spans=MOST_WRITTEN_SPANS)):
             write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)
         if placement is not None:
             write(beside(outputs.plan, "placement"), placement)

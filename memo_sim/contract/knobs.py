@@ -824,6 +824,14 @@ class Chosen:
         " run it.",
     )
     """Not searched: it changes what is learned."""
+    fp8_experts: bool = _knob(
+        False,
+        Flag(),
+        "With --fp8 and a model with experts: the grouped products of experts, and those of a shared expert, in FP8 too"
+        " (Megatron-LM's TEGroupedLinear, DeepSeek-V3's recipe with block). Rows are exchanged in bf16. memo-exec does"
+        " not run it.",
+    )
+    """Not searched: it changes what is learned."""
     loss: Loss = _knob(
         "auto",
         _one_of(Loss),
@@ -872,6 +880,13 @@ class Chosen:
         "With --ep: rows beyond the capacity count as zero (drop), or the step is not applied and the run ends with the"
         " capacity to plan for (refuse).",
     )
+    expert_overlap: bool = _knob(
+        False,
+        Flag(),
+        "With --ep: all-to-alls overlap with products that do not need them, of the shared expert and of recompute. It"
+        " takes more memory (Megatron-LM's --moe-shared-expert-overlap does a part of it).",
+    )
+    """Not searched."""
     documents: Documents | None = _knob(
         None,
         DocumentLengths(),

@@ -90,6 +90,7 @@ class Knobs(TypedDict, total=False):
     objective: Objective | None
     fp8: Fp8Recipe | None
     fp8_params: bool | None
+    fp8_experts: bool | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None
@@ -97,6 +98,7 @@ class Knobs(TypedDict, total=False):
     expert_load: str | None
     expert_capacity: float | None
     expert_overflow: ExpertOverflow | None
+    expert_overlap: bool | None
     documents: str | None
     document_cuts: DocumentCuts | None
     lora: str | None

@@ -314,6 +314,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Rows that a rank of ``ep`` can send to each rank, over the mean; 0: from the load (``layout/expert_load.py``)."""
     expert_overflow: ExpertOverflow = "drop"
     """What happens to rows beyond the capacity: dropped and counted, or the step is refused."""
+    expert_overlap: bool = False
+    """Whether all-to-alls of rows overlap with products of the shared expert, of recompute and of other weights."""
     documents: Documents | None = None
     """The lengths of the documents that sequences are packed from; None: a sequence is one document."""
     document_cuts: DocumentCuts = "sequence"
@@ -333,6 +335,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Layouts that the device's FP8 products take: they decide which copies of tensors there are."""
     fp8_params: bool = False
     """Whether the weights of FP8 products are kept in FP8 alone, without a copy in ``dtype``."""
+    fp8_experts: bool = False
+    """Whether products of experts, and of a shared one, are in FP8 too."""
     libraries: Libraries | None = None
     """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False

@@ -164,6 +164,7 @@ class AttentionRates:
                 "the profile has not measured this attention kernel",
                 got=f"{work.kernel} ({work.dtype})",
                 wanted=known or "any",
+                hint="another --attention or --dtype, or memo-exec calibrate on a machine that has the kernel",
             )
         if work.segments:
             return self._of_documents(work, sizes, outside)

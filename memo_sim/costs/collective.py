@@ -222,7 +222,12 @@ class CollectiveTimes:
         tables = next((self._tables[like] for like in ALIKE[kind] if like in self._tables), None)
         if tables is None:
             known = ", ".join(sorted(self._tables)) or "none"
-            raise Infeasible("the profile has not measured this collective", got=kind, wanted=known)
+            raise Infeasible(
+                "the profile has not measured this collective",
+                got=kind,
+                wanted=known,
+                hint="memo-exec calibrate under torchrun measures them between the devices of a node",
+            )
         logs = [entry[0] for entry in tables]
         asked = log2(ranks)
         alpha_s = between(logs, [entry[1] for entry in tables], asked)
@@ -236,6 +241,7 @@ class CollectiveTimes:
             raise Infeasible(
                 "a group of ranks does not fit on one node, and the cluster has no network",
                 wanted="groups that fit on one node",
+                hint="a cluster with network cards (h100-2x8-ndr8), or a cluster file with a network",
             )
         return self._network
 

@@ -30,6 +30,7 @@ from memo_sim.contract.hardware import GemmPass, GemmTable
 from memo_sim.contract.knobs import ProductDtype
 from memo_sim.program.ir.work import Gemm
 
+_MEASURED = "another --dtype, or memo-exec calibrate on a machine that has such products"
 REACH_OCTAVES = 2.0
 """Distance at which a measured row's ratio and the trend have the same weight."""
 
@@ -124,7 +125,7 @@ class GemmRates:
         found = self._models.get((dtype, gemm_pass))
         if found is None:
             known = ", ".join(sorted({name for name, _ in self._models}))
-            raise Infeasible("the profile has no matrix products of this kind", got=dtype, wanted=known)
+            raise Infeasible("the profile has no matrix products of this kind", got=dtype, wanted=known, hint=_MEASURED)
         return found
 
     def model(self, work: Gemm, outside: set[str]) -> GemmModel:
@@ -142,6 +143,8 @@ class GemmRates:
             others = [self._models[work.dtype, other] for other in passes if (work.dtype, other) in self._models]
             if not others:
                 known = ", ".join(sorted({dtype for dtype, _ in self._models}))
-                raise Infeasible("the profile has no matrix products of this dtype", got=work.dtype, wanted=known)
+                raise Infeasible(
+                    "the profile has no matrix products of this dtype", got=work.dtype, wanted=known, hint=_MEASURED
+                )
             found = others[0]
         return found

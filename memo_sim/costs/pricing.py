@@ -28,6 +28,7 @@ from memo_sim.program.ir.work import (
     Copy,
     Exchange,
     Fp8Gemm,
+    Fp8GroupedGemm,
     Gemm,
     GroupedGemm,
     HostUpdate,
@@ -136,6 +137,8 @@ class Pricer:
                 return self._pace * self._gemm(work)
             case BatchedGemm():
                 return self._pace * self._batched(work)
+            case Fp8GroupedGemm():
+                return self._pace * self._grouped_in_fp8(work)
             case GroupedGemm():
                 return self._pace * self._grouped(work)
             case Attention():
@@ -253,6 +256,24 @@ class Pricer:
         moved_bytes = elements * DTYPE_BYTES[work.dtype]
         seconds = max(seconds, self._kernels.rowwise.stream_seconds(moved_bytes))
         return seconds + (self._kernels.rowwise.stream_seconds(work.copied_bytes) if work.copied_bytes else 0.0)
+
+    def _grouped_in_fp8(self, work: Fp8GroupedGemm) -> float:
+        """Return the seconds of the products of several experts in FP8, derived as ``_derived_grouped`` does.
+
+        Frameworks' kernels write and add in place (DeepGEMM, Transformer Engine), so nothing is copied.
+        """
+        if not work.rows:
+            return self._floor_s
+        size = DTYPE_BYTES[work.dtype]
+        if work.gemm_pass == "wgrad":
+            mean = max(1, round(work.rows / max(1, work.experts)))
+            product = Fp8Gemm(work.experts * work.n, work.k, mean, "wgrad", work.dtype, work.operands)
+            moved_bytes = work.rows * (work.n + work.k) + size * work.experts * work.n * work.k
+        else:
+            rows = sum(-(-rows // TILE_ROWS) * TILE_ROWS * count for rows, count in work.sizes)
+            product = Fp8Gemm(rows, work.n, work.k, work.gemm_pass, work.dtype, work.operands)
+            moved_bytes = work.experts * work.n * work.k + rows * (work.k + size * work.n)
+        return max(self._in_fp8(product), self._kernels.rowwise.stream_seconds(moved_bytes))
 
     def _gemm(self, work: Gemm) -> float:
         """Return a product's seconds; for a shape thinner than any measured one, at least the time to move operands."""

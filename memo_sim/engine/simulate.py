@@ -75,6 +75,7 @@ def simulate(
             where="layout",
             got=f"{layout.devices} devices",
             wanted=f"at most the {cluster.devices} of {cluster.name}",
+            hint="another --cluster, or smaller --tp, --cp, --ulysses, --pp and --dp",
         )
     played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)
@@ -354,17 +355,17 @@ class Simulation:
         """Bytes of the whole tensors of the pace-setting stage's collectives, by operator."""
         return self.pace.collective_bytes
 
-    def trace(self, stage: StageRun | None = None) -> Trace:
+    def trace(self, stage: StageRun | None = None, *, most_spans: int | None = None) -> Trace:
         """Return the trace of a stage's whole step (by default the first stage's): spans, memory and waits.
 
-        Repeated micro-batches are played now, unless that gives more than ``MOST_SPANS`` spans. Then the trace holds
-        only the micro-batches that were played, and says so; its ``step_s`` is still the whole step's.
+        Repeated micro-batches are played now, unless that gives more than ``most_spans`` (``MOST_SPANS``) spans. Then
+        the trace holds only the micro-batches that were played, and says so; its ``step_s`` is still the whole step's.
 
         Raises:
             Infeasible: when the plan does not fit.
         """
         number = self.stages.index(stage) if stage else 0
-        traced = self.traced_stages()
+        traced = self.traced_stages(most_spans)
         played = traced[number].program.micro_batches
         whole_s = max(each.playback.span_s for each in traced)
         return traced[number].trace(
@@ -373,11 +374,11 @@ class Simulation:
             step_s=whole_s if played == self.decisions.micro_batches else self.prediction.step_s or 0.0,
         )
 
-    def traces(self) -> list[Trace]:
-        """Return the trace of every stage in order (see ``trace``)."""
-        return [self.trace(stage) for stage in self.stages]
+    def traces(self, *, most_spans: int | None = None) -> list[Trace]:
+        """Return the trace of every stage in order; ``most_spans`` in all, in place of ``MOST_SPANS`` (``trace``)."""
+        return [self.trace(stage, most_spans=most_spans) for stage in self.stages]
 
-    def traced_stages(self) -> tuple[StageRun, ...]:
+    def traced_stages(self, most_spans: int | None = None) -> tuple[StageRun, ...]:
         """Return the stages whose spans the traces hold: of the whole step, or of what was played (see ``trace``).
 
         Raises:
@@ -386,7 +387,8 @@ class Simulation:
         if self.memory.fault is not None:
             raise Infeasible(f"no trace: {self.memory.fault.reason}")
         repeated = self.stages[0].program is not self.full_programs[0]
-        small = sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS
+        most = MOST_SPANS if most_spans is None else most_spans
+        small = sum(program.instruction_count for program in self.full_programs) <= most
         return self._whole.stages if repeated and small else self.stages
 
     @cached_property
@@ -413,6 +415,7 @@ class Simulation:
                 f"{self.hardware.name} has no peak FLOP/s for {decisions.dtype}",
                 where="decisions.dtype",
                 wanted=" or ".join(self.hardware.peak_flops),
+                hint="another --dtype, or memo-exec calibrate on a machine that has it",
             )
         # Stages drift apart by at most the micro-batches they hold, so in the long run all go at the slowest one's
         # pace.

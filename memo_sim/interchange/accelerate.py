@@ -10,9 +10,12 @@ import json
 from collections.abc import Mapping
 from itertools import product
 
+from msgspec.structs import replace
+
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.huggingface import config_of, model_type
+from memo_sim.contract.huggingface import config_of, model_from_config, model_type
 from memo_sim.contract.knobs import AdamwKernels, States
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.interchange.eager_words import exact, near, sayings
 from memo_sim.interchange.framework import Framework, Read, Saying, Source
@@ -31,7 +34,8 @@ from memo_sim.interchange.hf_words import (
 from memo_sim.interchange.job import Job, moments_as_parameters
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import CONFIG, hub_name
-from memo_sim.interchange.model_parts import check_written
+from memo_sim.interchange.model_parts import gemma_parts
+from memo_sim.interchange.plan_paths import NOT_WRITTEN
 
 ACCELERATE, LAUNCH = "accelerate.yaml", "train.sh"
 SMALL_TILE = 256
@@ -44,9 +48,16 @@ _OF_HUGGING_FACE = {
         for name in (
             *("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab", "tied_embeddings"),
             *("max_positions", "norm_eps", "rope_theta", "rope_scaling", "qkv_bias", "linear_bias", "qk_norm"),
-            "activation",
+            *("activation", "latent", "window", "sinks", "proj_bias", *NOT_WRITTEN),
         )
     },
+    "model.experts": exact("config.json", lost="selection biases stay as they are, and there is no loss of z"),
+    "model.layer_pattern": exact("config.json", lost="selection biases stay as they are, and there is no loss of z"),
+    "layout.ep": Saying("none", lost="every rank has all experts, gathered layer by layer"),
+    "decisions.expert_load": Saying("own", lost="the data of the job decide it"),
+    "decisions.expert_capacity": Saying("none", lost="a rank has a place for every row"),
+    "decisions.expert_overflow": Saying("none", lost="a rank has a place for every row"),
+    "decisions.rebuild_qkv": Saying("none", lost="it recomputes whole layers, or nothing"),
     "layout.pp": Saying("none", lost=_NO_STAGES),
     "layout.pp_layers": Saying("none", lost=_NO_STAGES),
     "layout.schedule": Saying("none", lost=_NO_STAGES),
@@ -112,12 +123,31 @@ def jobs(decisions: Decisions, *, tp: bool = True, own_program: bool = True) -> 
         UsageError: when transformers has no model of this shape.
     """
     check_model(decisions)
-    layouts = nearest_layouts(decisions.layout, tp=tp, sequence="cp")
+    model = decisions.model
+    if model.mixture is not None:
+        decisions = replace(decisions, model=_as_said(decisions))
+    layouts = nearest_layouts(decisions.layout, tp=tp and model.mixture is None, sequence="cp")
+    if (model.windowed or model.sinks) and layouts[0].cp > 1:
+        raise UsageError(
+            "context parallelism of accelerate has no attention windows and no sinks, and takes the place of tp and"
+            " Ulysses there",
+            where="layout.cp",
+            got=f"cp {layouts[0].cp}",
+            wanted="a plan of whole sequences on every rank",
+            hint="search a plan with --tp 1 --cp 1, or memo-exec runs the plan itself",
+        )
     return tuple(
         fsdp_job(decisions, layout, choice, tiles)
         for layout, choice in product(layouts, choices(decisions))
         for tiles in (_loss_tiles(decisions, layout) if own_program else (None,))
     )
+
+
+def _as_said(decisions: Decisions) -> Model:
+    """Return the model that the written ``config.json`` says: of a router, transformers has not every part."""
+    model = decisions.model
+    fields = config_of(model, decisions.seq_tokens)
+    return replace(model_from_config(fields, where=CONFIG, name=model.name), source=model.source)
 
 
 def _loss_tiles(decisions: Decisions, layout: Layout) -> tuple[Tiles, ...]:
@@ -136,7 +166,6 @@ def check_model(decisions: Decisions) -> None:
     Raises:
         UsageError: with the types that there are.
     """
-    check_written(decisions, "transformers", "--to megatron-lm, or memo-exec runs the plan itself")
     try:
         model_type(decisions.model)
     except UsageError as error:
@@ -170,6 +199,10 @@ def fsdp_job(decisions: Decisions, layout: Layout, choice: Choice, tiles: Tiles 
     if states == "host" and not layout.zero:
         states = "fp32"
     word = attention_of(decisions.kernels.attention) if layout.cp == 1 else ""
+    if decisions.model.sinks:
+        word = "flash_attention_3"
+    elif decisions.model.windowed and word not in ATTENTION:
+        word = "flash_attention_2"  # windows of torch's attention are masks of all pairs, which memo does not price
     parallel = Parallel(
         tp=layout.tp, cp=layout.cp, dp=layout.dp, zero=layout.zero, zero_ranks=layout.zero_ranks or None
     )
@@ -182,6 +215,8 @@ def fsdp_job(decisions: Decisions, layout: Layout, choice: Choice, tiles: Tiles 
         states=states,
         grad_sums="autocast" if copied else "auto",
         loss=loss_of(parallel, tiles or Tiles(), trl=tiles is None),
+        adapters=decisions.adapters,
+        expert_load=decisions.expert_load,
         deterministic=decisions.deterministic,
         pins=pins_of(
             parallel,
@@ -192,6 +227,26 @@ def fsdp_job(decisions: Decisions, layout: Layout, choice: Choice, tiles: Tiles 
             tiles=tiles,
         ),
     )
+
+
+LAYOUTS = "trl-layouts"
+"""The system that predicts jobs of which something is ``unknown``."""
+
+
+def unknown(job: Job) -> str:
+    """Return what of a job memo knows neither transformers' kernels nor kept tensors of; "" where it is nothing."""
+    model, of = job.model, job.model.mixture
+    plain = of is None or not (of.shared or of.bias or of.activation != "silu")
+    known = of is None or (plain and job.pins.recompute == "full" and (job.pins.tp or 1) == 1)
+    parts = {
+        "adapters": job.adapters != "none",
+        "experts": not known,
+        "latent attention": model.latent is not None,
+        "attention sinks": model.sinks,
+        "layers that differ": len(model.layer_shapes) > 1,
+        **dict.fromkeys(gemma_parts(model), True),
+    }
+    return ", ".join(what for what, has in parts.items() if has)
 
 
 def model_files(job: Job) -> dict[str, str]:
@@ -249,6 +304,8 @@ FRAMEWORK = Framework(
     title="accelerate",
     version="accelerate 1.15 with transformers 5.23",
     system="trl-fsdp2",
+    layouts=LAYOUTS,
+    unknown=unknown,
     sayings=sayings(_OF_ACCELERATE),
     jobs=jobs,
     files=files,

@@ -33,12 +33,24 @@ from memo_sim.interchange.hf_train import TRAIN, TRAIN_TEXT
 from memo_sim.interchange.hf_words import ATTENTION, arguments_of, attention_of, flags, nearest_layouts
 from memo_sim.interchange.job import Job, moments_as_parameters
 from memo_sim.interchange.launch import Launch
+from memo_sim.interchange.model_parts import check_written
+from memo_sim.interchange.plan_paths import NOT_WRITTEN
 
 CONFIGURATION = "ds_config.json"
 
 _NO_CP = "Ulysses takes the ranks of the other ways to divide a sequence"
+_UNWRITTEN = {
+    "experts": "experts for it",
+    "latent": "latent attention for it",
+    "layer_pattern": "layers that differ for it",
+    **dict.fromkeys(("window", "sinks", "proj_bias", *NOT_WRITTEN), "windows, sinks or Gemma's layers for it"),
+}
 SAYINGS = hugging_face_sayings(
     {
+        **{
+            f"model.{name}": Saying("none", lost=f"memo writes no options of {what}")
+            for name, what in _UNWRITTEN.items()
+        },
         "layout.tp": Saying("none", lost="memo's DeepSpeed has no tensor parallelism; Ulysses takes its ranks"),
         "layout.sequence_parallel": Saying("none", lost="memo's DeepSpeed has no tensor parallelism"),
         "layout.cp": Saying("none", lost=_NO_CP),
@@ -83,6 +95,7 @@ def jobs(decisions: Decisions) -> tuple[Job, ...]:
     Raises:
         UsageError: when transformers has no model of this shape.
     """
+    check_written(decisions, "DeepSpeed", "--to trl, or memo-exec runs the plan itself")
     check_model(decisions)
     layouts = nearest_layouts(decisions.layout, tp=False, sequence="ulysses")
     return tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from memo_sim.contract.interchange import IgnoredOption, ReadOption
@@ -114,6 +114,17 @@ class Framework:
     def predicted_by(self, job: Job) -> str:
         """Return the preset that predicts a job: the framework's, or the one with memo's own operators in its place."""
         return self.layouts if self.layouts and self.unknown(job) else self.system
+
+    def priced(self, job: Job) -> Job:
+        """Return a job as its preset prices it: without the framework's kernels where memo's own stand in for them."""
+        if self.predicted_by(job) == self.system:
+            return job
+        return replace(
+            job,
+            grad_sums="auto" if job.grad_sums == "autocast" else job.grad_sums,
+            loss="auto" if job.loss == "checkpointed" else job.loss,
+            pins=replace(job.pins, rowwise=None, adamw=None, sharding=None),
+        )
 
     def own_operators(self, job: Job) -> tuple[str, ...]:
         """Return the sentence about a prediction by memo's own operators; none where the framework's are known."""

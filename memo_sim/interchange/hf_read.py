@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from memo_sim.contract.adapters import NONE
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.knobs import GradSums, Loss, Pins, Recompute, States
 from memo_sim.contract.units import counted, parse_tokens
@@ -17,13 +18,13 @@ from memo_sim.interchange.framework import Read, Source
 from memo_sim.interchange.hf_words import ATTENTION, OPTIMIZERS, SDPA, TORCH_DTYPES
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.model_names import CONFIG, model_of
+from memo_sim.interchange.peft_words import KEYS, OTHERS, read_adapters
 from memo_sim.interchange.settings import DEVICES, LENGTH, Settings, devices_of, flat, overrides
 from memo_sim.interchange.shell_script import is_unresolved, read_script, shown
 from memo_sim.interchange.yaml_file import read_yaml
 
 LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "model_max_length", "block_size")
 _NAMES = ("model_name_or_path", "model_name", "model_id", "model", "pretrained_model_name_or_path")
-_ADAPTERS = ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora")
 _QUANTIZED = ("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_type", "bnb_4bit_quant_storage")
 _STARTERS = ("accelerate", "trl", "deepspeed", "torchrun", "python", "python3")
 _DEEPSPEED = (
@@ -279,7 +280,8 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
     if "arguments" in files.names and steps is None and not parallel.global_batch:
         assumed.append("gradient_accumulation_steps is 1, the default")
     recompute, layers, offloaded = _recompute(arguments, parallel, assumed, trl=trl)
-    dtype, states, sums = _precision(arguments, parallel, assumed, trl=trl)
+    adapters = read_adapters(arguments, model, assumed) if trl and not parallel.deepspeed else NONE
+    dtype, states, sums = _precision(arguments, parallel, assumed, trl=trl, adapted=adapters != NONE)
     adamw = _adamw(arguments, parallel)
     compiled = arguments.flag("torch_compile")
     arguments.says("torch_compile", f"rowwise {'compiled' if compiled else 'eager'}")
@@ -293,6 +295,7 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
         states=states,
         grad_sums=sums,
         objective="grpo" if policy else "next-token",
+        adapters=adapters,
         loss=_policy_loss(arguments, parallel) if policy else loss_of(parallel, tiles, trl=trl),
         deterministic=arguments.flag("full_determinism"),
         pins=pins_of(
@@ -309,7 +312,7 @@ def read_files(sources: tuple[Source, ...], given: Mapping[str, str], framework:
         arguments.raw(key)
     if policy:
         _explain_policy(arguments, assumed)
-    _explain(arguments, accelerate, deepspeed, policy=policy)
+    _explain(arguments, accelerate, deepspeed, policy=policy, adapted=adapters != NONE)
     every = (arguments, deepspeed, accelerate)
     return Read(
         framework="deepspeed" if parallel.deepspeed else framework,
@@ -745,7 +748,7 @@ def _mapping(arguments: Settings, key: str) -> dict[str, Any]:
 
 
 def _precision(
-    arguments: Settings, parallel: Parallel, assumed: list[str], *, trl: bool
+    arguments: Settings, parallel: Parallel, assumed: list[str], *, trl: bool, adapted: bool
 ) -> tuple[Any, States, GradSums]:
     """Return the dtype, the states, and the dtype that gradients are summed in."""
     loaded = next((arguments.text(key) for key in ("dtype", "torch_dtype") if arguments.has(key)), None)
@@ -766,7 +769,7 @@ def _precision(
     dtype = mixed if mixed in ("bf16", "fp16") else "bf16" if narrow else "fp32"
     # FSDP and DeepSpeed keep fp32 master weights of a model in bf16 where precision is mixed; DDP does not.
     pure = parallel.pure or (narrow and mixed == "no" and not parallel.deepspeed)
-    pure = pure or (narrow and parallel.zero == 0 and not parallel.deepspeed)
+    pure = pure or (narrow and parallel.zero == 0 and not parallel.deepspeed and not adapted)
     states: States = "pure-bf16" if pure else "host" if parallel.host else "fp32"
     sums = parallel.sums
     if parallel.zero == 0 and not parallel.deepspeed and states == "fp32" and dtype != "fp32":
@@ -816,10 +819,13 @@ def _attention(arguments: Settings, parallel: Parallel) -> Any:
     return "torch-flash" if parallel.deepspeed else None
 
 
-def _explain(arguments: Settings, accelerate: Settings, deepspeed: Settings, *, policy: bool) -> None:
+def _explain(arguments: Settings, accelerate: Settings, deepspeed: Settings, *, policy: bool, adapted: bool) -> None:
     """Say why options that would change time or memory are left out."""
-    on = [key for key in _ADAPTERS if arguments.has(key)]
-    arguments.ignore(on, "no framework's adapters are known: priced as training of all parameters")
+    on = [key for key in (*KEYS, *OTHERS) if arguments.has(key)]
+    if not adapted and arguments.flag("use_peft") and not arguments.unused.keys() & set(KEYS):
+        arguments.ignore(on, "memo knows adapters under FSDP2 alone: priced as training of all parameters")
+    elif not adapted and arguments.unused.keys().isdisjoint(KEYS):
+        arguments.ignore([key for key in on if key != "use_peft"], "nothing, without use_peft")
     on = [key for key in _QUANTIZED if arguments.has(key)]
     arguments.ignore(on, "memo has no quantized weights: the job is priced in its dtype")
     if not arguments.flag("packing"):

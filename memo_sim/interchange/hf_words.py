@@ -81,7 +81,7 @@ def arguments_of(job: Job, *, length: str = "max_length") -> Values:
     pins = job.pins
     said: Values = {
         "dtype": model_dtype(job),
-        "attn_implementation": _implementation(pins.attention),
+        "attn_implementation": SINKS if job.model.sinks else _implementation(pins.attention),
         length: job.seq_tokens,
         "per_device_train_batch_size": job.micro_batch,
         "gradient_accumulation_steps": max(job.global_batch // (job.micro_batch * (pins.dp or 1)), 1),
@@ -106,13 +106,17 @@ def arguments_of(job: Job, *, length: str = "max_length") -> Values:
     }
 
 
+SINKS = "kernels-community/vllm-flash-attn3"
+"""The attention of transformers that has GPT-OSS's sinks."""
+
+
 def _implementation(attention: AttentionName | None) -> str:
     return next((word for word, name in ATTENTION.items() if name == attention), SDPA)
 
 
 def model_dtype(job: Job) -> str:
     """Return the dtype in which the model is loaded: that of its master weights, unless there are none."""
-    pure = job.states == "pure-bf16"
+    pure = job.states == "pure-bf16" or (job.adapters != "none" and job.pins.dtype != "fp32")  # frozen weights
     return TORCH_DTYPES["bf16"] if pure else TORCH_DTYPES["fp32"]
 
 

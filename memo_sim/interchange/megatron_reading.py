@@ -168,26 +168,27 @@ def _layout(config: Configuration) -> tuple[dict[str, Any], int]:
 
 
 def _expert_parallel(config: Configuration, model: Model, tp: int) -> dict[str, Any]:
-    """Return the pin of expert parallelism; None for a model without experts.
+    """Return the pins of expert parallelism, and of tensor parallelism inside experts; None without experts.
 
     Raises:
-        BadInput: when tensor parallelism divides experts otherwise than other products.
+        BadInput: when some of the tensor-parallel ranks divide experts, or when they all have all experts whole.
     """
     if model.mixture is None:
-        return {"ep": None}
+        return {"ep": None, "expert_tp": None}
     ep = config.whole("expert_model_parallel_size", 1) or 1
     inside = config.whole("expert_tensor_parallel_size", tp) or tp
-    if inside != tp:
-        raise config.bad("expert_tensor_parallel_size", f"{tp}, as tp: memo divides experts by tp like other products")
+    whole = inside == 1 < tp
+    if inside not in (1, tp) or (whole and ep == 1):
+        raise config.bad("expert_tensor_parallel_size", f"{tp}, as tp, or 1 with expert parallelism")
     config.say(("expert_model_parallel_size",), f"ep {ep}")
-    config.say(("expert_tensor_parallel_size",), f"every expert divided by tp {tp}")
+    config.say(("expert_tensor_parallel_size",), "whole experts" if whole else f"every expert divided by tp {tp}")
     dispatcher = config.text("moe_token_dispatcher_type", "allgather")
     if ep > 1 and dispatcher != "alltoall":
         config.assumed.append(f"rows travel to experts by all-to-all, not by the dispatcher {dispatcher}")
     config.say(("moe_token_dispatcher_type",), "rows travel by all-to-all")
     if model.mixture.bias is False and config.text("fp8") not in ("", "None"):
         config.assumed.append("the products of experts are priced in bf16: memo has them in no FP8")
-    return {"ep": ep}
+    return {"ep": ep, "expert_tp": 1 if whole else None}
 
 
 def _capacity(config: Configuration, ep: int | None) -> float:

@@ -106,6 +106,7 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
         # Experts beside tp need it (core/transformer/moe/moe_layer.py).
         "sequence_parallel": (layout.sequence_parallel or layout.metp > 1 or experts) and tp > 1,
         "ep": layout.ep if experts else None,
+        "expert_tp": layout.expert_tp or None,
         "rebuild_qkv": decisions.rebuild_qkv and decisions.recompute != "full",
         "cp": cp,
         "cp_exchange": exchange if cp > 1 else None,
@@ -237,7 +238,7 @@ def _parallel(job: Job) -> Settings:
         said["tp_comm_overlap"] = True
     said["context_parallel_size"] = cp * ulysses
     if job.model.mixture is not None:
-        said |= {"expert_model_parallel_size": pins.ep or 1, "expert_tensor_parallel_size": tp}
+        said |= {"expert_model_parallel_size": pins.ep or 1, "expert_tensor_parallel_size": pins.expert_tp or tp}
         if job.expert_capacity:
             said |= {"moe_expert_capacity_factor": job.expert_capacity, "moe_pad_expert_input_to_capacity": True}
     if ulysses > 1:
@@ -362,7 +363,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.documents": Saying("none", (), "memo writes no options of packed documents"),
     "decisions.document_cuts": Saying("none", (), "memo writes no options of packed documents"),
     "layout.ep": Saying("exact", ("expert_model_parallel_size", "expert_tensor_parallel_size")),
-    "layout.expert_tp": Saying("none", (), "memo writes experts that every rank of tp divides"),
+    "layout.expert_tp": Saying("exact", ("expert_tensor_parallel_size",)),
     "decisions.expert_load": Saying("own", (), "the data of the job decide it"),
     "decisions.expert_capacity": Saying(
         "near",
@@ -370,6 +371,7 @@ SAYINGS: dict[str, Saying] = {
         "its capacity is of every expert, memo's of every pair of ranks; without one rows travel in their numbers",
     ),
     "decisions.expert_overflow": Saying("none", (), "rows beyond the capacity are dropped, never the step"),
+    "decisions.expert_overlap": Saying("none", (), "its overlap is of the shared expert alone"),
     "model.latent": Saying(
         "exact",
         ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -440,6 +442,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.host_allocator": Saying("own", (), _OWN),
     "decisions.fp8": Saying("exact", ("fp8", "fp8_recipe"), "tensorwise, blockwise and mxfp8 need a Megatron of 2025"),
     "decisions.fp8_layouts": Saying("own", (), "the device decides it"),
+    "decisions.fp8_experts": Saying("none", (), "memo writes no options of all-to-alls beside compute"),
     "decisions.fp8_params": Saying("exact", ("fp8_param_gather",), "with its distributed optimizer or FSDP alone"),
     "decisions.states": Saying(
         "exact",

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 
@@ -45,4 +46,14 @@ def value_at(decisions: Decisions, path: str) -> Any:
 
 def differences(wanted: Decisions, other: Decisions) -> list[str]:
     """Return the paths at which two plans differ."""
-    return [path for path in plan_paths() if value_at(wanted, path) != value_at(other, path)]
+    found = [path for path in plan_paths() if value_at(wanted, path) != value_at(other, path)]
+    if wanted.model.layers == other.model.layers and _layers(wanted.model) == _layers(other.model):
+        return [path for path in found if path != "model.layer_pattern"]  # the same layers, written otherwise
+    return found
+
+
+def _layers(model: Model) -> list[LayerShape]:
+    """Return the shapes of all layers; a base of their own that is the model's, unscaled, is none."""
+    same = model.rope_theta if model.rope_scaling is None else 0.0
+    shapes = [model.layer(number) for number in range(model.layers)]
+    return [msgspec.structs.replace(shape, rope_theta=0.0) if shape.rope_theta == same else shape for shape in shapes]

@@ -16,9 +16,11 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.interchange.accelerate import (
     ACCELERATE,
     LAUNCH,
+    LAYOUTS,
     hugging_face_sayings,
     model_files,
     model_variable,
+    unknown,
 )
 from memo_sim.interchange.accelerate import (
     jobs as accelerate_jobs,
@@ -30,6 +32,7 @@ from memo_sim.interchange.hf_words import accelerate_yaml, arguments_of, yaml_te
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.model_names import hub_name
+from memo_sim.interchange.peft_words import KEYS, arguments_of_adapters, check_adapters
 
 ARGUMENTS = "sft.yaml"
 PACKS: tuple[AttentionName, ...] = ("flash2", "flash3")
@@ -57,8 +60,8 @@ SAYINGS = hugging_face_sayings(
         ),
         "decisions.swapped_tokens": exact(
             "gradient_checkpointing_kwargs",
-            lost="it offloads the inputs of recomputed layers, all of them or none; of a plan that swaps tokens,"
-            f" {TOKENWISE_LAUNCH} has memo's own alpha, which the system trl-tokenwise prices",
+            lost="it offloads the inputs of recomputed layers, all of them or none; of a plan that swaps tokens and"
+            f" has no adapters, {TOKENWISE_LAUNCH} has memo's own alpha, which the system trl-tokenwise prices",
         ),
         "decisions.zero_params": Saying("own", lost="FSDP2 keeps fp32 shards and casts them before every gather"),
         "decisions.loss": Saying(
@@ -66,6 +69,7 @@ SAYINGS = hugging_face_sayings(
             lost="the likelihood in tiles whose product runs again in backward (loss_type nll); priced as TRL's earlier"
             " chunks under checkpoint",
         ),
+        "decisions.adapters": exact(*KEYS, lost="alpha is a whole number, and Q, K and V are modules by themselves"),
         "decisions.documents": near(
             "packing",
             "packing_strategy",
@@ -114,6 +118,7 @@ def jobs(decisions: Decisions) -> tuple[Job, ...]:
     Raises:
         UsageError: when transformers has no model of this shape.
     """
+    check_adapters(decisions)
     found = accelerate_jobs(decisions, tp=False, own_program=False)
     return tuple(map(partial(_packing, decisions), found)) if decisions.documents else found
 
@@ -143,6 +148,7 @@ def files(job: Job, launch: Launch, header: tuple[str, ...]) -> dict[str, str]:
         "model_name_or_path": hub_name(job.model) or ".",
         "dataset_name": "trl-lib/Capybara",
         **arguments_of(job),
+        **arguments_of_adapters(job.adapters),
         **({"packing": True, "packing_strategy": "bfd_split"} if job.documents else {"packing": False}),
         "activation_offloading": False,
         "loss_type": "nll",
@@ -169,6 +175,8 @@ def beside(decisions: Decisions, job: Job, launch: Launch, header: tuple[str, ..
 
     The layers stay transformers'; ``memo_exec.tokenwise`` wraps them, in place of checkpointing.
     """
+    if decisions.lora is not None:
+        return {}
     if decisions.recompute != "tokenwise" and not (decisions.recompute == "none" and decisions.alpha == 1):
         return {}
     command = (*(TOKENWISE, "--config", ARGUMENTS, "--model_name_or_path", '"${MODEL}"', '"$@"'),)
@@ -194,6 +202,8 @@ FRAMEWORK = Framework(
     title="TRL",
     version="TRL 1.16 with accelerate 1.15 and transformers 5.23",
     system="trl-fsdp2",
+    layouts=LAYOUTS,
+    unknown=unknown,
     sayings=SAYINGS,
     jobs=jobs,
     files=files,

@@ -80,6 +80,8 @@ class DeviceAllocator:
         self._pools = {True: Pool(), False: Pool()}
         self._waiting: dict[int, deque[Block]] = {}
         self._passed: dict[int, int] = {}
+        self._block_bytes: dict[int, int] = {}
+        """Block sizes of the requests so far, by requested bytes: a step asks for few sizes, many times."""
         self._end = 0
         self._expandable = ExpandableSegments(self)
 
@@ -89,8 +91,11 @@ class DeviceAllocator:
         Raises:
             OutOfDeviceMemory: when the capacity does not suffice, even after an allocation retry.
         """
-        self._take_back_passed()
-        size = self.config.block_bytes(size_bytes)
+        if self._passed:
+            self._take_back_passed()
+        size = self._block_bytes.get(size_bytes)
+        if size is None:
+            size = self._block_bytes[size_bytes] = self.config.block_bytes(size_bytes)
         pool = self._pools[size <= SMALL_BYTES]
         block = self._best_fit(pool, size, stream)
         if block is None:
@@ -126,12 +131,12 @@ class DeviceAllocator:
         for stream in sorted(block.streams):
             self._waiting.setdefault(stream, deque()).append(block)
         block.events = len(block.streams)
-        block.streams.clear()
+        block.streams = None
 
     def record_stream(self, block: Block, stream: int) -> None:
         """Note that ``stream`` uses a block of another stream."""
         if stream != block.stream:
-            block.streams.add(stream)
+            block.streams = {stream} if block.streams is None else block.streams | {stream}
 
     def pass_events(self, stream: int, most: int | None = None) -> None:
         """Note that ``stream`` has done all its work so far; the next ``malloc`` takes the waiting blocks back.
@@ -191,12 +196,11 @@ class DeviceAllocator:
     def _best_fit(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Remove the best free block for ``size`` from the pool and return it, or return None."""
         pool.searches += 1
-        found = pool.at_least(size, stream)
-        best = next(found, None)
+        best = pool.best_fit(size, stream)
         if best is None:
             return None
         if best.expandable:
-            best = self._expandable.best_fit(best, found)
+            best = self._expandable.best_fit(pool.at_least(size, stream))
         limit = self.config.max_split_bytes
         if limit is not None:
             if size < limit <= best.size:
@@ -244,7 +248,7 @@ class DeviceAllocator:
         if limit is None:
             return False
         wanted = max(size, limit)
-        fits = next(pool.at_least(wanted, stream), None)
+        fits = pool.best_fit(wanted, stream)
         if fits is not None:
             self._release(pool, fits)
             return True
@@ -328,7 +332,7 @@ class Block:
         self.allocated = False
         self.requested = 0
         """Requested bytes, before rounding."""
-        self.streams: set[int] = set()
+        self.streams: set[int] | None = None
         """Other streams that have used it since its allocation."""
         self.events = 0
         """Events that have to pass before it is free again."""
@@ -395,6 +399,12 @@ class Pool:
         blocks = self._free[block.stream]
         del blocks[bisect_left(blocks, (block.size, block.address))]
 
+    def best_fit(self, size: int, stream: int) -> Block | None:
+        """Return the smallest free block of ``stream`` with at least ``size`` bytes."""
+        blocks = self._free.get(stream, ())
+        at = bisect_left(blocks, (size,))
+        return blocks[at][2] if at < len(blocks) else None
+
     def at_least(self, size: int, stream: int) -> Iterator[Block]:
         """Yield the free blocks of ``stream`` with at least ``size`` bytes, best fit first."""
         blocks = self._free.get(stream, [])
@@ -425,9 +435,10 @@ class Pool:
     def join_neighbours(self, block: Block) -> None:
         """Merge the free neighbours that are mapped (or unmapped) like ``block`` into it; ``block`` is in no list."""
         for other in (block.before, block.after):
-            if other is not None and other.idle and other.mapped == block.mapped:
-                (self.remove if other.mapped else self.remove_unmapped)(other)
-                block.join(other)
+            if other is None or other.allocated or not other.idle or other.mapped != block.mapped:
+                continue
+            (self.remove if other.mapped else self.remove_unmapped)(other)
+            block.join(other)
 
 
 UNLIMITED_BYTES = 1 << 40
@@ -441,9 +452,10 @@ class ExpandableSegments:
         self._device = device
         self._segments: list[tuple[int, int]] = []
 
-    def best_fit(self, best: Block, others: Iterator[Block]) -> Block:
-        """Return the best fit; a block at a segment's end counts with all the bytes that it can grow to."""
-        for other in others:
+    def best_fit(self, found: Iterator[Block]) -> Block:
+        """Return the best fit of ``found``; a block at a segment's end counts with all that it can grow to."""
+        best = next(found)
+        for other in found:
             if not best.expandable or _grown(other) >= _grown(best):
                 break
             best = other

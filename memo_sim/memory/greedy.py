@@ -123,9 +123,23 @@ def first_fit(problem: Problem, order: Ints, clock: Clock | None = None) -> Ints
     None when ``clock`` runs out first.
     """
     offsets = np.zeros(problem.count, dtype=np.int64)
+    return offsets if fitted(problem, order, offsets, clock=clock) else None
+
+
+def fitted(
+    problem: Problem, order: Ints, offsets: Ints, *, beside: Ints | None = None, clock: Clock | None = None
+) -> bool:
+    """Write offsets of the buffers of ``order`` by first fit; those of ``beside`` are placed already.
+
+    Returns False when ``clock`` runs out first.
+    """
     # Placed buffers by rising offset; rows: birth, death, offset, end.
-    placed = np.empty((4, problem.count), dtype=np.int64)
-    count = 0
+    first = order[:0] if beside is None else beside[np.argsort(offsets[beside], kind="stable")]
+    first = first[problem.size[first] > 0]
+    count = len(first)
+    placed = np.empty((4, count + len(order)), dtype=np.int64)
+    begins = offsets[first]
+    placed[:, :count] = problem.lower[first], problem.upper[first], begins, begins + problem.size[first]
     rows = zip(
         order.tolist(),
         problem.lower[order].tolist(),
@@ -133,19 +147,19 @@ def first_fit(problem: Problem, order: Ints, clock: Clock | None = None) -> Ints
         problem.size[order].tolist(),
         strict=True,
     )
-    for buffer, lower, upper, size in rows:
-        if clock is not None and count % LOOK == 0 and clock.left_s == 0:
-            return None
+    for number, (buffer, lower, upper, size) in enumerate(rows):
+        if clock is not None and number % LOOK == 0 and clock.left_s == 0:
+            return False
         if not size:
             continue
-        beside = np.flatnonzero((placed[0, :count] < upper) & (placed[1, :count] > lower))
-        offset = _lowest_gap(placed[2, beside], placed[3, beside], size)
+        near = np.flatnonzero((placed[0, :count] < upper) & (placed[1, :count] > lower))
+        offset = _lowest_gap(placed[2, near], placed[3, near], size)
         offsets[buffer] = offset
         at = int(np.searchsorted(placed[2, :count], offset))
         placed[:, at + 1 : count + 1] = placed[:, at:count].copy()
         placed[:, at] = (lower, upper, offset, offset + size)
         count += 1
-    return offsets
+    return True
 
 
 def _lowest_gap(begins: Ints, ends: Ints, size: int) -> int:

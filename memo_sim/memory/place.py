@@ -9,11 +9,15 @@ from memo_sim.memory.bilevel import BilevelPlan, plan_bilevel
 from memo_sim.memory.portfolio import SOLVERS, Portfolio
 from memo_sim.memory.problem import Clock, Ints, Problem, problem_of
 from memo_sim.memory.reduction import solve_decomposed
+from memo_sim.memory.repeated import period_of, short_step, solve_by_periods
 from memo_sim.program.arena.check_placement import check_placement
 
 SOLVER_NAMES = ("portfolio", "bilevel-mip", "mip", "greedy", "cp-sat")
 """``mip`` and ``cp-sat`` place all buffers at once. On every program of ours greedy reaches the lower bound before they
 start, so the portfolio leaves them out and they run only when they are named."""
+
+FEW = 10_000
+"""Up to so many buffers of a step that repeats are also placed one by one, where repetition misses the lower bound."""
 
 TECHNIQUES = {"portfolio": ("greedy", "canonical"), "greedy": ("greedy",), "bilevel-mip": ("greedy",)}
 """What a solver tries one after the other; of others greedy, then themselves."""
@@ -47,10 +51,26 @@ def place(
         return bilevel[0]
     problem = problem_of(requests)
     portfolio = Portfolio(TECHNIQUES.get(solver, ("greedy", solver)), most_nodes=most_nodes)
-    offsets = solve_decomposed(problem, clock, None, portfolio)
+    offsets = _place_repeated(problem, clock, portfolio)
+    if offsets is None or (problem.count <= FEW and problem.peak(offsets) > problem.lower_bound):
+        found = solve_decomposed(problem, clock, offsets, portfolio)
+        offsets = offsets if found is None else found
     if offsets is None:
         raise MemoError("no technique placed the buffers (a bug)", got=solver)
     return _checked(requests, problem, offsets, "+".join(portfolio.found_by) or "greedy", clock)
+
+
+def _place_repeated(problem: Problem, clock: Clock, portfolio: Portfolio) -> Ints | None:
+    """Return offsets of a step that repeats; None for any other step, or when ``clock`` runs out."""
+    period = period_of(problem)
+    if period is None:
+        return None
+    short = short_step(problem, period)
+    if short is None:
+        portfolio.found_by["greedy"] = None
+        return solve_by_periods(problem, period, clock)
+    offsets = solve_decomposed(short.problem, clock, None, portfolio)
+    return None if offsets is None else short.repeated(offsets)
 
 
 def place_bilevel(requests: Requests, clock: Clock) -> tuple[Placement, BilevelPlan] | None:

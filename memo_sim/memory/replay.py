@@ -298,17 +298,21 @@ class _Player:
         """Play one iteration; return the failed request, or None."""
         step = Iteration()
         self.iterations.append(step)
+        device, streams = self.device, self.streams
         for instant in self._instants:
             for buffer in self._dead.get(instant, ()):
                 self._free(buffer, instant)
-            allocated, reserved = self.device.allocated_bytes, self.device.reserved_bytes
-            for count, buffer in enumerate(self._born.get(instant, ())):
+            allocated, reserved = device.allocated_bytes, device.reserved_bytes
+            born = self._born.get(instant, ())
+            if streams and born:
+                streams.reach(instant)
+            for count, buffer in enumerate(born):
                 if count % LOOK == 0 and self._is_late():
                     return None
                 if failed := self._malloc(buffer, number, instant, step.stops):
                     return failed
-                allocated = max(allocated, self.device.allocated_bytes)
-                reserved = max(reserved, self.device.reserved_bytes)
+                allocated = max(allocated, device.allocated_bytes)
+                reserved = max(reserved, device.reserved_bytes)
             step.instants.append(instant)
             step.allocated_bytes.append(allocated)
             step.reserved_bytes.append(reserved)
@@ -331,8 +335,6 @@ class _Player:
     def _malloc(self, buffer: int, iteration: int, instant: int, stops: list[DeviceStop]) -> ReplayOutOfMemory | None:
         device, name = self.device, self.requests.ids[buffer]
         called, retried = len(device.calls), device.num_alloc_retries
-        if self.streams and iteration >= 0:
-            self.streams.reach(instant)
         found = self._request(self.requests.size_bytes[buffer], name, iteration, instant)
         if isinstance(found, ReplayOutOfMemory):
             return found
@@ -340,7 +342,8 @@ class _Player:
         retried_allocation = device.num_alloc_retries > retried
         if self.streams and retried_allocation:
             self.streams.catch_up(instant)
-        if calls := device.calls[called:]:
+        if len(device.calls) > called:
+            calls = device.calls[called:]
             seconds = self.costs.seconds(calls)
             stops.append(DeviceStop(instant, name, tuple(calls), seconds, retried_allocation))
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from memo_sim.contract.placement import Placement
-from memo_sim.contract.plan import Prediction
+from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import format_bytes
 from memo_sim.engine.simulate import Simulation
@@ -21,8 +21,10 @@ from memo_sim.program.arena.requests import arena_requests
 from memo_sim.program.ir.instruction import BufferClass
 from memo_sim.program.ir.program import Program
 
-MOST_INSTRUCTIONS = 200_000
-"""Largest number of instructions of a step that is placed whole; of a longer step, only the played part is placed."""
+MOST_INSTRUCTIONS = 1_000_000
+"""Largest number of instructions of a step, over all pipeline stages, that is placed whole: about four seconds.
+
+Of a longer step, only the played part is placed."""
 
 MOST_NODES = 6000
 """Nodes of the exact search, per core of the problem: about half a second."""
@@ -47,7 +49,7 @@ class Arena:
 
 def arena_of(simulation: Simulation) -> Arena:
     """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not fit."""
-    whole = simulation.full_program.instruction_count <= MOST_INSTRUCTIONS
+    whole = sum(program.instruction_count for program in simulation.full_programs) <= MOST_INSTRUCTIONS
     program = simulation.full_program if whole else simulation.fullest.program
     placement = _placed(arena_requests(program, simulation.decisions), stages=len(simulation.stages))
     size = placement.arena_bytes
@@ -88,18 +90,24 @@ def _of_stages(simulation: Simulation, fullest: Placement) -> tuple[Placement, i
     The placed stage is the one with most live bytes. If first fit needs more on another stage, and placing that stage
     makes the largest arena smaller, that stage is placed instead.
     """
-    asked = [arena_requests(program, simulation.decisions) for program in simulation.full_programs]
-    by_first_fit = [arena_bytes(requests, offsets_of(requests)) for requests in asked]
-    ours = next(n for n, requests in enumerate(asked) if requests.program_sha256 == fullest.program_sha256)
+    programs, decisions = simulation.full_programs, simulation.decisions
+    by_first_fit = [_by_first_fit(program, decisions) for program in programs]
+    ours = programs.index(simulation.full_program)
 
     def largest(placement: Placement, stage: int) -> int:
         return max(placement.arena_bytes, *(size for n, size in enumerate(by_first_fit) if n != stage))
 
-    size, other = largest(fullest, ours), max(range(len(asked)), key=by_first_fit.__getitem__)
+    size, other = largest(fullest, ours), max(range(len(programs)), key=by_first_fit.__getitem__)
     if size == fullest.arena_bytes or other == ours:
         return fullest, size
-    instead = _placed(asked[other], stages=len(asked))
+    instead = _placed(arena_requests(programs[other], decisions), stages=len(programs))
     return (instead, least) if (least := largest(instead, other)) < size else (fullest, size)
+
+
+def _by_first_fit(program: Program, decisions: Decisions) -> int:
+    """Return the arena of a stage whose buffers are placed in the order of their births, as the executor does."""
+    requests = arena_requests(program, decisions)
+    return arena_bytes(requests, offsets_of(requests))
 
 
 def _input_bytes(program: Program, alignment_bytes: int) -> int:

@@ -22,8 +22,8 @@ from memo_sim.planning.contradictions import check_rules
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.layout.attention_chunks import MOST_CHUNKS, check_attention_chunks
-from memo_sim.program.layout.compatibility import check_compatible
-from memo_sim.program.layout.rowwise_blocks import is_rowwise
+from memo_sim.program.layout.compatibility import check_compatible, goes_together
+from memo_sim.program.layout.rowwise_blocks import ROWWISE, is_rowwise
 from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_FULL_RECOMPUTE
 from memo_sim.program.layout.rules.experts import EXPERTS_WHOLE_MLP
 from memo_sim.program.layout.rules.metp import METP_WHOLE_MLP
@@ -86,16 +86,21 @@ def _left(found: Sequence[Policy], rule: Rule, cut: Decisions) -> list[Policy]:
 def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[Policy]) -> Decisions | None:
     """Return ``whole`` cut as ``policy`` says; None when one of ``others`` gives the same plan, or applies instead.
 
-    Attention runs in as few head groups as its longest call allows.
+    Row-wise recompute that does not go with the layout is left out where there are other policies. Attention runs in as
+    few head groups as its longest call allows.
 
     Raises:
         Infeasible: when the layout does not allow chunks that are pinned, or that are the system's only policy; when no
         number of head groups is enough.
     """
+    rowwise = is_rowwise(whole)
+    if rowwise and any(p.recompute != ROWWISE for p in others) and not goes_together(whole):
+        return None
     kernel, shape = whole.kernels.attention, shape_of(whole)
     rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
     tokens = attention_chunk(question, whole) if policy.attention_chunks else 0
-    if policy.mlp_blocks and (_whole_mlp(question, whole) or (not rows and any(not p.mlp_blocks for p in others))):
+    unasked = not rows and any(not p.mlp_blocks for p in others)
+    if policy.mlp_blocks and (unasked or (not rowwise and _whole_mlp(question, whole))):
         return None
     rebuild = question.pins.mlp_rebuild or (question.preset.mlp_rebuild if rows else "block")
     made = msgspec.structs.replace(whole, mlp_chunk_tokens=rows, mlp_rebuild=rebuild, attention_chunk_tokens=tokens)

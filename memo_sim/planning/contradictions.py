@@ -20,7 +20,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.question import CHOOSES_ADAMW, Question
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.rules.documents import CUTS_OF_DOCUMENTS
-from memo_sim.program.layout.rules.fp8 import FP8_PARAMS_OF_FP8
+from memo_sim.program.layout.rules.fp8 import FP8_EXPERTS_OF_EXPERTS, FP8_EXPERTS_OF_FP8, FP8_PARAMS_OF_FP8
 from memo_sim.program.layout.rules.memory_policy import (
     AUTOCAST_OF_FP32_STATES,
     FSDP_OF_A_FRAMEWORK,
@@ -51,6 +51,8 @@ OF_OPTIONS = (
     AUTOCAST_OF_FP32_STATES,
     CUTS_OF_DOCUMENTS,
     FP8_PARAMS_OF_FP8,
+    FP8_EXPERTS_OF_FP8,
+    FP8_EXPERTS_OF_EXPERTS,
 )
 """Rules that options break whatever the layout is."""
 _UNLESS_PINNED = {f.name: f.default for f in (*msgspec.structs.fields(Layout), *msgspec.structs.fields(Decisions))}
@@ -97,7 +99,9 @@ def check_rules(rules: Sequence[Rule], decisions: Decisions) -> None:
 
 def _check_capacity(question: Question) -> None:
     """Refuse a capacity of experts, or what happens beyond it, where no plan divides experts."""
-    given = [n for n in ("expert_capacity", "expert_overflow") if getattr(question, n) != KNOBS[n].default]
+    given = [
+        n for n in ("expert_capacity", "expert_overflow", "expert_overlap") if getattr(question, n) != KNOBS[n].default
+    ]
     shared = question.pins.ep is None and question.preset.searches_ep
     if given and not shared and question.pins.ep in (None, 1):
         raise UsageError(

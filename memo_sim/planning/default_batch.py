@@ -3,7 +3,7 @@
 The batch is the smallest that gives every device work: one micro-batch for each replica, and for each pipeline stage of
 a replica. Replicas count as far as memory can hold them: the layout with most of them is taken whose states and
 activations are not known to be too large (``lower_bounds.py``, nothing is lowered). Plans that run every layer forward
-twice do not count where others can fit, because replicas that cost a second forward win nothing.
+twice, whole or but for attention, do not count where others can fit: replicas that cost a second forward win nothing.
 
     llama3-8b, 8k tokens, eight H100      dp 8 fits                          8 sequences
     gpt-7b, 1m tokens, eight A800         two replicas do not fit            1 sequence
@@ -24,8 +24,9 @@ from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import policies, with_alpha
-from memo_sim.program.layout.compatibility import check_compatible
+from memo_sim.program.layout.compatibility import check_compatible, goes_together
 from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 
@@ -48,7 +49,7 @@ def _filled(question: Question) -> Question:
     found = sorted(layouts(question), key=lambda layout: _sequences(question, layout), reverse=True)
     bounds = LowerBounds(question.hardware, question.cluster)
     tried = policies(question)
-    for chosen in (tuple(p for p in tried if p.recompute != "full"), tried):
+    for chosen in (tuple(p for p in tried if p.recompute not in ("full", ROWWISE)), tried):
         for layout in found:
             if _can_fit(question, bounds, layout, chosen):
                 return _with(question, layout, "the largest that may fit")
@@ -91,6 +92,8 @@ def _may_hold(bounds: LowerBounds, base: Decisions, policy: Policy) -> bool:
     """Return whether a policy may fit: with an open alpha, the device at full swap, and the host without swap."""
     low = with_alpha(base, policy.recompute, policy.alpha or 0.0)
     high = with_alpha(base, policy.recompute, 1.0) if policy.alpha is None and policy.recompute == "none" else low
+    if not goes_together(low):
+        return False
     device = bounds.memory(high, eager_too=True).device_bytes
     host = bounds.memory(low).host_bytes_per_node
     return device <= bounds.device_room_bytes and host <= bounds.host_room_bytes

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.knobs import MOST_ZERO
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
@@ -56,23 +57,35 @@ class Pass:
     """Part of ``forward_s`` in attention's kernels."""
     first_forward_s: float
     first_compute_s: float
-    """Parts of ``forward_s`` and ``compute_s`` in the first subsequence; all of it without subsequences."""
+    first_rebuild_s: float
+    """Parts of ``forward_s``, ``compute_s`` and ``rebuild_s`` in the first subsequence; all without subsequences."""
     head_s: float
     """Part of ``compute_s`` in the head and the loss, forward and backward."""
     idle_s: float
     """Waits of compute between two kernels, because the second needs what another lane makes of the first's result."""
-    copy_s: float
-    """Seconds of the copy lane that has more work."""
+    out_s: float
+    in_s: float
+    """Seconds of the copies to the host, and of those from there."""
     collective_s: float
     p2p_s: float
     device_bytes: float
     host_bytes: float
 
+    @property
+    def copy_s(self) -> float:
+        """Seconds of the copy lane that has more work."""
+        return max(self.out_s, self.in_s)
+
+    @property
+    def backward_s(self) -> float:
+        """Part of ``compute_s`` in the layers' backward, with embedding and recompute."""
+        return self.compute_s - self.forward_s - self.head_s
+
 
 class Passes:
     """Passes of plans on one cluster; plans that differ only in what a pass does not contain share a lowering.
 
-    dp, ZeRO, pipeline stages and the dtypes of masters and moments change nothing in a pass.
+    dp, ZeRO below 3, pipeline stages and the dtypes of masters and moments change nothing in a pass.
     """
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
@@ -110,6 +123,8 @@ class Passes:
         if decisions.recompute_layers != ALL or not few.times:
             few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
         least = least_dp(decisions.layout)
+        if gathers(decisions):
+            return few.times, self._of_gathered(decisions, few)
         alone = msgspec.structs.replace(
             decisions,
             model=decisions.model.of_layers(few.shapes),
@@ -133,11 +148,34 @@ class Passes:
             memory_policy="eager" if decisions.memory_policy == "eager" else "planned",
             host_allocator="exact",
         )
+        return few.times, self._few_layers(alone, few)
+
+    def _of_gathered(self, decisions: Decisions, few: RepeatedLayers) -> _FewLayers:
+        """Return the lowered layers of a plan whose every micro-batch gathers parameters and scatters gradients."""
+        dp = decisions.layout.dp
+        alone = msgspec.structs.replace(
+            decisions,
+            model=decisions.model.of_layers(few.shapes),
+            global_batch=dp * decisions.micro_batch,
+            loss_metrics=0,
+            memory_policy="planned",
+            host_allocator="exact",
+        )
+        return self._few_layers(alone, few)
+
+    def _few_layers(self, alone: Decisions, few: RepeatedLayers) -> _FewLayers:
         if alone not in self._lowered:
             pricer = Pricer(self._hardware, self._cluster, alone.layout, rowwise=alone.kernels.rowwise)
             first = max(ENDS, few.first)
             self._lowered[alone] = _FewLayers(alone, pricer, range(first, first + few.window))
-        return few.times, self._lowered[alone]
+        return self._lowered[alone]
+
+
+def gathers(decisions: Decisions) -> bool:
+    """Return whether bounds know what ZeRO 3 gathers for every micro-batch: in one stage, on planned memory."""
+    layout = decisions.layout
+    divided = layout.zero >= MOST_ZERO and layout.shards > 1 and layout.pp == 1 and layout.subsequences == 1
+    return divided and decisions.memory_policy == "planned" and decisions.recompute_layers == ALL
 
 
 class _FewLayers:
@@ -198,9 +236,11 @@ class _FewLayers:
             attention_s=float(compute_s @ self._attention),
             first_forward_s=float(compute_s @ (self._forward * self._first)),
             first_compute_s=float(compute_s @ self._first),
+            first_rebuild_s=float(compute_s @ (self._rebuilt * self._first)),
             head_s=float(compute_s @ self._head),
             idle_s=0.0,
-            copy_s=0.0,
+            out_s=0.0,
+            in_s=0.0,
             collective_s=0.0,
             p2p_s=0.0,
             device_bytes=0,
@@ -215,7 +255,8 @@ class _FewLayers:
         return replace(
             self.computed(times),
             idle_s=float(self._idle_s @ weights),
-            copy_s=float(max(lanes[Lane.D2H], lanes[Lane.H2D])),
+            out_s=float(lanes[Lane.D2H]),
+            in_s=float(lanes[Lane.H2D]),
             collective_s=float(max(lanes[lane] for lane in COLLECTIVE_LANES.values())),
             p2p_s=float(lanes[Lane.P2P]),
             device_bytes=self._fullest(sizes, device=True),

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 
+import msgspec
+
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.layer_shape import LayerShape
@@ -26,6 +28,7 @@ from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
+from memo_sim.planning.step_ends import StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
@@ -42,6 +45,10 @@ from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 
 ALONE = (6, 8)
 """Layers of two models of which one has a window more, and which show what a layer of one kind adds."""
+_KEPT = {"recompute": "none", "recompute_layers": ALL, "early_stop": False, "rounding_buffers": False}
+_KEPT |= {"swapped_tokens": 0, "subsequence_swapped_tokens": (), "offload_window": 0}
+_KEPT |= {"mlp_chunk_tokens": 0, "mlp_rebuild": "block", "attention_chunk_tokens": 0}
+"""What a plan decides about activations, when it keeps all of them."""
 ROUNDING = 1e-9
 """Relative rounding error of a step time that is computed from few layers; in fact about 1e-14."""
 
@@ -55,6 +62,18 @@ class LowerBound:
     host_bytes_per_node: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Passes of one micro-batch from which bounds are made."""
+
+    whole: Pass
+    """The whole model."""
+    stage: Pass
+    """The fewest layers that a stage has, with embedding and head."""
+    layers: tuple[Pass, ...]
+    """One more layer of each kind; one for all kinds where each is as good. Zero where they are not needed."""
+
+
 class LowerBounds:
     """Lower bounds of plans on one cluster."""
 
@@ -66,6 +85,9 @@ class LowerBounds:
         self._cluster = cluster
         self.passes = passes or Passes(hardware, cluster)
         self._prices = part_prices(hardware, cluster)
+        self._ends = StepEnds(hardware, cluster)
+        self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
+        """States of a layer of each kind and of the ends; splits into stages and policies share them."""
         self._not_repeated: set[Layout] = set()
         """Layouts whose layers were not seen to repeat; they are not lowered for that again."""
         self._hardware = hardware
@@ -89,7 +111,7 @@ class LowerBounds:
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
-        return self._bound(decisions, *self._parts(decisions))
+        return self._bound(decisions, self._parts(decisions), self._ends.of(decisions))
 
     def between(self, low: Decisions, high: Decisions) -> LowerBound:
         """Return lower bounds for all plans that swap at least as many rows as ``low`` and at most as many as ``high``.
@@ -97,8 +119,10 @@ class LowerBounds:
         With more swapped rows, fewer rows are recomputed and copied, device memory does not grow, and host memory
         grows. A forward that is cut into two row blocks is no faster than a whole one.
         """
-        parts = zip(self._parts(low), self._parts(high), strict=True)
-        return self._bound(low, *(_either(few, many) for few, many in parts))
+        few, many = self._parts(low), self._parts(high)
+        layers = tuple(_either(*each) for each in zip(few.layers, many.layers, strict=True))
+        parts = _Parts(_either(few.whole, many.whole), _either(few.stage, many.stage), layers)
+        return self._bound(low, parts, self._ends.of(low))
 
     def rough(self, decisions: Decisions, *, keep: Decisions | None, any_alpha: bool = False) -> LowerBound:
         """Return lower bounds that are cheap: from states, kept and swapped tensors, and ``keep``'s compute lane.
@@ -113,15 +137,35 @@ class LowerBounds:
         if self.shortfall_bytes(bound):
             return bound
         if decisions.layout.subsequences > 1:
-            (whole, layer), again = self._of_parts(decisions), False
+            parts, again = self._of_parts(decisions), False
         elif keep is not None:
-            whole, _, layer = self._parts(keep, self.passes.computed)
+            parts = self._parts(keep, self.passes.computed)
             again = decisions.recompute == "full" and decisions.recompute_layers == ALL
         else:
             return bound
+        whole = _compute(parts.whole, again)
         if decisions.layout.multiplexed or in_chunks(decisions):
-            return replace(bound, step_s=self._shared_s(_compute(whole, again), decisions.layout.pp))
-        return replace(bound, step_s=self._step_s(decisions, _compute(whole, again), _compute(layer, again)))
+            return replace(bound, step_s=self._shared_s(whole, decisions.layout.pp))
+        return replace(bound, step_s=self._step_s(decisions, whole, [_compute(each, again) for each in parts.layers]))
+
+    def of_layout(self, keep: Decisions, *, timed: bool, in_chunks: bool) -> LowerBound:
+        """Return lower bounds of all plans of a layout: from states, and from the compute lane of ``keep``.
+
+        - ``keep``: the plan of the layout that keeps everything, or one that has at least its states.
+        - ``timed``: whether the layout's other plans compute at least as much as ``keep``.
+        - ``in_chunks``: whether some of them may cut attention into chunks.
+
+        Raises:
+            Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
+        """
+        device, host = self._states(keep)
+        bound = LowerBound(0.0, device, host * self._local(keep))
+        if not timed or self.shortfall_bytes(bound):
+            return bound
+        parts = self._parts(keep, self.passes.computed)
+        if in_chunks:
+            return replace(bound, step_s=self._shared_s(parts.whole, keep.layout.pp))
+        return replace(bound, step_s=self._step_s(keep, parts.whole, parts.layers))
 
     def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
@@ -219,32 +263,33 @@ class LowerBounds:
 
     def _parts(
         self, decisions: Decisions, passes: Callable[[Decisions, Sequence[LayerShape]], Pass] | None = None
-    ) -> tuple[Pass, Pass, Pass]:
-        """Return the passes of the whole model, of the fewest layers of a stage, and of one more layer.
+    ) -> _Parts:
+        """Return the passes of the whole model, of the fewest layers of a stage, and of one more layer of each kind.
 
-        Without stages, the last is zero. Where layers differ, it is a lower bound of every layer.
+        With ``passes``, which give no bytes, the stage's is that of the whole model.
         """
         if decisions.recompute_layers != ALL and decisions.layout.pp > 1:
             return self._parts_of_different(decisions)
         of = passes or self.passes.of
         model = decisions.model
-        layers, held = [model.layer(n) for n in range(model.layers)], _shortest_stage(decisions).layers
-        whole, stage = of(decisions, layers), of(decisions, [model.layer(n) for n in held])
-        if len(held) == len(layers) or len(model.layer_shapes) == 1:
-            return whole, stage, _added(whole, stage, len(layers) - len(held))
+        whole = of(decisions, [model.layer(n) for n in range(model.layers)])
+        if decisions.layout.pp == 1:
+            return _Parts(whole, whole, (_times(whole, 0),))
+        held = [model.layer(n) for n in _shortest_stage(decisions).layers]
         each = []
         for shape in model.layer_shapes:
             some = [[shape] * count for count in ALONE]
             each.append(_added(of(decisions, some[1]), of(decisions, some[0]), ALONE[1] - ALONE[0]))
-        return whole, stage, Pass(**{f.name: min(getattr(one, f.name) for one in each) for f in fields(Pass)})
+        return _Parts(whole, of(decisions, held) if passes is None else whole, tuple(each))
 
-    def _parts_of_different(self, decisions: Decisions) -> tuple[Pass, Pass, Pass]:
+    def _parts_of_different(self, decisions: Decisions) -> _Parts:
         """Return the parts of stages whose layers are recomputed differently: lower bounds of each.
 
         They compute at least as much as stages that keep everything; their waits are left out. Each layer holds its
         input at least, and a group of N layers one. A stage without chunks holds what its layers alone hold.
         """
-        whole, stage, layer = self._parts(kept(decisions), self.passes.computed)
+        computed = self._parts(kept(decisions), self.passes.computed)
+        stage = computed.stage
         activations = self._layers(decisions)
         kinds = {each.layers.number for each in activations}
         of_kinds = [[a for a in activations if a.layers.number == number] for number in kinds]
@@ -253,9 +298,10 @@ class LowerBounds:
         if decisions.layout.virtual_stages == 1:
             held = self.passes.of(decisions, [decisions.model.layer(n) for n in _shortest_stage(decisions).layers])
             stage = replace(stage, device_bytes=held.device_bytes)
-        return whole, stage, replace(layer, device_bytes=kept_bytes / layers)
+        each = tuple(replace(one, device_bytes=kept_bytes / layers) for one in computed.layers)
+        return _Parts(computed.whole, stage, each)
 
-    def _of_parts(self, decisions: Decisions) -> tuple[Pass, Pass]:
+    def _of_parts(self, decisions: Decisions) -> _Parts:
         """Return the time of the kernels of all subsequences, and of one layer; what joins subsequences is left out.
 
         When rows are cut into blocks, collectives are cut too. Collectives and waits are then left out.
@@ -273,13 +319,14 @@ class LowerBounds:
             times_s["collective_s"] = sum(part.forward_s + part.backward_s for part in parts) - times_s["compute_s"]
         layer = Pass(**{f.name: times_s.get(f.name, 0.0) for f in fields(Pass)})
         layers, head_s = _times(layer, decisions.model.layers), sum(part.head_compute_s for part in parts)
-        return replace(layers, compute_s=layers.compute_s + head_s, head_s=head_s), layer
+        whole = replace(layers, compute_s=layers.compute_s + head_s, head_s=head_s)
+        return _Parts(whole, whole, (layer,) * len(decisions.model.layer_shapes))
 
-    def _bound(self, decisions: Decisions, whole: Pass, stage: Pass, layer: Pass) -> LowerBound:
+    def _bound(self, decisions: Decisions, parts: _Parts, ends: Sequence[StepEnd]) -> LowerBound:
         device, host = self._states(decisions)
         layout = decisions.layout
         if layout.multiplexed:  # helper stages hold, swap and exchange other rows than their own: only this is certain
-            return LowerBound(self._shared_s(whole, layout.pp), device, host * self._local(decisions))
+            return LowerBound(self._shared_s(parts.whole, layout.pp), device, host * self._local(decisions))
         # The first stage is ahead of its first backward by as many micro-batches as there are stages; with GPipe, by
         # all. With subsequences, it is ahead by as many subsequences, and by all those of one micro-batch. With an
         # offload window, a layer's rows leave before its backward begins, so how many are held is not known.
@@ -288,11 +335,13 @@ class LowerBounds:
         kept = layout.pp > 1 and not decisions.offload_window
         in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
         # Modules of a framework keep more than the program, but not all of what it keeps.
-        least = 0.0 if decisions.modules == "huggingface" else stage.device_bytes - self._written_over_bytes(decisions)
+        written_over = self._written_over_bytes(decisions)
+        least = 0.0 if decisions.modules == "huggingface" else parts.stage.device_bytes - written_over
+        layer_bytes = min(each.device_bytes for each in parts.layers)
         return LowerBound(
-            step_s=self._step_s(decisions, whole, layer),
-            device_bytes=device + int(max(least, in_flight * layer.device_bytes)),
-            host_bytes_per_node=(host + int(stage.host_bytes)) * self._local(decisions),
+            step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
+            device_bytes=device + int(max(least, in_flight * layer_bytes)),
+            host_bytes_per_node=(host + int(parts.stage.host_bytes)) * self._local(decisions),
         )
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
@@ -305,22 +354,42 @@ class LowerBounds:
         rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
         return rows * shape.vocab * DTYPE_BYTES[decisions.dtype]
 
-    def _step_s(self, decisions: Decisions, whole: Pass, layer: Pass) -> float:
-        layout, times, stages = decisions.layout, decisions.micro_batches, stages_of(decisions)
-        mean_s = self._busy_s(whole) * times / layout.pp
-        if layout.pp == 1:
-            return mean_s
-        # The last stage has the work of its layers, and waits for the other stages' chunks before its first pass and
-        # after its last one. The chunks are those of one subsequence: the first one both comes first in forward and
-        # leaves last in backward.
-        others = sum(len(stage.runs[0]) for stage in stages[:-1])
-        around_s = others * layer.first_forward_s
-        if layout.schedule != "zero-bubble":  # its last W passes fill that wait
-            # The last layer's gradient leaves its pass before the pass has ended, so the wait has one layer less.
-            around_s += (others - 1) * (layer.first_compute_s - layer.first_forward_s)
-        last = _times(layer, len(stages[-1].layers))
-        last = replace(last, compute_s=last.compute_s + whole.head_s)
-        return max(mean_s, times * self._busy_s(last) + around_s)
+    def _step_s(self, decisions: Decisions, whole: Pass, layers: Sequence[Pass], ends: Sequence[StepEnd] = ()) -> float:
+        """Return a lower bound of the step seconds.
+
+        ``layers``: the pass of one more layer, by kind. ``ends``: the end of the step, by kind, where it is counted.
+        """
+        times, stages, kinds = decisions.micro_batches, stages_of(decisions), decisions.model.layer_kinds
+        rounding = _rounding(decisions)
+        if len(stages) == 1:
+            # The layers that stay in a rounding buffer are not among the copies of a whole model.
+            pass_s = max(self._busy_s(whole), _passes_s(whole, whole.out_s, whole.in_s) if rounding else 0.0)
+            return pass_s * times + _ends_s(ends, kinds)
+        of = {number: layers[kind if len(layers) > 1 else 0] for number, kind in enumerate(kinds)}
+        found_s = before_s = after_s = 0.0
+        for stage in stages:
+            # A stage has the work of its layers, and waits for the stages before it: for their first chunk's forward
+            # before its first pass, and for that chunk's backward after its last one. The chunks are those of one
+            # subsequence: the first one both comes first in forward and leaves last in backward.
+            own = _sum([of[layer] for layer in stage.layers])
+            if resident := _most_resident(decisions, stage):
+                own = _with_resident(own, [of[layer] for layer in stage.layers], resident)
+            if stage.last:
+                own = replace(own, compute_s=own.compute_s + whole.head_s, head_s=whole.head_s)
+            own_s = times * self._busy_s(own)
+            if rounding:
+                runs = [[of[layer] for layer in run] for run in stage.runs]
+                own_s = max(own_s, times * own.compute_s + _waits_for_copies_s(decisions, stage, runs))
+            end_s = _ends_s(ends, [kinds[layer] for layer in stage.layers])
+            found_s = max(found_s, before_s + own_s + max(after_s, end_s))
+            for layer in stage.runs[0]:
+                one = of[layer]
+                before_s += one.first_forward_s
+                # A layer's gradient leaves its pass before the pass has ended, so the wait has one layer less. And
+                # zero-bubble's last W passes fill that wait.
+                if layer and decisions.layout.schedule != "zero-bubble":
+                    after_s += max(0.0, one.first_compute_s - one.first_forward_s - one.first_rebuild_s)
+        return found_s
 
     def _shared_s(self, whole: Pass, stages: int) -> float:
         """Return a lower bound of the compute seconds of stages that share rows or attention chunks, cut anywhere.
@@ -342,35 +411,52 @@ class LowerBounds:
 
         With pipeline stages, only those of layers, on the stage that has the least of them.
         """
-        model, layout, adapters = decisions.model, decisions.layout, decisions.lora
-        ends = []
-        if layout.pp == 1:
-            ends.append(Optimizer(decisions, embed_block(model, layout.tp, adapters=adapters), BlockKind.EMBED, 1))
-            ends.append(Optimizer(decisions, head_block(model, layout.tp, adapters=adapters), BlockKind.HEAD, 1))
-        layers = [
-            Optimizer(
-                decisions,
-                layer_block(model, layout.divided, shape, ep=layout.ep, adapters=adapters),
-                BlockKind.LAYER,
-                1,
-            )
-            for shape in model.layer_shapes
-        ]
-        absent = absent_states(decisions)
-        each = [_states_bytes(optimizer, absent) for optimizer in layers]
-        for kind, shape in enumerate(model.layer_shapes):
-            block = experts_block(model, layout.expert_divided, layout.ep, shape.experts)
-            if block is not None:
-                more = _states_bytes(Optimizer(decisions, block, BlockKind.EXPERTS, 1), absent)
-                each[kind] = (each[kind][0] + more[0], each[kind][1] + more[1])
+        model, layout = decisions.model, decisions.layout
+        each, (device, host) = self._states_of_blocks(decisions)
         of = model.layer_kinds
-        stages = {tuple(of[n] for n in stage.layers) for stage in stages_of(decisions)}
+        if layout.pp == 1 or len(each) == 1:
+            fewest = model.layers if layout.pp == 1 else len(_shortest_stage(decisions).layers)
+            stages = {of if len(each) > 1 else (0,) * fewest}
+        else:
+            stages = {tuple(of[n] for n in stage.layers) for stage in stages_of(decisions)}
         held = (tuple(sum(each[kind][memory] for kind in kinds) for memory in (0, 1)) for kinds in stages)
-        device, host = (min(some) for some in zip(*held, strict=True))
-        for optimizer in ends:
-            more = _states_bytes(optimizer, absent)
-            device, host = device + more[0], host + more[1]
-        return device, host
+        some_device, some_host = (min(some) for some in zip(*held, strict=True))
+        return device + some_device, host + some_host
+
+    def _states_of_blocks(self, decisions: Decisions) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """Return the bytes of one rank's states of a layer of each kind, and of the ends where there is one stage."""
+        model, layout, adapters = decisions.model, decisions.layout, decisions.lora
+        alike = decisions
+        if decisions.fp8 == "none":
+            # Neither the split into stages nor their order, nor what happens to activations changes a block's states.
+            one_split = {"pp": min(2, layout.pp), "pp_layers": (), "schedule": "1f1b", "virtual_stages": 1}
+            layout = msgspec.structs.replace(layout, subsequences=1, multiplexed=False, **one_split)
+            alike = msgspec.structs.replace(decisions, layout=layout, **_KEPT)
+        if alike in self._blocks:
+            return self._blocks[alike]
+        absent = absent_states(decisions)
+        ends = (0, 0)
+        if layout.pp == 1:
+            embed, head = (block(model, layout.tp, adapters=adapters) for block in (embed_block, head_block))
+            optimizers = (
+                Optimizer(decisions, embed, BlockKind.EMBED, 1),
+                Optimizer(decisions, head, BlockKind.HEAD, 1),
+            )
+            ends = _added_bytes(*(_states_bytes(each, absent) for each in optimizers))
+        layers = []
+        for shape in model.layer_shapes:
+            block = layer_block(model, layout.divided, shape, ep=layout.ep, adapters=adapters)
+            layers.append(_states_bytes(Optimizer(decisions, block, BlockKind.LAYER, 1), absent))
+            experts = experts_block(model, layout.expert_divided, layout.ep, shape.experts, adapters)
+            if experts is not None:
+                more = _states_bytes(Optimizer(decisions, experts, BlockKind.EXPERTS, 1), absent)
+                layers[-1] = _added_bytes(layers[-1], more)
+        self._blocks[alike] = layers, ends
+        return self._blocks[alike]
+
+
+def _added_bytes(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    return first[0] + second[0], first[1] + second[1]
 
 
 def _states_bytes(optimizer: Optimizer, absent: frozenset[FamilyKind]) -> tuple[int, int]:
@@ -388,6 +474,101 @@ def _shortest_stage(decisions: Decisions) -> Stage:
 def _in_all_layers(parts: list[Activations], layer: list[int]) -> int:
     """Return the bytes in all layers of a stage; ``layer`` has those of one layer of each part."""
     return sum(len(part.layers.layers) * size for part, size in zip(parts, layer, strict=True))
+
+
+def _most_resident(decisions: Decisions, stage: Stage) -> int:
+    """Return how many layers of a stage's pass may find all their activations in a rounding buffer, at most.
+
+    Their backward follows before other layers write the two buffers. On stages before the last, other micro-batches
+    are played between a forward and its backward, where there are others. With an offload window, what stays is not
+    a matter of rounding buffers.
+    """
+    swaps = decisions.swapped_tokens > 0 or decisions.recompute == "tokenwise" or decisions.rounding_buffers
+    if not swaps or decisions.offload_window:
+        return 0
+    several = decisions.micro_batches > 1 and min(len(run) for run in stage.runs) >= ROUNDING_BUFFERS
+    alone = stage.last or decisions.layout.schedule == "gpipe" or not several
+    return min(len(stage.layers), ROUNDING_BUFFERS * stage.chunks) if alone else 0
+
+
+def _ends_s(ends: Sequence[StepEnd], kinds: Sequence[int]) -> float:
+    """Return a lower bound of the seconds that layers of these kinds add behind the passes of a stage."""
+    if not ends:
+        return 0.0
+    lanes = {lane for end in ends for lane in end.reduced_s}
+    reduced_s = (sum(ends[kind].reduced_s.get(lane, 0.0) for kind in kinds) for lane in lanes)
+    return max([sum(ends[kind].compute_s for kind in kinds), *reduced_s])
+
+
+def _rounding(decisions: Decisions) -> bool:
+    """Return whether a layer's copies have to end before other layers write its rounding buffer in the same pass."""
+    swaps = decisions.recompute == "tokenwise" or (decisions.recompute == "none" and decisions.swapped_tokens > 0)
+    plain = decisions.layout.subsequences == 1 and decisions.modules == "auto" and not in_chunks(decisions)
+    return swaps and plain and not decisions.offload_window and decisions.recompute_layers == ALL
+
+
+def _waits_for_copies_s(decisions: Decisions, stage: Stage, runs: Sequence[Sequence[Pass]]) -> float:
+    """Return a lower bound of the seconds that a stage's kernels wait for copies; ``runs``: the layers of each chunk.
+
+    Within one pass, all copies of a forward but those of the last two layers leave, and all of a backward but the first
+    two come back. Where a forward is followed by the backward of another micro-batch, which finds nothing in the two
+    rounding buffers, rows come back when those of the forward's last layers have left:
+
+        compute   [F of n layers        ][B: layer 1 ][layers 2 to n      ]
+        to host      [ n - 1 layers at least ]
+        from host                            [ all but two layers    ]
+    """
+    layout, times = decisions.layout, decisions.micro_batches
+    waits_s = 0.0
+    for run in runs:
+        out_s, in_s = (_least([getattr(each, name) for each in run], 2) for name in ("out_s", "in_s"))
+        forward_s, backward_s = sum(each.forward_s for each in run), sum(each.backward_s for each in run)
+        waits_s += times * (max(0.0, out_s - forward_s) + max(0.0, in_s - backward_s))
+    if layout.schedule not in {"1f1b", "interleaved"} or _most_resident(decisions, stage):
+        return waits_s
+    later, chunks = layout.pp - 1 - stage.index, stage.chunks
+    warmup = later if layout.schedule == "1f1b" else 2 * later + (chunks - 1) * layout.pp
+    pairs = max(0, times * chunks - warmup)
+    out_s, back_s, in_s = (
+        min(_least([getattr(each, name) for each in run], count) for run in runs)
+        for name, count in (("out_s", 1), ("backward_s", 1), ("in_s", 2))
+    )
+    forward_s = min(sum(each.forward_s for each in run) for run in runs)
+    pair_s = max(out_s + in_s, out_s + back_s, forward_s + in_s)
+    return max(waits_s, pairs * (pair_s - max(sum(each.compute_s for each in run) for run in runs)))
+
+
+def _least(values: Sequence[float], without: int) -> float:
+    """Return the sum of all values but the ``without`` largest."""
+    return sum(values) - _most(values, without)
+
+
+def _passes_s(one: Pass, out_s: float, in_s: float) -> float:
+    """Return a lower bound of the seconds of a forward and a backward that wait for copies (both seconds).
+
+    A layer writes the rounding buffer of the second layer before it, whose rows have left by then. So the copies of all
+    layers but the last two are played within the forward. In backward, rows come back into a buffer when the second
+    layer after it has been there, so within the backward.
+    """
+    return one.compute_s + max(0.0, out_s - one.forward_s) + max(0.0, in_s - one.backward_s)
+
+
+def _with_resident(stage: Pass, layers: Sequence[Pass], resident: int) -> Pass:
+    """Return a stage's pass where ``resident`` of its layers copy and recompute nothing; lower bounds of each."""
+    kept = replace(stage, compute_s=stage.compute_s - _most([each.rebuild_s for each in layers], resident))
+    lanes = ("idle_s", "out_s", "in_s", "collective_s", "p2p_s")
+    less = {lane: getattr(stage, lane) - _most([getattr(each, lane) for each in layers], resident) for lane in lanes}
+    return replace(kept, **less)
+
+
+def _most(values: Sequence[float], count: int) -> float:
+    """Return the sum of the ``count`` largest values."""
+    return sum(sorted(values, reverse=True)[:count])
+
+
+def _sum(passes: Sequence[Pass]) -> Pass:
+    """Return the pass of layers one after the other."""
+    return Pass(**{f.name: sum(getattr(each, f.name) for each in passes) for f in fields(Pass)})
 
 
 def _added(more: Pass, fewer: Pass, layers: int) -> Pass:

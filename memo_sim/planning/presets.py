@@ -86,6 +86,10 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        chunked`` (NVIDIA/TransformerEngine: pytorch/module/base.py, ``initialize_ub``; its buffers live
                        as long as the job, and behind projection and second MLP product it cuts sums into four pieces by
                        default). No CUDA graphs
+    trl-layouts        TRL's layouts, recompute and tiles of the loss, for jobs of which memo knows neither the kernels
+                       in transformers nor the kept tensors: adapters, latent attention, sinks, Gemma's layers, layers
+                       that differ, and experts other than ``trl-fsdp2``'s. They are played by memo's own operators, in
+                       PyTorch's caching allocator
     megatron-layouts   Megatron-Core's layouts, recompute and loss as above, and expert parallelism, for models of which
                        memo knows neither what Megatron's modules save nor how long its kernels take: experts, latent
                        attention. They are played by memo's own operators, in PyTorch's caching allocator
@@ -519,6 +523,22 @@ SYSTEMS = {
             policies=(TOKENWISE,),
             short_sequences=(KEEP,),
             pinnable=(),
+        ),
+        replace(
+            TRL,
+            name="trl-layouts",
+            about="TRL's layouts and recompute, played by memo's kernels: adapters, latents, sinks, any experts, Gemma",
+            policies=(KEEP, FULL_RECOMPUTE, INPUTS_SWAPPED),
+            memory_policy="caching",
+            rowwise=None,
+            streams="auto",
+            zero_params="auto",
+            early_stop=False,
+            sharding="memo",
+            adamw="foreach",
+            modules="auto",
+            loss="auto",
+            mlp_rebuild="block",
         ),
         replace(
             TRL,

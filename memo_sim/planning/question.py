@@ -64,6 +64,8 @@ class Question(Chosen):
     """What differs from the plan that was given, where one was (``kernels_elsewhere.py``)."""
     failures: Failures | None = None
     """What is said of failures and checkpoints, which changes no plan (``answers/goodput.py``)."""
+    of_job: tuple[str, ...] = ()
+    """What was assumed to read the question from another framework's job, where one was given."""
     preset: System = field(init=False, repr=False)
     """The system that is called ``system``, looked up here and nowhere else."""
 
@@ -98,6 +100,7 @@ class Question(Chosen):
             expert_load=self.expert_load,
             expert_capacity=self.expert_capacity if layout.ep > 1 else 0.0,
             expert_overflow=self.expert_overflow if layout.ep > 1 else "drop",
+            expert_overlap=self.expert_overlap and layout.ep > 1,
             documents=self.documents,
             document_cuts=self.document_cuts if layout.ring > 1 or self.documents is None else "sequence",
             adapters=self.adapters,
@@ -110,6 +113,7 @@ class Question(Chosen):
             fp8=self.fp8,
             fp8_layouts=fp8_layouts(self.hardware),
             fp8_params=self.fp8_params,
+            fp8_experts=self.fp8_experts,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
             cuda_graphs=self.pins.cuda_graphs,

@@ -15,7 +15,10 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.rowwise import RowwiseRates
+from memo_sim.program.ir.instruction import Template
+from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.lower import lower
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 
@@ -43,42 +46,68 @@ class RowwiseChoice:
         alike = msgspec.structs.replace(
             decisions,
             swapped_tokens=0,
-            layout=msgspec.structs.replace(decisions.layout, dp=1, ep=1, zero=0, zero_ranks=0),
+            layout=msgspec.structs.replace(decisions.layout, dp=1, ep=1, expert_tp=0, zero=0, zero_ranks=0),
             global_batch=decisions.micro_batch * _least_micro_batches(decisions),
             expert_capacity=0.0,
             expert_overflow="drop",
+            expert_overlap=False,
         )
         if alike not in self._known:
             try:
-                self._known[alike] = self._of_every_work(alike) or self.fastest(alike)
+                self._known[alike] = self._of_any_stages(alike) or self.fastest(alike)
             except Infeasible:
                 return decisions
         kernels = msgspec.structs.replace(decisions.kernels, rowwise=self._known[alike])
         return msgspec.structs.replace(decisions, kernels=kernels)
 
-    def _of_every_work(self, decisions: Decisions) -> RowwiseKernel | None:
-        """Return the implementation that is the fastest for every work, however often each occurs; None without one.
+    def _of_any_stages(self, decisions: Decisions) -> RowwiseKernel | None:
+        """Return the implementation that is the fastest however layers are divided over stages; None without one.
 
-        Stages have the works of a model in one stage, in other numbers. Lowering that once is much faster than lowering
-        every split into stages.
+        Stages have the works of a model in one stage. Only the number of layers whose backward finds all activations in
+        a rounding buffer, and recomputes nothing, depends on the stages. So one layer of each kind is lowered, and an
+        implementation is returned that is the fastest for any such number.
 
         Raises:
             Infeasible: when the plan cannot be lowered in one stage.
         """
-        layout = decisions.layout
-        if layout.pp == 1 or layout.subsequences > 1 or layout.schedule not in {"gpipe", "1f1b", "interleaved"}:
+        layout, model = decisions.layout, decisions.model
+        if layout.subsequences > 1 or layout.multiplexed or decisions.recompute_layers != ALL:
             return None
         whole = msgspec.structs.replace(layout, pp=1, pp_layers=(), schedule="1f1b", virtual_stages=1)
         alone = msgspec.structs.replace(decisions, layout=whole, global_batch=layout.dp * decisions.micro_batch)
         if alone not in self._in_one_stage:
-            each = {self._fastest_of(work) for work in _works(alone)}
-            self._in_one_stage[alone] = each.pop() if len(each) == 1 else None
+            one_each = msgspec.structs.replace(alone, model=model.of_layers(model.layer_shapes))
+            self._in_one_stage[alone] = self._fastest_of(_LayerWorks(one_each), Counter(model.layer_kinds))
         return self._in_one_stage[alone]
 
-    def _fastest_of(self, work: Rowwise) -> RowwiseKernel:
-        """Return the implementation that plays one work the fastest; torch wins a tie."""
-        known: list[RowwiseKernel] = [kernel for kernel, curves in self._measured.items() if work.kind in curves]
-        return min(["torch", *known], key=lambda kernel: self._seconds(Counter([work]), kernel))
+    def _fastest_of(self, works: _LayerWorks, layers: Counter[int]) -> RowwiseKernel | None:
+        """Return the implementation that is the fastest for any number of resident layers; ``layers``: by kind."""
+        kinds = {work.kind for work in works.every}
+        if not kinds <= {work.kind for work in works.always}:
+            return None
+        usable: list[RowwiseKernel] = ["torch", *(k for k, curves in self._measured.items() if kinds <= curves.keys())]
+        for number, one in enumerate(usable):
+            if all(
+                self._gains(works, layers, one, other, ties=number < place)
+                for place, other in enumerate(usable)
+                if other != one
+            ):
+                return one
+        return None
+
+    def _gains(
+        self, works: _LayerWorks, layers: Counter[int], one: RowwiseKernel, other: RowwiseKernel, *, ties: bool
+    ) -> bool:
+        """Return whether ``one`` beats ``other``, or with ``ties`` equals it, for any number of resident layers."""
+
+        def more_s(of: Counter[Rowwise]) -> float:
+            return self._seconds(of, one) - self._seconds(of, other)
+
+        most_s = more_s(works.ends)
+        for kind, times in layers.items():
+            backward_s = max(more_s(works.backward[kind]), more_s(works.resident[kind]))
+            most_s += times * (more_s(works.forward[kind]) + backward_s)
+        return most_s < 0 or (ties and most_s == 0)
 
     def has_rates(self, decisions: Decisions) -> bool:
         """Return whether the profile has rates of a plan's own implementation; only fused kernels can lack them.
@@ -110,6 +139,52 @@ class RowwiseChoice:
         return sum(times * self._rates.seconds(work, outside, kernel) for work, times in works.items())
 
 
+class _LayerWorks:
+    """The row-wise work of one micro-batch that fused kernels could play, by what the number of layers multiplies."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        """``decisions`` have one layer of each kind, in one stage.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered.
+        """
+        (program,) = lower(decisions)
+        self.ends: Counter[Rowwise] = Counter()
+        """Of what is not in layers."""
+        self.forward: dict[int, Counter[Rowwise]] = {}
+        self.backward: dict[int, Counter[Rowwise]] = {}
+        self.resident: dict[int, Counter[Rowwise]] = {}
+        """By kind of layer; backward with what is recomputed before it, or of activations that stay."""
+        of_layers = {
+            TemplateKind.FORWARD: self.forward,
+            TemplateKind.BACKWARD: self.backward,
+            TemplateKind.BACKWARD_RESIDENT: self.resident,
+        }
+        uses = Counter(instance.template for instance in program.instances)
+        for number, template in enumerate(program.templates):
+            works = _works_of(template)
+            if template.block is BlockKind.LAYER and template.kind in of_layers:
+                of_layers[template.kind][template.layer_kind or 0] = works
+            else:
+                for work, times in works.items():
+                    self.ends[work] += times * uses[number]
+        self.resident = {**self.backward, **self.resident}
+
+    @property
+    def always(self) -> set[Rowwise]:
+        """The works that every plan has, whatever its number of resident layers."""
+        return {*self.ends, *_joined(self.forward), *(_joined(self.backward) & _joined(self.resident))}
+
+    @property
+    def every(self) -> set[Rowwise]:
+        """All works."""
+        return self.always | _joined(self.backward) | _joined(self.resident)
+
+
+def _joined(by_kind: dict[int, Counter[Rowwise]]) -> set[Rowwise]:
+    return {work for works in by_kind.values() for work in works}
+
+
 def _least_micro_batches(decisions: Decisions) -> int:
     """Return the fewest micro-batches that a step can have: interleaved ones go in groups of as many as stages."""
     return decisions.layout.pp if decisions.layout.schedule == "interleaved" else 1
@@ -121,7 +196,12 @@ def _works(decisions: Decisions) -> Counter[Rowwise]:
     for program in lower(decisions, micro_batches=_least_micro_batches(decisions)):
         uses = Counter(instance.template for instance in program.instances)
         for number, times in uses.items():
-            for instruction in program.templates[number].instructions:
-                if isinstance(instruction.work, Rowwise) and instruction.work.kind in FUSED_KINDS:
-                    found[instruction.work] += times
+            for work, each in _works_of(program.templates[number]).items():
+                found[work] += times * each
     return found
+
+
+def _works_of(template: Template) -> Counter[Rowwise]:
+    """Return the work of one instance that fused kernels could play, with its counts."""
+    works = (instruction.work for instruction in template.instructions)
+    return Counter(work for work in works if isinstance(work, Rowwise) and work.kind in FUSED_KINDS)

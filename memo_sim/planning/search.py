@@ -26,9 +26,10 @@ a little more memory, in which another plan just fits, may have a slower best pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Literal
 
 from memo_sim.contract.errors import Infeasible, UsageError
@@ -44,9 +45,16 @@ from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
 from memo_sim.planning.outcome import Evaluated, SearchResult, as_good, ranked_s
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
-from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP, Policy
+from memo_sim.planning.presets import (
+    FULL_SWAP,
+    INPUTS_SWAPPED,
+    INPUTS_SWAPPED_MLP_IN_BLOCKS,
+    KEEP,
+    PARTIAL_SWAP,
+    Policy,
+)
 from memo_sim.planning.question import Question
-from memo_sim.planning.space import Candidate, candidates, last_resorts, policies, with_alpha
+from memo_sim.planning.space import Candidate, Space, last_resorts, policies, with_alpha
 from memo_sim.planning.subsequences import swap_each
 
 __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search", "search_beside"]
@@ -56,6 +64,12 @@ STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 
 MOST_KEPT = 400_000
 """Largest number of played instructions that a search keeps beside another plan; 100 to 300 MiB."""
+MOST_LAYOUTS_AT_ONCE = 256
+"""More layouts are not all opened: each first gets lower bounds of its own, from states and the compute lane, and its
+candidates are made only when these do not decide. A layout that is pruned counts as many candidates as policies."""
+
+RANGES: dict[str, int] = {"wide": 8, "narrow": 2}
+"""Grid steps of the ranges of alpha that get lower bounds of their own, one after the other."""
 
 
 def search(
@@ -80,16 +94,13 @@ def search(
         Infeasible: when no layout divides the model and the sequence.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
-    found, refused = candidates(question)
-    if front:
-        found = [*found, *(eighth for candidate in found for eighth in _eighths(candidate))]
 
     def made(passes: Passes | None = None) -> _Search:
         return _Search(
             question, keep=keep, front=front, prune=prune, siblings=siblings, enough_s=enough_s, passes=passes
         )
 
-    result, tried = made().run(found, refused, progress), last_resorts(question)
+    result, tried = made().run(Space(question), progress), last_resorts(question)
     if result.best is not None or not tried:
         return result
     return _with_last_resorts(question, tried, result, made(result.passes))
@@ -99,12 +110,11 @@ def _with_last_resorts(
     question: Question, tried: tuple[Policy, ...], first: SearchResult, again: _Search
 ) -> SearchResult:
     """Return the result of a search without a plan that fits, with the last resorts where one of them fits."""
+    again.limit = first.ranked[0] if first.ranked else None  # plans that are further from fitting are not played
     try:
-        found, _ = candidates(question, tried)
+        second = again.run(Space(question, tried))
     except Infeasible:
         return first
-    again.limit = first.ranked[0] if first.ranked else None  # plans that are further from fitting are not played
-    second = again.run(found, [], None)
     if second.best is None:
         return first
     ranked = sorted([*first.ranked, *second.ranked], key=lambda e: e.rank_key)
@@ -127,15 +137,16 @@ def search_beside(
     plans are used again.
     """
     try:
-        found, _ = candidates(question)
+        space = Space(question)
     except (Infeasible, UsageError):
         return SearchResult([], 0, 0)
+    space.layouts = [layout for layout in space.layouts if layout in tried]
     made = _Search(question, keep=1, front=False, prune=True, siblings=siblings, enough_s=None, passes=before.passes)
     made.limit = None if siblings else best
     made.known = {e.decisions: e.prediction for e in before.ranked}
     made.fastest = before.fastest
-    beside = [one for one in found if siblings or one.policy == tried.get(one.base.layout)]
-    return made.run([one for one in beside if one.base.layout in tried], [], None)
+    made.chosen = lambda one: siblings or one.policy == tried[one.base.layout]
+    return made.run(space)
 
 
 def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated | None:
@@ -150,7 +161,7 @@ def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated
         question = replace(question, micro_batch=before.best.decisions.micro_batch)
     made = _Search(question, keep=1, front=False, prune=True, siblings=False, enough_s=None, passes=before.passes)
     made.limit = before.best
-    found = made.run(*candidates(question), None).best
+    found = made.run(Space(question)).best
     fitting = [e for e in (before.best, found) if e is not None]
     return min(fitting, key=lambda e: e.rank_key, default=None)
 
@@ -176,16 +187,24 @@ class _Bounded:
     candidate: Candidate
     bound: LowerBound | None
     shortfall_bytes: int
-    next_bound: Literal["pipeline", "layers", ""] = ""
-    """The tighter bounds that one lowering gives: from the layout's kernels and waits, or from a few of the layers."""
+    next_bound: Literal["pipeline", "layers", "wide", "narrow", ""] = ""
+    """The tighter bounds that come next, at the cost of some lowerings: from the layout's kernels and waits, from a few
+    of its layers, or from these for each of some ranges of alpha (``RANGES``)."""
 
     @property
     def least_key(self) -> tuple[bool, bool, float]:
         """No outcome of the candidate ranks before this key (``Evaluated.rank_key``)."""
-        if self.bound is None:
-            return (False, False, 0.0)
-        short = self.shortfall_bytes > 0
-        return (short, False, float(self.shortfall_bytes) if short else ranked_s(self.bound.step_s))
+        return (False, False, 0.0) if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
+
+
+def _least_key(bound: LowerBound, shortfall_bytes: int) -> tuple[bool, bool, float]:
+    """Return a key that nothing with these bounds ranks before."""
+    short = shortfall_bytes > 0
+    return (short, False, float(shortfall_bytes) if short else ranked_s(bound.step_s))
+
+
+_Waiting = tuple[tuple[bool, bool, float], tuple[int, int], _Bounded | Layout]
+"""What may still be the best: its least key, its number, and a candidate, or a layout whose candidates are not made."""
 
 
 class _Search:
@@ -222,19 +241,35 @@ class _Search:
         self.bases: set[Decisions] = set()
         self.hiding: dict[Layout, Decisions] = {}
         """By layout: the plan that swaps what hides under the next subsequence (SPPO 5.2), when it is a candidate."""
+        self.chosen: Callable[[Candidate], bool] | None = None
+        """The candidates to look at, when not all."""
 
-    def run(self, found: list[Candidate], refused: list[str], progress: Progress | None) -> SearchResult:
-        self.bases = {candidate.base for candidate in found}
-        self.hiding = {c.base.layout: c.base for c in reversed(found) if c.policy.hides}
-        waiting: list[tuple[tuple[bool, bool, float], int, _Bounded]] = []
-        for number, candidate in enumerate(found):
-            one = self._with_rough_bounds(candidate)
-            heappush(waiting, (one.least_key, number, one))
+    def run(self, space: Space, progress: Progress | None = None) -> SearchResult:
+        """Return the candidates of ``space`` evaluated or pruned.
+
+        Raises:
+            Infeasible: when there are none.
+        """
+        waiting: list[_Waiting] = []
+        lazily = self.prune and not self.front and len(space.layouts) > MOST_LAYOUTS_AT_ONCE
+        for place, layout in enumerate(space.layouts):
+            if lazily:
+                heappush(waiting, (self._least_key_of_layout(space, layout), (place, -1), layout))
+            else:
+                self._open(space, layout, place, waiting)
         pruned: list[Candidate] = []
-        done = stood_for = 0
+        done = stood_for = unopened = 0
+        every = sum(len(space.policies) if isinstance(one, Layout) else 1 for _, _, one in waiting)
         while waiting:
-            _, number, one = heappop(waiting)
-            beyond = self.prune and (self._found_enough() or self._cannot_matter(one))
+            least_key, number, one = heappop(waiting)
+            beyond = self.prune and (self._found_enough() or self._cannot_matter(one, least_key))
+            if isinstance(one, Layout):
+                every -= len(space.policies)
+                if beyond:
+                    unopened += len(space.policies)
+                else:
+                    every += self._open(space, one, number[0], waiting)
+                continue
             if one.next_bound and self.prune and not beyond:
                 one = self._with_next_bounds(one)
                 heappush(waiting, (one.least_key, number, one))
@@ -245,16 +280,17 @@ class _Search:
                 stood_for += not self._add(one.candidate)
             done += 1
             if progress:
-                progress(done, len(found))
+                progress(done, max(done, every))
+        refused = space.refused(none_found=not self.bases and self.chosen is None)
         if not self.ranked:
-            return SearchResult([], 0, len(pruned) + stood_for, refused, self.bounds.passes)
+            return SearchResult([], 0, len(pruned) + stood_for + unopened, refused, self.bounds.passes)
         self._limit_the_allocator()
         best = min(self.ranked, key=lambda e: e.rank_key)
         beside = [c for c in pruned if c.base.layout == best.decisions.layout] if self.siblings else []
         stood_for += sum(not self._add(candidate) for candidate in beside)
         self.ranked.sort(key=lambda e: e.rank_key)
         self.ranked[0] = self._with_refusals(self.ranked[0])
-        left = len(pruned) - len(beside) + stood_for
+        left = len(pruned) - len(beside) + stood_for + unopened
         return SearchResult(
             self.ranked,
             len(self.ranked),
@@ -264,6 +300,32 @@ class _Search:
             played=self.known.values(),
             fastest=self.fastest,
         )
+
+    def _open(self, space: Space, layout: Layout, number: int, waiting: list[_Waiting]) -> int:
+        """Make a layout's candidates, with rough bounds, and return how many they are."""
+        found = space.of(layout)
+        if self.chosen is not None:
+            found = [candidate for candidate in found if self.chosen(candidate)]
+        if self.front:
+            found = [*found, *(eighth for candidate in found for eighth in _eighths(candidate))]
+        self.bases.update(candidate.base for candidate in found)
+        for candidate in found:
+            if candidate.policy.hides:
+                self.hiding.setdefault(layout, candidate.base)
+        for place, candidate in enumerate(found):
+            one = self._with_rough_bounds(candidate)
+            heappush(waiting, (one.least_key, (number, place), one))
+        return len(found)
+
+    def _least_key_of_layout(self, space: Space, layout: Layout) -> tuple[bool, bool, float]:
+        """Return a key that no outcome on the layout ranks before; the least of all where it cannot be lowered."""
+        try:
+            keep, chunked = space.keeping(layout)
+            timed = KEEP in space.policies and layout.subsequences == 1 and keep.modules == "auto"
+            bound = self.bounds.of_layout(keep, timed=timed, in_chunks=chunked)
+        except Infeasible:
+            return (False, False, 0.0)
+        return _least_key(bound, self.bounds.shortfall_bytes(bound))
 
     def _limit_the_allocator(self) -> None:
         """Play plans that may then be the best under lower limits of PyTorch's allocator (``allocator_limits.py``)."""
@@ -337,11 +399,15 @@ class _Search:
             if one.next_bound == "pipeline":
                 bound = replace(bound, step_s=max(bound.step_s, self._least_s(kept(candidate.base))))
                 return replace(one, bound=bound, next_bound="layers")
-            higher = self._bound(candidate)
+            width = RANGES.get(one.next_bound)
+            higher = self._bound(candidate) if width is None else self._bound_of_ranges(candidate, width)
         except Infeasible:
             return _Bounded(candidate, None, 0)
         higher = replace(higher, step_s=max(higher.step_s, bound.step_s))
-        return _Bounded(candidate, higher, self.bounds.shortfall_bytes(higher))
+        after: Literal["wide", "narrow", ""] = "narrow" if one.next_bound == "wide" else ""
+        if one.next_bound == "layers" and candidate.policy.alpha is None and candidate.base.layout.subsequences == 1:
+            after = "wide"
+        return _Bounded(candidate, higher, self.bounds.shortfall_bytes(higher), after)
 
     def _least_s(self, keeping: Decisions) -> float:
         if keeping not in self.least_s:
@@ -363,10 +429,22 @@ class _Search:
         bound = self.bounds.rough(grid.at(most), keep=None)
         if bound.device_bytes <= room:
             bound = self.bounds.between(grid.at(most), grid.at(most))
+            bound = replace(bound, step_s=self.bounds.between(grid.at(low), grid.at(most)).step_s)
         if most < grid.steps - 1 and bound.device_bytes > room:
             # At every alpha, one of the two memories is too small; by how much is not known.
             return replace(bound, device_bytes=room + 1, host_bytes_per_node=0)
         return replace(bound, host_bytes_per_node=0)
+
+    def _bound_of_ranges(self, candidate: Candidate, width: int) -> LowerBound:
+        """Return the least of the lower bounds of ranges of ``width`` grid steps; those that do not fit come last."""
+        grid = Grid.of(candidate.base)
+        partial = candidate.policy == PARTIAL_SWAP
+        low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
+        most = self._most(grid, low, high)
+        edges = [*range(low, most, width), most]
+        pairs = list(pairwise(edges)) or [(most, most)]
+        found = [self.bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
+        return min(found, key=lambda bound: _least_key(bound, self.bounds.shortfall_bytes(bound)))
 
     def _most(self, grid: Grid, low: int, high: int) -> int:
         """Return the highest grid step from ``low`` to ``high`` that host memory may hold, or ``low``."""
@@ -375,18 +453,18 @@ class _Search:
             low, high = (low, middle - 1) if self.bounds.lack_host(grid.at(middle)) else (middle, high)
         return low
 
-    def _cannot_matter(self, one: _Bounded) -> bool:
-        """Return whether no outcome of the candidate can change the best plans, or the front."""
-        bound = one.bound
-        if bound is None:
+    def _cannot_matter(self, one: _Bounded | Layout, least_key: tuple[bool, bool, float]) -> bool:
+        """Return whether no outcome of a candidate or layout can change the best plans, or the front."""
+        bound = one.bound if isinstance(one, _Bounded) else None
+        if isinstance(one, _Bounded) and bound is None:
             return False
-        if self.front and one.shortfall_bytes == 0:
+        if self.front and bound is not None and not least_key[0]:
             least = (bound.step_s, bound.device_bytes, bound.host_bytes_per_node)
             return any(as_good(e.costs, least) for e in self.ranked if e.prediction.status == "ok")
         known = [*self.ranked, self.limit] if self.limit else self.ranked
         if len(known) < self.keep:
             return False
-        return sorted(e.rank_key for e in known)[self.keep - 1] < one.least_key
+        return sorted(e.rank_key for e in known)[self.keep - 1] < least_key
 
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the engine's prediction; each plan is played once."""

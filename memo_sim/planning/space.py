@@ -13,7 +13,7 @@ from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import Overlap
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.planning import blocks
-from memo_sim.planning.attention_kernels import attention_kernel
+from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.contradictions import check_pins, check_rounding_buffers
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import (
@@ -41,9 +41,6 @@ from memo_sim.program.layout.rules.metp import NORMS_KEPT_UNDER_FULL_RECOMPUTE
 from memo_sim.program.layout.rules.modules import MODULES_ARE_RECOMPUTED
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
-
-MOST_CANDIDATES = 10_000
-"""More plans are not searched: listing them alone takes 10 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +118,106 @@ def last_resorts(question: Question) -> tuple[Policy, ...]:
     return question.preset.last_resorts if {*decided, *cut} == {None} else ()
 
 
+class Space:
+    """The layouts of a question, and the candidates of each layout, which are made when they are asked for."""
+
+    def __init__(self, question: Question, tried: tuple[Policy, ...] | None = None) -> None:
+        """``tried``: the policies, unless given those of the question.
+
+        Raises:
+            UsageError: when pinned knobs contradict each other or the cluster.
+        """
+        self.question = question
+        self.policies = policies(question) if tried is None else tried
+        self.layouts = layouts(question)
+        self._kernel = attention_kernel(question)
+        self._kernels = Kernels(attention=self._kernel, rowwise=question.rowwise or "torch", adamw=question.adamw)
+        self._rowwise = RowwiseChoice(question.hardware)
+        self._prices = part_prices(question.hardware, question.cluster)
+        self._refused: list[tuple[Infeasible, str]] = []
+        self._unswapped: list[tuple[Infeasible, str]] = []
+        """Plans that are incompatible with a pinned window; they are the reason when no others are left."""
+
+    def keeping(self, layout: Layout) -> tuple[Decisions, bool]:
+        """Return the plan of a layout that keeps everything, and whether others may cut attention into chunks.
+
+        Whether the layout goes with everything else is not checked.
+
+        Raises:
+            Infeasible: when it does not divide the model or the sequence.
+        """
+        base = _base(self.question, layout)
+        shape = shape_of(base)
+        chunk = blocks.loss_chunk(self.question, base, shape)
+        kernels = msgspec.structs.replace(self._kernels, head_groups=head_groups(shape, base, self._kernel))
+        keep = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
+        chunked = any(policy.attention_chunks for policy in self.policies)
+        keep = self._rowwise.faster(keep) if self.question.rowwise is None else keep
+        return keep, chunked and blocks.attention_chunk(self.question, base) > 0
+
+    def of(self, layout: Layout) -> list[Candidate]:
+        """Return the candidates of a layout: none where it cannot be lowered, which ``refused`` then explains."""
+        question = self.question
+        try:
+            base = _base(question, layout)
+            check_compatible(base)
+            stages_of(base)
+            shape = shape_of(base)
+            partition(base)
+        except Infeasible as error:
+            self._refuse(error, layout)
+            return []
+        chunk = blocks.loss_chunk(question, base, shape)
+        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=self._kernels)
+        found: list[Candidate] = []
+        for policy in self.policies:
+            try:
+                found += self._of_policy(complete, policy, found)
+            except Infeasible as error:
+                self._refuse(error, layout)
+        return found
+
+    def _of_policy(self, complete: Decisions, policy: Policy, before: list[Candidate]) -> list[Candidate]:
+        """Return the candidates of a policy; ``before``: those of the layout's other policies so far.
+
+        Raises:
+            Infeasible: when the policy does not go with the layout.
+        """
+        question = self.question
+        rebuilt = msgspec.structs.replace(complete, recompute=policy.recompute)
+        if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
+            return []
+        cut = blocks.cut(question, _with_policy(question, complete, policy), policy, self.policies)
+        if cut is None:
+            return []
+        cut = self._rowwise.faster(cut) if question.rowwise is None else cut
+        offered, without = _offloaded(question, cut, policy, self._prices)
+        self._unswapped += [(error, f"{in_words(complete.layout)}: {error.what}") for error in without]
+        # When everything hides, the policy that hides already gives the full swap, in any window.
+        if cut.alpha == 1 and any(other.policy.hides and _same(other.base, cut) for other in before):
+            return []
+        return [
+            Candidate(one, _policy_of(policy, one), offered[0] if not policy.hides and one != offered[0] else None)
+            for one in offered
+        ]
+
+    def _refuse(self, error: Infeasible, layout: Layout) -> None:
+        self._refused.append((error, f"{in_words(layout)}: {error.what}"))
+
+    def refused(self, *, none_found: bool = False) -> list[str]:
+        """Return the reasons why layouts cannot be lowered, of those whose candidates were asked for.
+
+        Raises:
+            Infeasible: when there are no candidates (``none_found``).
+        """
+        refused = [*self._refused, *(self._unswapped if none_found else ())]
+        # Reasons about the sequence come first, because other degrees may solve everything else.
+        refused.sort(key=lambda reason: reason[0].where not in OF_THE_SEQUENCE)
+        if none_found:
+            raise refusal(self.question, refused)
+        return list(dict.fromkeys(text for _, text in refused))  # layouts that differ only in ZeRO read the same
+
+
 def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> tuple[list[Candidate], list[str]]:
     """Return the candidates that can be lowered, and the reasons why other layouts cannot.
 
@@ -128,61 +225,11 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
-        UsageError: when there are more than ``MOST_CANDIDATES``.
+        UsageError: when pinned knobs contradict each other or the cluster.
     """
-    chosen, kernel = policies(question) if tried is None else tried, attention_kernel(question)
-    rowwise = RowwiseChoice(question.hardware)
-    kernels = Kernels(attention=kernel, rowwise=question.rowwise or "torch", adamw=question.adamw)
-    prices = part_prices(question.hardware, question.cluster)
-    found: list[Candidate] = []
-    refused: list[tuple[Infeasible, str]] = []
-    unswapped: list[tuple[Infeasible, str]] = []
-    """Plans that are incompatible with a pinned window; they are the reason when no others are left."""
-    for layout in layouts(question):
-        base = _base(question, layout)
-        try:
-            check_compatible(base)
-            stages_of(base)
-            shape = shape_of(base)
-            partition(base)
-        except Infeasible as error:
-            refused.append((error, f"{in_words(layout)}: {error.what}"))
-            continue
-        _check_not_too_many(question, len(found))
-        chunk = blocks.loss_chunk(question, base, shape)
-        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
-        for policy in chosen:
-            rebuilt = msgspec.structs.replace(complete, recompute=policy.recompute)
-            if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
-                continue
-            try:
-                whole = _with_policy(question, complete, policy)
-                cut = blocks.cut(question, whole, policy, chosen)
-                if cut is None:
-                    continue
-            except Infeasible as error:
-                refused.append((error, f"{in_words(layout)}: {error.what}"))
-                continue
-            cut = rowwise.faster(cut) if question.rowwise is None else cut
-            try:
-                offered, without = _offloaded(question, cut, policy, prices)
-            except Infeasible as error:
-                refused.append((error, f"{in_words(layout)}: {error.what}"))
-                continue
-            unswapped += [(error, f"{in_words(layout)}: {error.what}") for error in without]
-            # When everything hides, the policy that hides already gives the full swap, in any window.
-            if cut.alpha == 1 and any(other.policy.hides and _same(other.base, cut) for other in found):
-                continue
-            for one in offered:
-                narrow = offered[0] if not policy.hides and one != offered[0] else None
-                found.append(Candidate(one, _policy_of(policy, one), narrow))
-    refused += [] if found else unswapped
-    # Reasons about the sequence come first, because other degrees may solve everything else.
-    refused.sort(key=lambda reason: reason[0].where not in OF_THE_SEQUENCE)
-    reasons = list(dict.fromkeys(text for _, text in refused))  # layouts that differ only in ZeRO read the same
-    if not found:
-        raise refusal(question, refused)
-    return found, reasons
+    space = Space(question, tried)
+    found = [candidate for layout in space.layouts for candidate in space.of(layout)]
+    return found, space.refused(none_found=not found)
 
 
 def _base(question: Question, layout: Layout) -> Decisions:
@@ -194,17 +241,6 @@ def _base(question: Question, layout: Layout) -> Decisions:
     # A base keeps everything, and whose modules do that is the policy's to say.
     rebuilt = question.pins.rebuild_qkv
     return msgspec.structs.replace(given, keep_norms=norms, rebuild_qkv=rebuilt, overlap=overlap, modules="auto")
-
-
-def _check_not_too_many(question: Question, found: int) -> None:
-    if found > MOST_CANDIDATES:
-        raise UsageError(
-            "more plans than a search tries",
-            where=f"{question.system} on {question.cluster.name}",
-            got=f"{len(layouts(question))} layouts, each with several ways to recompute and swap",
-            wanted=f"at most {MOST_CANDIDATES} plans",
-            hint="give a degree or two (--tp, --pp, --zero ...), or a system with fewer ways to divide work",
-        )
 
 
 def _with_policy(question: Question, decisions: Decisions, policy: Policy) -> Decisions:

@@ -126,19 +126,19 @@ class PartPrices:
         return self._known[alike]
 
     def _part(self, decisions: Decisions, pricer: Pricer, start: int, tokens: int) -> PartTimes:
-        layout = decisions.layout
+        layout, sequences = decisions.layout, decisions.micro_batch
         alone = msgspec.structs.replace(
             decisions,
             model=decisions.model.of_layers([decisions.model.layer(0)] * 2),
             layout=Layout(tp=layout.tp, sequence_parallel=layout.sequence_parallel),
-            seq_tokens=tokens,
-            global_batch=1,
+            seq_tokens=tokens // sequences,
+            global_batch=sequences,
         )
         if alone not in self._alone:
             self._alone[alone] = _Works.of(alone)
         works = self._alone[alone]
-        compute_s = [_seconds(each, pricer, start) for each in works.compute]
-        beside_s = [_seconds(each, pricer, start) for each in works.collective]
+        compute_s = [_seconds(each, pricer, start // sequences) for each in works.compute]
+        beside_s = [_seconds(each, pricer, start // sequences) for each in works.collective]
         forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, beside_s, strict=True))
         idle_s = sum(max(pricer.seconds(work) for work in each) for each in works.waited_for)
         head_s = _seconds(works.head, pricer, 0)

@@ -10,7 +10,7 @@ from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import BufferClass, Instruction
 from memo_sim.program.ir.kinds import FamilyKind
-from memo_sim.program.ir.work import Fp8Gemm, Gemm
+from memo_sim.program.ir.work import Fp8Gemm, Fp8GroupedGemm, Gemm, GroupedGemm
 from memo_sim.program.layout.fp8 import weight_copies
 
 MAKES_COPIES = frozenset({"fp8.quantize", "fp8.transpose", "params.quantize", "params.transpose"})
@@ -26,13 +26,15 @@ def fp8(question: Question, simulation: Simulation) -> list[str]:
 
     def in_bf16(instruction: Instruction) -> float:
         work = instruction.work
+        if isinstance(work, Fp8GroupedGemm):
+            return pricer.seconds(GroupedGemm(work.sizes, work.n, work.k, work.gemm_pass, work.dtype))
         if not isinstance(work, Fp8Gemm):
             return 0.0
         return pricer.seconds(Gemm(work.m, work.n, work.k, work.gemm_pass, work.dtype))
 
     taken: tuple[float, ...] = (0.0, 0.0, 0.0)
     for stage in simulation.stages:
-        products = stage.per_instruction(lambda i: float(isinstance(i.work, Fp8Gemm)))
+        products = stage.per_instruction(lambda i: float(isinstance(i.work, Fp8Gemm | Fp8GroupedGemm)))
         copies = stage.per_instruction(lambda i: float(i.op in MAKES_COPIES))
         each = (stage.seconds * products, stage.seconds * copies, stage.per_instruction(in_bf16))
         taken = max(taken, tuple(float(np.sum(one * stage.weights)) for one in each))

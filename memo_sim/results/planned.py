@@ -25,6 +25,7 @@ from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import GIB, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
+from memo_sim.program.arena.folded import unfolded
 from memo_sim.views.gpus_table import ROLES, gpus_verdict
 from memo_sim.views.html_table import html_table
 from memo_sim.views.longest_table import tried_cells
@@ -110,7 +111,8 @@ class WhatIfResult(TypedResult):
         Raises:
             Infeasible: when no plan fits.
         """
-        return self._plan_and_placement[1]
+        found = self._plan_and_placement[1]
+        return None if found is None else unfolded(found)
 
     @cached_property
     def _plan_and_placement(self) -> tuple[Plan, Placement | None]:

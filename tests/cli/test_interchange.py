@@ -205,3 +205,20 @@ def test_an_exported_folder_is_imported_whole(plans: Path, tmp_path: Path) -> No
     found = codec.decode(run("import", *sorted(folder.iterdir()), "--json").encode(), ImportedJob, where="stdout")
     assert found.files == [str(folder / "train.sh")]
     assert found.model.name == "train"
+
+
+def test_a_plan_of_a_profile_file_says_what_to_give(tmp_path: Path) -> None:
+    profile, plan = tmp_path / "mine.json", tmp_path / "plan.json"
+    run("datasheet", "tflops=300,memory=48,pcie=4x16,name=my-own-gpu", "-o", profile)
+    asked = ("--cluster", profile, "--tp", "1", "--cp", "1", "--recompute", "none", "--micro-batch", "1")
+    run("what-if", "llama-tiny", "--seq-len", "4k", *asked, "-o", plan)
+    said = run("export", plan, "--to", "trl", "-o", tmp_path / "out", fails=UsageError)
+    assert "such as memo-exec calibrate wrote" in said
+    assert "plan.json" in said
+
+
+def test_a_job_is_priced_with_what_its_reader_assumed(plans: Path, tmp_path: Path) -> None:
+    run("export", plans / "core.json", "--to", "megatron-lm", "-o", tmp_path / "out")
+    shown = run("what-if", "--from", tmp_path / "out/train.sh", "--cluster", "a800-1x8")
+    assert "the job" in shown
+    assert "the files do not say (--set use_precision_aware_optimizer=VALUE)" in shown

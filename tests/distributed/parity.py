@@ -50,7 +50,7 @@ def one_process(decisions: Decisions) -> Decisions:
     policy: dict[str, Any] = {"recompute": "none", "recompute_layers": "all", "swapped_tokens": 0}
     policy |= {"mlp_chunk_tokens": 0, "overlap": "none", "early_stop": False}
     policy |= {"subsequence_swapped_tokens": (), "offload_window": 0}
-    policy |= {"expert_capacity": 0.0, "expert_overflow": "drop"}
+    policy |= {"expert_capacity": 0.0, "expert_overflow": "drop", "expert_overlap": False}
     return msgspec.structs.replace(decisions, layout=Layout(), **policy)
 
 

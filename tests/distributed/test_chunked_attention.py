@@ -34,6 +34,15 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, layout
     assert all(rank.moved.d2h > 0 for rank in played)
 
 
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])], ids=label
+)
+def test_several_sequences_a_micro_batch(team: Team, layout: Layout) -> None:
+    """Ranks of Ulysses hold different sequences of a chunk's rows; the exchange brings each one together."""
+    batch = {"micro_batch": 2, "global_batch": 4 * layout.dp}
+    parity(team, "llama-mha", layout, swapped_tokens=0, **chunks(layout), **batch)
+
+
 def test_beside_all_else_that_full_recompute_has(team: Team) -> None:
     """Together with inputs on the host, the MLP in row blocks and norms of heads."""
     more = {"swapped_tokens": 320, "mlp_chunk_tokens": 128}

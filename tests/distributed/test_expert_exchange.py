@@ -36,6 +36,8 @@ from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
 from tests.exec_cpu.small import EXPERT_MODELS, decide
 
 WHOLE: dict[str, Any] = {"sequence_parallel": True, "expert_tp": 1}
+OVERLAP: dict[str, Any] = {"expert_overlap": True}
+LORA: dict[str, Any] = {"adapters": "r=4,alpha=8,targets=q+k+v+proj"}
 CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "dp": ("mixtral", Layout(dp=2, ep=2), {}),
     "tp": ("mixtral", Layout(tp=2, sequence_parallel=True, cp=2, ep=2), {}),
@@ -63,6 +65,22 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "whole experts, biases": ("gpt-oss", Layout(tp=2, cp=2, ep=4, **WHOLE), {"recompute": "full", "swapped_tokens": 0}),
     "whole experts, shared expert and selection bias": ("deepseek", Layout(tp=2, dp=2, ep=4, zero=1, **WHOLE), {}),
     "whole experts, gate of the shared expert": ("qwen2-moe", Layout(tp=2, dp=2, ep=2, zero=2, **WHOLE), {}),
+    "overlap": ("deepseek", Layout(dp=4, ep=2), OVERLAP),
+    "overlap, features divided": ("qwen2-moe", Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1), OVERLAP),
+    "overlap, whole experts": ("qwen2-moe", Layout(tp=2, dp=2, ep=4, zero=3, **WHOLE), OVERLAP),
+    "overlap, full recompute": (
+        "deepseek",
+        Layout(tp=2, dp=2, ep=4, **WHOLE),
+        OVERLAP | {"recompute": "full", "swapped_tokens": 0},
+    ),
+    "overlap, nothing recomputed": (
+        "gpt-oss",
+        Layout(dp=4, ep=4),
+        OVERLAP | {"recompute": "none", "swapped_tokens": 0},
+    ),
+    "adapters": ("mixtral", Layout(dp=4, ep=2, zero=3), LORA),
+    "adapters, features divided": ("gpt-oss", Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1), LORA),
+    "adapters, whole experts": ("qwen2-moe", Layout(tp=2, dp=2, ep=4, **WHOLE), LORA | OVERLAP),
     "whole experts, mlp recompute": (
         "qwen2-moe",
         Layout(tp=2, dp=2, ep=4, **WHOLE),
@@ -212,6 +230,23 @@ def test_whole_experts_save_what_one_process_resumes_and_count_every_row_once(te
     assert any(re.search(rf"of {rows:,} rows .* were dropped", text) for text in said)
     for load in team.play(load_of_run, 4, few, meets=False):
         assert [sum(layer.rows) for layer in load.layers] == [4 * 512 * 3] * 2
+
+
+@pytest.mark.slow
+def test_adapters_beside_divided_experts_are_resumed_by_one_process(team: Team, tmp_path: Path) -> None:
+    model = msgspec.structs.replace(EXPERT_MODELS["mixtral"], vocab=BYTES)
+
+    def plan(name: str, layout: Layout, **fields: Any) -> Path:
+        decisions = byte_decisions(model=model, layout=layout, global_batch=4, **fields, **LORA)
+        return write_plan(tmp_path / f"{name}.json", decisions)
+
+    one, shared = plan("one", Layout()), plan("shared", Layout(dp=2, ep=2, zero=3), expert_capacity=2.0)
+    ((wanted, _),) = team.play(run_plan, 1, one, {"steps": 3}, meets=False)
+    saved: dict[str, Any] = {"save": tmp_path / "saved", "steps": 2}
+    for losses, _ in team.play(run_plan, 2, shared, saved, meets=False):
+        assert losses == pytest.approx(wanted[:2], rel=1e-4)
+    ((losses, _),) = team.play(run_plan, 1, one, saved | {"steps": 3, "resume": True}, meets=False)
+    assert losses == pytest.approx(wanted, rel=1e-4)
 
 
 class Dropping(AutogradModel):

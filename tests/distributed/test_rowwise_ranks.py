@@ -44,6 +44,20 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, layout
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("layout", [Layout(pp=2, subsequences=2), Layout(tp=2, sequence_parallel=True, subsequences=2)])
+def test_subsequences_have_row_blocks_of_their_own(team: Team, layout: Layout, window: int) -> None:
+    tokens = 1024 if layout.tp > 1 else 512
+    cut: dict[str, Any] = {
+        "seq_tokens": tokens,
+        "mlp_chunk_tokens": tokens // 4,
+        "swapped_tokens": tokens,
+        "offload_window": window,
+    }
+    parity(team, "llama4", layout, recompute="rowwise", **cut)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(tp=2, sequence_parallel=True)], ids=label)
 def test_norms_of_heads_are_rebuilt_too(team: Team, layout: Layout) -> None:
     parity(team, "llama-normed", layout, **blocks(layout, 1.0))

@@ -61,7 +61,7 @@ def sppo(name: str, layout: Layout, policy: str = "keep", **changes: Any) -> Dec
         fields["offload_window"] = window
     chosen = decide(MODELS[name], layout=layout, recompute=recompute, **fields)
     if swaps == "all":
-        return msgspec.structs.replace(chosen, swapped_tokens=chosen.seq_tokens)
+        return msgspec.structs.replace(chosen, swapped_tokens=chosen.local_tokens)
     if swaps == "nothing" or layout.subsequences == 1:
         return chosen
     granule = chosen.swap_granule
@@ -102,6 +102,23 @@ ONE = [("gpt", EVEN, 1), ("gpt", EVEN, 4), ("gpt", ODD, 3), ("llama", EVEN, 2), 
 @pytest.mark.parametrize(("name", "tokens", "parts"), ONE)
 def test_one_process(team: Team, name: str, tokens: int, parts: int) -> None:
     matches(team, name, sppo(name, Layout(subsequences=parts), seq_tokens=tokens))
+
+
+SEVERAL = [
+    (Layout(tp=2, sequence_parallel=True, subsequences=3), "tokenwise mixed"),
+    (Layout(pp=2, subsequences=4), "swap mixed in a window"),
+    (Layout(pp=2, subsequences=3, schedule="interleaved", virtual_stages=2), "full"),
+    (Layout(pp=2, subsequences=3, schedule="zero-bubble"), "keep"),
+    (Layout(tp=2, sequence_parallel=True, pp=2, subsequences=3), "swap"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"), [SEVERAL[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SEVERAL[1:])], ids=text
+)
+def test_several_sequences_a_micro_batch(team: Team, layout: Layout, policy: str) -> None:
+    name = "llama4" if layout.pp > 1 else "llama"
+    matches(team, name, sppo(name, layout, policy, seq_tokens=ODD + 4, micro_batch=2, global_batch=4))
 
 
 QUICK = {("gpt", "full, inputs mixed"), ("gpt", "swap"), ("gpt", "tokenwise mixed"), ("llama", "full")}

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from memo_sim.contract.catalog import load_model
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.requests import Requests
+from memo_sim.memory.place import place
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
 from memo_sim.program.arena.check_placement import check_placement
@@ -163,3 +165,36 @@ def test_a_programs_requests_are_its_buffers(model: str, recompute: Any, swapped
     assert all(a.upper == b.lower for a, b in zip(requests.phases, requests.phases[1:], strict=False))
     assert requests.phases[-1].upper == program.instruction_count
     assert {p.kind for p in requests.phases if "/l0" in p.name} <= {t.name for t in program.templates}
+
+
+def test_buffers_that_last_are_compared_as_ranges_of_addresses() -> None:
+    """In half of the random placements one buffer is moved; a comparison of all pairs says whether that is a fault."""
+    random = np.random.default_rng(5)
+    found = 0
+    for seed in range(60):
+        lasting = random.random(30) < 0.4
+        low = np.where(lasting, 0, random.integers(0, 20, 30))
+        high = np.where(lasting, 30, low + random.integers(1, 10, 30))
+        sizes = random.integers(0, 9, 30)
+        asked = Requests(
+            ids=[f"b{n}" for n in range(30)], lower=low.tolist(), upper=high.tolist(), size_bytes=sizes.tolist()
+        )
+        right = place(asked)
+        offsets = list(right.offset_bytes)
+        if seed % 2:
+            offsets[int(random.integers(0, 30))] = int(random.integers(0, right.arena_bytes))
+        moved = msgspec.structs.replace(right, offset_bytes=offsets)
+        wrong = any(
+            low[i] < high[j]
+            and low[j] < high[i]
+            and offsets[i] < offsets[j] + sizes[j]
+            and offsets[j] < offsets[i] + sizes[i]
+            and sizes[i]
+            and sizes[j]
+            for i in range(30)
+            for j in range(i)
+        )
+        faults = [fault for fault in check_placement(moved, asked) if "share addresses" in fault]
+        assert bool(faults) == wrong
+        found += wrong
+    assert found > 10

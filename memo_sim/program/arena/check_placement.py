@@ -8,7 +8,9 @@ executor runs it before it uses a placement.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from memo_sim.contract.placement import Placement
@@ -17,6 +19,7 @@ from memo_sim.contract.requests import Requests
 MOST_FAULTS = 20
 MOST_PAIRS = 10**8
 """Pairs of living buffers that are compared one by one: about a second."""
+PAIRS_AT_ONCE = 2**20
 CHUNK = 512
 """Most neighbours in one of the sorted lists of living buffers."""
 MOST_COUNTED = 2**62
@@ -56,6 +59,11 @@ def check_placement(placement: Placement, requests: Requests) -> list[str]:
 
 
 def _same_buffers(placement: Placement, requests: Requests) -> list[str]:
+    columns = "ids", "lower", "upper", "size_bytes"
+    if all(getattr(placement, name) == getattr(requests, name) for name in columns) and (
+        len(set(placement.ids)) == len(placement.ids)
+    ):
+        return []
     wanted = {
         name: (lower, upper, size)
         for name, lower, upper, size in zip(
@@ -82,7 +90,9 @@ def _same_buffers(placement: Placement, requests: Requests) -> list[str]:
 
 
 def _same_classes(placement: Placement, requests: Requests) -> list[str]:
-    if not (placement.classes and requests.classes):
+    if not (placement.classes and requests.classes) or (
+        placement.ids == requests.ids and placement.classes == requests.classes
+    ):
         return []
     wanted = dict(zip(requests.ids, requests.classes, strict=True))
     return [
@@ -120,9 +130,50 @@ def _inside(placement: Placement) -> list[str]:
 
 def _overlaps(placement: Placement) -> list[str]:
     """Return the pairs of slots that share addresses while both live; of very many living slots the first found."""
-    lower = np.sort(np.array(placement.lower, dtype=np.int64))
-    pairs = np.searchsorted(lower, np.array(placement.upper)) - np.searchsorted(lower, np.array(placement.lower))
-    return _pairs_that_overlap(placement) if int(pairs.sum()) <= MOST_PAIRS else _neighbours_that_overlap(placement)
+    lower, upper = np.array(placement.lower, dtype=np.int64), np.array(placement.upper, dtype=np.int64)
+    lasting = (lower == lower.min(initial=0)) & (upper == upper.max(initial=0))
+    if faults := _lasting_that_overlap(placement, lasting):
+        return faults
+    lower, upper = np.sort(lower[~lasting]), upper[~lasting]
+    pairs = int((np.searchsorted(lower, upper) - np.searchsorted(lower, np.sort(lower))).sum())
+    rest = _chosen(placement, np.flatnonzero(~lasting)) if lasting.any() else placement
+    return _pairs_that_overlap(rest) if pairs <= MOST_PAIRS else _neighbours_that_overlap(rest)
+
+
+def _chosen(placement: Placement, rows: np.ndarray) -> Placement:
+    """Return the placement of some slots alone; its other fields say nothing."""
+    columns = ("ids", "lower", "upper", "size_bytes", "offset_bytes")
+    numbers = rows.tolist()
+    return msgspec.structs.replace(
+        placement, classes=[], **{name: [getattr(placement, name)[n] for n in numbers] for name in columns}
+    )
+
+
+def _lasting_that_overlap(placement: Placement, lasting: np.ndarray) -> list[str]:
+    """Return slots that share addresses with one that lives all the time, such as a parameter.
+
+    Such slots are ranges of addresses: sorted by their starts, each may only meet its two neighbours.
+    """
+    start, size = (np.array(each, dtype=np.int64) for each in (placement.offset_bytes, placement.size_bytes))
+    ranges = np.flatnonzero(lasting & (size > 0))
+    ranges = ranges[np.argsort(start[ranges], kind="stable")]
+    if not ranges.size:
+        return []
+    end = start + size
+    pairs = [(one, two) for one, two in pairwise(ranges) if end[one] > start[two]]
+    others = np.flatnonzero(~lasting & (size > 0))
+    if not pairs:
+        above = np.searchsorted(start[ranges], start[others], side="right")
+        for beside in (np.maximum(above - 1, 0), np.minimum(above, len(ranges) - 1)):
+            near = ranges[beside]
+            shared = np.flatnonzero((start[near] < end[others]) & (start[others] < end[near]))
+            pairs += list(zip(near[shared], others[shared], strict=True))
+    return [_shared(placement, int(one), int(two)) for one, two in pairs[:MOST_FAULTS]]
+
+
+def _shared(placement: Placement, one: int, two: int) -> str:
+    names, starts = placement.ids, placement.offset_bytes
+    return f"{names[one]} and {names[two]} share addresses from {max(starts[one], starts[two])} while both live"
 
 
 def _neighbours_that_overlap(placement: Placement) -> list[str]:
@@ -147,8 +198,7 @@ def _neighbours_that_overlap(placement: Placement) -> list[str]:
             living.add(start, end, i)
             kept.add(i)
             continue
-        shared = max(start, placement.offset_bytes[other])
-        faults.append(f"{placement.ids[other]} and {placement.ids[i]} share addresses from {shared} while both live")
+        faults.append(_shared(placement, other, i))
         if len(faults) == MOST_FAULTS:
             break
     return faults
@@ -193,21 +243,27 @@ class _Living:
 
 def _pairs_that_overlap(placement: Placement) -> list[str]:
     """Compare every slot with all slots that are born during its life."""
-    order = sorted(range(len(placement.ids)), key=lambda i: placement.lower[i])
+    order = np.argsort(np.array(placement.lower, dtype=np.int64), kind="stable")
     lower, upper, start, size = (
         np.array(column, dtype=np.int64)[order]
         for column in (placement.lower, placement.upper, placement.offset_bytes, placement.size_bytes)
     )
     end = start + size
-    faults = []
-    for i in range(len(order)):
-        later = slice(i + 1, int(np.searchsorted(lower, upper[i])))  # slots after these are born after i's death
-        shared = (upper[later] > lower[i]) & (start[later] < end[i]) & (start[i] < end[later]) & (size[later] > 0)
-        for j in (np.flatnonzero(shared) + i + 1).tolist() if size[i] else ():
-            one, two = placement.ids[order[i]], placement.ids[order[j]]
-            faults.append(f"{one} and {two} share addresses from {max(start[i], start[j])} while both live")
+    first = np.arange(len(order)) + 1
+    later = np.searchsorted(lower, upper) - first  # slots after these are born after the slot's death
+    before = np.append(0, np.cumsum(later))
+    faults: list[str] = []
+    begin = 0
+    while begin < len(order):
+        stop = max(begin + 1, int(np.searchsorted(before, before[begin] + PAIRS_AT_ONCE, side="right")) - 1)
+        one = np.repeat(np.arange(begin, stop), later[begin:stop])
+        two = np.arange(len(one)) - np.repeat(before[begin:stop] - before[begin], later[begin:stop]) + one + 1
+        shared = (start[two] < end[one]) & (start[one] < end[two]) & (size[one] > 0) & (size[two] > 0)
+        for i in np.flatnonzero(shared & (upper[two] > lower[one])).tolist():
+            faults.append(_shared(placement, int(order[one[i]]), int(order[two[i]])))
             if len(faults) == MOST_FAULTS:
                 return faults
+        begin = stop
     return faults
 
 

@@ -16,6 +16,9 @@ A sum may have hundreds of terms, so sums are fp32. A kernel writes its gradient
 their own, for one run of earlier subsequences at a time (``Shape.sums``). Each run has its own buffer of sums, which is
 free once its rows are complete.
 
+Of a micro-batch of several sequences, a subsequence has its tokens of every sequence (``layout/token_order.py``). Then
+the earlier keys of one sequence do not lie side by side, and there is one call for each earlier subsequence.
+
 With a window there is one call in each direction, over the subsequence's own keys and the few right before them, which
 lie side by side in the KV cache. Keys before the window are not read again; the KV cache holds them until the layer's
 backward all the same. A subsequence writes the first term of every sum that no later one has reached.
@@ -26,7 +29,7 @@ other skeletal tensors are read only in their own backward (type 1), and may be 
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from memo_sim.contract.plan import Decisions
@@ -45,6 +48,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.work import Attention
+from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.shape import Shape
 
 KV, D_KV = "prefix.kv", "prefix.d_kv"
@@ -123,8 +127,11 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         workspace=workspace(builder, decisions, work, "attn.scratch"),
     )
     if shape.start and not shape.window:
-        before = Part(Rows(KV, 0, shape.start))
-        part_forward(builder, decisions, shape, before, KEY_PART, merge=MERGE, most_keys=shape.start)
+        before = _calls(decisions, [(0, Rows(KV, 0, shape.start))])
+        longest = max(rows.tokens for _, rows in before)
+        for number, (_, rows) in enumerate(before):
+            part = Part(rows, suffix=f".k{number}" if len(before) > 1 else "")
+            part_forward(builder, decisions, shape, part, KEY_PART, merge=MERGE, most_keys=longest)
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
@@ -135,7 +142,8 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     if shape.window:
         _windowed_backward(builder, decisions, shape)
         return
-    ((_, mine),), earlier = sums_of(shape, shape.start, shape.tokens), sums_of(shape, 0, shape.start)
+    ((_, mine),) = sums_of(shape, shape.start, shape.tokens)
+    earlier = _calls(decisions, sums_of(shape, 0, shape.start))
     longest = max((rows.tokens for _, rows in earlier), default=0)
     dtype = SUM_DTYPE if earlier else decisions.dtype
     d_q = builder.own("d_q", BufferClass.TRANSIENT, dtype, shape.tokens, shape.q_width)
@@ -160,6 +168,22 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         _sum(builder, decisions, shape, f".before{part.suffix}", written, rows)
     summed = _with_behind(builder, decisions, mine)
     attention_part.join(builder, "qkv.join", queries, summed, builder.all("d_qkv"))
+
+
+def _calls(decisions: Decisions, earlier: list[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
+    """Return runs of earlier rows of the KV cache as one call each reads them: cut where subsequences end.
+
+    A run is its first row of the cache and rows of a buffer. Of a micro-batch of one sequence a run is one call.
+    """
+    if decisions.micro_batch == 1:
+        return earlier
+    ends = (0, *accumulate(partition(decisions)))
+    return [
+        (low, Rows(rows.slot, rows.first + low - first, high - low))
+        for first, rows in earlier
+        for start, end in pairwise(ends)
+        if (low := max(first, start)) < (high := min(first + rows.tokens, end))
+    ]
 
 
 def _windowed_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:

@@ -155,7 +155,8 @@ class Optimizer:
         """Whether products read FP8 copies of the block's matrices.
 
         They are made before the block's first use in a step, and again before every use of gathered parameters."""
-        return self.decisions.fp8 != "none" and self.kind is BlockKind.LAYER
+        in_fp8 = self.decisions.fp8 != "none" and self.kind is BlockKind.LAYER
+        return in_fp8 or (self.decisions.fp8_experts and self.kind is BlockKind.EXPERTS)
 
     @property
     def narrow(self) -> int:
@@ -247,7 +248,8 @@ class Optimizer:
             sum(-(-length // self.shards) for *_, length in fp8.runs(self.decisions, self.block)) if shared else whole
         )
         in_fp8 = self._narrow_held
-        found = [] if self.cast else [state(FamilyKind.PARAMS, self.decisions.dtype, params - in_fp8, "device")]
+        stored = params > in_fp8 and not self.cast
+        found = [state(FamilyKind.PARAMS, self.decisions.dtype, params - in_fp8, "device")] if stored else []
         if self.frozen:
             return found
         found.append(state(FamilyKind.GRADS, self.grad_dtype, share if self.shared("grads") else trained, "device"))
@@ -302,7 +304,7 @@ class Optimizer:
             return builder.build()
         source = builder.bind(families[f"params.{self.name}"])
         copies = builder.bind(families[f"params_fp8.{self.name}"])
-        elements = sum(weight.elements for weight in weights(self.block))
+        elements = sum(weight.elements for weight in weights(self.decisions, self.block))
         written = copied_elements(self.decisions, self.block)
         several = weight_copies(self.decisions) > 1
         builder.emit(
@@ -479,7 +481,8 @@ class Optimizer:
         builder = TemplateBuilder(
             f"{self.name}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind, self.layer_kind
         )
-        builder.bind(families[f"{self._gathered}.{self.name}"], slot=self._gathered)
+        if self.block.elements > self.narrow:
+            builder.bind(families[f"{self._gathered}.{self.name}"], slot=self._gathered)
         if self.narrow:
             builder.bind(families[f"params_fp8.{self.name}"], slot="params_fp8")
         self._gather(builder)
@@ -491,10 +494,11 @@ class Optimizer:
         return "master" if autocast(self.decisions) else "params"
 
     def _gather(self, builder: TemplateBuilder) -> None:
-        wholes = {"gather": Rows(self._gathered, 0, self.block.trained_elements - self.narrow)}
-        if self.narrow:
-            wholes["gather.fp8"] = Rows("params_fp8", 0, self.narrow)
-        for name, whole in wholes.items():
+        wholes = {
+            "gather": Rows(self._gathered, 0, self.block.trained_elements - self.narrow),
+            "gather.fp8": Rows("params_fp8", 0, self.narrow),
+        }
+        for name, whole in ((name, whole) for name, whole in wholes.items() if whole.tokens):
             size = whole.tokens * DTYPE_BYTES[builder.dtype(whole.slot)]
             work = Collective("all_gather", size, self.shards, self.shard_group)
             lane = COLLECTIVE_LANES[self.shard_group]

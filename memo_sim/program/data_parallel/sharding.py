@@ -167,7 +167,8 @@ class Sharding:
             if kind in self.params:
                 count = 2 * uses[kind] if block.of_layer else uses[kind]
                 dtype, holds = self.decisions.dtype, FamilyKind.GATHERED
-                for name in ("gathered", "copied_out") if optimizer.copied_out else ("gathered",):
+                names = ("gathered", "copied_out") if optimizer.copied_out else ("gathered",)
+                for name in names if elements > optimizer.narrow else ():
                     size = (dtype, elements - optimizer.narrow, 1, count)
                     full = f"{name}.{kind}"
                     found.append(Family(full, BufferClass.GATHERED, *size, kind=holds, block=block, layer_kind=of))
@@ -190,7 +191,8 @@ class Sharding:
         seen = dict(families)
         seen |= {f"grads.{kind}": families[f"whole_grads.{kind}"] for kind in self.grads}
         used = {kind: "copied_out" if self.optimizers[kind].copied_out else "gathered" for kind in self.params}
-        seen |= {f"params.{kind}": families[f"{name}.{kind}"] for kind, name in used.items()}
+        wide = {kind: name for kind, name in used.items() if f"{name}.{kind}" in families}
+        seen |= {f"params.{kind}": families[f"{name}.{kind}"] for kind, name in wide.items()}
         narrow = [kind for kind in self.params if self.optimizers[kind].narrow]
         return seen | {f"params_fp8.{kind}": families[f"gathered_fp8.{kind}"] for kind in narrow}
 
@@ -226,12 +228,14 @@ class Sharding:
         does = TemplateKind.REGATHER if phase is Phase.REGATHER else TemplateKind.GATHER
         optimizer = self.optimizers[kind]
         builder = TemplateBuilder(f"{kind}.{phase}", phase, does, optimizer.kind, optimizer.layer_kind)
+        shard, gathered = f"params.{kind}", dict[str, tuple[str, str]]()
         if optimizer.cast:
             self._cast(builder, families, optimizer)
             shard = f"cast.{kind}"
-        else:
-            shard = builder.bind(families[f"params.{kind}"])
-        gathered = {f"params.{kind}": (shard, builder.bind(families[f"gathered.{kind}"]))}
+        elif shard in families:
+            builder.bind(families[shard])
+        if (whole := f"gathered.{kind}") in families:
+            gathered[f"params.{kind}"] = shard, builder.bind(families[whole])
         if optimizer.narrow:
             held, whole = (builder.bind(families[f"{name}.{kind}"]) for name in ("params_fp8", "gathered_fp8"))
             gathered[f"params_fp8.{kind}"] = held, whole

@@ -136,6 +136,14 @@ class GroupedGemm:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8GroupedGemm(GroupedGemm):
+    """Products of several experts' rows with operands in FP8; ``dtype`` is that of their result."""
+
+    operands: ProductDtype = field(kw_only=True)
+    """Kind of their operands in a profile, by the granularity of their scales."""
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """Attention of queries to keys, for ``batch`` sequences; tokens are those of one sequence.
 

@@ -24,25 +24,44 @@ and where rows go (``route_*``) is kept, so backward and recompute by token exch
 Tensor parallelism divides the features inside every expert, as without expert parallelism: its ranks have all rows of
 their tokens, and each sends them to the ranks with its own features. With ``expert_tp`` 1 they have whole experts and
 are ranks of ``ep`` themselves: each sends the rows of its token shard once (``experts.py``).
+
+``expert_overlap`` writes products between a row's exchange and its use that need none of the rows under way:
+
+    forward    compute  [copy][shared_up, shared_act][arrange][up, act, down][arrange][shared_down    ][combine]
+               ep             [rows                 ]                                 [rows back      ]
+
+    backward   compute  [copy][recompute of attention][copy][shared expert, down.dgrad][arrange][up, act, act.bwd]
+               ep             [gradients of the sum  ]      [second norm's rows       ]
+               compute  [up.dgrad][arrange][weight gradients of both products and of the shared expert][combine]
+               ep                          [gradients of the rows                                     ]
+
+Under full recompute the router decides anew, so the gradients of the sum are sent behind the second norm's rows. The
+shared expert then has sums of its own, which are added to those of the experts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass
+from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.ir.work import Collective
 from memo_sim.program.layers.experts import INDEX, NUMBER, ExpertMlp
 from memo_sim.program.layout.expert_load import received_sizes
 from memo_sim.program.layout.parameters import experts_block
 from memo_sim.program.layout.rank_order import EP
 from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.fp8_operands import EXPERT_COLUMNS, EXPERT_WEIGHTS, Fp8Weights
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 PARAMS, GRADS = "expert_params", "expert_grads"
 """Slots of the block of the rank's experts."""
 COUNT = DTYPE_BYTES["int32"]
+BACKWARDS = (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
 
 
 class ExchangedExperts(ExpertMlp):
@@ -51,11 +70,22 @@ class ExchangedExperts(ExpertMlp):
     def __init__(self, writer: OperatorWriter, experts: Experts) -> None:
         super().__init__(writer, experts)
         shape = self.shape
-        block = experts_block(writer.model, 1 if shape.whole_experts else shape.divided, shape.ep, experts)
+        divided = 1 if shape.whole_experts else shape.divided
+        block = experts_block(writer.model, divided, shape.ep, experts, writer.decisions.lora)
         assert block is not None  # this class is for ep above 1
         self._block = block
+        if self.weights:
+            self.weights = Fp8Weights(writer.decisions, block, (EXPERT_WEIGHTS, EXPERT_COLUMNS))
         self._received = False
         """Whether this template has received the rows of the second norm."""
+        self._sent_gradient: tuple[Rows, Rows, Rows, Rows] | None = None
+        """Once they are sent: the gradients of routed tokens, those of all tokens, what is sent, and what arrives."""
+        self._norm_again: tuple[Rows, tuple[Rows, Rows] | None] | None = None
+        """Once it is there for backward: the second norm, and what is sent and what arrives of it."""
+        self._activation_gradient: Rows | None = None
+        """The gradient of the activation, once its product is written."""
+        self._shared_gradient: Rows | None = None
+        """The gradient of the shared expert's input, once its products are written."""
 
     def _route(self, source: Rows) -> None:
         """Write what the router decides, and the seats and arrivals of rows that follow from it."""
@@ -115,13 +145,97 @@ class ExchangedExperts(ExpertMlp):
             if self._received:
                 return
             self._received, out = True, Rows(out.slot, *self._all)
-        _, arrived = self._send(name, source)
-        self._arrange(f"{name}.arrange", arrived, out, self._row_bytes)
+        copies, arrived = self._send(name, source)
+        if self.overlapped:
+            self._while_rows_are_sent()
+        self._arrange(f"{name}.arrange", arrived, out, self._row_bytes, kept=self._kept(copies))
 
     def _combine(self, name: str, source: str, out: Rows, **kept: Access) -> None:
         """Emit the way of the experts' rows back to their tokens, and the sum of each token's rows."""
-        _, returned = self._send_back(name, source)
+        sent, returned = self._send_back(name, source)
+        if self.overlapped:
+            self._shared_sum = super()._shared_output()
+            kept = {"kept": reads(sent)}
         super()._combine(name, returned.slot, out, **kept)
+
+    def _shared_output(self) -> Rows | None:
+        return self._shared_sum if self.overlapped else super()._shared_output()
+
+    def _kept(self, rows: Rows) -> Access | None:
+        """Return rows that are sent as an operand of what follows their exchange, if products stand between the two.
+
+        Without it their memory would be free at once, and a product that took it would wait for the exchange.
+        """
+        return reads(rows) if self.overlapped else None
+
+    def _while_rows_are_sent(self) -> None:
+        """Write what needs no rows that are under way: the shared expert, and what backward can begin with."""
+        beside, blocks = self._shared_input
+        suffix = self.writer.suffix
+        for rows in self._named(blocks):
+            self.shared.first_half(beside, rows)
+        self.writer.suffix = suffix
+        if self.builder.kind in BACKWARDS:
+            begun = self._sent_gradient is not None
+            self._send_gradient()
+            if begun:
+                self._second_input_gradient()
+
+    def before_recompute(self) -> None:
+        """Write the exchange of the gradients of the sum, if exchanges overlap: what was routed is there."""
+        if self.overlapped:
+            self._send_gradient()
+
+    def again(self) -> None:
+        """Write the experts once more from the kept output of the norm; routing is kept."""
+        self.before_recompute()
+        super().again()
+
+    def _send_gradient(self) -> None:
+        """Write the exchange of the gradients of the sum, once."""
+        if self._sent_gradient is None:
+            with self._of_backward():
+                upstream, beside = self._gathered_gradient("grad_out")
+                self._sent_gradient = upstream, beside, *self._send("dispatch.grad", upstream)
+
+    def _second_input_gradient(self) -> Rows:
+        """Write the shared expert's backward, and the gradient of the second product's input, once; return the latter.
+
+        The shared expert's comes first, because it needs no rows of other ranks.
+        """
+        if self._activation_gradient is None:
+            assert self._sent_gradient is not None  # sent before
+            _, beside, copies, arrived = self._sent_gradient
+            with self._of_backward():
+                self.shared.backward(beside)
+                d_down = self._second_gradient
+                self._arrange("dispatch.grad.arrange", arrived, d_down, self._row_bytes, kept=self._kept(copies))
+                t = Rows(self.writer.own("d_act", self.rows, self.shape.expert_width), *self._all)
+                self._dgrad("experts_down", d_down, t)
+                self._activation_gradient = t
+        return self._activation_gradient
+
+    @contextmanager
+    def _of_backward(self) -> Iterator[None]:
+        """Name instructions as those of backward, among those of recompute."""
+        builder, writer = self.builder, self.writer
+        phase, suffix = builder.phase, writer.suffix
+        builder.phase, writer.suffix = Phase.BACKWARD, ""
+        yield
+        builder.phase, writer.suffix = phase, suffix
+
+    def _second_product_backward(self, grad_out: str) -> tuple[Rows, Rows, Rows]:
+        if not self.overlapped:
+            return super()._second_product_backward(grad_out)
+        self._send_gradient()
+        self._send_norm_again()
+        t = self._second_input_gradient()
+        assert self._sent_gradient is not None  # sent above
+        upstream, beside, *_ = self._sent_gradient
+        return upstream, beside, t
+
+    def _shared_input_gradient(self, source: Rows) -> Rows | None:
+        return self._shared_gradient if self.overlapped else super()._shared_input_gradient(source)
 
     def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:
         """Write the gradients of the first product beside the exchanges that they do not need.
@@ -133,21 +247,39 @@ class ExchangedExperts(ExpertMlp):
         for its result, and would wait for the exchange.
         """
         writer, tokens = self.writer, (0, self.shape.routed_tokens)
-        source = writer.shard_rows("norm2", (0, self.shape.tokens))
-        if not self.whole:
-            source = writer.gather_again("norm2", source, "norm2_full", 0)
-        again = None if self._received else self._send("dispatch.again", source)
+        source, again = self._send_norm_again()
         d_rows = Rows(writer.own("d_dispatched", self.rows, self.shape.hidden), *self._all)
         self._dgrad("experts_up", d_up, d_rows)
         sent, returned = self._send_back("dispatch.bwd", d_rows.slot)
-        dispatched = self._dispatched(self._all)
-        if again is not None:
+        dispatched = None if self.frozen else self._dispatched(self._all)
+        if again is not None and dispatched is not None:
             copies, arrived = again
             self._arrange("dispatch.again.arrange", arrived, dispatched, self._row_bytes, kept=reads(copies))
-        self._wgrad("experts_up", d_up, dispatched)
+        if self.overlapped and dispatched is not None:
+            self._wgrad("experts_down", self._second_gradient, Rows("act", *self._all))
+        if self.overlapped:
+            self._shared_gradient = super()._shared_input_gradient(source)
+        if dispatched is not None:
+            self._wgrad("experts_up", d_up, dispatched)
         d_norm = Rows(writer.own("d_norm2", self.shape.routed_tokens, self.shape.hidden), *tokens)
         super()._combine("dispatch.bwd", returned.slot, d_norm, kept=reads(sent))
         return source, d_norm
+
+    def _send_norm_again(self) -> tuple[Rows, tuple[Rows, Rows] | None]:
+        """Write the exchange of the second norm's rows for backward, once, if it has not received them.
+
+        Returns these rows as the router reads them, and what is sent and what arrives. Of frozen weights no gradient
+        reads them.
+        """
+        if self._norm_again is None:
+            source = self.writer.shard_rows("norm2", (0, self.shape.tokens))
+            if self.frozen:
+                self._norm_again = source, None
+                return self._norm_again
+            if not self.whole:
+                source = self.writer.gather_again("norm2", source, "norm2_full", 0)
+            self._norm_again = source, None if self._received else self._send("dispatch.again", source)
+        return self._norm_again
 
     def _send(self, name: str, source: Rows) -> tuple[Rows, Rows]:
         """Emit the copy of tokens' rows to the rows that are sent, and their exchange; return these and what comes."""

@@ -37,6 +37,11 @@ Selection bias (DeepSeek-V3). Its place in the gradients gets the rows of each e
 backward. So they are summed over micro-batches and ranks with the gradients, and the optimizer's step moves the bias:
 the host waits for nothing. The gradient norm leaves them out.
 
+In FP8 (``fp8_experts``) the activation is kept quantised, as in a dense MLP. The dispatched rows are quantised where a
+product reads them: by rows in forward and recompute, by columns after backward has copied them again. Routing, copies,
+sums and exchanges between ranks stay in the plan's dtype. Rows that frameworks add to fill an expert's last block of
+scales are not counted in buffers.
+
 A shared expert (``shared_expert.py``) adds its rows to the sum before it is reduced over ranks.
 
 Whole experts on tensor-parallel ranks (``Layout.whole_experts``): each rank routes and dispatches the rows of its own
@@ -49,15 +54,18 @@ expert keeps its divided features: the second norm is gathered for it, and its s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.hardware import GemmPass
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import Phase, TemplateKind
-from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm, Rowwise
+from memo_sim.program.ir.work import Collective, Fp8GroupedGemm, Gemm, GroupedGemm, Rowwise
 from memo_sim.program.layers.shared_expert import SharedExpert, in_fp32
 from memo_sim.program.layout.expert_load import sizes_of
+from memo_sim.program.layout.fp8 import PRODUCTS
 from memo_sim.program.layout.parameters import SELECTION_BIAS, gradient_dtype
 from memo_sim.program.operators import norms
 from memo_sim.program.operators import workspaces as table
@@ -81,11 +89,17 @@ class ExpertMlp:
         """Number of dispatched rows; with expert parallelism, of rows that the rank can receive."""
         self.whole = self.shape.whole_experts
         """Whether tensor-parallel ranks have whole experts, so each routes its own token shard."""
+        self.overlapped = writer.decisions.expert_overlap
+        """Whether exchanges of rows overlap with products that do not need them (``expert_exchange.py``)."""
+        self.beside = self.whole or self.overlapped
+        """Whether the shared expert has sums of its own, which are added to those of the experts."""
         self.shared = SharedExpert(writer)
         self.frozen = writer.decisions.lora is not None
         """Whether none of the weights are trained."""
         self.clamped = experts.activation == "clamped"
         self.activation = "experts.clamped" if self.clamped else "experts.swiglu"
+        self.weights = writer.fp8.weights if writer.fp8 is not None and writer.decisions.fp8_experts else None
+        """The weights' copies in FP8; None where the experts' products run in the plan's dtype."""
 
     @property
     def _all(self) -> RowBlock:
@@ -113,14 +127,24 @@ class ExpertMlp:
         if not routed:
             self._route(source)
             self.shared.gate(beside)
-        for i, (first, tokens) in enumerate(blocks):
-            if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
-                self.writer.suffix = f".r{i}"
+        self._shared_input = beside, blocks
+        for first, tokens in self._named(blocks):
             ends = [at * self.rows // self.shape.tokens for at in (first, first + tokens)]
             self._first_half(source, (ends[0], ends[1] - ends[0]))
-            self.shared.first_half(beside, (first, tokens))
+            if not self.overlapped:
+                self.shared.first_half(beside, (first, tokens))
+
+    def _named(self, blocks: list[RowBlock]) -> Iterator[RowBlock]:
+        """Yield each row block; meanwhile its number ends the names of instructions, where forward has several."""
+        for i, rows in enumerate(blocks):
+            if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
+                self.writer.suffix = f".r{i}"
+            yield rows
         if self.builder.kind is TemplateKind.FORWARD:
             self.writer.suffix = ""
+
+    def before_recompute(self) -> None:
+        """Write what backward begins with while a layer is recomputed: nothing, where a rank has all experts."""
 
     def forward(self, out: str) -> None:
         """Write the second product, the sum over each token's experts, and the residual sum into ``out``."""
@@ -130,15 +154,20 @@ class ExpertMlp:
         """Write the second product and the sum over each token's experts; return the sum."""
         writer, tokens = self.writer, self.shape.routed_tokens
         down = writer.own("expert_out", self.rows, self.shape.hidden)
-        self._product("experts_down", Rows("act", *self._all), Rows(down, *self._all))
+        self._product("experts_down", Rows(writer.read_by_product("act"), *self._all), Rows(down, *self._all))
         combined = Rows(writer.own("moe_out", tokens, self.shape.hidden), 0, tokens)
         self._combine("combine", down, combined)
         if self.experts.bias:
             self._out_bias(combined)
-        if self.whole:
-            return self._with_shared("shared_add", combined, self.shared.whole_output())
-        self.shared.second_half(combined)
-        return writer.scatter("experts_down", combined)
+        if self.beside:
+            combined = self._with_shared("shared_add", combined, self._shared_output())
+        else:
+            self.shared.second_half(combined)
+        return combined if self.whole else writer.scatter("experts_down", combined)
+
+    def _shared_output(self) -> Rows | None:
+        """Write the shared expert's second product into a sum of its own."""
+        return self.shared.whole_output(scattered=self.whole)
 
     def _with_shared(self, name: str, rows: Rows, shared: Rows | None) -> Rows:
         """Write the sum of rows and of the shared expert's, which ``shared`` has; return it, or ``rows`` without."""
@@ -178,34 +207,23 @@ class ExpertMlp:
         """Write the backward from ``grad_out`` to ``d_resid``."""
         writer, shape, experts = self.writer, self.shape, self.experts
         whole, tokens = self._all, (0, shape.tokens)
-        upstream = beside = writer.shard_rows(grad_out, tokens)
-        if not self.whole or self.shared.width:
-            beside = writer.gather("experts.grad", upstream, "d_moe_full", 0)
-        if not self.whole:
-            upstream = beside
-        d_down = Rows(writer.own("d_expert_out", self.rows, shape.hidden), *whole)
-        self._dispatch("dispatch.grad", upstream, d_down)
-        t = Rows(writer.own("d_act", self.rows, shape.expert_width), *whole)
-        self._dgrad("experts_down", d_down, t)
-        if not self.frozen:
-            self._wgrad("experts_down", d_down, Rows("act", *whole))
+        upstream, beside, t = self._second_product_backward(grad_out)
         d_up = Rows(writer.own("d_up", self.rows, 2 * shape.expert_width), *whole)
         d_probs = self._own("d_probs", "fp32", shape.routed_tokens, experts.per_token)
         self._activation_backward(t, d_up, d_probs)
         if experts.bias:
             self._biases_backward(upstream, d_up, d_probs)
-        self.shared.backward(beside)
+        if not self.overlapped:
+            self.shared.backward(beside)
         d_logits = self._own("d_logits", "fp32", shape.routed_tokens, experts.count)
         self._route_backward(d_probs, d_logits)
         source, d_norm = self._first_product_backward(d_up)
-        if self.whole:
-            d_norm = self._with_shared("d_shared.add", d_norm, self.shared.whole_input_gradient())
-            self._router_backward(d_logits, source, d_norm)
-            summed = d_norm
+        if self.beside:
+            d_norm = self._with_shared("d_shared.add", d_norm, self._shared_input_gradient(source))
         else:
             self.shared.input_gradient(source, d_norm)
-            self._router_backward(d_logits, source, d_norm)
-            summed = writer.scatter("d_norm2", d_norm)
+        self._router_backward(d_logits, source, d_norm)
+        summed = d_norm if self.whole else writer.scatter("d_norm2", d_norm)
         writer.own("d_resid", shape.shard_tokens, shape.hidden)
         norms.norm_backward(
             writer,
@@ -217,6 +235,40 @@ class ExpertMlp:
             rows=tokens,
             at=tokens,
         )
+
+    def _second_product_backward(self, grad_out: str) -> tuple[Rows, Rows, Rows]:
+        """Write the gradients of the second product's weight and of its input.
+
+        Returns the gradients of the tokens that the rank routes, of all tokens of the tensor-parallel ranks (for the
+        shared expert), and of the activation.
+        """
+        upstream, beside = self._gathered_gradient(grad_out)
+        d_down = self._second_gradient
+        self._dispatch("dispatch.grad", upstream, d_down)
+        t = Rows(self.writer.own("d_act", self.rows, self.shape.expert_width), *self._all)
+        self._dgrad("experts_down", d_down, t)
+        if not self.frozen:
+            self._wgrad("experts_down", d_down, Rows("act", *self._all))
+        return upstream, beside, t
+
+    @property
+    def _second_gradient(self) -> Rows:
+        """The gradient of the second product's result; its buffer is added at its first use."""
+        return Rows(self.writer.own("d_expert_out", self.rows, self.shape.hidden), *self._all)
+
+    def _gathered_gradient(self, grad_out: str) -> tuple[Rows, Rows]:
+        """Return the gradients of the tokens that the rank routes, and those of all tokens where they are read."""
+        upstream = beside = self.writer.shard_rows(grad_out, (0, self.shape.tokens))
+        if not self.whole or self.shared.width:
+            beside = self.writer.gather("experts.grad", upstream, "d_moe_full", 0)
+        return (upstream if self.whole else beside), beside
+
+    def _shared_input_gradient(self, source: Rows) -> Rows | None:
+        """Write the gradients of the shared expert's first product; return that of its input, in a sum of its own.
+
+        ``source``: the second norm's rows that the router reads.
+        """
+        return self.shared.whole_input_gradient(None if self.whole else source, scattered=self.whole)
 
     def _first_product_backward(self, d_up: Rows) -> tuple[Rows, Rows]:
         """Write the gradients of the first product's weight and of its input; return the norm and its gradient."""
@@ -257,6 +309,8 @@ class ExpertMlp:
                 bias=self._weight("experts_up.bias"),
                 ends=reads(self._ends),
             )
+        activated = Rows("act", *rows)
+        made = writer.made(activated, width)
         self._emit(
             "act",
             self.activation,
@@ -267,8 +321,9 @@ class ExpertMlp:
             features=width,
             x=reads(up),
             **self._weights_of(rows),
-            out=writes(Rows("act", *rows)),
+            out=writes(made),
         )
+        writer.quantise(made, activated)
 
     def _dispatched(self, rows: RowBlock) -> Rows:
         """Return a range of the experts' input rows; add the buffer at its first use."""
@@ -537,16 +592,31 @@ class ExpertMlp:
         """Return their gradients as an accumulated operand."""
         return self.writer.grad(name)
 
+    def _read_weight(self, name: str, *, for_dgrad: bool = False) -> Access | None:
+        """Return the weights of a product as it, or the gradient of its input, reads them."""
+        return reads(self.weights.of(name, for_dgrad=for_dgrad)) if self.weights else self._weight(f"{name}.weight")
+
     def _product(self, name: str, x: Rows, out: Rows) -> None:
         """Emit the product of dispatched rows with their experts' weights."""
-        n, k = self.builder.features(out.slot), self.builder.features(x.slot)
-        operands = {"x": reads(x), "weight": self._weight(f"{name}.weight"), "ends": reads(self._ends)}
+        n, k = self.builder.features(out.slot), self._inputs_of(name)
+        if self.weights:
+            assert self.writer.fp8 is not None  # whose copies they are
+            x = self.writer.fp8.input(x, self.writer.suffix)
+        operands = {"x": reads(x), "weight": self._read_weight(name), "ends": reads(self._ends)}
         self._grouped(name, "experts.linear", out, n, k, **operands, out=writes(out))
+
+    def _inputs_of(self, name: str) -> int:
+        """Return the number of input features of a product."""
+        return self.shape.hidden if name == "experts_up" else self.shape.expert_width
 
     def _dgrad(self, name: str, grad: Rows, out: Rows) -> None:
         """Emit the gradient of a product's input."""
         n, k = self.builder.features(out.slot), self.builder.features(grad.slot)
-        operands = {"grad": reads(grad), "weight": self._weight(f"{name}.weight"), "ends": reads(self._ends)}
+        if self.weights:
+            assert self.writer.fp8 is not None
+            grad = self.writer.fp8.gradient(grad, self.writer.suffix, k)
+        weight = self._read_weight(name, for_dgrad=True)
+        operands = {"grad": reads(grad), "weight": weight, "ends": reads(self._ends)}
         self._grouped(f"{name}.dgrad", "experts.linear.dgrad", out, n, k, **operands, out=writes(out))
 
     def _grouped(self, name: str, op: str, rows: Rows, n: int, k: int, **operands: Access | None) -> None:
@@ -554,8 +624,15 @@ class ExpertMlp:
         result = self._result_bytes(rows.tokens * n)
         scratch = self.builder.scratch(f"{self.builder.phase}.{name}{writer.suffix}.result", result)
         copied = 2 * writer.size * rows.tokens * n if self.copies_results else 0
-        work = GroupedGemm(self._sizes(rows), n, k, "dgrad" if op.endswith("dgrad") else "fprop", writer.dtype, copied)
+        work = self._work(rows, n, k, "dgrad" if op.endswith("dgrad") else "fprop", copied)
         self.builder.emit(name + writer.suffix, op, Lane.COMPUTE, work, **operands, workspace=scratch)
+
+    def _work(self, rows: Rows, n: int, k: int, gemm_pass: GemmPass, copied: int) -> GroupedGemm:
+        """Return the work of a grouped product, in the plan's dtype or in FP8."""
+        sizes, decisions = self._sizes(rows), self.writer.decisions
+        if self.weights:
+            return Fp8GroupedGemm(sizes, n, k, gemm_pass, self.writer.dtype, operands=PRODUCTS[decisions.fp8])
+        return GroupedGemm(sizes, n, k, gemm_pass, self.writer.dtype, copied)
 
     @property
     def copies_results(self) -> bool:
@@ -564,22 +641,28 @@ class ExpertMlp:
 
     def _result_bytes(self, elements: int) -> int:
         """Return the scratch of a grouped product with a result of so many elements."""
+        if self.weights:  # kernels in FP8 write where the plan has it
+            return 0
         kernel = self.writer.decisions.kernels.attention
         return table.grouped_workspace_bytes(elements, self.writer.dtype, self.shape.own_experts, kernel)
 
     def _wgrad(self, name: str, grad: Rows, x: Rows) -> None:
         """Emit the gradients of all experts' weights, ``m`` output features by ``n`` input features each."""
-        m, n = self.builder.features(grad.slot), self.builder.features(x.slot)
+        m, n = self.builder.features(grad.slot), self._inputs_of(name)
         writer, into = self.writer, gradient_dtype(self.writer.decisions)
         kernel, builder, count = writer.decisions.kernels.attention, self.builder, self.shape.own_experts
         wide = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
+        if self.weights:
+            assert writer.fp8 is not None
+            grad = writer.fp8.gradient(grad, writer.suffix, m, for_wgrad=True)
+            x, wide = writer.fp8.input(x, writer.suffix, for_wgrad=True), 0
         result = self._result_bytes(count * m * n)
         added = (writer.size + 2 * DTYPE_BYTES[into]) * count * m * n
         builder.emit(
             f"{name}.wgrad{writer.suffix}",
             "experts.linear.wgrad",
             Lane.COMPUTE,
-            GroupedGemm(self._sizes(grad), m, n, "wgrad", writer.dtype, added if self.copies_results else 0),
+            self._work(grad, m, n, "wgrad", added if self.copies_results else 0),
             grad=reads(grad),
             x=reads(x),
             ends=reads(self._ends),

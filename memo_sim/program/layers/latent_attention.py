@@ -91,6 +91,9 @@ class LatentAttentionHalf(WholeAttention):
         x, made = (writer.shard_rows(slot, rows) for slot in ("norm1", "latent"))
         writer.linear("latent", x, made, latent.width, self.shape.hidden, bias=False)
         normed, passes = latent.q_rank + latent.kv_rank, NORM[writer.dtype]
+        ranks = {"q": latent.q_rank, "kv": latent.kv_rank}
+        latents = {name: writer.shard_rows(f"{name}_latent", rows) for name, rank in ranks.items() if rank}
+        written = {name: writer.made(kept, ranks[name]) for name, kept in latents.items()}
         writer.memory_bound(
             "latent.norm",
             "latent.norm",
@@ -101,11 +104,13 @@ class LatentAttentionHalf(WholeAttention):
             x=reads(made),
             q_weight=writer.param("q_latent_norm.weight"),
             kv_weight=writer.param("kv_latent_norm.weight"),
-            q=writes(writer.shard_rows("q_latent", rows)) if latent.q_rank else None,
-            kv=writes(writer.shard_rows("kv_latent", rows)),
+            q=writes(written["q"]) if latent.q_rank else None,
+            kv=writes(written["kv"]),
             rope=writes(writer.shard_rows(self._rotary_key(), rows)),
             stats=writes(writer.shard_rows("latent_stats", rows)),
         )
+        for name, kept in latents.items():
+            writer.quantise(written[name], kept)
 
     def _rotary_key(self) -> str:
         """Return the slot of the shared rotary key before its rotation; kept where backward expands heads again."""
@@ -122,10 +127,12 @@ class LatentAttentionHalf(WholeAttention):
         packed = Rows(writer.own(self.ulysses.sequence_sharded("qkv"), shape.tokens, shape.qkv_width), *rows)
         writer.own("qkv", shape.attention.tokens, shape.attention.qkv_width)
         source = self._queries_from()
-        x = writer.gather(source, writer.shard_rows(source, rows), f"{source}_full", rows[0])
-        width = self.builder.features(x.slot)
+        mine = writer.shard_rows(writer.read_by_product(source), rows)
+        x = writer.product_input("q_up", writer.gather(source, mine, f"{source}_full", rows[0]))
+        width = latent.q_rank or shape.hidden
         writer.linear("q_up", x, packed, shape.q_width, width, bias=False, op="latent.q_up")
-        kv = writer.gather("kv_latent", writer.shard_rows("kv_latent", rows), "kv_latent_full", rows[0])
+        mine = writer.shard_rows(writer.read_by_product("kv_latent"), rows)
+        kv = writer.gather("kv_latent", mine, "kv_latent_full", rows[0])
         made = Rows(writer.own(f"{phase}.kv_up", shape.tokens, self._kv_width), *rows)
         writer.linear("kv_up", kv, made, self._kv_width, latent.kv_rank, bias=False)
         key = self._rotary_key()

@@ -77,6 +77,8 @@ class LayerWriter(OperatorWriter):
         runs in row blocks, backward recomputes it block by block, without the second product, unless ``mlp_rebuild``
         says that the layer's recompute has it: then each block's stands before the next block, and none is left out.
         """
+        if isinstance(self.mlp, ExpertMlp) and not whole:
+            self.mlp.before_recompute()
         self.suffix = "" if whole else f".r{index}"
         self.attention.recompute(rows, whole=whole)
         self.attention.project(rows)

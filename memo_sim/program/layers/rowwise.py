@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import attention, shared_heads
+from memo_sim.program.attention.partial import split
+from memo_sim.program.attention.subsequence import KV
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
@@ -44,7 +46,7 @@ from memo_sim.program.operators.sinks import sink, sink_backward
 
 KEPT = frozenset({"x", "attn", "lse"})
 """The skeletal tensors that outlive a layer's forward."""
-WHOLE = KEPT | {"qkv"}
+WHOLE = KEPT | {"qkv", "q"}
 """The skeletal tensors that exist whole in a layer's forward or backward."""
 FIRST_NORM = ("norm1", "norm1_stats")
 RAW = "qk_raw"
@@ -134,16 +136,19 @@ class RowwiseLayer(OperatorWriter):
         degree = self.shape.ulysses
         return Rows(slot, degree * rows[0], degree * rows[1])
 
-    def _packed(self, slot: str, rows: RowBlock) -> Rows:
-        """Return a block's rows of the packed Q, K and V, or of their gradient, before they are exchanged."""
+    def _packed(self, rows: RowBlock) -> Rows:
+        """Return a block's rows of the packed Q, K and V before they are exchanged or split."""
+        if self.shape.kv_cache_tokens:
+            return Rows(self.own("qkv", self.room, self.shape.qkv_width), 0, rows[1])
         if self.shape.ulysses > 1:
-            self.own(f"{slot}_seq", self.room, self.shape.qkv_width)
-        return self._at(slot, rows)
+            self.own("qkv_seq", self.room, self.shape.qkv_width)
+        if not self.builder.has("qkv"):
+            self.own("qkv", self.shape.attention.tokens, self.shape.attention.qkv_width)
+        return self._at("qkv", rows)
 
-    @property
-    def _packed_room(self) -> int:
-        """Rows of the buffer that ``_packed`` returns rows of."""
-        return self.room if self.shape.ulysses > 1 else self.shape.tokens
+    def _room_of(self, rows: Rows) -> int:
+        """Return the tokens of the buffer of the packed Q, K and V, or of their gradient, before they are exchanged."""
+        return self.builder.all(rows.slot).tokens
 
     def _raw(self, rows: RowBlock) -> Rows:
         """Return a block's rows of the input of the norm of heads."""
@@ -153,19 +158,22 @@ class RowwiseLayer(OperatorWriter):
         """Write norm, QKV product and positions of a block, and the all-to-all to the ranks of their heads."""
         first, tokens = rows
         norms.norm(self, "norm1", "x", rows, (0, tokens))
-        packed = self._packed("qkv", rows)
-        if not self.builder.has("qkv"):
-            self.own("qkv", self.shape.attention.tokens, self.shape.attention.qkv_width)
+        packed = self._packed(rows)
+        room = self._room_of(packed)
 
         def product(x: Rows, into: RowBlock) -> None:
             made = Rows(packed.slot, packed.first + into[0], into[1])
-            shared_heads.product(self, x, made, self._packed_room)
+            shared_heads.product(self, x, made, room)
 
         shard = self.shard_rows("norm1", (0, tokens))
         self.gather_and_multiply("norm1", shard, "norm1_full", (0, tokens), product, tokens=self.room)
-        shared_heads.exchange(self, packed, self._packed_room)
+        shared_heads.exchange(self, packed, room)
         positions(self, packed, self._raw(rows), first=first - packed.first)
         self.ulysses.to_head_ranks("qkv", packed, self._head_sharded("qkv", rows), self.suffix)
+        if self.shape.kv_cache_tokens:
+            fresh = self.builder.phase is Phase.FORWARD
+            keys = Rows(KV, self.shape.start + first, tokens) if fresh else None
+            split(self.builder, f"qkv.split{self.suffix}", packed, Rows("q", *rows), keys)
 
     def _project(self, rows: RowBlock) -> Rows:
         """Write the projection of a block and the residual sum; return the projection's input."""
@@ -199,10 +207,12 @@ class RowwiseLayer(OperatorWriter):
     def _product_backward(self, rows: RowBlock, grad_in: str) -> None:
         """Write the backward of a block from the gradient of its packed Q, K and V to that of the layer's input."""
         at = (0, rows[1])
-        d_qkv = self._packed("d_qkv", rows)
+        if self.shape.ulysses > 1:
+            self.own("d_qkv_seq", self.room, self.shape.qkv_width)
+        d_qkv = self._at("d_qkv", rows)
         self.ulysses.to_sequence_ranks("d_qkv", self._head_sharded("d_qkv", rows), d_qkv, self.suffix)
         positions_backward(self, d_qkv, first=rows[0] - d_qkv.first, raw=Rows(RAW, *rows))
-        grad = shared_heads.product_gradient(self, d_qkv, self._packed_room)
+        grad = shared_heads.product_gradient(self, d_qkv, self._room_of(d_qkv))
         phase, suffix = self.builder.phase, self.suffix
         self.builder.phase, self.suffix = Phase.RECOMPUTE, f".again{suffix}"
         norms.norm(self, "norm1", "x", rows, at)

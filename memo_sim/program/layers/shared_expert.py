@@ -11,7 +11,8 @@ whole. A tensor-parallel rank has the gradient of its features, which the sums o
 gradients over these ranks complete.
 
 Where tensor-parallel ranks have whole experts, the experts' sum is of each rank's token shard. So the shared expert has
-a sum of its own, in forward and in backward, which is reduce-scattered and added to that (``experts.py``).
+a sum of its own, in forward and in backward, which is reduce-scattered and added to that (``experts.py``). It also has
+one where its products overlap with the exchanges of the experts' rows, which have not arrived yet.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ class SharedExpert:
         """Write first product and activation of a range of rows; ``source``: the norm of all tokens."""
         if not self.width:
             return
-        x = Rows(source.slot, source.first + rows[0], rows[1])
+        x = self.writer.product_input("shared_up", Rows(source.slot, source.first + rows[0], rows[1]))
         self.writer.linear("shared_up", x, Rows("shared_up", *rows), 2 * self.width, self.hidden)
+        activated = Rows("shared_act", *rows)
+        made = self.writer.made(activated, self.width)
         if self.gated:
             size = self.writer.size * self.width * rows[1]
             self._emit(
@@ -74,19 +77,20 @@ class SharedExpert:
                 table.expert_activation_workspace_bytes(rows[1], self.width, self.writer.dtype),
                 x=reads(Rows("shared_up", *rows)),
                 gates=reads(self._gate(rows)),
-                out=writes(Rows("shared_act", *rows)),
+                out=writes(made),
             )
-            return
-        self.writer.memory_bound(
-            "shared_act",
-            "swiglu",
-            rows[1],
-            2 * self.width,
-            self.width,
-            features=self.width,
-            x=reads(Rows("shared_up", *rows)),
-            out=writes(Rows("shared_act", *rows)),
-        )
+        else:
+            self.writer.memory_bound(
+                "shared_act",
+                "swiglu",
+                rows[1],
+                2 * self.width,
+                self.width,
+                features=self.width,
+                x=reads(Rows("shared_up", *rows)),
+                out=writes(made),
+            )
+        self.writer.quantise(made, activated)
 
     def second_half(self, into: Rows) -> None:
         """Write the second product of all tokens, added to the experts' sum ``into``."""
@@ -96,20 +100,23 @@ class SharedExpert:
             f"shared_down{self.writer.suffix}",
             "linear.add",
             Lane.COMPUTE,
-            Gemm(self.tokens, self.hidden, self.width, "fprop", self.writer.dtype),
-            x=reads(self._all("shared_act")),
-            weight=self.writer.param("shared_down.weight"),
+            self.writer.product("shared_down", self.tokens, self.hidden, self.width, "fprop"),
+            x=reads(self._all(self.writer.read_by_product("shared_act"))),
+            weight=self.writer.weight("shared_down"),
             out=accumulates(into),
         )
 
-    def whole_output(self) -> Rows | None:
-        """Write the second product of all tokens, summed over tensor-parallel ranks; return the rank's token shard."""
+    def whole_output(self, *, scattered: bool) -> Rows | None:
+        """Write the second product of all tokens into a sum of its own, and return it; None without a shared expert.
+
+        ``scattered``: it is summed over tensor-parallel ranks, and the rank's token shard of it returned.
+        """
         if not self.width:
             return None
         writer = self.writer
         product = Rows(writer.own("shared_out", self.tokens, self.hidden), 0, self.tokens)
         writer.linear("shared_down", self._all("shared_act"), product, self.hidden, self.width, bias=False)
-        return writer.scatter("shared_down", product)
+        return writer.scatter("shared_down", product) if scattered else product
 
     def backward(self, upstream: Rows) -> None:
         """Write the backward from the gradient of the output of all tokens to that of the first product."""
@@ -165,34 +172,28 @@ class SharedExpert:
             return
         d_up = self._all("d_shared_up")
         self.writer.wgrad("shared_up", d_up, source, 2 * self.width, self.hidden)
-        self.builder.emit(
-            f"shared_up.dgrad{self.writer.suffix}",
-            "linear.dgrad.add",
-            Lane.COMPUTE,
-            Gemm(self.tokens, self.hidden, 2 * self.width, "dgrad", self.writer.dtype),
-            grad=reads(d_up),
-            weight=self.writer.param("shared_up.weight"),
-            out=accumulates(d_norm),
-        )
+        self.writer.dgrad("shared_up", d_up, d_norm, self.hidden, 2 * self.width, op="linear.dgrad.add")
         if self.gated:
             self._gate_products(source, d_norm)
 
-    def whole_input_gradient(self) -> Rows | None:
-        """Write the gradients of the first product's weight and of its input, summed over tensor-parallel ranks.
+    def whole_input_gradient(self, source: Rows | None, *, scattered: bool) -> Rows | None:
+        """Write the gradients of the first product's weight and of its input, in a sum of its own that is returned.
 
-        Returns the rank's token shard of the input's gradient.
+        ``source``: the input of all tokens; None where it has yet to be gathered. ``scattered``: as in forward.
         """
         if not self.width:
             return None
         writer, rows = self.writer, (0, self.tokens)
         shard = writer.shard_rows("norm2", rows)
-        source = writer.gather_again("norm2", shard, "norm2_full", 0)
+        if source is None:
+            frozen = writer.decisions.lora is not None  # no gradient reads the input then
+            source = shard if frozen else writer.gather_again("norm2", shard, "norm2_full", 0)
         d_up, d_norm = self._all("d_shared_up"), Rows(writer.own("d_shared_norm", self.tokens, self.hidden), *rows)
         writer.dgrad("shared_up", d_up, d_norm, self.hidden, 2 * self.width)
         writer.wgrad("shared_up", d_up, source, 2 * self.width, self.hidden, shard=shard)
         if self.gated:
             self._gate_products(source, d_norm)
-        return writer.scatter("d_shared_norm", d_norm)
+        return writer.scatter("d_shared_norm", d_norm) if scattered else d_norm
 
     def _gate_products(self, source: Rows, d_norm: Rows) -> None:
         """Write the gradients of the gate's input ``source``, added to ``d_norm``, and of its weight."""

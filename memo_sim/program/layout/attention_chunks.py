@@ -5,6 +5,9 @@ every chunk. The last chunk may be shorter.
 
       tokens     |      c0      |      c1      |   c2   |
       rank 0     | c0 | c1 | c2 |       rows [first, first + rows) of its own
+
+Of a micro-batch of several sequences, a chunk has these tokens of every sequence, one sequence after the other
+(``token_order.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ square: more chunks make programs of millions of instructions."""
 def attention_chunks(decisions: Decisions) -> list[tuple[int, int]]:
     """Return (first row, rows) of each chunk, in rows of a rank; one chunk of all rows when attention is whole."""
     total = decisions.local_tokens
-    rows = min(decisions.attention_chunk_tokens // decisions.layout.ulysses or total, total)
+    chunk = decisions.micro_batch * decisions.attention_chunk_tokens // decisions.layout.ulysses
+    rows = min(chunk or total, total)
     return [(first, min(rows, total - first)) for first in range(0, total, rows)]
 
 

@@ -111,6 +111,11 @@ ARENA_RULES = (
 """What no arena is planned for; programs can be written for it, and the search refuses it."""
 
 
+def goes_together(decisions: Decisions) -> bool:
+    """Return whether decisions break no rule of ``RULES``."""
+    return not any(rule.breaks(decisions) for rule in RULES)
+
+
 def check_compatible(decisions: Decisions) -> None:
     """Refuse decisions that do not go together.
 

@@ -1,9 +1,10 @@
 """FP8: which products of a layer run in it, which tensors are then kept in it, and the copies that products need.
 
 The linear products of a layer (Q K V, projection, both products of a dense MLP) take operands in FP8 and write bf16, as
-Transformer Engine's modules do. Attention, norms, routers, experts (grouped and shared), embedding and classifier stay
-in the plan's dtype. Activations and weights are E4M3; gradients are E5M2 with one scale a tensor (TE's hybrid format),
-and E4M3 with scales of blocks.
+Transformer Engine's modules do. So do those of experts and of a shared expert with ``fp8_experts``. Attention, norms,
+routers, embedding and classifier stay in the plan's dtype, and so does the product that makes latents (MLA): its weight
+lies behind the router's, and its input, the first norm's result, is then kept in that dtype too. Activations and
+weights are E4M3; gradients are E5M2 with one scale a tensor (TE's hybrid format), and E4M3 with scales of blocks.
 
 A product sums over the features of its operands, a weight's gradient over their tokens. Scales of blocks lie along the
 dimension that is summed, so a tensor has a copy by rows for the first and one by columns for the second. With one scale
@@ -55,6 +56,14 @@ PRODUCTS: dict[Fp8Recipe, ProductDtype] = {
 """The products of a recipe as profiles name them."""
 NARROW = "fp8"
 """The run of a block's parameters that are kept in FP8 alone."""
+OF_DENSE_LAYERS = ("qkv", "q_up", "kv_up", "proj", "ffn_up", "ffn_down")
+"""Products of a layer without experts that run in FP8; q_up and kv_up are latent attention's, in place of qkv."""
+OF_EXPERTS = ("experts_up", "experts_down", "shared_up", "shared_down")
+"""Those of experts, and of the shared one, with ``fp8_experts``."""
+LATENTS = ("q_latent", "kv_latent")
+"""What latent attention's products in FP8 read."""
+GATHERED = ("norm1", "norm2", *LATENTS)
+"""The inputs that sequence parallelism gathers."""
 ATTENTION_OUTPUT = "attn_fp8"
 """The projection's input in FP8, which is kept beside attention's output in bf16."""
 
@@ -74,15 +83,17 @@ def row_features(recipe: Fp8Recipe, features: int) -> int:
     return features + (-(-features // SCALE_SHARE) if by_blocks(recipe) else 0)
 
 
-def weights(block: Block) -> tuple[Parameter, ...]:
-    """Return the weights of a layer's FP8 products, which lie at its block's beginning, one after the other."""
-    found = (block.find(f"{name}.weight") for name in ("qkv", "proj", "ffn_up", "ffn_down"))
+def weights(decisions: Decisions, block: Block) -> tuple[Parameter, ...]:
+    """Return the weights of a block's FP8 products, which lie at its beginning, one after the other."""
+    names = (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ()))
+    found = (block.find(f"{name}.weight") for name in names)
     return tuple(weight for weight in found if weight is not None)
 
 
-def quantised_inputs(*, dense: bool) -> frozenset[str]:
-    """Return the tensors that only FP8 products read; a router and experts read their norm's result in bf16."""
-    return frozenset(("norm1", "norm2", "act") if dense else ("norm1",))
+def quantised_inputs(decisions: Decisions, *, dense: bool) -> frozenset[str]:
+    """Return the tensors that only FP8 products read; a router reads its norm's result in bf16."""
+    inside = ("norm2", "act") if dense else ("act", "shared_act") if decisions.fp8_experts else ()
+    return frozenset((*(LATENTS if decisions.model.latent else ("norm1",)), *inside))
 
 
 def two_copies(decisions: Decisions) -> bool:
@@ -100,14 +111,14 @@ def weight_copies(decisions: Decisions) -> int:
 
 def copied_elements(decisions: Decisions, block: Block) -> int:
     """Return the bytes of all FP8 copies of a layer's weights, with their scales."""
-    elements = sum(weight.elements for weight in weights(block))
+    elements = sum(weight.elements for weight in weights(decisions, block))
     scales = -(-elements // SCALE_SHARE) if decisions.fp8 == "mx" else 0
     return weight_copies(decisions) * (elements + scales)
 
 
 def narrow_elements(decisions: Decisions, block: Block) -> int:
     """Return the elements at a block's beginning that are kept in FP8 alone."""
-    return sum(weight.elements for weight in weights(block)) if decisions.fp8_params else 0
+    return sum(weight.elements for weight in weights(decisions, block)) if decisions.fp8_params else 0
 
 
 def runs(decisions: Decisions, block: Block) -> list[tuple[str, int, int]]:
@@ -124,7 +135,7 @@ def kept(decisions: Decisions, layer: LayerShape, tensors: tuple[Skeletal, ...])
     """Return a layer's skeletal tensors as FP8 products keep them."""
     if decisions.fp8 == "none":
         return tensors
-    inputs, found = quantised_inputs(dense=layer.experts is None), list[Skeletal]()
+    inputs, found = quantised_inputs(decisions, dense=layer.experts is None), list[Skeletal]()
     sequence_sharded = any(t.name == "attn_seq" for t in tensors)
     for tensor in tensors:
         if tensor.name in inputs:

@@ -284,17 +284,28 @@ def _norms_of(latent: LatentAttention) -> Vectors:
     return [(f"{name}_latent_norm.weight", rank, Part.TOKENS) for name, rank in ranks if rank]
 
 
-def experts_block(model: Model, tp: int, ep: int, experts: Experts | None, *, name: str = "experts") -> Block | None:
+def experts_block(
+    model: Model,
+    tp: int,
+    ep: int,
+    experts: Experts | None,
+    adapters: Adapters | None = None,
+    *,
+    name: str = "experts",
+) -> Block | None:
     """Return the block of one rank's experts; None without expert parallelism, or in a layer without experts.
 
     Rank r of ``ep`` has the experts [r x count / ep, (r + 1) x count / ep), and of each the features of its rank of tp.
+    With ``adapters`` it is frozen.
     """
-    return None if ep == 1 or experts is None else rank_experts_block(model, tp, ep, experts, name=name)
+    return None if ep == 1 or experts is None else rank_experts_block(model, tp, ep, experts, adapters, name=name)
 
 
-def rank_experts_block(model: Model, tp: int, ep: int, experts: Experts, *, name: str = "experts") -> Block:
+def rank_experts_block(
+    model: Model, tp: int, ep: int, experts: Experts, adapters: Adapters | None = None, *, name: str = "experts"
+) -> Block:
     """Return the block of one rank's experts, or (``ep`` 1) of all of them."""
-    return _block(name, _experts(experts, model.hidden, tp, ep), _first_biases(experts, tp, ep), None)
+    return _block(name, _experts(experts, model.hidden, tp, ep), _first_biases(experts, tp, ep), adapters)
 
 
 def _experts(experts: Experts, hidden: int, tp: int, ep: int) -> Matrices:

@@ -27,16 +27,16 @@ PRICE_AGAIN = "the plan was edited: memo-sim what-if with MODEL and --seq-len ma
 def partition(decisions: Decisions) -> tuple[int, ...]:
     """Return the tokens of each subsequence of one rank's micro-batch, in order.
 
-    Each is a multiple of the swap granule, except the last when the micro-batch itself is no multiple. No subsequence
-    is longer than the one before it.
+    Each is a multiple of the swap granule, except the last when the sequence itself is no multiple. No subsequence is
+    longer than the one before it. Of a micro-batch of several sequences, each has equal parts of all of them.
 
     Raises:
         Infeasible: when there are fewer granules than subsequences.
     """
-    layout, tokens, granule = decisions.layout, decisions.local_tokens, decisions.swap_granule
-    parts = layout.subsequences
+    layout, granule, sequences = decisions.layout, decisions.swap_granule, decisions.micro_batch
+    parts, tokens = layout.subsequences, decisions.local_tokens // sequences
     if parts == 1:
-        return (tokens,)
+        return (decisions.local_tokens,)
     granules = -(-tokens // granule)
     if granules < parts:
         raise Infeasible(
@@ -52,7 +52,7 @@ def partition(decisions: Decisions) -> tuple[int, ...]:
         ideal = balanced(granules, parts, earlier_tokens(decisions.model) / granule)
     sizes = [size * granule for size in _whole(ideal, granules)]
     sizes[-1] -= granules * granule - tokens
-    return tuple(sizes)
+    return tuple(sequences * size for size in sizes)
 
 
 def swapped_parts(decisions: Decisions) -> tuple[int, ...]:

@@ -234,6 +234,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: 
             where="seq_tokens",
             got=decisions.seq_tokens,
             wanted=f"at most {model.max_positions}",
+            hint="a shorter --seq-len, or a model file with more max_positions",
         )
     if layout.ring > MOST_RING:
         raise Infeasible(
@@ -347,6 +348,7 @@ def _check_mlp_blocks(decisions: Decisions, tokens: int) -> None:
             where="decisions.mlp_chunk_tokens",
             got=f"{chunk} of {tokens} tokens",
             wanted=f"a multiple of {granule}, at least {-(-tokens // MOST_MLP_CHUNKS)}",
+            hint="another --mlp-chunk",
         )
 
 
@@ -367,6 +369,7 @@ def _check_size(decisions: Decisions, tokens: int) -> None:
             where="loss_chunk_tokens",
             got=f"{chunk} of {tokens} tokens",
             wanted=f"chunks of at least {-(-tokens // MOST_LOSS_CHUNKS)} tokens",
+            hint="a larger --loss-chunk",
         )
 
 

@@ -13,6 +13,11 @@ Where packed documents are cut one by one (``Decisions.document_cuts``), every d
 rank's rows of a sequence are then the early chunks of all documents, and after them the late ones; which tokens these
 are differs from step to step.
 
+Where a sequence is divided into subsequences, or attention's into chunks, a micro-batch of several sequences has these
+parts one after the other, each with its tokens of every sequence:
+
+    two sequences in two parts    0  1  2  3 | 8  9 10 11 || 4  5  6  7 | 12 13 14 15
+
 All ranks of a tensor-parallel group have the same rows, and a gathered row block has them in this order. Outside of the
 products, sequence parallelism divides the rows of each block once more in the same way. Subsequences are runs of a
 rank's rows, each with its own row blocks. A token shard therefore holds its share of each subsequence, one after the
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import attention_chunks
@@ -133,11 +138,26 @@ def _ring_runs(decisions: Decisions, rank: int, ends: Ends) -> list[Run]:
         return [run for number, each in enumerate(ends) for run in _document_runs(decisions, rank, number, each)]
     starts = range(0, decisions.micro_batch * length, length)
     if ranks == 1:
-        return [Run(start, start, length) for start in starts]
+        return _in_parts(decisions) if len(starts) > 1 else [Run(0, 0, length)]
     chunk = length // (2 * ranks)
     places = (rank * chunk, (2 * ranks - 1 - rank) * chunk)
     tokens = [start + place for start in starts for place in places]
     return [Run(i * chunk, token, chunk) for i, token in enumerate(tokens)]
+
+
+def _in_parts(decisions: Decisions) -> list[Run]:
+    """Return the runs of several whole sequences: part by part, where subsequences or chunks divide them."""
+    sequences, ulysses = decisions.micro_batch, decisions.layout.ulysses
+    parts = partition(decisions)
+    if decisions.attention_chunk_tokens:
+        parts = tuple(rows for _, rows in attention_chunks(decisions))
+    runs, row = list[Run](), 0
+    for first, rows in zip((0, *accumulate(parts)), parts, strict=False):
+        token, tokens = first * ulysses // sequences, rows * ulysses // sequences
+        for sequence in range(sequences):
+            runs.append(Run(row, sequence * decisions.seq_tokens + token, tokens))
+            row += tokens
+    return runs
 
 
 def cuts_documents(decisions: Decisions) -> bool:

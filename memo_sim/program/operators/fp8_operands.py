@@ -22,6 +22,31 @@ COLUMNS = "params_fp8_columns"
 """Slot of the weights for the gradients of inputs where there are no others than in FP8."""
 
 
+EXPERT_WEIGHTS, EXPERT_COLUMNS = "expert_params_fp8", "expert_params_fp8_columns"
+"""The same slots for the experts that ranks divide."""
+
+
+class Fp8Weights:
+    """The FP8 copies of the weights of a block."""
+
+    def __init__(self, decisions: Decisions, block: Block, slots: tuple[str, str] = (WEIGHTS, COLUMNS)) -> None:
+        self._slots, self._alone = slots, decisions.fp8_params
+        self._twice = fp8.weight_copies(decisions) > 1
+        self._weights = {weight.name.removesuffix(".weight"): weight for weight in fp8.weights(decisions, block)}
+        self._elements = sum(weight.elements for weight in self._weights.values())
+
+    def has(self, name: str) -> bool:
+        """Return whether the product ``name`` runs in FP8."""
+        return name in self._weights
+
+    def of(self, name: str, *, for_dgrad: bool) -> Rows:
+        """Return the copy of a weight that a product, or the gradient of its input, reads."""
+        weight, again = self._weights[name], for_dgrad and self._twice
+        if again and self._alone:
+            return Rows(self._slots[1], weight.first, weight.elements)
+        return Rows(self._slots[0], weight.first + self._elements * again, weight.elements)
+
+
 class Fp8Operands:
     """The FP8 copies of one template's operands."""
 
@@ -29,23 +54,10 @@ class Fp8Operands:
         self.builder, self.decisions, self.shape = builder, decisions, shape
         self.recipe = decisions.fp8
         self.size = DTYPE_BYTES[decisions.dtype]
-        self._weights = {weight.name.removesuffix(".weight"): weight for weight in fp8.weights(block)}
-        self._elements = sum(weight.elements for weight in self._weights.values())
-        self._inputs = fp8.quantised_inputs(dense=shape.experts is None)
+        self.weights = Fp8Weights(decisions, block)
+        self._inputs = fp8.quantised_inputs(decisions, dense=shape.experts is None)
         self._gradients: dict[tuple[str, Rows], tuple[Rows, Rows]] = {}
         """Copies by rows and by columns of the gradients that were quantised so far, by suffix and rows."""
-
-    def has(self, name: str) -> bool:
-        """Return whether the product ``name`` runs in FP8."""
-        return name in self._weights
-
-    def weight(self, name: str, *, for_dgrad: bool) -> Rows:
-        """Return the copy of a weight that a product, or the gradient of its input, reads."""
-        weight = self._weights[name]
-        again = for_dgrad and fp8.weight_copies(self.decisions) > 1
-        if again and self.decisions.fp8_params:
-            return Rows(COLUMNS, weight.first, weight.elements)
-        return Rows(WEIGHTS, weight.first + self._elements * again, weight.elements)
 
     def made(self, rows: Rows, features: int) -> Rows:
         """Return the rows of a buffer in the plan's dtype where the producer of ``rows`` writes them."""
@@ -74,6 +86,22 @@ class Fp8Operands:
             self.builder.own(read, BufferClass.TRANSIENT, fp8.ACTIVATIONS, kept, self.builder.features(rows.slot))
         self._quantise(f"{rows.slot}.quantize{suffix}", made, *out)
 
+    def input(self, source: Rows, suffix: str, *, for_wgrad: bool = False) -> Rows:
+        """Return an input as a product reads it, or with ``for_wgrad`` the gradient of its weight.
+
+        One that others read in the plan's dtype is not kept in FP8, so each of the two quantises it for itself.
+        """
+        if self._is_quantised(source.slot):
+            return source
+        builder, kind = self.builder, "columns" if for_wgrad else "rows"
+        name = f"{builder.phase}.{source.slot}.{kind}"
+        if not builder.has(name):
+            features = fp8.row_features(self.recipe, builder.features(source.slot))
+            builder.own(name, BufferClass.TRANSIENT, fp8.ACTIVATIONS, builder.all(source.slot).tokens, features)
+        copy = Rows(name, source.first, source.tokens)
+        self._quantise(f"{source.slot.rpartition('.')[2]}.{kind}.quantize{suffix}", source, copy)
+        return copy
+
     def before_gather(self, grad: Rows, suffix: str) -> Rows:
         """Return a gradient as the tensor-parallel ranks gather it: its copy by rows, or itself.
 
@@ -81,20 +109,23 @@ class Fp8Operands:
         """
         if not self.shape.gathered or fp8.by_blocks(self.recipe):
             return grad
-        copy = self._own(f"{grad.slot}.fp8", grad)
+        copy = self._own(f"{grad.slot}.fp8", grad, self.builder.features(grad.slot))
         self._quantise(f"{grad.slot}.quantize{suffix}", grad, copy)
         return copy
 
-    def gradient(self, grad: Rows, suffix: str, *, for_wgrad: bool = False) -> Rows:
-        """Return the copy of a gradient that the gradient of an input reads, or with ``for_wgrad`` that of a weight."""
+    def gradient(self, grad: Rows, suffix: str, features: int, *, for_wgrad: bool = False) -> Rows:
+        """Return the copy of a gradient that the gradient of an input reads, or with ``for_wgrad`` that of a weight.
+
+        ``features``: those of the product's result, which may be a part of what ``grad`` packs.
+        """
         if self._is_quantised(grad.slot):
             return self.transposed(grad, suffix) if for_wgrad else grad
         key = (suffix, grad)
         if key not in self._gradients:
-            copies = [self._own(f"{grad.slot}.fp8", grad)]
+            copies = [self._own(f"{grad.slot}.fp8", grad, features)]
             if fp8.two_copies(self.decisions):
-                copies.append(self._own(f"{grad.slot}.fp8.columns", grad))
-            self._quantise(f"{grad.slot}.quantize{suffix}", grad, *copies)
+                copies.append(self._own(f"{grad.slot}.fp8.columns", grad, features))
+            self._quantise(f"{grad.slot}.quantize{suffix}", grad, *copies, features=features)
             self._gradients[key] = (copies[0], copies[-1])
         return self._gradients[key][for_wgrad]
 
@@ -118,7 +149,7 @@ class Fp8Operands:
 
     def _two_copies_of(self, slot: str) -> bool:
         """Return whether an input has a copy by columns beside the one by rows; a gathered one may be transposed."""
-        gathered = self.shape.gathered and slot in ("norm1", "norm2")
+        gathered = self.shape.gathered and slot in fp8.GATHERED
         return fp8.by_blocks(self.recipe) or (fp8.two_copies(self.decisions) and not gathered)
 
     def _is_quantised(self, slot: str) -> bool:
@@ -127,21 +158,24 @@ class Fp8Operands:
     def _is_gathered(self, slot: str) -> bool:
         return self._is_quantised(slot) and self.builder.buffer_class(slot) is BufferClass.EXCHANGE
 
-    def _own(self, name: str, grad: Rows) -> Rows:
+    def _own(self, name: str, grad: Rows, features: int) -> Rows:
         """Return as many rows as a gradient's in an FP8 buffer of the template, which row blocks use in turn.
 
         It has room for the first block, which is the largest.
         """
         builder = self.builder
         if not builder.has(name):
-            features = fp8.row_features(self.recipe, builder.features(grad.slot))
-            builder.own(name, BufferClass.TRANSIENT, fp8.gradients(self.recipe), grad.tokens, features)
+            row = fp8.row_features(self.recipe, features)
+            builder.own(name, BufferClass.TRANSIENT, fp8.gradients(self.recipe), grad.tokens, row)
         return Rows(name, 0, grad.tokens)
 
-    def _quantise(self, name: str, source: Rows, *copies: Rows) -> None:
-        """Emit the quantisation of ``source`` to its copies: by rows first, by columns second."""
+    def _quantise(self, name: str, source: Rows, *copies: Rows, features: int = 0) -> None:
+        """Emit the quantisation of ``source`` to its copies: by rows first, by columns second.
+
+        ``features``: how many of a row are quantised; 0 for all.
+        """
         builder = self.builder
-        values = source.tokens * builder.features(source.slot)
+        values = source.tokens * (features or builder.features(source.slot))
         written = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in copies)
         work = quantisation(self.decisions, source.tokens, values, written)
         columns = writes(copies[1]) if len(copies) > 1 else None

@@ -86,13 +86,13 @@ class OperatorWriter:
 
     def weight(self, name: str, *, for_dgrad: bool = False) -> Access | None:
         """Return the weight of the product ``name`` as a read operand: the parameter, or its copy in FP8."""
-        if self.fp8 is not None and self.fp8.has(name):
-            return reads(self.fp8.weight(name, for_dgrad=for_dgrad))
+        if self.fp8 is not None and self.fp8.weights.has(name):
+            return reads(self.fp8.weights.of(name, for_dgrad=for_dgrad))
         return self.param(f"{name}.weight")
 
     def product(self, name: str, m: int, n: int, k: int, gemm_pass: GemmPass) -> Gemm:
         """Return the work of the product ``name``, in the plan's dtype or in FP8."""
-        if self.fp8 is not None and self.fp8.has(name):
+        if self.fp8 is not None and self.fp8.weights.has(name):
             return Fp8Gemm(m, n, k, gemm_pass, self.dtype, PRODUCTS[self.decisions.fp8])
         return Gemm(m, n, k, gemm_pass, self.dtype)
 
@@ -108,6 +108,10 @@ class OperatorWriter:
     def read_by_product(self, slot: str) -> str:
         """Return the slot of the copy of an input that its product in forward reads."""
         return slot if self.fp8 is None else self.fp8.by_rows(slot)
+
+    def product_input(self, name: str, x: Rows) -> Rows:
+        """Return the input of the product ``name`` as it reads it: itself, or a copy in FP8 that is made here."""
+        return x if self.fp8 is None or not self.fp8.weights.has(name) else self.fp8.input(x, self.suffix)
 
     def attended(self, slot: str, *, kept: bool = False) -> str:
         """Return the slot of the projection's input, or of its copy in FP8: the one by rows, or the one ``kept``."""
@@ -313,8 +317,8 @@ class OperatorWriter:
 
     def dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int, *, op: str = "linear.dgrad") -> None:
         """Emit ``out = grad @ weight``: ``n`` input features of ``k`` output features."""
-        if self.fp8 is not None and self.fp8.has(name):
-            grad = self.fp8.gradient(grad, self.suffix)
+        if self.fp8 is not None and self.fp8.weights.has(name):
+            grad = self.fp8.gradient(grad, self.suffix, k)
         self.builder.emit(
             f"{name}.dgrad{self.suffix}",
             op,
@@ -350,9 +354,9 @@ class OperatorWriter:
         scratch = table.wgrad_workspace_bytes(
             m, n, grad.tokens, self.dtype, kernel, into=gradient_dtype(self.decisions)
         )
-        if self.fp8 is not None and self.fp8.has(name):
-            grad = self.fp8.gradient(grad, self.suffix, for_wgrad=True)
-            x = self.fp8.transposed(x, self.suffix)
+        if self.fp8 is not None and self.fp8.weights.has(name):
+            grad = self.fp8.gradient(grad, self.suffix, m, for_wgrad=True)
+            x = self.fp8.input(self.fp8.transposed(x, self.suffix), self.suffix, for_wgrad=True)
         wide = autocast(self.decisions)
         apart = wide or half_gradients(self.decisions)
         product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None

@@ -121,7 +121,9 @@ def _blocks(decisions: Decisions, stage: Stage) -> dict[str, Block]:
             whole_experts=layout.whole_experts,
             adapters=adapters,
         )
-        experts = experts_block(model, layout.expert_divided, layout.ep, kind.shape.experts, name=kind.experts_block)
+        experts = experts_block(
+            model, layout.expert_divided, layout.ep, kind.shape.experts, adapters, name=kind.experts_block
+        )
         found += [each, *([experts] if experts else [])]
     if stage.last:
         found.append(head_block(model, layout.tp, adapters=adapters))

@@ -33,7 +33,7 @@ from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import Subsequence
-from memo_sim.program.operators.fp8_operands import COLUMNS, WEIGHTS
+from memo_sim.program.operators.fp8_operands import COLUMNS, EXPERT_COLUMNS, EXPERT_WEIGHTS, WEIGHTS
 from memo_sim.program.operators.operators import OperatorWriter
 from memo_sim.program.pipeline.stage_p2p import StageP2P
 
@@ -277,10 +277,12 @@ class SubsequenceTemplates:
             if gradients and (columns := f"params_fp8_columns.{of.block.name}") in seen:
                 builder.bind(seen[columns], slot=COLUMNS)
         shared = of.layers.experts_block
-        if f"params.{shared}" in seen:
-            builder.bind(seen[f"params.{shared}"], slot=PARAMS)
-            if gradients:
-                builder.bind(seen[f"grads.{shared}"], slot=GRADS)
+        divided = {PARAMS: f"params.{shared}", EXPERT_WEIGHTS: f"params_fp8.{shared}"}
+        if gradients:
+            divided |= {EXPERT_COLUMNS: f"params_fp8_columns.{shared}", GRADS: f"grads.{shared}"}
+        for slot, family in divided.items():
+            if family in seen:
+                builder.bind(seen[family], slot=slot)
         if gradients:
             builder.bind(seen[f"grads.{of.block.name}"], slot="grads")
             deferred = of.deferred_of_kept if held is of.keeping else of.deferred

@@ -54,7 +54,7 @@ def partial_sums(v: Values, name: str) -> list[str]:
     """Return the names that the sum ``name`` has, one after the other; the last one is its own."""
     of, whole_experts = v.model.mixture, v.layout.whole_experts
     biased, shared = of is not None and of.bias, of is not None and of.shared > 0
-    gated = of is not None and of.shared_gate and not whole_experts
+    gated = of is not None and of.shared_gate and not separate(v)
     parts = {
         "up": ["product"] + ["bias"] * biased,
         "down": ["experts"] + ["bias"] * biased + ["shared"] * shared,
@@ -67,22 +67,38 @@ def partial_sums(v: Values, name: str) -> list[str]:
 
 def shared_norm(v: Values) -> str:
     """Return the name of the gradient of the shared expert's input, as its first product makes it."""
-    if not v.layout.whole_experts:
+    if not separate(v):
         return SHARED_NORM
     of = v.model.mixture
-    return "d_shared_norm.product" if of is not None and of.shared_gate else "d_shared_norm~"
+    return "d_shared_norm.product" if of is not None and of.shared_gate else _part("d_shared_norm", v)
+
+
+def shared_output(v: Values) -> str:
+    """Return the name of the result of the shared expert's second product."""
+    return _part("shared_out", v) if separate(v) else partial_sums(v, "down")[-1]
+
+
+def separate(v: Values) -> bool:
+    """Return whether the shared expert has sums of its own, which are added to those of the experts."""
+    return v.layout.whole_experts or v.decisions.expert_overlap
+
+
+def _part(name: str, v: Values) -> str:
+    """Return the name of a tensor-parallel rank's part of a sum of the shared expert."""
+    return f"{name}~" if v.tp > 1 else name
 
 
 def add_to_experts(call: Call) -> bool:
     """Check the sum of experts and shared expert on a token shard; return whether the instruction is such a sum."""
     rows = call.rows("y")
     name = rows[0].value.name if rows and rows[0].value is not None else ""
-    made = {"shared_out": "down", "d_shared_norm": "d_norm2"}.get(name)
-    if made is None or not call.values.layout.whole_experts:
+    made = {"shared_out": "down", "d_shared_norm": "d_norm2"}.get(name.removesuffix("~"))
+    if made is None:
         return False
+    wanted = _partial(call, name.removesuffix("~"))
     parts = partial_sums(call.values, made)
     before, after = parts[-2:] if made == "down" else parts[-3:-1]
-    rowwise(call, {"x": before, "y": name}, {"out": after})
+    rowwise(call, {"x": before, "y": wanted}, {"out": after})
     return True
 
 
@@ -497,8 +513,8 @@ def shared_gate_backward(call: Call) -> None:
 def shared_gate_dgrad(call: Call) -> None:
     """Check the gate's part of the gradient of its input, which is added to the shared expert's part."""
     before, after = SHARED_NORM, "d_norm2.gate"
-    if call.values.layout.whole_experts:
-        before, after = shared_norm(call.values), "d_shared_norm~"
+    if separate(call.values):
+        before, after = shared_norm(call.values), _part("d_shared_norm", call.values)
     for found in rowwise(call, {"grad": "d_shared_logit", "out": before}, {"out": after}):
         weight(call, "weight", "shared_gate.weight", found[0])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.verify.value_call import Call
-from memo_sim.program.verify.value_experts import partial_sums, shared_norm
+from memo_sim.program.verify.value_experts import shared_norm, shared_output
 from memo_sim.program.verify.value_rows import Value
 from memo_sim.program.verify.value_terms import gradient_name, product_name, whole
 
@@ -39,11 +39,7 @@ def product_of(call: Call, value: Value) -> Product | None:
         "attn": ("proj", LAYER, f"proj{partial}"),
         "norm2": ("ffn_up", LAYER, "up"),
         "act": ("ffn_down", LAYER, f"down{partial}"),
-        "shared_act": (
-            "shared_down",
-            LAYER,
-            "shared_out~" if v.layout.whole_experts else partial_sums(v, "down")[-1],
-        ),
+        "shared_act": ("shared_down", LAYER, shared_output(v)),
         "final": ("tokens", EMBED, "logits") if v.model.tied_embeddings else ("classifier", HEAD, "logits"),
     }
     return products.get(base)

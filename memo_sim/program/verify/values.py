@@ -156,7 +156,9 @@ class Values:
             layer_block(model, layout.divided, shape, ep=ep, whole_experts=whole, adapters=lora)
             for shape in model.layer_shapes
         ]
-        self._expert_blocks = [experts_block(model, layout.expert_divided, ep, s.experts) for s in model.layer_shapes]
+        self._expert_blocks = [
+            experts_block(model, layout.expert_divided, ep, s.experts, lora) for s in model.layer_shapes
+        ]
 
     def block(self, kind: BlockKind, layer: int) -> Block:
         """Return the parameters of the embedding, of the head, or of a layer."""

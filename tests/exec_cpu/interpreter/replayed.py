@@ -7,8 +7,10 @@ import torch
 
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.training import weights
+from memo_exec.training.loop import tokens_of
 from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.token_order import token_runs
 from tests.exec_cpu.small import batch, gradients, one_step, play, scalars
 
 TOLERANCE = 1e-5
@@ -16,14 +18,19 @@ TOLERANCE = 1e-5
 
 
 def assert_gradients_equal_autograds(decisions: Decisions) -> None:
-    """Play a step with micro-batches of one sequence and compare every gradient with plain autograd's."""
+    """Play a step on one rank and compare every gradient with plain autograd's.
+
+    The drawn tokens are in the order of the rank's rows; autograd gets whole sequences.
+    """
     batches = batch(decisions, ignored=0.2)
+    rows = torch.argsort(tokens_of(token_runs(decisions)))
     with play(decisions) as interpreter:
         reference = AutogradModel(decisions.model, weights.named_parameters(interpreter))
         interpreter.run_step(batches, scalars(batches, lr=0.0))
         found = gradients(interpreter)
-    for ids, labels in batches:
-        reference.loss(ids.view(1, -1), labels.view(1, -1), scalars(batches).loss_scale).backward()
+    for drawn in batches:
+        ids, labels = (each[rows].view(decisions.micro_batch, -1) for each in drawn)
+        reference.loss(ids, labels, scalars(batches).loss_scale).backward()
     assert set(found) == set(reference.p)
     for key, leaf in reference.p.items():
         assert leaf.grad is not None

@@ -21,6 +21,7 @@ from tests.exec_cpu.small import (
 TOLERANCE = 1e-5
 EVERY = "r=4,alpha=8,targets=qkv+proj+ffn"
 SINKS = {"sinks": llama(window=64, sinks=True)}
+BLOCKS: dict[str, Any] = {"recompute": "rowwise", "mlp_chunk_tokens": 128}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("qwen3", EVERY, {}),
     "gpt": ("gpt2", EVERY, {"recompute": "full"}),
@@ -33,6 +34,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "norms behind": ("gemma3", EVERY, {"recompute": "tokenwise", "swapped_tokens": 128}),
     "some targets of Gemma 3": ("gemma3", "r=4,alpha=8,targets=q+down", {"recompute": "full"}),
     "attention beside experts": ("qwen3-moe", "r=4,alpha=8,targets=qkv+proj", {"recompute": "tokenwise"}),
+    "row-wise": ("qwen2", EVERY, BLOCKS | {"swapped_tokens": 128}),
+    "row-wise, some targets": ("qwen3", "r=4,alpha=8,targets=q+down", BLOCKS),
+    "row-wise, other targets": ("llama", "r=4,alpha=8,targets=proj", BLOCKS),
     "row blocks": ("qwen2", EVERY, {"recompute": "full", "mlp_chunk_tokens": 128}),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memo_exec.kernels import KERNELS
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
 from memo_sim.program.ir.work import Copy
@@ -28,6 +28,16 @@ def rowwise(name: str, **changes: Any) -> Decisions:
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_autograd(name: str) -> None:
     assert_gradients_equal_autograds(rowwise(name))
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("swapped", [0, 512])
+def test_subsequences_rebuild_their_queries_and_read_the_kv_cache(window: int, swapped: int) -> None:
+    """Two subsequences of different lengths, with two row blocks each."""
+    model = llama(window=window) if window else MODELS["qwen3"]
+    cut = {"layout": Layout(subsequences=2), "seq_tokens": 512, "mlp_chunk_tokens": 128, "swapped_tokens": swapped}
+    decisions = decide(model, micro_batch=1, global_batch=2, recompute="rowwise", **cut)
+    assert_gradients_equal_autograds(decisions)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased", "qwen3"])

@@ -96,7 +96,7 @@ def test_products_are_those_of_the_values_that_the_copies_stand_for() -> None:
 
 def test_every_matrix_of_a_layer_has_a_scale_of_its_own() -> None:
     hand, block = Hand(), layer_block(PLAN.model, 1, PLAN.model.layer(0))
-    matrices = weights(block)
+    matrices = weights(PLAN, block)
     elements = sum(each.elements for each in matrices)
     x = torch.cat([random(each.elements, seed=i) * (i + 1) for i, each in enumerate(matrices)])
     out, columns = torch.empty(elements, dtype=E4M3), torch.empty(elements, dtype=E4M3)

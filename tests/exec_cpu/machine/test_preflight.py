@@ -14,17 +14,17 @@ from memo_exec.distributed.world import Launch, launched
 from memo_exec.machine import machine as machines
 from memo_exec.machine import preflight
 from memo_exec.machine.attention_kernels import attention_kernels
-from memo_exec.machine.fp8_products import check_operands
+from memo_exec.machine.fp8_products import check_operands, check_recipe
 from memo_exec.machine.machine import Machine
 from memo_exec.machine.memory_budget import check_memory, needs_of
 from memo_sim.contract import codec
-from memo_sim.contract.catalog import load_cluster
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import BadInput, CannotRun, UsageError
 from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
-from tests.exec_cpu.small import gpt
+from tests.exec_cpu.small import decide, gpt
 from tests.refusals import check_fields, refused
 
 GIB = 2**30
@@ -86,6 +86,16 @@ def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]
         CannotRun, where=f"plan.json: $.decisions.{name}", got=str(value).lower(), wanted=wanted, hint="--fp8"
     ):
         preflight.checked_program(plan, where="plan.json")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "where"),
+    [("qwen3-moe-tiny", {"fp8_experts": True}, "fp8_experts"), ("mla-tiny", {}, "fp8")],
+)
+def test_experts_and_latents_in_fp8_are_refused(model: str, changes: dict[str, Any], where: str) -> None:
+    decisions = decide(load_model(model), **(IN_FP8 | changes))
+    with refused(CannotRun, where=f"plan.json: $.decisions.{where}", hint="--fp8"):
+        check_recipe(decisions, "plan.json")
 
 
 def test_a_cpu_runs_no_products_in_fp8(tmp_path: Path) -> None:

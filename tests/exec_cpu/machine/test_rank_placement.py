@@ -16,6 +16,7 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Layout, Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.program.arena.check_placement import check_placement, largest_live_sum
+from memo_sim.program.arena.folded import folded
 from memo_sim.program.arena.requests import requests_of
 from tests.exec_cpu.plans import byte_decisions, write_plan
 from tests.exec_cpu.small import gpt
@@ -49,6 +50,26 @@ def test_every_rank_has_an_arena_that_serves_its_program(layout: Layout, tmp_pat
             )
         else:
             assert found.arena_bytes <= 1.1 * largest_live_sum(requests_of(program))
+
+
+def test_a_placement_with_equal_micro_batches_once_serves_all_of_them(tmp_path: Path) -> None:
+    decisions = byte_decisions(model=gpt(vocab=256, layers=4), layout=Layout(), seq_tokens=512, global_batch=10)
+    write_plan(tmp_path / "plan.json", decisions)
+    plan, file = codec.read(tmp_path / "plan.json", Plan), tmp_path / "plan.placement.json"
+    short = folded(codec.read(file, Placement))
+    assert short.repeated is not None
+    codec.write(file, short)
+    plan = msgspec.structs.replace(plan, placement_sha256=codec.sha256_of(short))
+    program = rank_program(decisions, MeshCoordinates(Layout()))
+    found = checked_placement(plan, program, tmp_path / "plan.json")
+    assert found is not None
+    assert sorted(found.ids) == sorted(requests_of(program).ids)
+    again = msgspec.structs.replace(short.repeated, times=short.repeated.times - 1)
+    wrong = msgspec.structs.replace(short, repeated=again)
+    codec.write(file, wrong)
+    plan = msgspec.structs.replace(plan, placement_sha256=codec.sha256_of(wrong))
+    with refused(BadInput, where="plan.placement.json", got="is not placed"):
+        checked_placement(plan, program, tmp_path / "plan.json")
 
 
 def test_a_placement_of_another_plan_is_still_refused(tmp_path: Path) -> None:

@@ -102,6 +102,17 @@ def test_the_answer_lists_what_was_reduced() -> None:
     assert "cp" not in found
 
 
+@pytest.mark.parametrize("sequences", [2, 3])
+@pytest.mark.parametrize("parts", [{"layout": Layout(pp=2, subsequences=4)}, {"attention_chunk_tokens": 2**15}])
+def test_every_sequence_of_a_micro_batch_is_divided(parts: dict[str, Any], sequences: int) -> None:
+    fields = {"recompute": "full", "swapped_tokens": 0, "micro_batch": sequences, "global_batch": 4 * sequences}
+    decisions = large(**fields, **parts)
+    here = reduced(decisions, attention=CPU)
+    assert kept(here) == kept(decisions)
+    assert here.micro_batch == 2
+    assert lower(here)
+
+
 def test_swapped_and_other_tokens_both_stay() -> None:
     for swapped in (128, 2**17 - 128):
         here = reduced(large(recompute="tokenwise", swapped_tokens=swapped), attention=CPU)

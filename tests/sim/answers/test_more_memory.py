@@ -61,7 +61,7 @@ def test_a_gib_that_makes_the_first_plan_fit() -> None:
     device, host = answer.result.more_memory
     assert device.best is not None
     assert host.best is None
-    assert "lets full recompute" in device.text
+    assert "lets row-wise recompute, attention swapped" in device.text
 
 
 def test_the_longest_sequence_grows_with_device_memory() -> None:

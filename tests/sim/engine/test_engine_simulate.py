@@ -229,8 +229,10 @@ def test_a_trace_of_very_many_micro_batches_holds_the_played_ones(monkeypatch: p
     simulation = run(decide(("tokenwise", 0.5), global_batch=8))
     whole = simulation.trace()
     assert (whole.micro_batches_played, whole.micro_batches) == (8, 8)
+    (asked,) = simulation.traces(most_spans=len(whole.spans.ids) - 1)
     monkeypatch.setattr("memo_sim.engine.simulate.MOST_SPANS", len(whole.spans.ids) - 1)
     short = simulation.trace()
+    assert asked == short
     assert (short.micro_batches_played, short.micro_batches) == (3, 8)
     assert set(short.spans.ids) < set(whole.spans.ids)
     assert short.program_sha256 == whole.program_sha256

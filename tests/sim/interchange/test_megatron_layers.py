@@ -80,6 +80,16 @@ def test_files_come_back_as_the_same_plan(framework: Framework, name: str) -> No
     assert not [option for option in read.ignored if "moe" in option.key or "window" in option.key]
 
 
+@each
+def test_whole_experts_come_back(framework: Framework) -> None:
+    layout = replace(LAYOUTS["ep"], ep=4, expert_tp=1)
+    model = next(model for model in MODELS.values() if model.mixture is not None and not model.mixture.bias)
+    plan = Decisions(model=model, layout=layout, seq_tokens=4096, global_batch=16, kernels=Kernels(attention="flash2"))
+    decisions, again, _ = there_and_back(framework, plan)
+    assert not differences(again, decisions)
+    assert (again.layout.ep, again.layout.expert_tp) == (4, 1)
+
+
 def test_experts_are_exported_with_a_prediction_by_own_operators() -> None:
     layout = Layout(cp=2, dp=4, ep=4, zero=1)
     plan = Decisions(model=MIXTRAL, layout=layout, seq_tokens=4096, global_batch=4, memory_policy="caching")
@@ -171,7 +181,7 @@ def test_what_is_assumed_of_experts_is_said() -> None:
 def test_experts_that_tp_does_not_divide_are_refused() -> None:
     with pytest.raises(BadInput, match="cannot be read") as refused:
         read("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1")
-    assert "divides experts by tp" in str(refused.value.wanted)
+    assert "1 with expert parallelism" in str(refused.value.wanted)
     with pytest.raises(BadInput, match="model cannot be"):
         read("--moe-router-topk 32")
 

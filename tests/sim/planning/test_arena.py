@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from memo_sim.answers.what_if import plan_of, what_if
+from memo_sim.answers.what_if import Outputs, plan_of, what_if, write_files
+from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.placement import Placement
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.requests import Requests
+from memo_sim.contract.trace import Trace
 from memo_sim.memory.place import place
 from memo_sim.planning import arena as arenas
 from memo_sim.planning.arena import arena_of
@@ -20,6 +23,7 @@ from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
 from memo_sim.program.arena.check_placement import check_placement
 from memo_sim.program.arena.first_fit import arena_bytes, offsets_of
+from memo_sim.program.arena.folded import unfolded
 from memo_sim.program.arena.requests import arena_requests
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
@@ -127,3 +131,18 @@ def test_a_plan_whose_arena_does_not_fit_is_not_feasible(monkeypatch: pytest.Mon
     assert (only.status, only.step_s, only.mfu) == ("gpu_oom", None, None)
     assert only.shortfall_bytes > 0
     assert "planned arena" in only.reason
+
+
+def test_files_of_many_micro_batches_have_the_played_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace has three of twelve micro-batches, the placement has the rows of one of them."""
+    asked = question(global_batch=12)
+    answer = what_if(asked)
+    assert answer.arena is not None
+    monkeypatch.setattr("memo_sim.answers.what_if.MOST_WRITTEN_SPANS", 0)
+    write_files(answer, asked, Outputs(plan=tmp_path / "plan.json"), created="", command="")
+    trace = codec.read(tmp_path / "plan.trace.json", Trace)
+    assert (trace.micro_batches_played, trace.micro_batches) == (3, 12)
+    written = codec.read(tmp_path / "plan.placement.json", Placement)
+    assert codec.sha256_of(written) == codec.read(tmp_path / "plan.json", Plan).placement_sha256
+    assert len(written.ids) < len(answer.arena.placement.ids) / 2
+    assert unfolded(written) == answer.arena.placement

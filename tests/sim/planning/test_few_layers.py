@@ -20,7 +20,15 @@ from memo_sim.program.layout.repeated_layers import RepeatedLayers
 from memo_sim.views.plan_table import layout_label
 
 CLUSTER, HARDWARE = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
-POLICIES = [("none", 0.0), ("none", 0.5), ("none", 1.0), ("tokenwise", 0.25), ("tokenwise", 0.75), ("full", 0.0)]
+POLICIES = [
+    ("none", 0.0),
+    ("none", 0.5),
+    ("none", 1.0),
+    ("tokenwise", 0.25),
+    ("tokenwise", 0.75),
+    ("full", 0.0),
+    ("rowwise", 1.0),
+]
 LAYOUTS = [
     Layout(tp=8),
     Layout(tp=2, sequence_parallel=True, ulysses=2, dp=2, zero=3),

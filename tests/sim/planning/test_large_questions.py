@@ -13,21 +13,28 @@ from memo_sim.contract.catalog import load_cluster, load_hardware, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import MOST_DEVICES, MOST_LAYERS
-from memo_sim.planning import space
+from memo_sim.planning import search as searching
 from memo_sim.planning.layouts import _degrees
 from memo_sim.planning.question import Question
-from memo_sim.planning.space import candidates
+from memo_sim.planning.search import search
 from memo_sim.program.layout.shape import MOST_RING, shape_of
 from tests.refusals import refused
 
 
-def test_more_plans_than_can_be_searched_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, hardware = load_cluster("a800-1x8")
-    question = Question(load_model("gpt-7b"), cluster, hardware, 65536, system="every-layout")
-    found, _ = candidates(question)
-    monkeypatch.setattr(space, "MOST_CANDIDATES", len(found) // 2)
-    with refused(UsageError, where="every-layout on a800-1x8", wanted="plans", hint=("--tp", "--pp")):
-        candidates(question)
+@pytest.mark.parametrize(("model", "memory_gib"), [("qwen3-moe-tiny", 80.0), ("llama-tiny", 2.0)])
+def test_layouts_that_are_opened_one_by_one_give_the_same_plans(
+    model: str, memory_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pipelines, expert parallelism and several micro-batches are among them."""
+    cluster, hardware = load_cluster("h100-1x4")
+    memory = msgspec.structs.replace(hardware.device_memory_bytes, value=memory_gib * 2**30)
+    hardware = msgspec.structs.replace(hardware, device_memory_bytes=memory)
+    question = Question(load_model(model), cluster, hardware, 4096, system="every-layout", global_batch=4)
+    at_once = search(question, keep=3)
+    monkeypatch.setattr(searching, "MOST_LAYOUTS_AT_ONCE", 0)
+    one_by_one = search(question, keep=3)
+    assert [e.rank_key for e in one_by_one.ranked[:3]] == [e.rank_key for e in at_once.ranked[:3]]
+    assert one_by_one.evaluated <= at_once.evaluated + at_once.pruned <= one_by_one.evaluated + one_by_one.pruned
 
 
 @pytest.mark.parametrize("devices", [1, 2, 12, 36, 97, 360, 65536])

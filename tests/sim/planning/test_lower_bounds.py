@@ -52,6 +52,7 @@ POLICIES = [
     *(("none", alpha) for alpha in (0.0, 0.5, 1.0)),
     *(("tokenwise", alpha) for alpha in (0.0, 0.25, 0.75)),
     *(("full", alpha) for alpha in (0.0, 1.0)),
+    *(("rowwise", alpha) for alpha in (0.0, 1.0)),
     ("selective", 0.0),
     ("norms", 0.0),
     ("mlp", 0.0),
@@ -95,8 +96,8 @@ def check_bounds(model: Model, layout: Layout, policies: list[tuple[str, float]]
 
 @pytest.mark.parametrize(("layout", "layers"), covering(LAYOUTS, [4, 9, 12]), ids=label)
 def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
-    # METP keeps no Q, K, V that attention could be recomputed from.
-    policies = [each for each in POLICIES if layout.metp == 1 or each[0] not in KEEPS_ALL_TOKENS]
+    # METP keeps no Q, K, V that attention could be recomputed from, and has no row blocks.
+    policies = [each for each in POLICIES if layout.metp == 1 or each[0] not in (*KEEPS_ALL_TOKENS, "rowwise")]
     check_bounds(shallow(layers), layout, policies)
 
 
@@ -115,7 +116,7 @@ def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
 )
 def test_no_plan_with_experts_is_below_its_lower_bound(name: str, layout: Layout) -> None:
     model = msgspec.structs.replace(load_model(name), layers=4)
-    check_bounds(model, layout, [each for each in POLICIES if each[0] != "operators"])
+    check_bounds(model, layout, [each for each in POLICIES if each[0] not in ("operators", "rowwise")])
 
 
 @pytest.mark.parametrize(
@@ -268,6 +269,20 @@ def test_copies_and_uneven_heads_are_not_below_their_lower_bound(layout: Layout)
         assert 0.85 * played.step_s < bound.step_s <= played.step_s
         assert bound.device_bytes <= played.peak_device_bytes
         assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize(("recompute", "alpha"), [("none", 0.0), ("none", 1.0), ("full", 0.0), ("tokenwise", 0.5)])
+def test_subsequences_of_several_sequences_are_not_below_their_lower_bound(sequences, recompute, alpha) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    base = Decisions(
+        model=shallow(8), layout=Layout(tp=2, sequence_parallel=True, pp=2, subsequences=4), seq_tokens=1 << 14,
+        micro_batch=sequences, global_batch=4, loss_chunk_tokens=4096,
+    )  # fmt: skip
+    decisions = with_alpha(base, recompute, alpha)
+    bound, played = LowerBounds(hardware, cluster).of(decisions), simulate(decisions, hardware, cluster).prediction
+    assert bound.step_s <= played.step_s
+    assert bound.device_bytes <= played.peak_device_bytes
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])

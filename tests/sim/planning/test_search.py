@@ -9,6 +9,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.knobs import MemoryPolicy
 from memo_sim.planning.presets import (
     EVERY_FULL,
+    EVERY_ROWWISE,
     FULL_RECOMPUTE,
     FULL_SWAP,
     KEEP,
@@ -55,7 +56,9 @@ def accounted(asked: Question) -> SearchResult:
 def test_a_partial_swap_can_win() -> None:
     found = accounted(question(128 * 1024))
     by_policy = {e.policy: e for e in found.ranked}
-    assert set(by_policy) == {KEEP, TOKENWISE, FULL_RECOMPUTE, MLP_IN_BLOCKS, FULL_SWAP, PARTIAL_SWAP}
+    assert set(by_policy) == {
+        *(KEEP, TOKENWISE, *EVERY_ROWWISE, FULL_RECOMPUTE, MLP_IN_BLOCKS, FULL_SWAP, PARTIAL_SWAP)
+    }
     assert by_policy[KEEP].prediction.status == "gpu_oom"
     best = found.best
     assert best is by_policy[PARTIAL_SWAP]
@@ -91,7 +94,8 @@ def test_swapping_every_token_is_one_plan_not_two() -> None:
     asked = Question(load_model("gpt-65b"), cluster, hardware, 1 << 19, pins=Pins(tp=8, cp=8))
     found = accounted(asked)
     assert TOKENWISE in {c.policy for c in candidates(asked)[0]}
-    assert [e.policy for e in found.ranked if e.decisions.alpha == 1] == [FULL_SWAP]
+    swapped = [e.policy for e in found.ranked if e.decisions.alpha == 1 and e.decisions.recompute != "rowwise"]
+    assert swapped == [FULL_SWAP]
     assert TOKENWISE not in {e.policy for e in found.ranked}
 
 

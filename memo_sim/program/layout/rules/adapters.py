@@ -36,7 +36,6 @@ ADAPTERS = (
         wanted="targets among q, k, v and proj",
         hint="--lora r=16,targets=qkv+proj",
     ),
-    _ADAPTERS.allows("layout.ep", 1, because="ranks that share frozen experts would keep no gradients of their block"),
     _ADAPTERS.allows("layout.metp", 1, because="METP's rings would carry the adapters with the weights"),
     _ADAPTERS.allows(
         "layout.tp_overlap", "none", because="the chunks of a product would each need their part of the adapter"
@@ -50,7 +49,7 @@ ADAPTERS = (
     _ADAPTERS.allows("layout.multiplexed", False, because="helper stages would need the gradients of the adapters"),
     _ADAPTERS.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        *("none", "selective", "norms", "mlp", "full", "tokenwise", "rowwise"),
         because="every second product would be rebuilt without its adapter",
     ),
     _ADAPTERS.allows(

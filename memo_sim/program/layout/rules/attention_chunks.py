@@ -33,7 +33,6 @@ ATTENTION_CHUNKS = (
         when=lambda d: in_chunks(d) and d.kernels.attention == "plain",
     ),
     CHUNKS_UNDER_FULL_RECOMPUTE,
-    _CHUNKS.allows("decisions.micro_batch", 1),
     _CHUNKS.allows("layout.subsequences", 1),
     _CHUNKS.allows("layout.schedule", "1f1b", "gpipe", "interleaved", when=lambda d: in_chunks(d) and staged(d)),
     _CHUNKS.allows("layout.cp_exchange", "ring", "all_gather"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.expert_load import measured_shares, shown_load
 from memo_sim.program.layout.parameters import gradient_dtype, without_masters
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
@@ -16,7 +17,7 @@ _EXPERTS = Feature(
     chosen=lambda d: d.model.mixture is not None,
     beside="beside experts",
     setting="a model with experts",
-    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
+    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators and rowwise",
 )
 
 _MODULE_EXPERTS = replace(
@@ -47,7 +48,7 @@ EXPERTS = (
     _EXPERTS.allows("layout.subsequences", 1, because="each subsequence would be routed by itself"),
     _EXPERTS.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        *("none", "selective", "norms", "mlp", "full", "tokenwise", ROWWISE),
         because="every second product would have to be chosen among those of experts",
     ),
     EXPERTS_WHOLE_MLP,
@@ -176,6 +177,15 @@ EXPERTS = (
         got=lambda d: f"capacity {d.expert_capacity:g}, overflow {d.expert_overflow} with ep 1",
         wanted="0 and drop",
         hint="--ep 2 or more, or leave --expert-capacity and --expert-overflow out",
+    ),
+    Rule(
+        name="overlap of experts: ep",
+        breaks=lambda d: d.layout.ep == 1 and d.expert_overlap,
+        what="a rank with all experts exchanges no rows",
+        where="decisions.expert_overlap",
+        got="expert_overlap with ep 1",
+        wanted="false",
+        hint="--ep 2 or more, or leave --expert-overlap out",
     ),
     Rule(
         name="load of experts: number",

@@ -32,9 +32,33 @@ FP8_PARAMS_OF_FP8 = Rule(
     hint="add --fp8 delayed, tensor or block, or leave --fp8-params out",
 )
 
+FP8_EXPERTS_OF_FP8 = Rule(
+    name="experts in FP8: products",
+    breaks=lambda d: d.fp8_experts and d.fp8 == "none",
+    what="experts are in FP8 only where a recipe says how",
+    where="decisions.fp8",
+    got="none with fp8_experts",
+    wanted="delayed, tensor, block or mx",
+    hint="add --fp8 block, or leave --fp8-experts out",
+)
+FP8_EXPERTS_OF_EXPERTS = Rule(
+    name="experts in FP8: model",
+    breaks=lambda d: d.fp8_experts and d.fp8 != "none" and d.model.mixture is None,
+    what="the model has no experts",
+    where="decisions.fp8_experts",
+    got="true",
+    wanted="false",
+    hint="leave --fp8-experts out",
+)
+
 IN_FP8 = (
+    FP8_EXPERTS_OF_FP8,
+    FP8_EXPERTS_OF_EXPERTS,
     _FP8.allows("decisions.dtype", "bf16", because="quantisation reads bf16"),
     _FP8.allows("layout.metp", 1, because="METP would pass FP8 copies of its weights round the ring"),
+    _FP8.allows(
+        "decisions.rebuild_qkv", False, because="backward would need the latents by rows, and keeps those by columns"
+    ),
     _FP8.allows("layout.tp_overlap", "none", because="chunks would each be quantised by themselves"),
     _FP8.allows("layout.multiplexed", False, because="helper stages would need the FP8 copies of the owner's weights"),
     _FP8.allows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memo_sim.contract.attention_kernels import takes_values
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
@@ -12,12 +13,11 @@ _LATENT = Feature(
     chosen=lambda d: d.model.latent is not None,
     beside="beside latent attention",
     setting="a model with latent attention",
-    hint="tp, cp, Ulysses, dp, pp and ZeRO go with latents, and every recompute but operators",
+    hint="tp, cp, Ulysses, dp, pp and ZeRO go with latents, and every recompute but operators and rowwise",
 )
 
 LATENT = (
     _LATENT.allows("decisions.adapters", "none", because="adapters would be of products that latents do not have"),
-    _LATENT.allows("decisions.fp8", "none", because="the products of latents have no FP8 form"),
     _LATENT.allows(
         "layout.metp", 1, because="METP passes the weights of Q, K and V round its ring, not those of latents"
     ),
@@ -33,7 +33,7 @@ LATENT = (
     _LATENT.allows("model.bidirectional", False, because="no such model has a latent"),
     _LATENT.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        *("none", "selective", "norms", "mlp", "full", "tokenwise", ROWWISE),
         because="every second product would have to be chosen among those of latents",
     ),
     _LATENT.allows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
@@ -58,7 +59,7 @@ METP = (
     METP_SCHEDULE,
     _METP.allows(
         "decisions.recompute",
-        *("none", "full", "tokenwise"),
+        *("none", "full", "tokenwise", ROWWISE),
         because="of what selective recompute drops METP keeps only attention's output, which full recompute rebuilds",
     ),
     METP_WHOLE_MLP,

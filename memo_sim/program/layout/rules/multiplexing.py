@@ -35,6 +35,15 @@ MULTIPLEXING = (
         hint="--no-multiplexed, or a global batch of micro-batch x dp",
     ),
     Rule(
+        name="multiplexing: micro_batch",
+        breaks=lambda d: d.layout.multiplexed and d.micro_batch > 1,
+        what="helper stages take the first rows of a subsequence, which belong to one sequence alone",
+        where="micro_batch",
+        got=lambda d: f"{d.micro_batch} with multiplexing",
+        wanted="1",
+        hint="--no-multiplexed, or --micro-batch 1",
+    ),
+    Rule(
         name="multiplexing: schedule",
         breaks=lambda d: d.layout.multiplexed and d.layout.schedule not in ("gpipe", "1f1b"),
         what="the schedule fills the idle time that multiplexing would use",

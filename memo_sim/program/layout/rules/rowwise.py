@@ -1,21 +1,58 @@
-"""What row-wise recompute does not go with; experts, MLA, FP8, adapters and METP say so in rules of their own."""
+"""What row-wise recompute does not go with; FP8, norms behind attention and MLP, and RSA have rules of their own."""
 
 from __future__ import annotations
 
 from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
+from memo_sim.program.layout.rules.rule import Rule, Test
 
 _ROWWISE = Feature(
     name="row-wise recompute",
     chosen=is_rowwise,
     beside="beside row-wise recompute",
     setting="recompute rowwise",
-    hint="--recompute full or tokenwise; tp, cp, Ulysses, pp, dp and ZeRO go with row-wise recompute",
+    hint="--recompute full or tokenwise; tp, cp, Ulysses, pp, dp, ZeRO and subsequences go with row-wise recompute",
 )
 
+
+def _not_beside(name: str, chosen: Test, *, what: str, wanted: str, because: str) -> Rule:
+    """Return the rule that row-wise recompute has no lowering beside a feature of the model or the layout."""
+    return Rule(
+        name=f"{_ROWWISE.name}: {name}",
+        breaks=lambda d: is_rowwise(d) and chosen(d),
+        what=f"row-wise recompute has no lowering beside {what}",
+        where="decisions.recompute",
+        got=f"rowwise with {what}",
+        wanted=wanted,
+        hint=f"{because}; --recompute full or tokenwise",
+    )
+
+
+_OTHERS = "none, selective, norms, mlp, full or tokenwise"
 ROWWISE_RECOMPUTE = (
-    _ROWWISE.allows("layout.subsequences", 1, because="queries and the KV cache would be rebuilt apart"),
+    _not_beside(
+        "experts",
+        lambda d: d.model.mixture is not None,
+        what="experts",
+        wanted=_OTHERS,
+        because="each block of rows would be routed by itself",
+    ),
+    _not_beside(
+        "latent attention",
+        lambda d: d.model.latent is not None,
+        what="latent attention",
+        wanted=_OTHERS,
+        because="Q, K and V would be expanded from latents block by block",
+    ),
+    _not_beside(
+        "metp",
+        lambda d: d.layout.metp > 1,
+        what="METP",
+        wanted="none, full or tokenwise",
+        because="METP cuts the MLP by features, not by rows",
+    ),
+    _ROWWISE.allows("layout.multiplexed", False, because="helper stages would divide its row blocks once more"),
     _ROWWISE.allows(
         "layout.schedule",
         *("gpipe", "1f1b", "interleaved"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.recompute import KEEPS_ALL_TOKENS, swaps
 from memo_sim.program.layout.rules.rule import Rule
+from memo_sim.program.layout.rules.windows import windowed
 
 _SUBSEQUENCES = Feature(
     name="subsequences",
@@ -35,7 +36,15 @@ SUBSEQUENCES = (
         wanted="0",
         hint="--no-rounding-buffers, or leave --offload-window out",
     ),
-    _SUBSEQUENCES.allows("micro_batch", 1),
+    Rule(
+        name="subsequences: micro_batch",
+        breaks=lambda d: d.layout.subsequences > 1 and d.micro_batch > 1 and windowed(d),
+        what="a window's keys of several sequences do not lie side by side in the KV cache of subsequences",
+        where="micro_batch",
+        got=lambda d: f"{d.micro_batch} with {d.layout.subsequences} subsequences and a window",
+        wanted="1",
+        hint="--micro-batch 1, or leave --subsequences out",
+    ),
     _SUBSEQUENCES.allows("layout.cp", 1),
     _SUBSEQUENCES.allows("layout.ulysses", 1),
     Rule(
@@ -53,7 +62,7 @@ SUBSEQUENCES = (
         what=lambda d: f"{d.recompute} recompute has no lowering with subsequences",
         where="decisions.recompute",
         got=lambda d: f"{d.recompute} with {d.layout.subsequences} subsequences",
-        wanted="none, full or tokenwise",
+        wanted="none, full, tokenwise or rowwise",
         hint="--recompute full rebuilds attention too",
     ),
 )

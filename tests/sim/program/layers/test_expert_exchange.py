@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout
+from memo_sim.engine.simulate import simulate
 from memo_sim.program.analysis.columns import expand
-from memo_sim.program.ir.instruction import Instruction
+from memo_sim.program.ir.instruction import BufferClass, Instruction
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.ir.work import Collective, GroupedGemm
 from memo_sim.program.layers.kinds import skeletal_of
@@ -98,6 +100,81 @@ WHOLE_LAYOUTS = {
 def test_whole_experts_on_ranks_of_tp_pass_the_checkers(name: str) -> None:
     model, layout, policy = WHOLE_LAYOUTS[name]
     assert faults_of(decide(model, layout, policy)) == []
+
+
+@pytest.mark.parametrize("name", [*WHOLE_LAYOUTS, "full recompute", "zero 2 and tp", "zero 3"])
+def test_frozen_experts_pass_the_checkers_and_have_no_states(name: str) -> None:
+    model, layout, policy = WHOLE_LAYOUTS.get(name) or (EXPERTS, *LAYOUTS[name][:2])
+    more = {"adapters": "r=4,alpha=8,targets=q+k+v+proj", "global_batch": 8}
+    decisions = decide(model, layout, policy, **more)
+    assert faults_of(decisions) == []
+    for program in lower(decisions):
+        held = {
+            f.name for f in program.families if f.block is BlockKind.EXPERTS and f.buffer_class is BufferClass.STATE
+        }
+        assert held == {"params.experts"}
+
+
+OVERLAPPED = {
+    "features divided": (GATED, Layout(tp=2, sequence_parallel=True, dp=2, ep=2), HALF),
+    "whole tokens": (SHARED, Layout(tp=2, dp=2, ep=2, zero=1), ("full", 0.0)),
+    "whole experts": (SHARED, Layout(tp=2, dp=2, ep=4, **WHOLE), HALF),
+    "nothing recomputed": (BIASED, Layout(dp=4, ep=2, zero=3), ("none", 0.0)),
+    "experts again": (GATED, Layout(dp=2, ep=2), ("mlp", 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_overlapped_exchanges_pass_the_checkers(name: str) -> None:
+    model, layout, policy = OVERLAPPED[name]
+    assert faults_of(decide(model, layout, policy, expert_overlap=True)) == []
+
+
+def test_what_needs_no_rows_under_way_stands_beside_their_exchange() -> None:
+    """Between an exchange and the copy of what arrived lie the shared expert, and of backward what needs other rows."""
+    (program,) = lower(decide(SHARED, Layout(dp=2, ep=2), HALF, expert_overlap=True))
+    names = {t.name: [i.name for i in t.instructions] for t in program.templates}
+    forward, backward = names["layer.fwd"], names["layer.bwd"]
+
+    def between(found: list[str], first: str, last: str) -> list[str]:
+        return found[found.index(first) + 1 : found.index(last)]
+
+    assert between(forward, "fwd/dispatch.exchange.r0", "fwd/dispatch.arrange.r0") == [
+        "fwd/shared_up.r0",
+        "fwd/shared_act.r0",
+        "fwd/shared_up.r1",
+        "fwd/shared_act.r1",
+    ]
+    assert between(forward, "fwd/combine.exchange", "fwd/combine") == ["fwd/shared_down"]
+    assert backward[:2] == ["bwd/dispatch.grad", "bwd/dispatch.grad.exchange"]
+    assert between(backward, "rec/dispatch.exchange.r1", "rec/dispatch.arrange.r1") == [
+        "rec/shared_up.r1",
+        "rec/shared_act.r1",
+        "bwd/shared_down.dgrad",
+        "bwd/shared_down.wgrad",
+        "bwd/shared_act.bwd",
+        "bwd/dispatch.grad.arrange",
+        "bwd/experts_down.dgrad",
+    ]
+    assert between(backward, "bwd/dispatch.bwd.exchange", "bwd/dispatch.bwd") == [
+        "bwd/experts_down.wgrad",
+        "bwd/shared_up.dgrad",
+        "bwd/shared_up.wgrad",
+        "bwd/experts_up.wgrad",
+    ]
+
+
+def test_overlap_shortens_a_step_and_takes_memory() -> None:
+    cluster, hardware = load_cluster("h100-2x8")
+    whole = load_model("deepseek-v3")
+    model = whole.of_layers([whole.layer(60)] * 4)
+    found = []
+    for overlap in (False, True):
+        layout = Layout(tp=4, sequence_parallel=True, expert_tp=1, dp=4, ep=16, zero=1)
+        decisions = decide(model, layout, HALF, seq_tokens=32768, expert_overlap=overlap)
+        found.append(simulate(decisions, hardware, cluster))
+    assert found[1].prediction.step_s < found[0].prediction.step_s
+    assert found[1].memory.device_total_bytes > found[0].memory.device_total_bytes
 
 
 def test_whole_experts_send_no_row_twice_and_gather_nothing() -> None:
@@ -257,9 +334,6 @@ REFUSED: dict[str, tuple[Model, Layout, dict[str, Any]]] = {
     "layout.ep": (LLAMA, Layout(dp=2, ep=2), {}),
     "layout.ep ": (EXPERTS, Layout(dp=2, tp=2, ep=4), {}),
     "layout.ep  ": (EXPERTS, Layout(tp=2, dp=2, ep=8, **WHOLE), {}),
-    "layout.expert_tp": (EXPERTS, Layout(tp=4, dp=4, ep=4, sequence_parallel=True, expert_tp=2), {}),
-    "layout.expert_tp ": (EXPERTS, Layout(tp=4, **WHOLE), {}),
-    "layout.sequence_parallel": (EXPERTS, Layout(tp=4, ep=4, expert_tp=1), {}),
     "experts": (EXPERTS, Layout(dp=3, ep=3), {}),
     "layout.zero_ranks": (EXPERTS, Layout(dp=4, ep=2, zero=1, zero_ranks=2), {}),
     "decisions.expert_capacity": (EXPERTS, Layout(dp=2), {"expert_capacity": 2.0}),

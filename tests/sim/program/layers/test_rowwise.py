@@ -26,6 +26,7 @@ LAYOUTS = [
     Layout(cp=4, zero=3, cp_exchange="all_gather"),
     Layout(ulysses=2, cp=2, dp=2, zero=1),
     Layout(pp=2),
+    Layout(tp=2, sequence_parallel=True, pp=2, subsequences=2),
 ]
 MODELS = pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 SIMPLE = msgspec.structs.replace(LLAMA, qk_norm=False)
@@ -43,10 +44,11 @@ def test_every_program_passes_the_independent_checkers(layout: Layout, blocks: i
     """Three blocks: the last one is shorter."""
     model = GPT if layout.tp < 8 and blocks != 3 else LLAMA
     granule = 128 * (layout.tp if layout.sequence_parallel else 1)
-    local = (5 if blocks == 3 else 2 * blocks) * granule
+    local = (5 if blocks == 3 else 2 * blocks) * granule * layout.subsequences
     chunk = 0 if blocks == 1 else 2 * granule
     seq_tokens = local * layout.cp * layout.ulysses
     decisions = rowwise(model, layout, chunk=chunk, seq_tokens=seq_tokens)
+    alpha = 1.0 if layout.subsequences > 1 else alpha  # less would be said for each subsequence
     swapped = int(alpha * local) // granule * granule
     assert faults_of(msgspec.structs.replace(decisions, swapped_tokens=swapped)) == []
 

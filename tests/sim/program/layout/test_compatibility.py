@@ -159,7 +159,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": LATENT, "adapters": "r=4,alpha=8,targets=ffn"},
         "r=4,alpha=8,targets=ffn with a model with latent attention",
     ),
-    "latent attention: fp8": (Layout(), {"model": LATENT, "fp8": "block"}, "block with a model with latent attention"),
     "latent attention: metp": (Layout(metp=2), {"model": LATENT}, "2 with a model with latent attention"),
     "latent attention: tp_overlap": (chunked(), {"model": LATENT}, "chunked with a model with latent attention"),
     "latent attention: cp_exchange": (
@@ -321,6 +320,13 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"fp8": "tensor", "grad_sums": "autocast", "memory_policy": "eager"},
         "autocast with fp8 tensor",
     ),
+    "FP8: rebuild_qkv": (
+        Layout(),
+        {"model": LATENT, "fp8": "block", "rebuild_qkv": True, "kernels": Kernels(attention="torch-cudnn")},
+        "true with fp8 block",
+    ),
+    "experts in FP8: products": (Layout(), {"model": EXPERTS, "fp8_experts": True}, "none with fp8_experts"),
+    "experts in FP8: model": (Layout(), {"fp8": "block", "fp8_experts": True}, "true"),
     "parameters in FP8: products": (Layout(), {"fp8_params": True}, "none with fp8_params"),
     "parameters in FP8: fp8": (Layout(), {"fp8": "mx", "fp8_params": True}, "mx with fp8_params"),
     "parameters in FP8: states": (Layout(), IN_FP8_ALONE | {"states": "host"}, "host with fp8_params"),
@@ -341,6 +347,26 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": EXPERTS, "global_batch": 4},
         "2 with ep 2",
     ),
+    "expert_tp: degree": (
+        Layout(tp=4, dp=2, ep=2, sequence_parallel=True, expert_tp=2),
+        {"model": EXPERTS, "global_batch": 2},
+        "2 with tp 4",
+    ),
+    "expert_tp: ep": (
+        Layout(tp=2, sequence_parallel=True, expert_tp=1),
+        {"model": EXPERTS},
+        "1 with tp 2 and ep 1",
+    ),
+    "expert_tp: sequence_parallel": (
+        Layout(tp=2, ep=2, expert_tp=1),
+        {"model": EXPERTS},
+        "expert_tp 1 without sequence parallelism",
+    ),
+    "overlap of experts: ep": (
+        Layout(),
+        {"model": EXPERTS, "expert_overlap": True},
+        "expert_overlap with ep 1",
+    ),
     "capacity of experts: ep": (
         Layout(),
         {"model": EXPERTS, "expert_capacity": 1.5},
@@ -358,11 +384,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "r=8,alpha=8,targets=gate with a model without a gate",
     ),
     "adapters: experts": (Layout(), {"model": EXPERTS, "adapters": LORA}, f"{LORA} with a model with experts"),
-    "adapters: ep": (
-        Layout(dp=2, ep=2),
-        {"model": EXPERTS, "adapters": "r=8,alpha=8,targets=q"},
-        "2 with adapters r=8,alpha=8,targets=q",
-    ),
     "adapters: metp": (Layout(metp=2), {"adapters": LORA}, f"2 with adapters {LORA}"),
     "adapters: tp_overlap": (chunked(), {"adapters": LORA}, f"chunked with adapters {LORA}"),
     "adapters: schedule": (
@@ -395,6 +416,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
+    "multiplexing: micro_batch": (multiplexed(), {"micro_batch": 2, "global_batch": 2}, "2 with multiplexing"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
     "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
     "multiplexing: rounding_buffers": (
@@ -529,11 +551,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"attention_chunk_tokens": 512},
         "recompute none with chunks of 512 tokens",
     ),
-    "attention in chunks: micro_batch": (
-        Layout(),
-        {"micro_batch": 2, "global_batch": 2, **CHUNKS},
-        "2 with chunks of 512 tokens",
-    ),
     "attention in chunks: subsequences": (Layout(subsequences=2), CHUNKS, "2 with chunks of 512 tokens"),
     "attention in chunks: schedule": (
         Layout(pp=2, schedule="zero-bubble"),
@@ -571,8 +588,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "subsequences: micro_batch": (
         Layout(subsequences=2),
-        {"micro_batch": 2, "global_batch": 2},
-        "2 with 2 subsequences",
+        {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
+        "2 with 2 subsequences and a window",
     ),
     "subsequences: cp": (Layout(subsequences=2, cp=2), {}, "2 with 2 subsequences"),
     "subsequences: ulysses": (Layout(subsequences=2, ulysses=2), {}, "2 with 2 subsequences"),
@@ -624,10 +641,17 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"global_batch": 2, "recompute": "full", "recompute_layers": "groups-2"},
         "3 with recompute_layers groups-2",
     ),
-    "row-wise recompute: subsequences": (
-        Layout(subsequences=2),
-        {"recompute": "rowwise"},
-        "2 with recompute rowwise",
+    "row-wise recompute: experts": (Layout(), {"model": EXPERTS, "recompute": "rowwise"}, "rowwise with experts"),
+    "row-wise recompute: latent attention": (
+        Layout(),
+        {"model": LATENT, "recompute": "rowwise"},
+        "rowwise with latent attention",
+    ),
+    "row-wise recompute: metp": (Layout(metp=2), {"recompute": "rowwise"}, "rowwise with METP"),
+    "row-wise recompute: multiplexed": (
+        multiplexed(pp=5),
+        {"recompute": "rowwise", "seq_tokens": 4096},
+        "true with recompute rowwise",
     ),
     "row-wise recompute: schedule": (
         Layout(pp=2, schedule="zero-bubble"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.layout.attention_chunks import attention_chunks
+from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.token_order import Run, clipped, clipped_runs, row_blocks, token_runs
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT, decide
@@ -33,6 +35,29 @@ def test_ranks_hold_every_token_once(layout: Layout, batch: int, alpha: float) -
 
 def test_one_rank_has_its_sequences_in_order() -> None:
     assert token_runs(decide(GPT, seq_tokens=256, micro_batch=2)) == (Run(0, 0, 256), Run(256, 256, 256))
+
+
+@pytest.mark.parametrize("chunk", [0, 512])
+def test_several_sequences_in_parts_lie_part_by_part(chunk: int) -> None:
+    layout, fields = (Layout(), {"attention_chunk_tokens": chunk}) if chunk else (Layout(subsequences=2), {})
+    policy = ("full", 0.0)
+    chosen = decide(GPT, layout, policy, seq_tokens=1024, micro_batch=2, global_batch=2, **fields)
+    first = attention_chunks(chosen)[0][1] if chunk else partition(chosen)[0]
+    each, last = first // 2, 1024 - first // 2
+    wanted = (Run(0, 0, each), Run(each, 1024, each), Run(first, each, last), Run(first + last, 1024 + each, last))
+    assert token_runs(chosen) == wanted
+
+
+@pytest.mark.parametrize(("batch", "ulysses"), [(2, 2), (3, 2), (3, 4)])
+def test_ranks_of_ulysses_share_chunks_of_several_sequences(batch: int, ulysses: int) -> None:
+    """The ranks' rows of a chunk, one rank after the other, are the chunk's tokens of every sequence."""
+    fields = {"attention_chunk_tokens": 512, "seq_tokens": 1536, "micro_batch": batch, "global_batch": batch}
+    chosen = decide(GPT, Layout(ulysses=ulysses), ("full", 0.0), **fields)
+    held = [tokens(chosen, rank) for rank in range(ulysses)]
+    for number, (first, rows) in enumerate(attention_chunks(chosen)):
+        found = [token for rank in held for token in rank[first : first + rows]]
+        starts = [sequence * 1536 + number * 512 for sequence in range(batch)]
+        assert found == [start + i for start in starts for i in range(512)]
 
 
 def test_the_zigzag_gives_every_rank_the_same_work() -> None:
