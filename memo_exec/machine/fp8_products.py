@@ -152,7 +152,7 @@ def check_operands(program: Program, decisions: Decisions) -> None:
                     where="$.decisions.fp8",
                     got=f"{instruction.name}: {work.m} x {work.n} x {work.k}",
                     wanted=f"multiples of {multiple}",
-                    hint="another --tp, or make the plan without --fp8",
+                    hint=f"another --tp, {'--fp8 tensor, ' if blocks else ''}or make the plan without --fp8",
                 )
     if found := _without_scale(program, multiple, blocks=blocks):
         raise CannotRun(

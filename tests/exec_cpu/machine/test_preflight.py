@@ -162,7 +162,7 @@ def test_sizes_of_products_with_scales_of_blocks_are_multiples_of_128() -> None:
     )
     check_operands(lower(decisions)[0], decisions)
     blocks = msgspec.structs.replace(decisions, fp8="block")
-    with refused(CannotRun, where="$.decisions.fp8", got="320", wanted="128"):
+    with refused(CannotRun, where="$.decisions.fp8", got="320", wanted="128", hint="--fp8 tensor"):
         check_operands(lower(blocks)[0], blocks)
 
 
