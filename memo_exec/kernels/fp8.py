@@ -1,4 +1,4 @@
-"""Products in FP8 with one scale a tensor, from its own values (current scaling), and what quantises their operands.
+"""Products in FP8, and what quantises their operands: one scale a tensor, from its own values (current scaling).
 
     scale = largest |x| / largest value of the format,  copy = round(x / scale),  x ~ copy * scale
 
@@ -16,6 +16,9 @@ of each block, and a product multiplies each such part by itself: rows one after
 terms of each part. A part's copy by columns is a matrix of its own, (features, its tokens).
 ``machine/fp8_products.py`` checks before a run that all that products read was quantised.
 
+Scales of blocks (``fp8_blocks.py``) move with the values. Each part is then one matrix too, by rows and by columns, and
+a copy by columns that was gathered becomes one matrix again before its product.
+
 ``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in blocks of rows in fp32, and added.
 """
 
@@ -27,39 +30,51 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memo_exec.kernels import fp8_blocks
 from memo_exec.kernels.call import Call
+from memo_exec.kernels.fp8_blocks import LEAST_LARGEST, Blocks
 from memo_exec.kernels.fp8_scales import Fp8Scales
 from memo_sim.program.layout.fp8 import weights
 from memo_sim.program.layout.parameters import layer_block
 
-LEAST_LARGEST = 1e-30
-"""Stands for the largest value of a tensor of zeros, whose scale may be any number."""
 WHOLE = 16
 """Hopper multiplies rows and columns in multiples of this."""
 
 
 def quantise(call: Call) -> None:
-    """Quantise ``x`` to ``out``, and to its transposed copy ``columns`` where there is one."""
+    """Quantise ``x`` to ``out``, and to its copy by columns ``columns`` where there is one."""
     x, out = call.matrix("x"), call.matrix("out")
-    _quantise(_scales(call), x, out, call.get("columns"))
+    if _by_blocks(call):
+        fp8_blocks.quantise(_scales(call), x, out, call.matrix("columns"))
+    else:
+        _quantise(_scales(call), x, out, call.get("columns"))
 
 
 def quantise_weights(call: Call) -> None:
-    """Quantise the matrices of a layer, which lie one after the other in ``x``, each with a scale of its own."""
+    """Quantise the matrices of a layer, which lie one after the other in ``x``, each with scales of its own."""
     model, layout = call.context.model, call.context.decisions.layout
     x, out, columns = call["x"], call["out"], call.get("columns")
+    to_fp8 = fp8_blocks.quantise_weight if _by_blocks(call) else _quantise
     for weight in weights(
         call.context.decisions, layer_block(model, layout.divided, model.layer(call.layer), ep=layout.ep)
     ):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
-        _quantise(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
+        to_fp8(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
 
 
 def transpose(call: Call) -> None:
-    """Write the parts of ``x``, each transposed, to ``out``, with their scales."""
+    """Write the parts of ``x``, each transposed, to ``out``, with their scales; of blocks, the parts by columns as one.
+
+    Ranks gather copies of blocks by columns, each rank's a matrix of its own.
+    """
     scales, x, out = _scales(call), call.matrix("x"), call["out"].view(-1)
     features = x.shape[1]
+    if _by_blocks(call):
+        scales.made(out)
+        parts = (part for _, _, part in _parts(call, "x", by_columns=True))
+        fp8_blocks.join([part for part in parts if isinstance(part, Blocks)], call.matrix("out"))
+        return
     for part in scales.parts(x):
         turned = out[part.first : part.first + part.elements]
         scales.made(turned).copy_(part.scale)
@@ -68,43 +83,41 @@ def transpose(call: Call) -> None:
 
 def linear(call: Call) -> None:
     """``out = x @ weight.T (+ bias)``."""
-    x, out = call.matrix("x"), call.matrix("out")
-    weight = call["weight"].view(out.shape[1], x.shape[1])
-    _multiply_rows(_scales(call), x, weight, out, bias=call.get("bias"), fast=True)
+    _multiply_rows(call, "x", bias=call.get("bias"), fast=True)
 
 
 def linear_dgrad(call: Call) -> None:
     """``out = grad @ weight``; ``weight`` is the copy by columns."""
-    grad, out = call.matrix("grad"), call.matrix("out")
-    _multiply_rows(_scales(call), grad, call["weight"].view(out.shape[1], grad.shape[1]), out)
+    _multiply_rows(call, "grad")
 
 
 def linear_wgrad(call: Call) -> None:
     """``out += grad.T @ x``; both operands are copies by columns."""
-    scales, terms = _scales(call), _terms(call)
-    m, n = call.matrix("grad").shape[1], call.matrix("x").shape[1]
+    wide, terms = _scales(call).wide, _terms(call)
+    m, n = (len(operand.matrix) for operand in terms[0])
     out = call["out"].view(m, n)
-    for rows in _blocks(m, scales.wide.numel() // n):
-        wide = scales.wide[: (rows.stop - rows.start) * n].view(-1, n)
+    for rows in _blocks(m, wide.numel() // (n + _scales_of_a_row(terms))):
+        part, scratch = _apart(wide, rows.stop - rows.start, n)
         for grad, x in terms:
-            _multiply(grad.matrix[rows], x.matrix, wide, grad.scale, x.scale)
-            out[rows].add_(wide)
+            _multiply(grad.rows(rows, scratch), x, part)
+            out[rows].add_(part)
 
 
 def linear_wgrad_product(call: Call) -> None:
     """``out = grad.T @ x``: the gradient of the weight in a tensor of its own."""
-    scales, (first, *others) = _scales(call), _terms(call)
-    m, n = call.matrix("grad").shape[1], call.matrix("x").shape[1]
+    wide, (first, *others) = _scales(call).wide, _terms(call)
+    m, n = (len(operand.matrix) for operand in first)
     out = call["out"].view(m, n)
     if not others:
-        _multiply(first[0].matrix, first[1].matrix, out, first[0].scale, first[1].scale)
+        _multiply(*first, out)
         return
-    for rows in _blocks(m, scales.wide.numel() // (2 * n)):
-        summed, wide = scales.wide[: 2 * (rows.stop - rows.start) * n].view(2, -1, n)
+    for rows in _blocks(m, wide.numel() // (2 * n + _scales_of_a_row([first, *others]))):
+        both, scratch = _apart(wide, 2 * (rows.stop - rows.start), n)
+        summed, part = both.view(2, -1, n)
         for number, (grad, x) in enumerate((first, *others)):
-            _multiply(grad.matrix[rows], x.matrix, wide if number else summed, grad.scale, x.scale)
+            _multiply(grad.rows(rows, scratch), x, part if number else summed)
             if number:
-                summed.add_(wide)
+                summed.add_(part)
         out[rows].copy_(summed)
 
 
@@ -114,37 +127,68 @@ def _scales(call: Call) -> Fp8Scales:
     return scales
 
 
-class _Columns(NamedTuple):
-    """Some tokens of a copy by columns: a matrix (features, tokens), and its scale."""
+def _by_blocks(call: Call) -> bool:
+    return call.context.decisions.fp8 == "block"
+
+
+class _Scaled(NamedTuple):
+    """A matrix of FP8 values, and its one scale."""
 
     matrix: Tensor
     scale: Tensor
 
+    def tokens(self, begin: int, end: int) -> _Scaled:
+        return _Scaled(self.matrix[:, begin:end], self.scale)
 
-def _terms(call: Call) -> list[tuple[_Columns, _Columns]]:
-    """Return the terms of a weight's gradient: ``grad`` and ``x`` of tokens that have one scale in both."""
-    scales, both, ends = _scales(call), list[list[tuple[int, int, _Columns]]](), set[int]()
-    for role in ("grad", "x"):
-        tensor = call.matrix(role)
-        features, found = tensor.shape[1], list[tuple[int, int, _Columns]]()
-        for part in scales.columns(tensor):
-            matrix = tensor.view(-1)[part.first : part.first + part.elements].view(features, -1)
-            first = part.first // features
-            found.append((first, first + matrix.shape[1], _Columns(matrix, part.scale)))
-        both.append(found)
-        ends |= {end for _, end, _ in found}
-    terms, begun = list[tuple[_Columns, _Columns]](), 0
-    for end in sorted(ends):
-        grad, x = (_tokens(found, begun, end) for found in both)
+    def rows(self, rows: slice, scratch: Tensor) -> _Scaled:
+        return _Scaled(self.matrix[rows], self.scale)
+
+
+_Operand = _Scaled | Blocks
+_Found = tuple[int, int, _Operand]
+"""Tokens [begin, end) of an operand, as one matrix."""
+
+
+def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
+    """Return the parts of an operand that were quantised together: (tokens, features), or the other way round."""
+    scales, tensor, found = _scales(call), call.matrix(role), list[_Found]()
+    width, whole = tensor.shape[1], by_columns or _by_blocks(call)
+    for part in scales.whole_parts(tensor) if whole else scales.parts(tensor):
+        flat = tensor.view(-1)[part.first : part.first + part.elements]
+        begin, end = part.first // width, (part.first + part.elements) // width
+        if _by_blocks(call):
+            found.append((begin, end, fp8_blocks.blocks(flat, width, by_columns=by_columns)))
+        else:
+            matrix = flat.view(width, -1) if by_columns else flat.view(-1, width)
+            found.append((begin, end, _Scaled(matrix, part.scale)))
+    return found
+
+
+def _terms(call: Call) -> list[tuple[_Operand, _Operand]]:
+    """Return the terms of a weight's gradient: ``grad`` and ``x`` of tokens that are of one part in both."""
+    both = [_parts(call, role, by_columns=True) for role in ("grad", "x")]
+    terms, begun = list[tuple[_Operand, _Operand]](), 0
+    for stop in sorted({end for found in both for _, end, _ in found}):
+        grad, x = (_tokens(found, begun, stop) for found in both)
         terms.append((grad, x))
-        begun = end
+        begun = stop
     return terms
 
 
-def _tokens(parts: list[tuple[int, int, _Columns]], begin: int, end: int) -> _Columns:
+def _tokens(parts: list[_Found], begin: int, end: int) -> _Operand:
     """Return tokens [begin, end), which lie in one part."""
     first, _, part = next(each for each in parts if each[0] <= begin and end <= each[1])
-    return _Columns(part.matrix[:, begin - first : end - first], part.scale)
+    return part.tokens(begin - first, end - first)
+
+
+def _scales_of_a_row(terms: list[tuple[_Operand, _Operand]]) -> int:
+    """Return the most scales of a row of a gradient, which may have to be copied."""
+    return max(grad.scale.shape[-1] if isinstance(grad, Blocks) else 0 for grad, _ in terms)
+
+
+def _apart(wide: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return a matrix in scratch, and what is left of it."""
+    return wide[: rows * columns].view(rows, columns), wide[rows * columns :]
 
 
 def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None) -> None:
@@ -165,32 +209,38 @@ def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None)
             turned[:, rows].copy_(out[rows].t())
 
 
-def _multiply_rows(
-    scales: Fp8Scales, rows: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, fast: bool = False
-) -> None:
+def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: bool = False) -> None:
     """``out = rows @ weight.T (+ bias)``, part by part."""
-    features, scale = rows.shape[1], scales.of(weight)
-    for part in scales.parts(rows):
-        own = slice(part.first // features, (part.first + part.elements) // features)
-        _multiply(rows[own], weight, out[own], part.scale, scale, bias=bias, fast=fast)
+    scales, out, width = _scales(call), call.matrix("out"), call.matrix(role).shape[1]
+    weight: _Operand
+    if _by_blocks(call):
+        features = fp8_blocks.features_of(width)
+        weight = fp8_blocks.weight_blocks(scales, call["weight"], out.shape[1], features)
+    else:
+        weight = _Scaled(call["weight"].view(out.shape[1], width), scales.of(call["weight"]))
+    for begin, end, rows in _parts(call, role, by_columns=False):
+        _multiply(rows, weight, out[begin:end], bias=bias, fast=fast)
 
 
-def _multiply(
-    one: Tensor,
-    two: Tensor,
-    out: Tensor,
-    scale: Tensor,
-    other: Tensor,
-    *,
-    bias: Tensor | None = None,
-    fast: bool = False,
-) -> None:
-    """``out = one @ two.T (+ bias)``; ``scale`` and ``other``: the scales of the two.
+def _multiply(one: _Operand, two: _Operand, out: Tensor, *, bias: Tensor | None = None, fast: bool = False) -> None:
+    """``out = one @ two.T (+ bias)``.
 
-    ``fast``: sums of Hopper's matrix units are not promoted to fp32, as Transformer Engine has it in forward alone.
+    ``fast``: with one scale a tensor, sums of Hopper's matrix units are not promoted to fp32, as Transformer Engine has
+    it in forward alone.
     """
+    if isinstance(one, Blocks):
+        assert isinstance(two, Blocks)
+        fp8_blocks.multiply(one, two, out, bias)
+        return
     torch._scaled_mm(  # the public scaled_mm writes no tensor that is given
-        one, two.t(), scale, other, bias=bias, out_dtype=out.dtype, use_fast_accum=fast, out=out
+        one.matrix,
+        two.matrix.t(),
+        one.scale,
+        two.scale,
+        bias=bias,
+        out_dtype=out.dtype,
+        use_fast_accum=fast,
+        out=out,
     )
 
 

@@ -56,12 +56,21 @@ class Fp8Scales:
         self._starts: list[int] = []
         self._ranges: dict[int, _Range] = {}
         """By first address, which ``_starts`` has in order."""
+        self._grids: dict[tuple[int, int, int], Tensor] = {}
+        """By address and shape: scales of a weight's blocks."""
         self._lock = threading.Lock()
 
     def made(self, copy: Tensor, parts: int = 1) -> Tensor:
         """Return the scales of ``copy``, for the kernel that writes it: one each for ``parts`` equal parts of it."""
         size = copy.numel() // parts
         return self._hold(copy, parts, 0, size)
+
+    def grid(self, copy: Tensor, rows: int, columns: int) -> Tensor:
+        """Return the scales of a weight's blocks, (rows, columns), which its copy has beside what ``made`` returns."""
+        key = (copy.data_ptr(), rows, columns)
+        if key not in self._grids:
+            self._grids[key] = self.wide.new_ones(rows, columns)
+        return self._grids[key]
 
     def _hold(self, copy: Tensor, parts: int, first: int, of: int) -> Tensor:
         begin, elements = copy.data_ptr(), copy.numel()
@@ -134,15 +143,15 @@ class Fp8Scales:
             at, behind = at + elements, (first + elements, of)
         return found
 
-    def columns(self, copy: Tensor) -> list[Part]:
-        """Return the parts of a copy by columns, each of which is a matrix.
+    def whole_parts(self, copy: Tensor) -> list[Part]:
+        """Return the parts of a copy by columns, or of one with scales of blocks, each of which is a matrix.
 
         Raises:
             ValueError: when one is not all that was quantised together, so that it is none.
         """
         found = self.parts(copy)
         if not all(part.whole for part in found):
-            raise ValueError("a product in FP8 reads a part of tokens that were quantised together by columns")
+            raise ValueError("a product in FP8 reads a part of tokens that were quantised together")
         return found
 
     def of(self, copy: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 A product reads rows that were quantised: by one call, or block by block, or by the ranks that they were gathered from.
 It multiplies each part with a scale of its own, so every part has a size that the device multiplies. A copy by columns
-is one matrix for each part, so a part that moves cut has to be there as a whole again.
+is one matrix for each part, so a part that moves cut has to be there as a whole again. With scales of blocks that holds
+for both copies, and parts end where blocks do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final, NamedTuple
 import torch
 
 from memo_exec.kernels.fp8 import WHOLE
+from memo_exec.kernels.fp8_blocks import BLOCK
 from memo_exec.machine.machine import Machine
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
@@ -26,6 +28,9 @@ LEAST_CAPABILITY: Final = (9, 0)
 MOST_CAPABILITY: Final = (9, 9)
 """Plans for Blackwell (10.0) have one copy for every layout of operands, which no kernel here reads."""
 
+BLOCK_CUDA: Final = (12, 9)
+"""The first CUDA whose cuBLAS has products with scales of blocks of 128 values."""
+
 _EXPORT = "make the plan without --fp8, or memo-sim export PLAN --to megatron-lm, which runs FP8"
 _OPERANDS = ("x", "grad", "weight")
 
@@ -38,13 +43,14 @@ def check_recipe(decisions: Decisions, where: str) -> None:
     Raises:
         CannotRun: with what there is.
     """
-    if decisions.fp8 not in ("none", "tensor"):
+    if decisions.fp8 not in ("none", "tensor", "block"):
         raise CannotRun(
-            "memo-exec has kernels for FP8 with one scale a tensor, from its own values; other recipes are priced only",
+            "memo-exec has kernels for FP8 with scales from a tensor's own values, one or of blocks of 128; "
+            "other recipes are priced only",
             where=f"{where}: $.decisions.fp8",
             got=decisions.fp8,
-            wanted="tensor or none",
-            hint=f"make the plan with --fp8 tensor; or {_EXPORT}",
+            wanted="tensor, block or none",
+            hint=f"make the plan with --fp8 tensor or block; or {_EXPORT}",
         )
     if decisions.fp8_params:
         raise CannotRun(
@@ -70,7 +76,7 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             wanted="none",
             hint="make the plan without --fp8",
         )
-    if decisions.fp8 == "tensor" and decisions.fp8_layouts != "tn":
+    if decisions.fp8 != "none" and decisions.fp8_layouts != "tn":
         raise CannotRun(
             "memo-exec has kernels for FP8 with Hopper's layout of operands alone; other layouts are priced only",
             where=f"{where}: $.decisions.fp8_layouts",
@@ -105,7 +111,19 @@ def check_fp8(decisions: Decisions, program: Program, machine: Machine) -> None:
         raise CannotRun(
             "products in FP8 cannot run here", where="$.decisions.fp8", got=why, wanted="an H100 or H200", hint=_EXPORT
         )
-    check_operands(program)
+    if decisions.fp8 == "block" and (version := torch.version.cuda or "none") and _version(version) < BLOCK_CUDA:
+        raise CannotRun(
+            "this torch has no products in FP8 with scales of blocks",
+            where="$.decisions.fp8",
+            got=f"torch for CUDA {version}",
+            wanted="torch for CUDA 12.9 or newer, whose cuBLAS has them",
+            hint="install such a torch, or make the plan with --fp8 tensor",
+        )
+    check_operands(program, decisions)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in text.split(".") if each.isdigit())
 
 
 def _device_lacks(machine: Machine) -> str:
@@ -117,35 +135,40 @@ def _device_lacks(machine: Machine) -> str:
     return f"a GPU of compute capability {capability[0]}.{capability[1]}, and kernels need 9.0"
 
 
-def check_operands(program: Program) -> None:
+def check_operands(program: Program, decisions: Decisions) -> None:
     """Refuse a program whose products in FP8 read rows without scales, or have sizes that are not multiples.
 
     Raises:
         CannotRun: with the first such product.
     """
+    blocks = decisions.fp8 == "block"
+    multiple = BLOCK if blocks else WHOLE
     for template in program.templates:
         for instruction in template.instructions:
             work = instruction.work
-            if isinstance(work, Fp8Gemm) and any(size % WHOLE for size in (work.m, work.n, work.k)):
+            if isinstance(work, Fp8Gemm) and any(size % multiple for size in (work.m, work.n, work.k)):
                 raise CannotRun(
-                    f"products in FP8 need sizes that are multiples of {WHOLE}",
+                    f"products in FP8 need sizes that are multiples of {multiple}",
                     where="$.decisions.fp8",
                     got=f"{instruction.name}: {work.m} x {work.n} x {work.k}",
-                    wanted=f"multiples of {WHOLE}",
-                    hint="another --tp, or make the plan without --fp8",
+                    wanted=f"multiples of {multiple}",
+                    hint=f"another --tp, {'--fp8 tensor, ' if blocks else ''}or make the plan without --fp8",
                 )
-    if found := _without_scale(program):
+    if found := _without_scale(program, multiple, blocks=blocks):
         raise CannotRun(
             "a product in FP8 reads rows that no kernel quantised, or parts of rows that were quantised together",
             where="$.decisions.fp8",
             got=found,
-            wanted=f"every operand quantised, in parts of a multiple of {WHOLE} tokens",
-            hint="another --tp or --alpha, or make the plan without --fp8",
+            wanted=f"every operand quantised, in parts of a multiple of {multiple} tokens",
+            hint="another --tp or --alpha, no --attention-chunk, or make the plan without --fp8",
         )
 
 
-def _without_scale(program: Program) -> str:
-    """Return the first instruction that reads rows in FP8 without scales, and what wrote them; "" without one."""
+def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
+    """Return the first instruction that reads rows in FP8 without scales, and what wrote them; "" without one.
+
+    ``multiple``: parts have such a number of tokens. ``blocks``: scales are those of blocks.
+    """
     columns = expand(program)
     narrow = {number for number, family in enumerate(program.all_families) if family.dtype in ("e4m3", "e5m2")}
     buffers, family = columns.operand_buffer.tolist(), columns.buffer_family.tolist()
@@ -160,16 +183,21 @@ def _without_scale(program: Program) -> str:
                 ranges[operand.role] = (mine, (first[row], end[row]), operand.mode)
             row += 1
         if isinstance(instruction.work, Fp8Gemm):
-            by_columns = instruction.op.startswith("linear.wgrad")
+            whole = blocks or instruction.op.startswith("linear.wgrad")
             for role in (role for role in _OPERANDS if role in ranges):
-                scaled, rows, _ = ranges[role]
-                if why := scaled.lacks(rows, by_columns=by_columns, sizes=role != "weight"):
+                (scaled, rows, _), weight = ranges[role], role == "weight"
+                if why := scaled.lacks(rows, whole=whole and not weight, multiple=1 if weight else multiple):
                     return f"{name}: {role}, written by {scaled.writers(rows)}, {why}"
         source = next((ranges[role] for role in _SOURCES if role in ranges), None)
         pieces: list[Piece] = source[0].pieces(source[1]) if source is not None and instruction.op in _CARRY else []
         if instruction.op in _ANEW:
+            parts = _joined(pieces)
+            if source is not None and blocks and not all(whole for _, whole in parts):
+                return f"{name}: rows written by {source[0].writers(source[1])}, {_CUT}"
             ranks = instruction.work.ranks if isinstance(instruction.work, Collective) else 1
-            pieces = [Piece(size, 0, size) for size, _ in _joined(pieces) for _ in range(ranks)]
+            if blocks and instruction.op == "fp8.transpose":  # joins the parts that ranks sent
+                parts = [(sum(size for size, _ in parts), True)] if parts else []
+            pieces = [Piece(size, 0, size) for size, _ in parts for _ in range(ranks)]
         for scaled, rows, mode in ranges.values():
             if mode is not Mode.READ:
                 size = rows[1] - rows[0]
@@ -183,6 +211,7 @@ _ANEW = ("all_gather", "fp8.transpose")
 _CARRY = ("d2h", "h2d", "copy", *_ANEW)
 """What takes scales along with the rows of its operand in one of the roles ``_SOURCES``."""
 _SOURCES = ("source", "shard", "x")
+_CUT = "cut where it was quantised together"
 
 
 class Piece(NamedTuple):
@@ -218,15 +247,17 @@ class _Scaled:
                     at = high
         return found if at == rows[1] else []
 
-    def lacks(self, rows: Range, *, by_columns: bool, sizes: bool) -> str:
-        """Return what a product misses in its operand; "" for nothing. ``sizes``: whether sizes of parts matter."""
+    def lacks(self, rows: Range, *, whole: bool, multiple: int) -> str:
+        """Return what a product misses in its operand; "" for nothing.
+
+        ``whole``: whether each part has to be all that was quantised together.
+        """
         parts = _joined(self.pieces(rows))
         if not parts:
             return "not quantised"
-        if sizes and (odd := [size for size, _ in parts if size % WHOLE]):
+        if odd := [size for size, _ in parts if size % multiple]:
             return f"with a part of {odd[0]} tokens"
-        cut = by_columns and not all(whole for _, whole in parts)
-        return "cut where it was quantised together" if cut else ""
+        return _CUT if whole and not all(each for _, each in parts) else ""
 
     def writers(self, rows: Range) -> str:
         """Return the operators that wrote the rows."""

@@ -12,6 +12,7 @@ from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
 from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
+from memo_sim.program.layout.fp8 import played
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.shape import shape_of
@@ -219,13 +220,11 @@ def _fp8(decisions: Decisions) -> list[Assumption]:
     if decisions.model.mixture:
         experts = "routers, exchanges of rows" if decisions.fp8_experts else "experts (--fp8-experts)"
         stays = f"attention, {experts}, embedding and classifier"
-    has_kernels = decisions.fp8 == "tensor" and decisions.fp8_layouts == "tn" and decisions.model.latent is None
-    has_kernels &= not (decisions.fp8_params or decisions.fp8_experts)
     kept = ", whose weights have no bf16 copy (--fp8-params)" if decisions.fp8_params else ""
-    played = "memo-exec's kernels have run on no GPU yet" if has_kernels else "memo-exec does not run it"
+    runs = "memo-exec's kernels have run on no GPU yet" if played(decisions) else "memo-exec does not run it"
     value = (
         f"layers' linear products, {FP8_SCALES[decisions.fp8]}{kept}; {stays} in bf16; whether training converges as"
-        f" in bf16 is not predicted; MFU counts against the bf16 peak; {played}"
+        f" in bf16 is not predicted; MFU counts against the bf16 peak; {runs}"
     )
     return [Assumption(name="FP8", value=value, option="--fp8")]
 

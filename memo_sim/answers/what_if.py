@@ -33,6 +33,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.search import MOST_LAYOUTS_AT_ONCE, Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
 from memo_sim.program.arena.folded import folded
+from memo_sim.program.layout.fp8 import played
 from memo_sim.program.lower import program_sha256
 from memo_sim.reasons.answer import explain, plan_title
 from memo_sim.reasons.remedies import ways_out
@@ -500,7 +501,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         recompute=decisions.recompute,
         recompute_layers=decisions.recompute_layers,
         attention=decisions.kernels.attention,
-        executable=decisions.kernels.attention not in PRICED_ONLY and decisions.fp8 == "none",
+        executable=decisions.kernels.attention not in PRICED_ONLY and played(decisions),
         fp8=decisions.fp8,
         mlp_chunk_tokens=decisions.mlp_chunk_tokens,
         mlp_rebuild=decisions.mlp_rebuild,

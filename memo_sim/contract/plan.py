@@ -547,7 +547,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     executable: bool = True
     """Whether memo-exec has this attention kernel and these products; the others are priced only."""
     fp8: Fp8Recipe = "none"
-    """Scales of the layers' products in FP8; memo-exec runs ``tensor``, on Hopper."""
+    """Scales of the layers' products in FP8; memo-exec runs ``tensor`` and ``block``, on Hopper."""
     mlp_chunk_tokens: Tokens = 0
     mlp_rebuild: MlpRebuild = "block"
     attention_chunk_tokens: Tokens = 0

@@ -17,16 +17,25 @@ NEAR = 0.25
 """Relative difference of a gradient: other scales round otherwise, as in ``test_gradients_in_fp8.py``."""
 
 
+SIZES: dict[str, dict[str, Any]] = {"tensor": {}, "block": {"hidden": 256, "head_dim": 64, "ffn_hidden": 256}}
+TOKENWISE = {"recompute": "tokenwise", "swapped_tokens": 256}
+
+
 @pytest.mark.parametrize(
-    "policy",
+    ("recipe", "policy"),
     [
-        {"seq_tokens": 256, "swapped_tokens": 0},
-        pytest.param({"recompute": "tokenwise", "swapped_tokens": 256}, marks=pytest.mark.slow),
+        pytest.param("tensor", {"seq_tokens": 256, "swapped_tokens": 0}, id="kept"),
+        pytest.param("tensor", TOKENWISE, marks=pytest.mark.slow, id="tokenwise"),
+        pytest.param("block", {"seq_tokens": 256, "swapped_tokens": 0}, marks=pytest.mark.slow, id="kept, in blocks"),
+        pytest.param("block", TOKENWISE, marks=pytest.mark.slow, id="tokenwise, in blocks"),
     ],
-    ids=["kept", "tokenwise"],
 )
-def test_gathered_rows_are_multiplied_with_the_scale_of_each_rank(team: Team, policy: dict[str, Any]) -> None:
-    decisions = training(llama(layers=1), Layout(tp=2, sequence_parallel=True), **(IN_FP8 | policy), global_batch=1)
+def test_gathered_rows_are_multiplied_with_the_scale_of_each_rank(
+    team: Team, recipe: str, policy: dict[str, Any]
+) -> None:
+    """A rank's scales of blocks are those of one process for its rows, but heads and features are cut."""
+    model, fields = llama(layers=1, **SIZES[recipe]), IN_FP8 | {"fp8": recipe} | policy
+    decisions = training(model, Layout(tp=2, sequence_parallel=True), **fields, global_batch=1)
     ranks = team.play(play, 2, decisions, 1, {})
     alone = play(Member(0, 1), one_process(decisions), 1, {})
     assert ranks[0].losses == ranks[1].losses

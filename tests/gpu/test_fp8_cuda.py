@@ -20,10 +20,15 @@ IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn",
 PARTS = {"recompute": "tokenwise", "swapped_tokens": 128}
 
 
+SIZES: dict[str, dict[str, int]] = {"tensor": {}, "block": {"hidden": 256, "head_dim": 64, "ffn_hidden": 512}}
+
+
 @pytest.mark.parametrize("policy", [{}, PARTS], ids=["kept", "rows with two scales"])
-def test_a_step_in_fp8_is_that_of_the_cpu(policy: dict[str, Any]) -> None:
-    on_cpu = decide(llama(layers=2), **(IN_FP8 | policy))
-    on_gpu = decide(llama(layers=2), kernels=Kernels(attention="torch-flash"), **(IN_FP8 | policy))
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_a_step_in_fp8_is_that_of_the_cpu(recipe: str, policy: dict[str, Any]) -> None:
+    model, fields = llama(layers=2, **SIZES[recipe]), IN_FP8 | {"fp8": recipe} | policy
+    on_cpu = decide(model, **fields)
+    on_gpu = decide(model, kernels=Kernels(attention="torch-flash"), **fields)
     batches = batch(on_cpu)
     wanted, true = one_step(on_cpu, batches)
     record, found = one_step(on_gpu, batches, device="cuda")

@@ -73,6 +73,14 @@ def by_blocks(recipe: Fp8Recipe) -> bool:
     return recipe in ("block", "mx")
 
 
+def played(decisions: Decisions) -> bool:
+    """Return whether memo-exec has kernels for the products of a plan, all of which read FP8 on Hopper alone."""
+    if decisions.fp8 == "none":
+        return True
+    known = decisions.fp8 in ("tensor", "block") and decisions.fp8_layouts == "tn"
+    return known and not (decisions.fp8_params or decisions.fp8_experts or decisions.model.latent)
+
+
 def gradients(recipe: Fp8Recipe) -> Literal["e4m3", "e5m2"]:
     """Return the dtype of FP8 gradients."""
     return "e4m3" if by_blocks(recipe) else "e5m2"

@@ -302,7 +302,7 @@ def _assumptions(summary: Summary) -> Section:
 
 NOT_RUN = {
     True: "memo-exec cannot run this attention kernel; the plan is only priced.",
-    False: "memo-exec cannot run products in FP8; the plan is only priced.",
+    False: "memo-exec cannot run these products in FP8; the plan is only priced.",
 }
 """By whether products are in the plan's dtype: what memo-exec lacks."""
 
@@ -315,9 +315,11 @@ def _how_to_run(best: Best, result: Result, cluster: Cluster, command: str) -> S
         write = f'{command}.save("{PLAN_FILE}")' if command.startswith("memo_sim.") else f"{command} -o {PLAN_FILE}"
         blocks += [Paragraph("Write the plan first:"), Commands([write])]
     file = shlex.quote(best.file or PLAN_FILE)
+    in_fp8 = best.plan.decisions.fp8 != "none"  # which plain autograd has not, so verify refuses it
+    checks = "Check the plan:" if in_fp8 else "Check the plan, then its gradients at a reduced size on a CPU:"
     blocks += [
-        Paragraph("Check the plan, then its gradients at a reduced size on a CPU:"),
-        Commands([f"memo-exec doctor {file}", f"memo-exec verify {file}"]),
+        Paragraph(checks),
+        Commands([f"memo-exec doctor {file}", *([] if in_fp8 else [f"memo-exec verify {file}"])]),
         Paragraph("Train, and compare the measured step with this prediction:"),
         Commands(run_commands(best.plan, file, cluster)),
     ]

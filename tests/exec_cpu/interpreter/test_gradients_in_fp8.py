@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import KERNELS, Call
+from memo_exec.kernels import KERNELS, Call, fp8_blocks
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.program.ir.work import Fp8Gemm
@@ -23,10 +23,22 @@ NEAR = 0.25
 """Relative difference of a gradient from that in fp32 without FP8; it was at most 0.14 in both models."""
 
 
+BLOCKS = {"hidden": 128, "head_dim": 32, "ffn_hidden": 256}
+"""Sizes that are multiples of 128."""
+
+
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x`` in fp32, rounded to FP8 with one scale and back."""
     scale = x.float().abs().max() / torch.finfo(dtype).max
     return (x.float() / scale).to(dtype).float() * scale
+
+
+def rounded_in_blocks(x: Tensor) -> Tensor:
+    """Return ``x`` in fp32, rounded to E4M3 with a power of two for each 128 values of a row, and back."""
+    groups = x.float().reshape(len(x), -1, 128)
+    scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448)))
+    values: Tensor = (groups / scale).to(E4M3).float() * scale
+    return values.flatten(1)
 
 
 class Watched:
@@ -46,16 +58,22 @@ class Watched:
 
     def product(self, call: Call) -> None:
         op = call.instruction.op
-        before = call["out"].clone()
+        before, recipe = call["out"].clone(), call.context.decisions.fp8
         KERNELS[op](call)
         if not isinstance(call.instruction.work, Fp8Gemm):
             return
         out, bias = call.matrix("out").float(), call.get("bias")
-        one = rounded(
-            self.sources[call["x" if op == "linear" else "grad"].data_ptr()], E4M3 if op == "linear" else E5M2
+        one, two = (
+            self.sources.get(call[role].data_ptr()) for role in ("x" if op == "linear" else "grad", _SECOND[op])
         )
+        assert one is not None
+        if recipe == "tensor":
+            one = rounded(one, E4M3 if op == "linear" else E5M2)
+        else:
+            one = rounded_in_blocks(one) if op != "linear.wgrad" else rounded_in_blocks(one.t()).t()
         if op == "linear.wgrad":
-            two = rounded(self.sources[call["x"].data_ptr()], E4M3)
+            assert two is not None
+            two = rounded(two, E4M3) if recipe == "tensor" else rounded_in_blocks(two.t()).t()
             wanted = before.view(one.shape[1], -1) + one.t() @ two
             out = call["out"].view(wanted.shape)
         else:
@@ -69,12 +87,27 @@ class Watched:
     def weight(self, call: Call, rows: int, columns: int) -> Tensor:
         """Return a weight's copy as (out, in), or (in, out) for the gradient of the input, with its scale."""
         assert call.context.fp8 is not None
-        return call["weight"].view(rows, columns).float() * call.context.fp8.of(call["weight"])
+        values = call["weight"].view(rows, columns).float()
+        if call.context.decisions.fp8 == "tensor":
+            return values * call.context.fp8.of(call["weight"])
+        scale = fp8_blocks.weight_blocks(call.context.fp8, call["weight"], rows, columns).scale[:, : columns // 128]
+        return values * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
 
 
-@pytest.mark.parametrize("model", [llama(layers=1), gpt(layers=1)], ids=["llama", "gpt2"])
-def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: Any) -> None:
-    decisions, watched = decide(model, **IN_FP8), Watched()
+_SECOND = {"linear": "weight", "linear.dgrad": "weight", "linear.wgrad": "x"}
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        pytest.param(llama(layers=1), "tensor", id="llama"),
+        pytest.param(gpt(layers=1), "tensor", id="gpt2"),
+        pytest.param(llama(layers=1, **BLOCKS), "block", id="llama in blocks"),
+        pytest.param(gpt(layers=1, **BLOCKS), "block", id="gpt2 in blocks"),
+    ],
+)
+def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: Any, recipe: str) -> None:
+    decisions, watched = decide(model, **(IN_FP8 | {"fp8": recipe})), Watched()
     ((ids, labels),) = batches = batch(decisions)
     with play(decisions, kernels=watched.kernels) as interpreter:
         reference = AutogradModel(model, weights.named_parameters(interpreter), dtype=torch.float32)
@@ -89,20 +122,35 @@ def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: A
         assert float((found[name] - leaf.grad).norm() / leaf.grad.norm()) <= NEAR, name
 
 
+RECIPES = pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        pytest.param(llama(layers=2), "tensor", id="tensor"),
+        pytest.param(llama(layers=2, **BLOCKS), "block", id="block"),
+    ],
+)
+
+
 @pytest.mark.slow
+@RECIPES
 @pytest.mark.parametrize("policy", [{"recompute": "full"}, {"swapped_tokens": 256}], ids=str)
-def test_what_is_rebuilt_or_swapped_has_the_bits_of_what_is_kept(policy: dict[str, Any]) -> None:
-    kept, wanted = one_step(decide(llama(layers=2), **IN_FP8))
-    record, found = one_step(decide(llama(layers=2), **(IN_FP8 | policy)), debug=True)
+def test_what_is_rebuilt_or_swapped_has_the_bits_of_what_is_kept(
+    model: Any, recipe: str, policy: dict[str, Any]
+) -> None:
+    fields = IN_FP8 | {"fp8": recipe}
+    kept, wanted = one_step(decide(model, **fields))
+    record, found = one_step(decide(model, **(fields | policy)), debug=True)
     assert record.loss == kept.loss
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.slow
-def test_rows_that_are_moved_in_part_have_the_bits_of_those_that_are_kept() -> None:
+@RECIPES
+def test_rows_that_are_moved_in_part_have_the_bits_of_those_that_are_kept(model: Any, recipe: str) -> None:
     """Swapping half of the rows moves halves of copies by columns, which are matrices only as a whole."""
-    kept, wanted = one_step(decide(llama(layers=2), **IN_FP8))
-    record, found = one_step(decide(llama(layers=2), **(IN_FP8 | {"swapped_tokens": 128})))
+    fields = IN_FP8 | {"fp8": recipe}
+    kept, wanted = one_step(decide(model, **fields))
+    record, found = one_step(decide(model, **(fields | {"swapped_tokens": 128})))
     assert record.loss == kept.loss
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -113,3 +161,14 @@ def test_rows_that_are_rebuilt_in_part_have_a_scale_of_each_block() -> None:
     record, found = one_step(decide(llama(layers=2), **(IN_FP8 | {"recompute": "tokenwise", "swapped_tokens": 128})))
     assert record.loss == pytest.approx(kept.loss, rel=1e-3)
     assert all(float((found[n] - wanted[n]).norm() / wanted[n].norm()) <= NEAR for n in wanted)
+
+
+@pytest.mark.slow
+def test_rows_that_are_rebuilt_in_part_have_the_same_scales_of_blocks() -> None:
+    """Row blocks end where blocks of 128 tokens do, so only sums differ: a weight's gradient has a term of each."""
+    fields = IN_FP8 | {"fp8": "block"}
+    kept, wanted = one_step(decide(llama(layers=2, **BLOCKS), **fields))
+    parts = {"recompute": "tokenwise", "swapped_tokens": 128}
+    record, found = one_step(decide(llama(layers=2, **BLOCKS), **(fields | parts)))
+    assert record.loss == pytest.approx(kept.loss, rel=1e-5)
+    assert all(float((found[n] - wanted[n]).norm() / wanted[n].norm()) <= 1e-5 for n in wanted)

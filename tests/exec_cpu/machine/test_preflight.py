@@ -76,13 +76,11 @@ def test_dtypes_the_device_does_not_compute_in() -> None:
 IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
 
 
-@pytest.mark.parametrize(
-    "changes", [{"fp8": "delayed"}, {"fp8": "block"}, {"fp8_layouts": "any"}, {"fp8_params": True}]
-)
+@pytest.mark.parametrize("changes", [{"fp8": "delayed"}, {"fp8": "mx"}, {"fp8_layouts": "any"}, {"fp8_params": True}])
 def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]) -> None:
     plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | changes)))
     ((name, value),) = changes.items()
-    wanted = {"fp8": "tensor", "fp8_layouts": "tn", "fp8_params": "false"}[name]
+    wanted = {"fp8": "tensor, block", "fp8_layouts": "tn", "fp8_params": "false"}[name]
     with refused(
         CannotRun, where=f"plan.json: $.decisions.{name}", got=str(value).lower(), wanted=wanted, hint="--fp8"
     ):
@@ -134,23 +132,45 @@ FP8_PROGRAMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FP8_PROGRAMS)
-def test_every_operand_in_fp8_has_scales(name: str) -> None:
-    check_operands(lower(byte_decisions(**({"swapped_tokens": 0} | IN_FP8 | FP8_PROGRAMS[name])))[0])
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_every_operand_in_fp8_has_scales(recipe: str, name: str) -> None:
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe} | FP8_PROGRAMS[name]
+    model = gpt(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn_hidden=512)
+    decisions = byte_decisions(model=model, **fields)
+    check_operands(lower(decisions)[0], decisions)
 
 
 @pytest.mark.parametrize("op", ["fp8.quantize", "fp8.transpose"])
 def test_an_operand_in_fp8_that_nothing_made_is_refused(op: str) -> None:
     fields = IN_FP8 | {"swapped_tokens": 0, "layout": Layout(tp=2, sequence_parallel=True)}
-    (made,) = lower(byte_decisions(**fields))
+    decisions = byte_decisions(**fields)
+    (made,) = lower(decisions)
     (number, *_) = planted.places(made, lambda each: each.op == op)
     with refused(CannotRun, where="$.decisions.fp8", got="not quantised", wanted="every operand quantised"):
-        check_operands(planted.without(made, number, lambda each: each.op == op))
+        check_operands(planted.without(made, number, lambda each: each.op == op), decisions)
 
 
 def test_sizes_of_products_in_fp8_are_multiples_of_16() -> None:
-    (program,) = lower(byte_decisions(model=gpt(vocab=256, ffn_hidden=200), swapped_tokens=0, **IN_FP8))
+    decisions = byte_decisions(model=gpt(vocab=256, ffn_hidden=200), swapped_tokens=0, **IN_FP8)
     with refused(CannotRun, where="$.decisions.fp8", got="200", wanted="16"):
-        check_operands(program)
+        check_operands(lower(decisions)[0], decisions)
+
+
+def test_sizes_of_products_with_scales_of_blocks_are_multiples_of_128() -> None:
+    decisions = byte_decisions(
+        model=gpt(vocab=256, hidden=128, head_dim=32, ffn_hidden=320), swapped_tokens=0, **IN_FP8
+    )
+    check_operands(lower(decisions)[0], decisions)
+    blocks = msgspec.structs.replace(decisions, fp8="block")
+    with refused(CannotRun, where="$.decisions.fp8", got="320", wanted="128", hint="--fp8 tensor"):
+        check_operands(lower(blocks)[0], blocks)
+
+
+def test_blocks_need_the_cuda_whose_cublas_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    found = refusal(byte_decisions(swapped_tokens=0, **(IN_FP8 | {"fp8": "block"})), GPU)
+    check_fields(found, CannotRun, where="$.decisions.fp8", got="12.8", wanted="12.9", hint="--fp8 tensor")
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, sequence_parallel=True)])

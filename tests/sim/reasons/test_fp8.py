@@ -36,7 +36,7 @@ def answer(fp8: Fp8Recipe, **pins: object) -> Result:
 def test_an_answer_says_what_runs_in_fp8_and_what_it_takes() -> None:
     plain, tensor = answer("none"), answer("tensor")
     assert tensor.plans[0].step_s < plain.plans[0].step_s
-    assert (tensor.plans[0].fp8, tensor.plans[0].executable) == ("tensor", False)
+    assert (tensor.plans[0].fp8, tensor.plans[0].executable) == ("tensor", True)
     (line,) = [each for each in tensor.why if each.startswith("FP8")]
     # Two bytes for each of 4 x 218,103,808 / 2 elements of matrices.
     assert "a rank holds 2 FP8 copies of them, 0.81 GiB, made once a step" in line
@@ -56,6 +56,8 @@ def test_an_answer_says_that_weights_are_in_fp8_alone() -> None:
     assert "linear products in FP8 (tensor, weights in FP8 alone)" in alone.summary.plan
     (assumption,) = [each for each in alone.summary.assumptions if each.name == "FP8"]
     assert "no bf16 copy (--fp8-params)" in assumption.value
+    assert "memo-exec does not run it" in assumption.value
+    assert not alone.plans[0].executable
 
 
 def test_fp8_parameters_without_fp8_are_refused() -> None:
