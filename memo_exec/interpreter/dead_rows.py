@@ -58,7 +58,7 @@ def dead_rows(schedule: Schedule) -> list[DeadRows]:
             if poisoned[touch.buffer]:
                 leaves = (
                     bound.instruction.lane is Lane.D2H
-                    and touch.role == "source"
+                    and touch.role in ("source", "x")
                     and schedule.family(touch.buffer).buffer_class is BufferClass.SKELETAL
                 )
                 row = (bound, touch.first, touch.first + touch.tokens, touch.mode, leaves)

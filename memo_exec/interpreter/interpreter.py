@@ -46,6 +46,7 @@ from memo_sim.contract.plan import Decisions, MovedBytes
 from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Copy
 
 STUCK_S = 10.0
 """How long the other lanes may continue after one lane has failed. They may wait for a rank that never answers."""
@@ -268,7 +269,7 @@ class Interpreter:
             raise ValueError(
                 f"{bound.instruction.name}: the kernel of {bound.instruction.op} moved or resized an operand"
             )
-        if lane in self._moved:
+        if isinstance(bound.instruction.work, Copy):
             self._moved[lane] += call["target"].nbytes
         if self.probe:
             self.probe.after(bound, call)

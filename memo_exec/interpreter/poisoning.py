@@ -28,7 +28,7 @@ from memo_sim.program.ir.instruction import BufferClass, Lane, Mode
 BLOCK = 2**22
 """Numbers of a checksum that are weighted at once."""
 
-SCRATCH_ROLES = frozenset({"exponentials"})
+SCRATCH_ROLES = frozenset({"exponentials", "workspace"})
 """Operands in which a kernel may keep intermediate results, and which it may leave unwritten."""
 
 
@@ -188,6 +188,7 @@ class Poisoning:
 def checksum(tensor: Tensor) -> int:
     """Return a checksum of the tensor's bytes: 8-byte words weighted by their position, so that order matters."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
     rest = flat[len(words) * 8 :]
     return _weighted(words) ^ _weighted(rest)

@@ -31,6 +31,7 @@ from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.ir.instruction import BufferClass, Lane, Mode
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Copy
 from memo_sim.program.verify.value_call import Call as CheckedCall
 from memo_sim.program.verify.values import Values
 
@@ -107,7 +108,7 @@ class Probe:
             RaceFound: when it has not written an output, when a prefetch finds no finished offload, or when it copied
                 other bytes than were offloaded.
         """
-        if bound.instruction.lane in (Lane.D2H, Lane.H2D):
+        if isinstance(bound.instruction.work, Copy):
             self._check_copy(bound, call)
         self._poisoning.after(bound, call)
         with self._lock:
@@ -119,7 +120,8 @@ class Probe:
         lane = bound.instruction.lane
         source, target = (next(t for t in bound.touches if t.role == role) for role in ("source", "target"))
         device, host = (source, target) if lane is Lane.D2H else (target, source)
-        if self._schedule.family(device.buffer).buffer_class is not BufferClass.SKELETAL:
+        classes = {self._schedule.family(touch.buffer).buffer_class for touch in (device, host)}
+        if BufferClass.SKELETAL not in classes:
             return
         name, key = self._names[bound.number], (host.buffer, host.first, host.tokens)
         synchronize(call[source.role if lane is Lane.D2H else target.role].device)

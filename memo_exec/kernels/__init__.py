@@ -41,6 +41,7 @@ from memo_exec.kernels import (
     rsa,
     shared_heads,
     sinks,
+    swap_rounding,
 )
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
@@ -205,6 +206,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "copy": move.copy,
     "d2h": move.transfer,
     "h2d": move.transfer,
+    "swap.round": swap_rounding.round_rows,
+    "swap.widen": swap_rounding.widen_rows,
     "zero": move.zero,
     "grad_norm": optimizer.grad_norm,
     "adamw.decay": optimizer.adamw_decay,

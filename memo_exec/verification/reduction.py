@@ -175,6 +175,7 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("vocabulary", lambda d: str(d.model.vocab)),
     ("tokens of a sequence", lambda d: str(d.seq_tokens)),
     ("tokens of a document", lambda d: f"{d.documents.mean:,.0f} (mean)" if d.documents else "a sequence's"),
+    ("dtype of swapped rows", lambda d: "their own" if d.swap_dtype == "same" else "FP8"),
     ("sequences of a micro-batch", lambda d: str(d.micro_batch)),
     ("micro-batches", lambda d: str(d.micro_batches)),
     *_DEGREES,
@@ -296,6 +297,7 @@ def _policy(decisions: Decisions, layout: Layout, dtype: DtypeName, attention: s
         decisions,
         layout=msgspec.structs.replace(layout, subsequences=subsequences, pp_layers=()),
         swapped_tokens=0,
+        swap_dtype="same",  # what is left is compared to the last bits
         subsequence_swapped_tokens=(),
         mlp_chunk_tokens=0,
         attention_chunk_tokens=0,

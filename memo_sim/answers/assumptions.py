@@ -14,6 +14,7 @@ from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
 from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
 from memo_sim.program.layout.fp8 import played
 from memo_sim.program.layout.parameters import gradient_dtype
+from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 from memo_sim.reasons.adapters import trained_weights
@@ -88,6 +89,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_windows(decisions),
         *_documents(decisions),
         *_fp8(decisions),
+        *_swaps(decisions),
         *_adapters(decisions),
         *_objective(decisions),
         *_not_read(question),
@@ -225,6 +227,18 @@ def _fp8(decisions: Decisions) -> list[Assumption]:
         f" in bf16 is not predicted; MFU counts against the bf16 peak; {runs}"
     )
     return [Assumption(name="FP8", value=value, option="--fp8")]
+
+
+def _swaps(decisions: Decisions) -> list[Assumption]:
+    """Return what it means that activations are swapped in FP8."""
+    if decisions.swap_dtype == "same" or not swaps(decisions):
+        return []
+    value = (
+        "E4M3 with a scale for each row, rounded on the copy lanes by plain kernels of torch at the rate of"
+        " memory-bound kernels; what these take from compute beside them is not priced, and whether training converges"
+        " as without rounding is not predicted; no GPU has run it yet"
+    )
+    return [Assumption(name="swaps in FP8", value=value, option="--swap-dtype")]
 
 
 def _adapters(decisions: Decisions) -> list[Assumption]:

@@ -119,6 +119,12 @@ def _features() -> Iterator[Feature]:
     )
     yield Feature(name="swap", about="all tokens' activations swapped to the host", own={"swapped": 1.0})
     yield Feature(name="alpha", about="half of the tokens swapped", own={"swapped": 0.5})
+    yield Feature(
+        name="swap-fp8",
+        about="swapped activations in FP8",
+        own={"swap_dtype": "fp8"},
+        needs=({"swapped": 1.0}, {"swapped": 0.5}),
+    )
     for mode in get_args(Recompute):
         if mode != "none":
             yield Feature(name=f"recompute-{mode}", about=f"{mode} recompute", own={"recompute": mode})

@@ -21,6 +21,7 @@ from memo_sim.contract.units import GIB, MOST_BYTES, counted, format_bytes, form
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
+from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
 
@@ -133,6 +134,8 @@ def in_words(decisions: Decisions) -> str:
         parts.append(f"{layout.schedule} schedule of {counted(decisions.micro_batches, 'micro-batch', 'es')}")
     if layout.subsequences > 1:
         parts.append(f"{layout.subsequences} subsequences")
+    if decisions.swap_dtype == "fp8" and swaps(decisions):
+        parts.append("swapped rows in FP8")
     if decisions.fp8 != "none":
         alone = ", weights in FP8 alone" if decisions.fp8_params else ""
         experts = " and experts" if decisions.fp8_experts else ""

@@ -46,6 +46,8 @@ Fp8Layouts = Literal["tn", "any"]
 
 - tn: both operands must be contiguous along the dimension that is summed (Hopper), so backward needs transposed copies.
 - any: every layout (Blackwell)."""
+SwapDtype = Literal["same", "fp8"]
+"""In what skeletal tensors are swapped: in the dtype that they have, or in E4M3 with a scale for each row."""
 ProductDtype = Literal["fp32", "bf16", "fp16", "fp8-tensor", "fp8-block", "fp8-mx"]
 """Kind of a product in a profile: the dtype of its operands, for FP8 with the granularity of its scales."""
 Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise", "rowwise"]
@@ -831,6 +833,13 @@ class Chosen:
         "With --fp8 and a model with experts: the grouped products of experts, and those of a shared expert, in FP8 too"
         " (Megatron-LM's TEGroupedLinear, DeepSeek-V3's recipe with block). Rows are exchanged in bf16. memo-exec does"
         " not run it.",
+    )
+    """Not searched: it changes what is learned."""
+    swap_dtype: SwapDtype = _knob(
+        "same",
+        _one_of(SwapDtype),
+        "In what activations are swapped. fp8: E4M3 with a scale for each row, about half the bytes of bf16 in copies"
+        " and in host memory. Backward reads rounded values, so gradients are not those of a step that keeps them.",
     )
     """Not searched: it changes what is learned."""
     loss: Loss = _knob(

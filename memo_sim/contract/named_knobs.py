@@ -31,6 +31,7 @@ from memo_sim.contract.knobs import (
     Sharding,
     States,
     Streams,
+    SwapDtype,
     TpOverlap,
     ZeroParams,
 )
@@ -91,6 +92,7 @@ class Knobs(TypedDict, total=False):
     fp8: Fp8Recipe | None
     fp8_params: bool | None
     fp8_experts: bool | None
+    swap_dtype: SwapDtype | None
     loss: Loss | None
     loss_metrics: int | None
     streams: Streams | None

@@ -42,6 +42,7 @@ from memo_sim.contract.knobs import (
     Sharding,
     States,
     Streams,
+    SwapDtype,
     TpOverlap,
     ZeroParams,
 )
@@ -274,6 +275,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     0: in two rounding buffers that layers use alternately (MEMO 4.1). Otherwise each subsequence has its own buffers.
     They are copied to the host during this many following passes of the stage (SPPO 5.2: 1), and copied back during the
     pass before their backward."""
+    swap_dtype: SwapDtype = "same"
+    """In what skeletal tensors are swapped (``program/layout/swap_format.py``); same: in the dtype that they have."""
     rounding_buffers: bool = False
     """Whether full recompute plays every layer in the two rounding buffers, which exist all step (MEMO 4.1, 4.3.4).
 

@@ -30,6 +30,7 @@ _COMMON: dict[str, Saying] = {
         "own", lost="its version of torch.utils.checkpoint ends a recompute where backward has its tensors"
     ),
     "decisions.swapped_tokens": Saying("none", lost=_NO_SWAP),
+    "decisions.swap_dtype": Saying("none", lost="what it offloads has the dtype that autograd saves"),
     "decisions.rounding_buffers": Saying("none", lost="every layer has buffers of its own"),
     "decisions.memory_policy": Saying("none", lost=_NO_ARENA),
     "decisions.allocator_limit_gib": LIMITED,

@@ -438,6 +438,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.swapped_tokens": Saying("none", (), _NO_SWAP),
     "decisions.subsequence_swapped_tokens": Saying("none", (), _NO_SWAP),
     "decisions.offload_window": Saying("none", (), _NO_SWAP),
+    "decisions.swap_dtype": Saying("none", (), _NO_SWAP),
     "decisions.rounding_buffers": Saying("none", (), _OWN_ALLOCATOR),
     "decisions.memory_policy": Saying("none", (), _OWN_ALLOCATOR),
     "decisions.allocator_limit_gib": LIMITED,

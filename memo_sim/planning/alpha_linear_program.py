@@ -18,6 +18,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import Fate
+from memo_sim.program.layout.swap_format import swapped_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ def linear_program(
     """Return the paper's problem for a plan; ``host_bytes`` is one rank's share of host memory."""
     shape, model = shape_of(decisions), decisions.model
     tensors = skeletal_of(decisions, shape, model.layer(0))
-    whole = {t.name: t.bytes for t in tensors if t.fate is Fate.WHOLE}
+    whole = {t.name: swapped_bytes(decisions, t) for t in tensors if t.fate is Fate.WHOLE}
     others = [
-        sum(t.bytes for t in skeletal_of(decisions, shape, layer) if t.fate is Fate.BY_TOKEN)
+        sum(swapped_bytes(decisions, t) for t in skeletal_of(decisions, shape, layer) if t.fate is Fate.BY_TOKEN)
         for layer in model.layer_shapes
     ]
     return LinearProgram(

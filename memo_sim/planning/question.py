@@ -110,6 +110,7 @@ class Question(Chosen):
             reduce_dtype=self.pins.reduce_dtype,
             modules=self.modules,
             dtype=self.dtype,
+            swap_dtype=self.swap_dtype,
             fp8=self.fp8,
             fp8_layouts=fp8_layouts(self.hardware),
             fp8_params=self.fp8_params,

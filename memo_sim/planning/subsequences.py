@@ -33,6 +33,7 @@ from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.subsequence import subsequences_of
+from memo_sim.program.layout.swap_format import swapped_bytes
 from memo_sim.program.lower import lower
 
 MOST_PART_TOKENS = 16 * 1024
@@ -276,7 +277,8 @@ def offloaded_bytes(decisions: Decisions) -> float:
     The KV cache of the prefix is not offloaded, because every later subsequence reads it (SPPO 5.1).
     """
     first = subsequences_of(decisions, shape_of(decisions))[0].shape
-    return sum(tensor.bytes for tensor in skeletal_of(decisions, first, decisions.model.layer(0))) / first.tokens
+    tensors = skeletal_of(decisions, first, decisions.model.layer(0))
+    return sum(swapped_bytes(decisions, tensor) for tensor in tensors) / first.tokens
 
 
 def swap_each(decisions: Decisions, tokens: int) -> Decisions:

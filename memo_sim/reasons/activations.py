@@ -11,9 +11,13 @@ from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import PARTIAL_SWAP, TOKENWISE
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, TemplateKind
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.rowwise_blocks import ROWWISE
+from memo_sim.program.layout.rules.recompute import swaps
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.swap_format import is_rounded, swapped_bytes
 from memo_sim.views.plan_table import layout_label, short_by, short_of
 
 RUN_AGAIN = {
@@ -99,6 +103,20 @@ def partial_swap(found: SearchResult) -> list[str]:
     less = f"; the next lower alpha does not fit ({short_by(best.below)})" if best.below else ""
     more = f"; the next higher alpha does not fit ({short_by(best.above)})" if best.above else ""
     return [f"{text}{less}{more}."]
+
+
+def rounded_swaps(simulation: Simulation) -> list[str]:
+    """Say how many bytes FP8 saves where activations are swapped in it."""
+    decisions = simulation.decisions
+    if decisions.swap_dtype == "same" or not swaps(decisions):
+        return []
+    shape, layer = shape_of(decisions), decisions.model.layer(0)
+    tensors = [t for t in skeletal_of(decisions, shape, layer) if is_rounded(decisions, t)]
+    share = sum(swapped_bytes(decisions, t) for t in tensors) / sum(t.bytes for t in tensors)
+    moved = format_bytes(simulation.pace.moved_by(lambda t: t.kind is TemplateKind.OFFLOAD).d2h)
+    text = f"Rows in {decisions.dtype} are swapped in FP8 with a scale for each, {format_percent(share)} of their bytes"
+    bound = "1/16 of a value, or 2e-6 of its row's largest, at most"
+    return [f"{text}; {moved} leave per step. Backward reads them rounded: off by {bound}."]
 
 
 def full_recompute(found: SearchResult, simulation: Simulation) -> list[str]:

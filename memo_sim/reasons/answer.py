@@ -95,6 +95,7 @@ def explain(
         *activations.partial_swap(alike),
         *activations.full_recompute(alike, simulation),
         *activations.rowwise_recompute(alike, simulation),
+        *activations.rounded_swaps(simulation),
         *_fallback(question, alike),
         *runner_up(found),
         *allocator_decides(found, lambda decisions: play(question, decisions).prediction),

@@ -134,6 +134,8 @@ class FamilyKind(StrEnum):
     """Input and output of a pipeline stage."""
     INPUT_GRADIENT = "input gradient"
     """Gradients of layer inputs."""
+    STAGING = "staging"
+    """Rows in FP8 between a device buffer and the host: one buffer on the way out, one on the way back."""
     DEFERRED = "deferred"
     """Tensors that wait for the W pass."""
     LATER_GRADIENTS = "later gradients"

@@ -47,7 +47,9 @@ from memo_sim.program.layout.skeletal import Fate, Skeletal
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import LayersOfKind
 from memo_sim.program.layout.subsequence import Subsequence
+from memo_sim.program.layout.swap_format import PACKED, blocks, is_rounded, packed_features
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
+from memo_sim.program.operators.swap_rounding import Rounding
 
 REGION = "skeletal.region"
 """The rounding buffers of layers that differ, without the layers' inputs."""
@@ -155,6 +157,13 @@ class Activations:
             return tensor.tokens
         return tensor.tokens * self.swapped // self.shape.tokens
 
+    def rounded(self) -> list[tuple[int, int]]:
+        """Return (rows, features) of what is swapped in FP8."""
+        if not self.moved:
+            return []
+        found = [(self.swapped_rows(t), t.features) for t in self.shared if is_rounded(self.decisions, t)]
+        return [(rows, features) for rows, features in found if rows]
+
     def kept(self, tensor: Skeletal) -> int:
         """Return how many rows of ``tensor`` are copied to another device buffer."""
         return tensor.tokens - self.swapped_rows(tensor) if self.kept_rows else 0
@@ -203,6 +212,8 @@ class Activations:
                 continue
             if rows := self.swapped_rows(t):
                 size = (t.dtype, rows, t.features, count)
+                if is_rounded(self.decisions, t):
+                    size = (PACKED, rows, packed_features(t.features), count)
                 host = Family(f"host.{t.name}", kind, *size, space="host", kind=each_layer, layer_kind=of)
                 found.append(host)
             if rows := self.kept(t):
@@ -314,14 +325,27 @@ class Activations:
         if not (rows := self.swapped_rows(t)):
             return
         host = builder.bind(families[f"host.{t.name}"], slot=f"host.{t.name}")
-        device_rows, host_rows = Rows(slot, 0, rows), Rows(host, 0, rows)
+        if is_rounded(self.decisions, t):
+            rounding = Rounding(builder, families, t)
+            for first, count in blocks(rows, t.features):
+                label = t.name if count == rows else f"{t.name}.{first}"
+                if out:
+                    rounding.narrow(label, Rows(slot, first, count))
+                self._copy(builder, label, rounding.packed(count), Rows(host, first, count), out=out)
+                if not out:
+                    rounding.widen(label, Rows(slot, first, count))
+            return
+        self._copy(builder, t.name, Rows(slot, 0, rows), Rows(host, 0, rows), out=out)
+
+    def _copy(self, builder: TemplateBuilder, name: str, device: Rows, host: Rows, *, out: bool) -> None:
+        """Write one copy to the host, or back."""
         builder.emit(
-            t.name,
+            name,
             "d2h" if out else "h2d",
             Lane.D2H if out else Lane.H2D,
-            Copy(families[f"host.{t.name}"].bytes, "d2h" if out else "h2d"),
-            source=reads(device_rows if out else host_rows),
-            target=writes(host_rows if out else device_rows),
+            Copy(host.tokens * builder.row_bytes(host.slot), "d2h" if out else "h2d"),
+            source=reads(device if out else host),
+            target=writes(host if out else device),
         )
 
     def _copy_kept(self, builder: TemplateBuilder, families: Families, t: Skeletal, slot: str, *, out: bool) -> None:

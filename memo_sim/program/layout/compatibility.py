@@ -53,6 +53,7 @@ from memo_sim.program.layout.rules.rowwise import ROWWISE_RECOMPUTE
 from memo_sim.program.layout.rules.sinks import SINKS
 from memo_sim.program.layout.rules.states import STATES
 from memo_sim.program.layout.rules.subsequences import SUBSEQUENCES
+from memo_sim.program.layout.rules.swap_format import SWAPS_IN_FP8
 from memo_sim.program.layout.rules.tensor_chunks import TENSOR_CHUNKS
 from memo_sim.program.layout.rules.unlike_layers import UNLIKE_LAYERS
 from memo_sim.program.layout.rules.windows import WINDOWED
@@ -81,6 +82,7 @@ RULES = (
     *BIDIRECTIONAL,
     *SUBSEQUENCES,
     *ROWWISE_RECOMPUTE,
+    *SWAPS_IN_FP8,
     SELECTIVE_SWAPS_NOTHING,
     *SOME_LAYERS,
     ROUNDING_BUFFERS_OF_FULL_RECOMPUTE,

@@ -101,6 +101,8 @@ class Rules:
                 return self._counted[family.layer_kind].block if of_layer else _only
             case FamilyKind.SCALAR | FamilyKind.CAST:
                 return _only
+            case FamilyKind.STAGING:
+                return _other if template.kind is TemplateKind.PREFETCH else _only
             case FamilyKind.INPUT_GRADIENT:
                 return self._after if slot == "grad_out" else self._before
             case FamilyKind.HEAD_INPUT | FamilyKind.INPUT:
@@ -186,6 +188,10 @@ class Bindings:
 
 def _only(_: int, __: int, ___: int) -> int:
     return 0
+
+
+def _other(_: int, __: int, ___: int) -> int:
+    return 1
 
 
 def _micro_batch(micro_batch: int, _: int, __: int) -> int:

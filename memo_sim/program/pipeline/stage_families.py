@@ -17,6 +17,7 @@ from memo_sim.program.layers.activations import region
 from memo_sim.program.layers.loss import ROLLOUT, ROLLOUT_NUMBERS, kept_logits
 from memo_sim.program.layout.documents import most_pieces
 from memo_sim.program.layout.stage_layers import kind_suffix
+from memo_sim.program.operators.swap_rounding import staging
 from memo_sim.program.pipeline.stage_parts import StageParts
 
 
@@ -56,6 +57,8 @@ class StageFamilies:
         self._hold(*parts.sharding.families())
         shared = [family for each in first.of_kinds for family in each.activations.shared_families()]
         self._hold(*region(shared), *shared)
+        swapping = [each.activations for templates in parts.subsequences for each in templates.of_kinds]
+        self._hold(*staging([rows for each in swapping for rows in each.rounded()]))
         self._hold(*prefix_attention.families(parts.decisions, first.shape, count))
         for number, templates in enumerate(parts.subsequences):
             self._hold(*templates.families(), subsequence=number)

@@ -44,7 +44,7 @@ def offload(call: Call) -> None:
     if call.family("target").kind is FamilyKind.PER_LAYER:
         waiting = call.values.offloaded
         buffer = call.buffers["target"]
-        if waiting.get(buffer):
+        if waiting.get(buffer, 0) + call.tokens("target") > call.family("target").tokens:
             call.fault(f"offloads to {call.family('target').name}, whose rows were not prefetched yet")
         waiting[buffer] = waiting.get(buffer, 0) + call.tokens("target")
 
@@ -93,7 +93,7 @@ def params_gather(call: Call) -> None:
 
 
 def params_move(source: str, target: str) -> Rule:
-    """Return the rule of an op that copies or casts parameters."""
+    """Return the rule of an op that copies or casts rows."""
 
     def rule(call: Call) -> None:
         for first, end, value, row in call.rows(source):
@@ -176,6 +176,8 @@ RULES: dict[str, Rule] = {
     "h2d": prefetch,
     "zero": zero,
     "params.all_gather": params_gather,
+    "swap.round": params_move("x", "out"),
+    "swap.widen": params_move("x", "out"),
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),
     "params.quantize": quantise,

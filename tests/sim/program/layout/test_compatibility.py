@@ -49,6 +49,7 @@ SELECTING = msgspec.structs.replace(
     EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, selection_bias=True, selection_rate=0.001)
 )
 IN_FP8_ALONE: dict[str, Any] = {"fp8": "tensor", "fp8_params": True}
+IN_FP8_SWAPPED: dict[str, Any] = {"swap_dtype": "fp8", "swapped_tokens": 1024}
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "packed documents: metp": (Layout(metp=2), PACKED, "2 with documents"),
     "packed documents: cp_exchange": (Layout(cp_exchange="rsa"), PACKED, "rsa with documents"),
@@ -324,6 +325,24 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(),
         {"model": LATENT, "fp8": "block", "rebuild_qkv": True, "kernels": Kernels(attention="torch-cudnn")},
         "true with fp8 block",
+    ),
+    "swaps in FP8: metp": (Layout(metp=2), IN_FP8_SWAPPED, "2 with swap_dtype fp8"),
+    "swaps in FP8: multiplexed": (
+        multiplexed(),
+        IN_FP8_SWAPPED | {"swapped_tokens": 2048},
+        "true with swap_dtype fp8",
+    ),
+    "swaps in FP8: fp8": (Layout(), IN_FP8_SWAPPED | {"fp8": "tensor"}, "tensor with swap_dtype fp8"),
+    "swaps in FP8: attention_chunk_tokens": (
+        Layout(),
+        CHUNKS | {"swap_dtype": "fp8", "swapped_tokens": 2048},
+        "512 with swap_dtype fp8",
+    ),
+    "swaps in FP8: deterministic": (Layout(), IN_FP8_SWAPPED | {"deterministic": True}, "true with swap_dtype fp8"),
+    "swaps in FP8: memory_policy": (
+        Layout(),
+        IN_FP8_SWAPPED | {"memory_policy": "eager"},
+        "eager with swap_dtype fp8",
     ),
     "experts in FP8: products": (Layout(), {"model": EXPERTS, "fp8_experts": True}, "none with fp8_experts"),
     "experts in FP8: model": (Layout(), {"fp8": "block", "fp8_experts": True}, "true"),
