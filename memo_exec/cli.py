@@ -380,7 +380,7 @@ def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options
 @click.option(
     "--budget-s",
     type=Finite(0, min_open=True),
-    help="Seconds for repeated passes over the operators; the first one and the copies always run [default: 240].",
+    help="Seconds to take; points that are left then are marked as not measured [default: 240].",
 )
 def calibrate_command(output: Path, name: str | None, budget_s: float | None) -> None:
     """Measure single operators and copies on this machine and write its profile.

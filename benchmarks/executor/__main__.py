@@ -49,7 +49,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for (tokens, width)."""
         heads = self.qkv(self.before(x)).view(len(x), 3, HEADS, -1).permute(1, 2, 0, 3).unsqueeze(1)
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        queries, keys, values = heads.unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.proj(mixed[0].transpose(0, 1).reshape(x.shape))
         found: Tensor = x + self.mlp(x)
         return found
