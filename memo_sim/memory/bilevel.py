@@ -24,6 +24,7 @@ from memo_sim.contract.requests import Requests
 from memo_sim.memory.greedy import solve_greedy
 from memo_sim.memory.problem import Clock, Ints, Problem, Solver, problem_of
 from memo_sim.memory.reduction import place_by_cores
+from memo_sim.memory.repeated import period_of, short_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +66,12 @@ def plan_bilevel(requests: Requests, clock: Clock, level: Solver) -> BilevelPlan
     heights: list[int] = []
     level_1: dict[str, tuple[int, int]] = {}
     known: dict[bytes, Ints] = {}
-    distinct = len({_key(_inside(problem, phase_of, number)[1]) for number in range(len(requests.phases))})
-    for number, phase in enumerate(requests.phases):
-        buffers, inner = _inside(problem, phase_of, number)
-        key = _key(inner)
+    by_phase = np.argsort(phase_of, kind="stable")
+    begins = np.searchsorted(phase_of[by_phase], np.arange(len(requests.phases) + 1))
+    phases = [_inside(problem, buffers) for buffers in np.split(by_phase, begins)[1:-1]]
+    keys = [_key(inner) for _, inner in phases]
+    distinct = len(set(keys))
+    for phase, (buffers, inner), key in zip(requests.phases, phases, keys, strict=True):
         if key not in known:
             # An equal share of the time for each remaining level-1 problem and for level 2.
             share = Clock(clock.left_s / (distinct - len(known) + 1))
@@ -110,9 +113,11 @@ def _solve_level_2(blocks: Problem, clock: Clock, level: Solver) -> Ints:
         better = None if part.peak(first) <= part.lower_bound else level(part, clock, first)
         return first if better is None else better
 
-    placed = place_by_cores(blocks, core)
+    period = period_of(blocks)
+    short = None if period is None else short_step(blocks, period)
+    placed = place_by_cores(blocks if short is None else short.problem, core, clock=clock)
     assert placed is not None  # every core has greedy's placement
-    return placed
+    return placed if short is None else short.repeated(placed)
 
 
 def _phase_of(requests: Requests, problem: Problem) -> Ints:
@@ -132,9 +137,8 @@ def _phase_of(requests: Requests, problem: Problem) -> Ints:
     return np.where(inside, number, -1)
 
 
-def _inside(problem: Problem, phase_of: Ints, number: int) -> tuple[Ints, Problem]:
+def _inside(problem: Problem, buffers: Ints) -> tuple[Ints, Problem]:
     """Return the buffers of one phase, and their problem in its own units, with instants from the first birth."""
-    buffers = np.flatnonzero(phase_of == number)
     first = int(problem.lower[buffers[:1]].sum())  # buffers are listed by birth
     scale = int(np.gcd.reduce(problem.size[buffers], initial=0)) or 1
     inner = Problem(

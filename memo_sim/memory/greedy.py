@@ -123,15 +123,21 @@ def first_fit(problem: Problem, order: Ints, clock: Clock | None = None) -> Ints
     None when ``clock`` runs out first.
     """
     offsets = np.zeros(problem.count, dtype=np.int64)
-    return offsets if fitted(problem, order, offsets, clock=clock) else None
+    return offsets if fitted(problem, order, offsets, clock=clock) == len(order) else None
 
 
 def fitted(
-    problem: Problem, order: Ints, offsets: Ints, *, beside: Ints | None = None, clock: Clock | None = None
-) -> bool:
-    """Write offsets of the buffers of ``order`` by first fit; those of ``beside`` are placed already.
+    problem: Problem,
+    order: Ints,
+    offsets: Ints,
+    *,
+    beside: Ints | None = None,
+    base: int = 0,
+    clock: Clock | None = None,
+) -> int:
+    """Write offsets of the buffers of ``order`` by first fit from ``base`` up; those of ``beside`` are placed already.
 
-    Returns False when ``clock`` runs out first.
+    Returns the number of buffers that are placed: all but those for which ``clock`` leaves no time.
     """
     # Placed buffers by rising offset; rows: birth, death, offset, end.
     first = order[:0] if beside is None else beside[np.argsort(offsets[beside], kind="stable")]
@@ -149,25 +155,26 @@ def fitted(
     )
     for number, (buffer, lower, upper, size) in enumerate(rows):
         if clock is not None and number % LOOK == 0 and clock.left_s == 0:
-            return False
+            return number
         if not size:
+            offsets[buffer] = base
             continue
         near = np.flatnonzero((placed[0, :count] < upper) & (placed[1, :count] > lower))
-        offset = _lowest_gap(placed[2, near], placed[3, near], size)
+        offset = _lowest_gap(placed[2, near], placed[3, near], size, base)
         offsets[buffer] = offset
         at = int(np.searchsorted(placed[2, :count], offset))
         placed[:, at + 1 : count + 1] = placed[:, at:count].copy()
         placed[:, at] = (lower, upper, offset, offset + size)
         count += 1
-    return True
+    return len(order)
 
 
-def _lowest_gap(begins: Ints, ends: Ints, size: int) -> int:
-    """Return the lowest address with ``size`` free units between intervals that are sorted by their begin."""
+def _lowest_gap(begins: Ints, ends: Ints, size: int, base: int) -> int:
+    """Return the lowest address from ``base`` up with ``size`` free units between intervals sorted by their begin."""
     if not len(begins):
-        return 0
+        return base
     reach = np.empty(len(ends) + 1, dtype=np.int64)
-    reach[0] = 0
+    reach[0] = base
     np.maximum.accumulate(ends, out=reach[1:])
     fits = begins - reach[:-1] >= size
     first = int(fits.argmax())

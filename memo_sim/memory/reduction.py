@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memo_sim.memory.greedy import in_size_classes
+from memo_sim.memory.greedy import fitted, in_size_classes
 from memo_sim.memory.problem import Clock, Ints, Problem, Solver
 
 Core = Callable[[Problem, Ints], Ints | None]
@@ -34,11 +34,12 @@ CRUMBS = 32
 """A crumb is a buffer of at most the largest size divided by this."""
 
 
-def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True) -> Ints | None:
+def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True, clock: Clock | None = None) -> Ints | None:
     """Return offsets in units of ``problem``, or None when ``core`` finds none for some core.
 
     The placement is optimal if each core's placement is optimal or within that core's ``lower_bound``. Without
-    ``bounded``, sums of live sizes are not used: there is no step 1, and the cores' ``enough`` is 0.
+    ``bounded``, sums of live sizes are not used: there is no step 1, and the cores' ``enough`` is 0. What ``clock``
+    leaves no time to put back lies above everything else.
     """
     reduction = reduced(problem, bounded=bounded)
     found = []
@@ -47,7 +48,7 @@ def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True) -> Int
         if offsets is None:
             return None
         found.append(offsets)
-    return reduction.put_together(found)
+    return reduction.put_together(found, clock)
 
 
 def solve_decomposed(problem: Problem, clock: Clock, incumbent: Ints | None, solver: Solver) -> Ints | None:
@@ -143,14 +144,11 @@ def put_back(
 
     Those for which ``clock`` leaves no time go above all others, in size classes.
     """
-    for number, buffer in enumerate(missing.tolist()):
-        if clock is not None and clock.left_s == 0:
-            rest = missing[number:]
-            top = int((offsets[placed] + problem.size[placed]).max(initial=base))
-            offsets[rest] = top + in_size_classes(problem.part(rest))
-            return
-        offsets[buffer] = _lowest_gap(problem, placed, buffer, offsets, base)
-        placed = np.append(placed, buffer)
+    done = fitted(problem, missing, offsets, beside=placed, base=base, clock=clock)
+    if (rest := missing[done:]).size:
+        above = np.append(placed, missing[:done])
+        top = int((offsets[above] + problem.size[above]).max(initial=base))
+        offsets[rest] = top + in_size_classes(problem.part(rest))
 
 
 def sections(problem: Problem) -> list[Ints]:
@@ -269,14 +267,3 @@ def _parts(problem: Problem, chosen: Ints) -> Iterator[Ints]:
     for part in np.split(order, cuts):
         if part.size:
             yield np.sort(part)
-
-
-def _lowest_gap(problem: Problem, placed: Ints, buffer: int, offsets: Ints, base: int) -> int:
-    """Return the lowest address from ``base`` up at which ``buffer`` fits between the placed buffers."""
-    beside = placed[(problem.lower[placed] < problem.upper[buffer]) & (problem.upper[placed] > problem.lower[buffer])]
-    address = base
-    for other in beside[np.argsort(offsets[beside], kind="stable")]:
-        if offsets[other] >= address + problem.size[buffer]:
-            break
-        address = max(address, int(offsets[other] + problem.size[other]))
-    return address

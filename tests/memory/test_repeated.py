@@ -92,7 +92,7 @@ def test_a_state_that_comes_again_is_not_placed_again(monkeypatch: pytest.Monkey
     assert period is not None
     calls: list[Ints] = []
 
-    def counted(problem: Problem, order: Ints, offsets: Ints, *, beside: Ints) -> bool:
+    def counted(problem: Problem, order: Ints, offsets: Ints, *, beside: Ints) -> int:
         calls.append(order)
         return fitted(problem, order, offsets, beside=beside)
 
