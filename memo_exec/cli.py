@@ -381,7 +381,7 @@ def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options
 @click.option(
     "--budget-s",
     type=Finite(0, min_open=True),
-    help="Seconds for repeated passes over the operators; the first one and the copies always run [default: 240].",
+    help="Seconds to take; points that are left then are marked as not measured [default: 240].",
 )
 @click.option(
     "--dtype",

@@ -10,7 +10,8 @@
 
 On a CPU a lane issues and computes in one thread, so every rate includes the dispatch of one instruction. On CUDA
 instructions are issued ahead, and the shortest time of a kernel is the launch floor. Every number is the median of
-repeats and keeps its spread. Operators are timed in several passes. No pass starts that would end beyond the budget.
+repeats and keeps its spread. Operators are timed in several passes, in the order of what they decide (probes/order.py).
+When the budget ends, the points that are left are not measured, and the profile's provenance says which.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from memo_exec.probes.copy_rates import AllDevices
 from memo_exec.probes.grid import Grid
 from memo_exec.probes.load import Load, disturbances, middle_spread
 from memo_exec.probes.operators import Bench, Operator, operators_of
+from memo_exec.probes.order import by_decision, left_out
 from memo_exec.probes.profile import COLLECTIVES, COPIES, HOST, Found, Shared, profile_of
 from memo_exec.probes.ranks import Ranks, joined
 from memo_exec.probes.tables import Timed, point_of
@@ -53,6 +55,9 @@ SHARING_A_POINT = 2
 
 PASSES = 3
 """How many passes time all operators. A short load of the machine then disturbs at most one sample of an operator."""
+
+LARGE_BYTES = 2**22
+"""Operators with more bytes of operands leave holes in the heap that matter."""
 
 
 def calibrate(
@@ -75,8 +80,8 @@ def calibrate(
         note: receives messages on rank 0: what starts, and a warning when the machine was busy.
         command: the command line, for the profile's provenance.
         grid: the shapes to measure instead of the default ones; tests give a few.
-        budget_s: seconds for passes over the operators, checked between passes; the grid's when None. The first pass
-            always runs.
+        budget_s: seconds after which no operator starts any more, counted from the beginning; the grid's when None.
+            The copies and both ends of every curve and table are measured in any case.
         dtypes: in which products and attention are measured besides the grid's: plans in bf16 on a CPU.
 
     Raises:
@@ -103,6 +108,8 @@ def calibrate(
     if together is not None:
         shared, everywhere = together
         found = replace(found, copies=found.copies.beside_all(everywhere, COPIES))
+    if measured.left_out:
+        note(f"not measured: {measured.left_out}")
     for scratch in measured.undeclared:
         note(f"{scratch.name} takes more scratch than plans count: {scratch.text()}")
     disturbed = "; ".join(disturbances(load, machine, measured.samples))
@@ -116,6 +123,7 @@ def calibrate(
         **library_versions(),
         **measured.notes,
         **{f"not measured: {name}": fault for name, fault in kernels.left_out.items()},
+        **({"not measured: operators": measured.left_out} if measured.left_out else {}),
         "device": machine.name,
         "compute_threads": str(machine.compute_threads),
         "ranks": str(ranks.world),
@@ -159,6 +167,8 @@ class _Measured:
     """One sample per operator: its median over all passes."""
     undeclared: list[Workspace]
     """Kernels that take more scratch than programs declare."""
+    left_out: str
+    """Which points the budget left unmeasured; empty if none."""
 
 
 def _measure(
@@ -172,21 +182,26 @@ def _measure(
     added_s = dispatch.seconds if machine.device == "cpu" else 0.0
     cache_bytes = memory.cache_bytes(device)
     with Lanes(device, base, cache_bytes) as lanes:
-        operators = [*_operators(grid, kernels.attention, kernels.rowwise), *beside]
-        timings = PASSES * len(operators)
-        total = timings + copy_rates.measurements(grid) + 1  # the last one measures memory
+        operators, ends = by_decision([*_operators(grid, kernels.attention, kernels.rowwise), *beside])
+        first = copy_rates.measurements(grid)
+        total = first + PASSES * len(operators) + 1  # the last one measures memory
         bench = Bench(device, cache_bytes)
+        # The copies come first: they are measured whatever the budget, and the operators use what they leave of it.
+        layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
+        copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(n, total))
+        del layer
+        memory.return_freed()
         with clocks.watched(device) as clock_notes:
             _compile(lanes, bench, operators)
-            samples = _time_all(lanes, bench, operators, deadline, lambda n: progress(n, total))
+            time_one = partial(_inside, lanes, bench)
+            samples = _time_all(time_one, operators, ends, deadline, lambda n: progress(first + n, total))
+        missing, operators = left_out(operators, len(samples)), operators[: len(samples)]
         middles = [of_passes(found) for found in samples]
         timed = [
             Timed.of(operator.instruction.work, sample, added_s, operator.rowwise)
             for operator, sample in zip(operators, middles, strict=True)
         ]
         scratch = lanes.inside(Lane.COMPUTE, partial(workspaces.measure, bench, grid, kernels.attention, operators))
-        layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
-        copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(timings + n, total))
         floor = lanes.inside(Lane.COMPUTE, partial(memory.launch_floor, device)) if device.type == "cuda" else dispatch
     reserve = {IN_USE: before}
     if device.type == "cuda":
@@ -202,9 +217,11 @@ def _measure(
         reserve_bytes=reserve,
     )
     progress(total, total)
-    passes = {"passes": str(len(samples[0])), "dispatch_us": f"{dispatch.seconds * 1e6:.1f}"}
+    passes = {"passes": str(min(map(len, samples))), "dispatch_us": f"{dispatch.seconds * 1e6:.1f}"}
     sizes = {f"workspace of {each.name}": each.text() for each in scratch}
-    return _Measured(found, {**passes, **clock_notes, **sizes}, middles, [each for each in scratch if each.exceeds])
+    return _Measured(
+        found, {**passes, **clock_notes, **sizes}, middles, [each for each in scratch if each.exceeds], missing
+    )
 
 
 def _outside_torch(device: torch.device) -> int:
@@ -276,21 +293,37 @@ def _compile(lanes: Lanes, bench: Bench, operators: list[Operator]) -> None:
         lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort(repeats=1, seconds=0.0)))
 
 
-def _time_all(
-    lanes: Lanes, bench: Bench, operators: list[Operator], deadline: float, tell: Callable[[int], None]
-) -> list[list[Sample]]:
-    """Time every operator in the compute lane's thread, in several passes over all; return each operator's samples.
+def _inside(lanes: Lanes, bench: Bench, operator: Operator) -> Sample:
+    """Return the time of one call of an operator in the compute lane's thread."""
+    sample = lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort()))
+    if operator.bytes > LARGE_BYTES:
+        memory.return_freed()  # the C library would keep operands of up to 32 MiB
+    return sample
 
-    A pass does not start if it would end after ``deadline`` (by ``time.perf_counter``), assuming that it takes as long
-    as the previous pass.
+
+def _time_all(
+    time_one: Callable[[Operator], Sample],
+    operators: list[Operator],
+    ends: int,
+    until: float,
+    tell: Callable[[int], None],
+) -> list[list[Sample]]:
+    """Time operators in several passes; return the samples of those that were timed.
+
+    The first ``ends`` operators are timed at least once. After ``until`` (by ``time.perf_counter``) no operator starts,
+    and no later pass starts that would end after it, assuming that it takes as long as the previous pass.
     """
-    samples: list[list[Sample]] = [[] for _ in operators]
+    samples: list[list[Sample]] = []
     for number in range(PASSES):
         start = time.perf_counter()
         for i, operator in enumerate(operators):
-            samples[i].append(lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort())))
+            if time.perf_counter() > until and (number or i >= ends):
+                return samples
+            if not number:
+                samples.append([])
+            samples[i].append(time_one(operator))
             tell(number * len(operators) + i + 1)
         now = time.perf_counter()
-        if now + (now - start) > deadline:
+        if now + (now - start) > until:
             break
     return samples

@@ -26,8 +26,9 @@ from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import own_program
 from memo_exec.distributed.world import answered
 from memo_exec.interpreter.lanes import HostTimekeeper, LaneStopped, Progress, Timekeeper, lane_threads
+from memo_exec.interpreter.prepared import Prepared, held_of, view_of
 from memo_exec.interpreter.race_checks import Probe
-from memo_exec.interpreter.record import StepRecord, device_curve, host_curve, waits_of
+from memo_exec.interpreter.record import StepRecord
 from memo_exec.interpreter.streams import StreamTimekeeper, make_deterministic
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
@@ -35,8 +36,7 @@ from memo_exec.kernels.call import Ends
 from memo_exec.kernels.documents import check_documents, check_room, own_ends
 from memo_exec.kernels.experts import check_device
 from memo_exec.memory.arena import ArenaStore
-from memo_exec.memory.binding import Bound, LateFree, Touch, late_frees, schedule
-from memo_exec.memory.dtypes import TORCH_DTYPES
+from memo_exec.memory.binding import Bound, LateFree, late_frees, schedule
 from memo_exec.memory.replaying import BelowTorch
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
@@ -44,7 +44,7 @@ from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, MovedBytes
 from memo_sim.program.analysis.edges import Edges
-from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.instruction import Lane, Mode
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Copy
 
@@ -110,8 +110,8 @@ class Interpreter:
             StreamTimekeeper(self.schedule.lanes, self.device) if pinned else HostTimekeeper()
         )
         self._views: dict[tuple[int, int, int, str | None], Tensor] = {}
-        self._operands = {b.number: self._fixed(b) for bounds in self.schedule.lanes.values() for b in bounds}
         self.below = self._below(allocator)
+        self._prepared = {b.number: self._prepare(b) for bounds in self.schedule.lanes.values() for b in bounds}
         self._freed_late = late_frees(self.schedule) if self._replays else {}
         self._kept: dict[int, Tensor] = {}
         self._threads = lane_threads(self.schedule.lanes, self.device, sharing)
@@ -143,7 +143,8 @@ class Interpreter:
 
         Raises:
             UsageError: when a sequence has more documents than the plan has room for.
-            ValueError: when the batch has another shape than the program's, or a kernel moved or resized an operand.
+            ValueError: when the batch has another shape than the program's, or a kernel moved or resized an operand
+                that it writes (in debug mode: any operand).
         """
         self._load(batch)
         self._load_documents(documents)
@@ -257,30 +258,39 @@ class Interpreter:
             self._free(late, progress)
         for buffer in bound.births:
             self.store.birth(buffer, number)
-        call = self._call(bound)
+        prepared = self._prepared[number]
+        call = prepared.begin(self.store)
         if self.probe:
             self.probe.before(bound, call)
-        held = [(t, t.data_ptr(), t.shape) for t in call.tensors.values()]
-        timekeeper.start(lane, number)
-        with self._lent(bound), self._talking(bound):
-            self.kernels[bound.instruction.op](call)
-        timekeeper.end(lane, number)
-        if any(tensor.data_ptr() != pointer or tensor.shape != shape for tensor, pointer, shape in held):
-            raise ValueError(
-                f"{bound.instruction.name}: the kernel of {bound.instruction.op} moved or resized an operand"
-            )
+        self._call(lane, bound, prepared)
         if isinstance(bound.instruction.work, Copy):
             self._moved[lane] += call["target"].nbytes
         if self.probe:
             self.probe.after(bound, call)
+        prepared.end()  # drops the references to buffers that die here before another lane asks for memory
         for buffer, others in bound.deaths:
             for other, last in others:
                 progress.wait(other, last)
             if others and not isinstance(self.store, ArenaStore) and buffer not in self.schedule.library:
                 self._keep(buffer, [lane, *(other for other, _ in others)])
             self.store.death(buffer, number)
-        del call, held  # drop the references to buffers that died before another lane asks for memory
         progress.finish(lane, number, awaited=bound.awaited)
+
+    def _call(self, lane: Lane, bound: Bound, prepared: Prepared) -> None:
+        """Call the kernel between its two times, and check that it has left its operands where they are."""
+        held = prepared.held or held_of(prepared.call.tensors, prepared.guarded)
+        self._timekeeper.start(lane, bound.number)
+        if prepared.plain:
+            prepared.kernel(prepared.call)
+        else:
+            with self._lent(prepared), self._talking(prepared):
+                prepared.kernel(prepared.call)
+        self._timekeeper.end(lane, bound.number)
+        for tensor, pointer, shape in held:
+            if tensor.data_ptr() != pointer or tensor.shape != shape:
+                raise ValueError(
+                    f"{bound.instruction.name}: the kernel of {bound.instruction.op} moved or resized an operand"
+                )
 
     @property
     def _replays(self) -> bool:
@@ -306,43 +316,37 @@ class Interpreter:
             self._timekeeper.order(Lane.COMPUTE, other, last)
         del self._kept[late.buffer]
 
-    def _fixed(self, bound: Bound) -> tuple[dict[str, Tensor], tuple[Touch, ...]]:
-        """Return an instruction's operands with a constant address, and those to look up each time it is played."""
+    def _prepare(self, bound: Bound) -> Prepared:
+        """Return what the steps of an instruction have in common: its kernel, and operands with a constant address."""
         fixed, moving = {}, []
         for touch in bound.touches:
+            part = None if touch.part is None else touch.part.name
             if (host := self.slab.views.get(touch.buffer)) is not None:
                 fixed[touch.role] = host[touch.first : touch.first + touch.tokens]
             elif self.store.lasts(touch.buffer):
-                part = None if touch.part is None else touch.part.name
                 key = (touch.buffer, touch.first, touch.tokens, part)
                 if key not in self._views:
-                    self._views[key] = self._view(touch)
+                    self._views[key] = view_of(self.store, touch)
                 fixed[touch.role] = self._views[key]
             elif touch.buffer not in self.schedule.library:
                 moving.append(touch)
-        return fixed, tuple(moving)
-
-    def _view(self, touch: Touch) -> Tensor:
-        """Return an operand on the device; the bytes of a part of a region as the part's rows."""
-        found = self.store.view(touch.buffer, touch.first, touch.tokens)
-        if touch.part is None:
-            return found
-        rows = found.view(TORCH_DTYPES[touch.part.dtype])
-        return rows if touch.part.features == 1 else rows.view(-1, touch.part.features)
-
-    def _call(self, bound: Bound) -> Call:
-        fixed, moving = self._operands[bound.number]
-        tensors = fixed.copy()
-        for touch in moving:
-            tensors[touch.role] = self._view(touch)
-        return Call(
+        call = Call(
             bound.instruction,
             self.context,
-            tensors,
+            fixed,
             bound.subsequence,
             bound.offset,
             micro_batch=bound.micro_batch,
             layer=bound.layer,
+        )
+        guarded = [t.role for t in bound.touches if self.probe or t.mode is not Mode.READ]
+        return Prepared(
+            self.kernels[bound.instruction.op],
+            call,
+            moving,
+            guarded=guarded,
+            slot=self._slot(bound),
+            talks=communicates(bound.instruction.work),
         )
 
     def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
@@ -354,19 +358,23 @@ class Interpreter:
             stream = self._timekeeper.streams[Lane.COMPUTE].cuda_stream
         return BelowTorch(allocator, stream, lends=isinstance(self.store, ArenaStore))
 
-    def _lent(self, bound: Bound) -> AbstractContextManager[None]:
-        """Return a context in which a library allocates its results in the slot that the program declares."""
+    def _slot(self, bound: Bound) -> Tensor | None:
+        """Return the slot that the program declares for what the instruction's library allocates itself."""
         if self.below is not None and isinstance(self.store, ArenaStore):
             for touch in bound.touches:
                 if (slot := self.store.slots.get(touch.buffer)) is not None:
-                    return self.below.lending(slot)
-        return nullcontext()
+                    return slot
+        return None
 
-    def _talking(self, bound: Bound) -> AbstractContextManager[None]:
+    def _lent(self, prepared: Prepared) -> AbstractContextManager[None]:
+        """Return a context in which a library allocates its results in the slot that the program declares."""
+        if self.below is None or prepared.slot is None:
+            return nullcontext()
+        return self.below.lending(prepared.slot)
+
+    def _talking(self, prepared: Prepared) -> AbstractContextManager[None]:
         """Return a context that reports a failed communication as the failure of another rank."""
-        if communicates(bound.instruction.work):
-            return answered(self.mesh.rank, self.decisions.layout.devices)
-        return nullcontext()
+        return answered(self.mesh.rank, self.decisions.layout.devices) if prepared.talks else nullcontext()
 
     def _record(self) -> StepRecord:
         start_s, end_s = self._timekeeper.times()
@@ -381,9 +389,9 @@ class Interpreter:
             peak_device_bytes=self.store.peak_bytes,
             peak_host_bytes=self.slab.bytes,
             moved=MovedBytes(d2h=self._moved[Lane.D2H], h2d=self._moved[Lane.H2D]),
-            waits=waits_of(self.schedule, start_s, end_s),
-            device_memory=device_curve(self.store, start_s, end_s),
-            host_memory=host_curve(self.schedule, end_s),
+            schedule=self.schedule,
+            log=self.store.log,
+            lasting_bytes=self.store.lasting_bytes,
         )
 
 

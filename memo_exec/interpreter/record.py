@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from memo_exec.interpreter.lanes import Floats
 from memo_exec.memory.binding import Schedule
-from memo_exec.memory.store import BufferStore
 from memo_sim.contract.plan import MovedBytes
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.program.analysis.liveness import live_bytes
@@ -36,9 +36,28 @@ class StepRecord:
     peak_host_bytes: int
     """Size of the host slab."""
     moved: MovedBytes
-    waits: tuple[Wait, ...]
-    device_memory: MemoryCurve
-    host_memory: MemoryCurve
+    schedule: Schedule
+    log: list[tuple[int, BufferClass, int]]
+    """What the store counted: (instruction, class, bytes), positive at birth and negative at release."""
+    lasting_bytes: dict[BufferClass, int]
+    """Bytes of the buffers that last the whole step, by class."""
+
+    # Most steps are asked for no more than their loss and seconds, so the rest is computed when it is read.
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """The waits of lanes for other lanes."""
+        return waits_of(self.schedule, self.start_s, self.end_s)
+
+    @cached_property
+    def device_memory(self) -> MemoryCurve:
+        """The device bytes by buffer class over time."""
+        return device_curve(self.log, self.lasting_bytes, self.start_s, self.end_s)
+
+    @cached_property
+    def host_memory(self) -> MemoryCurve:
+        """The host bytes by buffer class over time."""
+        return host_curve(self.schedule, self.end_s)
 
 
 def lane_busy_s(program: Program, record: StepRecord) -> dict[str, float]:
@@ -110,13 +129,15 @@ def waits_of(schedule: Schedule, start_s: Floats, end_s: Floats) -> tuple[Wait, 
     return tuple(found)
 
 
-def device_curve(store: BufferStore, start_s: Floats, end_s: Floats) -> MemoryCurve:
-    """Return the device bytes by buffer class over time.
+def device_curve(
+    log: list[tuple[int, BufferClass, int]], lasting_bytes: dict[BufferClass, int], start_s: Floats, end_s: Floats
+) -> MemoryCurve:
+    """Return the device bytes by buffer class over time, from what the store counted.
 
-    The store counted the bytes. A birth happens at the start of its instruction, a death at the end.
+    A birth happens at the start of its instruction, a death at the end.
     """
-    events = [(start_s[i] if size > 0 else end_s[i], by, size) for i, by, size in store.log]
-    return _curve(events, store.lasting_bytes)
+    events = [(start_s[i] if size > 0 else end_s[i], by, size) for i, by, size in log]
+    return _curve(events, lasting_bytes)
 
 
 def host_curve(schedule: Schedule, end_s: Floats) -> MemoryCurve:

@@ -62,7 +62,7 @@ class ArenaStore(CachingStore):
         """Do nothing: the plan gives the slot to the next buffer."""
 
     def begin_step(self) -> None:
-        """Clear the last step's log, and release buffers that a failed step left alive."""
+        """Begin a new log, and release buffers that a failed step left alive."""
         super().begin_step()
         self.peak_bytes = self.arena_bytes
 

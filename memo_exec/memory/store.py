@@ -44,12 +44,12 @@ class BufferStore(Protocol):
         """Release a buffer after its last instruction."""
 
     def begin_step(self) -> None:
-        """Clear the last step's peak and log, and release buffers that a failed step left alive."""
+        """Reset the peak, begin a new log, and release buffers that a failed step left alive."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Spec:
-    """A buffer's class, size, shape and dtype."""
+    """Class, size, shape and dtype of a family's buffers; compared by identity, because every birth looks it up."""
 
     buffer_class: BufferClass
     bytes: int
@@ -65,12 +65,11 @@ class _Block:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.raw = torch.empty(size, dtype=torch.uint8, device=device)
-        self.tensors: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
+        self.tensors: dict[Spec, Tensor] = {}
 
     def tensor(self, spec: Spec) -> Tensor:
-        key = (spec.dtype, spec.shape)
-        if (found := self.tensors.get(key)) is None:
-            found = self.tensors[key] = self.raw.view(spec.dtype).view(spec.shape)
+        if (found := self.tensors.get(spec)) is None:
+            found = self.tensors[spec] = self.raw.view(spec.dtype).view(spec.shape)
         return found
 
 
@@ -108,11 +107,11 @@ class CachingStore:
         return [(buffer, self._specs[buffer]) for buffer in buffers]
 
     def begin_step(self) -> None:
-        """Clear the last step's peak and log, and release buffers that a failed step left alive."""
+        """Reset the peak, begin a new log, and release buffers that a failed step left alive."""
         for buffer in list(self._tensors):
             self.death(buffer, -1)
         self.live_bytes = self.peak_bytes = sum(self.lasting_bytes.values())
-        self.log.clear()
+        self.log = []  # the record of the last step may still need the old one
         if self.poison:
             for buffer, tensor in self._lasting.items():
                 if self._specs[buffer].buffer_class is BufferClass.SKELETAL:

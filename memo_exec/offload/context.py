@@ -51,8 +51,9 @@ class OffloadActivations:
         max_bwd_stash_size: number of saved tensors to prefetch ahead of backward.
         model: its parameters and buffers stay on the device even if autograd saves them as plain tensors, as under
             FSDP.
-        device: the device whose tensors are offloaded. None: CUDA, or the CPU on machines without a GPU. A context for
-            the CPU saves no memory, but it copies the bytes all the same, so code can be tried without a GPU.
+        device: the device whose tensors are offloaded. None: CUDA; on machines without a GPU the activations are in
+            host memory already, and nothing is copied (``statistics.host_is_device``). A context for the CPU that is
+            named saves no memory, but it copies the bytes all the same, so code can be tried without a GPU.
         debug: compare checksums of offloaded and restored bytes, and poison memory before it is reused.
 
     Raises:
@@ -81,9 +82,10 @@ class OffloadActivations:
             raise _out_of_range("fraction", fraction, "a number between 0 and 1")
         if host_bytes is not None:
             _count("host_bytes", host_bytes)
+        idle = device is None and not torch.cuda.is_available()
         device = _device(device)
-        self.statistics = OffloadStatistics()
-        host = HostMemory(host_bytes, pinned=use_pin_memory and device.type == "cuda")
+        self.statistics = OffloadStatistics(host_is_device=idle)
+        host = HostMemory(None if idle else host_bytes, pinned=use_pin_memory and device.type == "cuda")
         self._swap = Swap(
             host,
             self.statistics,
@@ -103,6 +105,8 @@ class OffloadActivations:
         self._entered: list[saved_tensors_hooks] = []
 
     def __enter__(self) -> Self:
+        if self.statistics.host_is_device:
+            return self
         if not self._entered:
             with self._lock:
                 self._swap.settle()
@@ -116,6 +120,8 @@ class OffloadActivations:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.statistics.host_is_device:
+            return
         self._entered.pop().__exit__(kind, error, trace)
         with self._lock:
             self._swap.collect()

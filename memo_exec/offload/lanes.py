@@ -56,12 +56,19 @@ class Lanes(Protocol):
         """Make later copies on the D2H lane wait for ``mark``."""
 
 
+INLINE_BYTES = 2**20
+"""A CPU copies fewer bytes than this in less time than it takes to give them to a thread and to wait for it."""
+
+
 class HostLanes:
-    """Lanes of a CPU: two threads, or the calling thread itself if ``lanes`` is false."""
+    """Lanes of a CPU: two threads, or the calling thread itself if ``lanes`` is false.
+
+    The calling thread also makes a small copy itself if the lane is idle, so that the order of copies is kept.
+    """
 
     def __init__(self, *, lanes: bool) -> None:
-        self._d2h = _thread("offload-d2h") if lanes else None
-        self._h2d = _thread("offload-h2d") if lanes else None
+        self._d2h = _CopyThread("offload-d2h") if lanes else None
+        self._h2d = _CopyThread("offload-h2d") if lanes else None
 
     def here(self) -> object:
         """Return None, because the calling thread is the only compute stream."""
@@ -94,7 +101,7 @@ class HostLanes:
     def hold(self, mark: Mark) -> None:
         """Make the D2H thread wait for the mark."""
         if self._d2h is not None and not mark.done():
-            self._d2h.submit(mark.settle)
+            self._d2h.hold(mark)
 
 
 class StreamLanes:
@@ -216,11 +223,31 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _submit(thread: ThreadPoolExecutor | None, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
+class _CopyThread:
+    """A lane's thread and the mark of what it was given last."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = _thread(name)
+        self._last: Mark = PASSED
+
+    def copy(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
+        """Copy in this thread, or in the calling one if that is sooner; return the mark of the copy."""
+        if source.nbytes < INLINE_BYTES and self._last.done() and all(mark.done() for mark in after):
+            _copy(into, source, after)
+            return PASSED
+        self._last = _Task(self._thread.submit(_copy, into, source, after))
+        return self._last
+
+    def hold(self, mark: Mark) -> None:
+        """Make later copies wait for the mark."""
+        self._last = _Task(self._thread.submit(mark.settle))
+
+
+def _submit(thread: _CopyThread | None, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
     if thread is None:
         _copy(into, source, after)
         return PASSED
-    return _Task(thread.submit(_copy, into, source, after))
+    return thread.copy(into, source, after)
 
 
 def _copy(into: Tensor, source: Tensor, after: Sequence[Mark]) -> None:

@@ -44,11 +44,13 @@ class OffloadStatistics:
     """Bytes of saved tensors that stayed on the device, by reason; each view counts, even of the same bytes."""
     host_bytes: int = 0
     """Size of the host slab in bytes."""
+    host_is_device: bool = False
+    """Whether activations are in host memory already, so that nothing is copied: no GPU, and no ``device`` named."""
     host_peak_bytes: int = 0
     """Largest number of host bytes in use; without a ``host_bytes`` limit, the slab's size after the first pass."""
 
     def reset(self) -> None:
-        """Set all counts to zero, except the sizes of host memory."""
+        """Set all counts to zero, except what describes host memory."""
         for each in fields(self):
             if not each.name.startswith("host"):
                 setattr(self, each.name, Counter() if each.name == "kept_bytes" else 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memo_exec.interpreter.lanes import lane_threads
 from memo_exec.kernels import KERNELS, Call, Context
-from memo_exec.probes.operators import MOST_OPERAND_SETS
+from memo_exec.probes.operators import MOST_OPERAND_SETS, operand_sets
 from memo_exec.probes.timing import Effort, Sample, back_to_back, sample_of, time_call
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
@@ -28,6 +28,9 @@ from memo_sim.program.ir.work import Copy
 T = TypeVar("T")
 
 OPS: dict[Lane, Literal["d2h", "h2d"]] = {Lane.D2H: "d2h", Lane.H2D: "h2d"}
+
+MOST_COPIED_BYTES = 3 * 2**26
+"""Bytes of all buffers of one lane's copies, on a CPU; both lanes copy beside a layer's operators at once."""
 
 
 class Lanes:
@@ -71,6 +74,7 @@ class Lanes:
         It cycles through several buffers, which together exceed the cache unless that takes too many.
         """
         sets = min(4 * MOST_OPERAND_SETS, 2 + self.cache_bytes // size_bytes)
+        sets = operand_sets(self.device, sets, 2 * size_bytes, MOST_COPIED_BYTES)
         pairs = [self._pair(lane, size_bytes) for _ in range(sets)]
         instruction = Instruction(OPS[lane], OPS[lane], lane, Copy(size_bytes, OPS[lane]), ())
         calls = [Call(instruction, self.context, pair) for pair in pairs]

@@ -52,10 +52,10 @@ class Grid:
     """Seconds for which lanes run at the same time."""
     copied_bytes: int = 2**24
     """Size of one copy while lanes run at the same time."""
-    updated_elements: int = 2**25
-    """Parameters of one optimizer update on the host; its 0.6 GiB of operands outgrow most caches."""
+    updated_elements: int = 2**24
+    """Parameters of one optimizer update on the host; its 0.3 GiB of operands outgrow most caches."""
     budget_s: float = 240.0
-    """Seconds after which no further pass over the operators starts."""
+    """Seconds that a calibration may take; points that are left then are not measured."""
 
     def wanted(self, operator: Operator) -> bool:
         """Return whether an operator is small enough to be timed."""

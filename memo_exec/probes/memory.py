@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,6 +149,12 @@ def _empty_cache(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.synchronize(device)
+
+
+def return_freed() -> None:
+    """Return freed host memory to the system, which the C library may keep for reuse; do nothing if it cannot."""
+    with suppress(OSError, AttributeError):  # only glibc can
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def cache_bytes(device: torch.device) -> int:

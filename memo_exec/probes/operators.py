@@ -38,6 +38,9 @@ ROUTED = ("ends", "experts", "sorted", "order", "places")
 MOST_OPERAND_SETS = 12
 """Largest number of operand sets that repeats cycle through."""
 
+MOST_SET_BYTES = 7 * 2**26
+"""Bytes of all operand sets of an operator together, on a CPU; a calibration takes less than 1 GiB there."""
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -89,6 +92,14 @@ def _operators(decisions: Decisions) -> Iterator[Operator]:
             yield Operator(instruction, decisions, tuple(operands))
 
 
+def operand_sets(device: torch.device, wanted: int, set_bytes: int, most_bytes: int) -> int:
+    """Return how many of the ``wanted`` sets of operands repeats cycle through: on a CPU, what ``most_bytes`` hold.
+
+    There are two in any case.
+    """
+    return wanted if device.type != "cpu" else min(wanted, max(2, most_bytes // max(1, set_bytes)))
+
+
 class Bench:
     """Times operators on one device; the operand sets of the repeats must exceed ``cache_bytes``."""
 
@@ -103,6 +114,7 @@ class Bench:
         """Return the time of one call of the operator."""
         with torch.inference_mode():
             sets = min(MOST_OPERAND_SETS, 2 + self.cache_bytes // max(1, operator.bytes))
+            sets = operand_sets(self.device, sets, operator.bytes, MOST_SET_BYTES)
             context = Context(operator.decisions, self.device, StepScalars(lr=1e-4, clip=1.0))
             calls = [Call(operator.instruction, context, self._tensors(operator)) for _ in range(sets)]
             kernel = KERNELS[operator.instruction.op]

@@ -22,6 +22,7 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower
+from tests.exec_cpu.plans import placed
 from tests.exec_cpu.small import batch, decide, gpt, llama, one_step, play, scalars, states, wrapped
 from tests.refusals import refused
 
@@ -234,3 +235,29 @@ def test_a_device_that_has_failed_does_not_hide_the_first_error(monkeypatch: pyt
         closing(ZeroDivisionError())
     with pytest.raises(RuntimeError, match="CUDA error"):
         closing(None)
+
+
+def test_a_step_makes_no_call_and_no_view_of_what_keeps_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is the same in every step is prepared before the first one; in an arena that is all of it."""
+    decisions = decide(gpt(), memory_policy="planned")
+    batches = batch(decisions)
+    with play(decisions, placement=placed(decisions)) as interpreter:
+        seen: list[int] = []
+        monkeypatch.setattr(interpreters, "Call", lambda *values, **named: pytest.fail("a step made a call"))
+        monkeypatch.setattr(interpreter.store, "view", lambda *values: seen.append(values[0]))
+        monkeypatch.setattr(interpreter, "_load", lambda given: None)
+        monkeypatch.setattr(interpreter, "_record", lambda: None)
+        interpreter.run_step(batches, scalars(batches))
+        assert not seen
+
+
+@pytest.mark.parametrize(("role", "debug"), [("out", False), ("x", True)])
+def test_a_kernel_that_resizes_an_operand_is_refused(role: str, debug: bool) -> None:
+    """Written operands are checked in every step; operands that are only read, in debug mode."""
+
+    def resizing(call: Call) -> None:
+        KERNELS["linear"](call)
+        call[role].resize_(2 * call[role].numel())
+
+    with pytest.raises(ValueError, match="the kernel of linear moved or resized an operand"):
+        one_step(decide(gpt()), kernels={**KERNELS, "linear": resizing}, debug=debug)

@@ -76,7 +76,7 @@ def test_gradients_are_those_of_autograd(name: str, fraction: float, use_streams
     forward, parameters = make(name)
     wanted_loss = forward()
     wanted = gradients(wanted_loss, parameters)
-    context = offload_activations(use_streams=use_streams, fraction=fraction, debug=True)
+    context = offload_activations(device="cpu", use_streams=use_streams, fraction=fraction, debug=True)
     for _ in range(3):
         with context:
             loss = forward()
@@ -94,7 +94,7 @@ def test_fraction_is_a_share_of_the_bytes(fraction: float) -> None:
     forward, _ = make("gpt2")
 
     def offloaded(share: float) -> int:
-        context = offload_activations(fraction=share)
+        context = offload_activations(device="cpu", fraction=share)
         with context:
             forward()
         return context.statistics.offloaded_bytes
@@ -132,7 +132,9 @@ class LiveBytes(TorchDispatchMode):
 def memory(name: str, **options: Any) -> tuple[int, int, int]:
     """Return the living bytes after forward, their peak in forward, and their peak in backward."""
     forward, parameters = make(name)
-    context = offload_activations(host_bytes=SLAB_BYTES, **options)  # allocates the slab before counting starts
+    context = offload_activations(
+        device="cpu", host_bytes=SLAB_BYTES, **options
+    )  # allocates the slab before counting starts
     live = LiveBytes(parameters)
     with live:
         with context:
@@ -157,7 +159,7 @@ def test_saved_tensors_are_freed(name: str) -> None:
 
 
 def test_a_held_original_is_used_directly() -> None:
-    context = offload_activations()
+    context = offload_activations(device="cpu")
     x = torch.randn(TOKENS, TOKENS)
     w = torch.randn(TOKENS, TOKENS, requires_grad=True)
     with context:
@@ -183,7 +185,7 @@ def test_checkpointing_inside(reentrant: bool) -> None:
     forward().backward()
     wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    context = offload_activations(debug=True)
+    context = offload_activations(device="cpu", debug=True)
     with context:
         loss = forward()
     loss.backward()
@@ -194,7 +196,7 @@ def test_checkpointing_inside(reentrant: bool) -> None:
 
 def test_offloading_inside_a_checkpoint() -> None:
     """Backward enters the context again when it recomputes the layer."""
-    model, context = Mlp(), offload_activations(debug=True)
+    model, context = Mlp(), offload_activations(device="cpu", debug=True)
     x = torch.randn(TOKENS, 64, requires_grad=True)
 
     def layer(y: Tensor) -> Tensor:
@@ -211,7 +213,7 @@ def test_offloading_inside_a_checkpoint() -> None:
 def test_backward_inside_the_context() -> None:
     forward, parameters = make("llama")
     wanted = gradients(forward(), parameters)
-    with offload_activations(debug=True) as context:
+    with offload_activations(device="cpu", debug=True) as context:
         assert equal(gradients(forward(), parameters), wanted)
         assert equal(gradients(forward(), parameters), wanted)
     assert context.statistics.restored_bytes > 0
@@ -221,7 +223,7 @@ def test_accumulation_with_graphs_alive_together() -> None:
     """Two graphs of one context are differentiated in either order, and the slab grows in between."""
     forward, parameters = make("gpt2")
     wanted = gradients(forward(), parameters)
-    context = offload_activations(debug=True)
+    context = offload_activations(device="cpu", debug=True)
     for order in ([0, 1], [1, 0]):
         losses = []
         for _ in range(2):
@@ -239,7 +241,7 @@ def test_accumulation_with_graphs_alive_together() -> None:
 def test_backward_twice() -> None:
     forward, parameters = make("gpt2")
     wanted = gradients(forward(), parameters)
-    with offload_activations(debug=True) as context:
+    with offload_activations(device="cpu", debug=True) as context:
         loss = forward()
     leaves = list(parameters.values())
     assert equal(list(torch.autograd.grad(loss, leaves, retain_graph=True)), wanted)
@@ -259,7 +261,7 @@ def test_double_backward() -> None:
             (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
         return torch.autograd.grad(slope.square().sum(), weight)[0]
 
-    context = offload_activations(debug=True)
+    context = offload_activations(device="cpu", debug=True)
     assert torch.equal(penalty(context), penalty(keep_activations()))
     assert context.statistics.restored_bytes > 0
 
@@ -268,7 +270,7 @@ def test_contexts_nest() -> None:
     """The innermost context applies, as with all saved-tensor hooks; a context may be entered inside itself."""
     forward, parameters = make("mlp")
     wanted = gradients(forward(), parameters)
-    outer, inner = offload_activations(), offload_activations()
+    outer, inner = offload_activations(device="cpu"), offload_activations(device="cpu")
     with outer, outer, inner:
         loss = forward()
     assert equal(gradients(loss, parameters), wanted)
@@ -288,7 +290,7 @@ def test_contexts_nest() -> None:
 def test_an_exception_leaves_nothing_behind() -> None:
     forward, parameters = make("mlp")
     wanted = gradients(forward(), parameters)
-    context = offload_activations(debug=True)
+    context = offload_activations(device="cpu", debug=True)
     with pytest.raises(ZeroDivisionError), context:
         _ = 1 / (forward() * 0).item()
     moved = context.statistics.offloaded_bytes
@@ -303,7 +305,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
 def test_the_graph_may_outlive_the_context() -> None:
     forward, parameters = make("mlp")
     wanted = gradients(forward(), parameters)
-    with offload_activations(debug=True):
+    with offload_activations(device="cpu", debug=True):
         loss = forward()
     gc.collect()
     assert equal(gradients(loss, parameters), wanted)
@@ -311,7 +313,7 @@ def test_the_graph_may_outlive_the_context() -> None:
 
 def test_a_graph_without_backward_frees_its_bytes() -> None:
     forward, _ = make("gpt2")
-    context = offload_activations()
+    context = offload_activations(device="cpu")
     for _ in range(4):
         with context:
             forward()
@@ -321,7 +323,7 @@ def test_a_graph_without_backward_frees_its_bytes() -> None:
 def test_tensors_that_do_not_fit_the_host_stay_on_the_device() -> None:
     forward, parameters = make("gpt2")
     wanted = gradients(forward(), parameters)
-    context = offload_activations(host_bytes=200_000, debug=True)
+    context = offload_activations(device="cpu", host_bytes=200_000, debug=True)
     for _ in range(2):
         with context:
             loss = forward()
@@ -338,7 +340,7 @@ def test_parameters_and_buffers_stay() -> None:
     model.register_buffer("table", table)
     x = torch.randn(8, 64, requires_grad=True)
     for known, saved in ((None, table.nbytes), (model, 0)):
-        context = offload_activations(min_offload_size=4096, model=known)
+        context = offload_activations(device="cpu", min_offload_size=4096, model=known)
         with context:
             y = torch.addmm(torch.zeros(64), x, model.weight.t()) @ table
         y.sum().backward()
@@ -349,7 +351,7 @@ def test_parameters_and_buffers_stay() -> None:
 def test_backward_on_many_threads() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    context = offload_activations(debug=True)
+    context = offload_activations(device="cpu", debug=True)
 
     def step(seed: int) -> bool:
         forward, parameters = make("mlp" if seed % 2 else "llama")
@@ -381,12 +383,12 @@ def test_backward_on_many_threads() -> None:
 def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
     ((name, value),) = list(wrong.items())[:1]
     with refused(UsageError, where=name, got=str(value)):
-        offload_activations(**wrong)
+        offload_activations(device="cpu", **wrong)
 
 
 def test_more_than_the_host_has_is_refused() -> None:
     with refused(CannotRun, wanted=str(2**60), hint="host_bytes"):
-        offload_activations(host_bytes=2**60)
+        offload_activations(device="cpu", host_bytes=2**60)
     with refused(CannotRun, got="meta"):
         offload_activations(device="meta")
 
@@ -396,3 +398,18 @@ def test_import_is_cheap() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert "has no attribute 'nothing'" in ran.stderr
+
+
+def test_a_machine_without_a_gpu_copies_nothing_unless_the_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    forward, parameters = make("mlp")
+    wanted = gradients(forward(), parameters)
+    context = offload_activations(host_bytes=SLAB_BYTES, debug=True)
+    with context, context:
+        loss = forward()
+    assert equal(gradients(loss, parameters), wanted)
+    moved = context.statistics
+    moved.reset()
+    assert moved.host_is_device
+    assert moved.offloaded_bytes == moved.host_bytes == 0
+    assert not offload_activations(device="cpu").statistics.host_is_device

@@ -6,6 +6,7 @@ bytes and one of them writes, events must order them. Further tests remove each 
 
 import gc
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,12 @@ from memo_sim.program.arena.first_fit import ALIGNMENT_BYTES, FirstFit
 from tests.exec_cpu.offload.test_offload_activations import equal, gradients, make
 
 Clock = dict[int, int]
+
+
+@pytest.fixture(autouse=True)
+def _copies_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors go through the lanes' threads too; their order is what is tested here."""
+    monkeypatch.setattr(lanes_module, "INLINE_BYTES", 0)
 
 
 class FakeStream:
@@ -154,7 +161,7 @@ class Compute(torch.autograd.Function):
 
 def train(accesses: Accesses, **options: Any) -> Any:
     """Run three steps with twelve tensors; in between, some graphs die unused or after half of backward."""
-    context = offload_activations(max_fwd_stash_size=2, max_bwd_stash_size=2, **options)
+    context = offload_activations(device="cpu", max_fwd_stash_size=2, max_bwd_stash_size=2, **options)
     leaf = torch.ones((), requires_grad=True)
 
     def forward(first: float) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -272,7 +279,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_lanes_change_nothing(name: str) -> None:
     forward, parameters = make(name)
     wanted = gradients(forward(), parameters)
-    context = offload_activations(max_fwd_stash_size=2, max_bwd_stash_size=3, debug=True)
+    context = offload_activations(device="cpu", max_fwd_stash_size=2, max_bwd_stash_size=3, debug=True)
     for _ in range(2):
         with context:
             loss = forward()
@@ -284,14 +291,14 @@ def test_slow_lanes_change_nothing(name: str) -> None:
 def test_debug_finds_bytes_that_are_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostLanes, "wait", nothing)
     forward, parameters = make("mlp")
-    with offload_activations(max_fwd_stash_size=1, debug=True):
+    with offload_activations(device="cpu", max_fwd_stash_size=1, debug=True):
         loss = forward()
     with pytest.raises(RaceFound, match="differ from the bytes"):
         gradients(loss, parameters)
 
 
 def test_debug_finds_host_bytes_that_were_overwritten() -> None:
-    context = offload_activations(max_fwd_stash_size=1, host_bytes=2**22, debug=True)
+    context = offload_activations(device="cpu", max_fwd_stash_size=1, host_bytes=2**22, debug=True)
     forward, parameters = make("mlp")
     with context:
         loss = forward()
@@ -304,7 +311,7 @@ def test_debug_finds_host_bytes_that_were_overwritten() -> None:
 def test_a_failed_copy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in a lane's thread is raised in the caller."""
     forward, parameters = make("mlp")
-    context = offload_activations(max_fwd_stash_size=1)
+    context = offload_activations(device="cpu", max_fwd_stash_size=1)
 
     def fail(into: Tensor, source: Tensor, after: Any) -> None:
         raise OSError("the copy failed")
@@ -333,7 +340,7 @@ def test_copies_run_on_their_own_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(lanes_module, "_copy", copy)
     forward, parameters = make("mlp")
     threads = torch.get_num_threads()
-    with offload_activations(max_fwd_stash_size=1):
+    with offload_activations(device="cpu", max_fwd_stash_size=1):
         loss = forward()
     gradients(loss, parameters)
     assert names == {("offload-d2h_0", 1), ("offload-h2d_0", 1)}
@@ -389,3 +396,18 @@ def test_the_slab_has_the_size_that_was_needed() -> None:
     again = host.take(1000)
     assert again is not None
     assert again.in_slab
+
+
+def test_a_small_copy_waits_for_the_lane_of_an_earlier_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "INLINE_BYTES", 8)
+    lanes, gate = HostLanes(lanes=True), threading.Event()
+    monkeypatch.setattr(lanes_module, "_copy", lambda into, source, after: (gate.wait(10), into.copy_(source)))
+    large, small, host = torch.ones(8), torch.full((1,), 2.0), torch.zeros(8)
+    first = lanes.offload(host, large, [])
+    second = lanes.offload(host[:1], small, [])
+    assert not second.done()  # the calling thread did not overtake the lane
+    gate.set()
+    first.join()
+    second.join()
+    assert host.tolist() == [2.0, *[1.0] * 7]
+    assert lanes.offload(host[1:2], small, []) is PASSED

@@ -44,7 +44,7 @@ class Save(torch.autograd.Function):
 
 def round_trip(make: Callable[[], list[Tensor]], **options: Any) -> tuple[list[Tensor], Any]:
     """Save the tensors of ``make`` and drop them; return the tensors that backward sees, and the statistics."""
-    context = offload_activations(min_offload_size=1, debug=True, **options)
+    context = offload_activations(**({"device": "cpu", "min_offload_size": 1, "debug": True} | options))
     leaf, seen = torch.ones((), requires_grad=True), []
     with context:
         loss = Save.apply(leaf, seen, *make())
@@ -147,7 +147,7 @@ def test_views_of_one_storage_are_copied_once() -> None:
 
 def test_each_tensor_of_a_node_is_restored_once() -> None:
     """Autograd unpacks a node's tensors in the order of their saves; unpacked ones are not prefetched again."""
-    context = offload_activations(debug=True)
+    context = offload_activations(device="cpu", debug=True)
     leaf, seen = torch.ones((), requires_grad=True), []
     with context:
         loss = leaf * 1
@@ -184,7 +184,7 @@ def test_saving_a_part_does_not_hold_the_whole_storage() -> None:
         refs.append(StorageWeakRef(x.untyped_storage()))
         return [x[:, 7:9]]
 
-    context = offload_activations(min_offload_size=1)
+    context = offload_activations(device="cpu", min_offload_size=1)
     with context:
         loss = Save.apply(torch.ones((), requires_grad=True), [], *make())
     context.synchronize()
@@ -202,7 +202,7 @@ def test_nothing_is_held_after_exit() -> None:
         refs.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
         return tensors
 
-    context = offload_activations(max_fwd_stash_size=3)
+    context = offload_activations(device="cpu", max_fwd_stash_size=3)
     with context:
         loss = Save.apply(torch.ones((), requires_grad=True), [], *make())
     assert sum(not ref.expired() for ref in refs) <= 3
@@ -220,7 +220,7 @@ def test_nothing_is_held_after_exit() -> None:
 
 def test_a_reused_address_is_another_tensor() -> None:
     """Several tensors of one size use the same address in turn; none may be mistaken for an earlier one."""
-    context = offload_activations(max_fwd_stash_size=1)
+    context = offload_activations(device="cpu", max_fwd_stash_size=1)
     seen: list[Tensor] = []
     leaf = torch.ones((), requires_grad=True)
     addresses = set()
@@ -238,7 +238,9 @@ def test_a_reused_address_is_another_tensor() -> None:
     assert [float(x[0, 0]) for x in seen] == [float(i) for i in reversed(range(50))]
 
 
-@pytest.mark.parametrize("context", [keep_activations, offload_activations, lambda: offload_activations(fraction=0)])
+@pytest.mark.parametrize(
+    "context", [keep_activations, offload_activations, lambda: offload_activations(device="cpu", fraction=0)]
+)
 @pytest.mark.parametrize("held", [True, False])
 def test_a_write_after_the_save_is_refused(context: Callable[[], Any], held: bool) -> None:
     """Plain autograd has this check, but torch skips it if saved-tensor hooks are set."""
@@ -253,7 +255,7 @@ def test_a_write_after_the_save_is_refused(context: Callable[[], Any], held: boo
 
 
 def test_a_write_between_two_saves_makes_two_copies() -> None:
-    context = offload_activations(debug=True)
+    context = offload_activations(device="cpu", debug=True)
     seen: list[Tensor] = []
     leaf = torch.ones((), requires_grad=True)
     with context:
@@ -271,7 +273,7 @@ def test_a_write_between_two_saves_makes_two_copies() -> None:
 
 def test_a_storage_emptied_outside_autograd_is_restored_from_the_host() -> None:
     """FSDP frees parameters by resizing their storage, so a tensor that is still alive may have no bytes."""
-    context = offload_activations(debug=True)
+    context = offload_activations(device="cpu", debug=True)
     seen: list[Tensor] = []
     x = base()
     with context:
@@ -324,7 +326,7 @@ def test_a_wrapper_subclass_is_offloaded_inside() -> None:
 
 def test_vmap_passes_through() -> None:
     """Torch itself refuses hooks under ``torch.func.grad``, but allows them in autograd of a vmapped function."""
-    context = offload_activations(min_offload_size=1, debug=True)
+    context = offload_activations(device="cpu", min_offload_size=1, debug=True)
     x = (base() / 100).requires_grad_()
     with context:
         loss = torch.func.vmap(lambda row: ((row * 1).sin() * row).sum())(x).sum()
@@ -356,7 +358,7 @@ def test_distributed_tensors(tmp_path: Path) -> None:
             return found
 
         wanted = gradients(nullcontext())
-        context = offload_activations(debug=True)
+        context = offload_activations(device="cpu", debug=True)
         for _ in range(2):
             assert all(torch.equal(a, b) for a, b in zip(gradients(context), wanted, strict=True))
         assert context.statistics.restored_bytes >= 2 * 7 * base().nbytes
@@ -384,7 +386,7 @@ def test_a_compiled_model(backend: str) -> None:
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     wanted = gradients(keep_activations())
-    context = offload_activations(debug=True, model=model)
+    context = offload_activations(device="cpu", debug=True, model=model)
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(gradients(context), wanted, strict=True))
     assert context.statistics.restored_bytes > 0

@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from memo_exec.commands import calibrate as commands
 from memo_exec.commands.calibrate import _operators, calibrate
 from memo_exec.kernels import FUSED, KERNELS
 from memo_exec.machine.machine import this_machine
@@ -22,7 +24,8 @@ from memo_exec.probes import clocks, copy_rates, memory, timing
 from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import Copies
-from memo_exec.probes.operators import Bench, operators_of
+from memo_exec.probes.operators import Bench, Operator, operand_sets, operators_of
+from memo_exec.probes.order import by_decision, left_out, table_of
 from memo_exec.probes.profile import Found, Shared, profile_of
 from memo_exec.probes.tables import Timed
 from memo_exec.probes.timing import Effort, Sample, back_to_back, of_passes, sample_of
@@ -127,8 +130,8 @@ def test_progress_reaches_its_end() -> None:
     assert seen[-1][0] == seen[-1][1]
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert {total for _, total in seen} == {seen[-1][1]}
-    last = [done for done, _ in seen][-1 - copy_rates.measurements(FEW) :]
-    assert [b - a for a, b in pairwise(last)] == [1] * (len(last) - 1)  # also during the copies, which take longest
+    first = [done for done, _ in seen][: copy_rates.measurements(FEW)]
+    assert first == list(range(1, len(first) + 1))  # also during the copies, which take longest
 
 
 def test_a_busy_machine_is_reported_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +139,7 @@ def test_a_busy_machine_is_reported_and_recorded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "getloadavg", lambda: (100.0 + (os.cpu_count() or 1), 0.0, 0.0))
     found = calibrate(grid=replace(FEW, beside_s=0.01, budget_s=0.0), note=told.append)
     assert found is not None
-    begins, warning = told
+    begins, _, warning = told  # the second says what there was no time for
     assert "the load is 1" in begins
     assert "calibrate" in warning
     assert found.provenance["disturbed"] in warning
@@ -184,14 +187,65 @@ def test_a_pass_slowed_by_other_load_does_not_count() -> None:
     assert sample.spread == pytest.approx(1.5 / 1.1)
 
 
-def test_no_pass_starts_beyond_the_budget() -> None:
-    few = replace(FEW, attention_lengths=(128,), copy_bytes=(2**14,), beside_s=0.02)
-    short, long = calibrate(grid=few, budget_s=0.001), calibrate(grid=few, budget_s=600.0)
+def test_without_time_only_the_ends_of_every_table_are_measured() -> None:
+    few, told = replace(FEW, copy_bytes=(2**14,), beside_s=0.02, lengths=(128, 256, 512)), list[str]()
+    short = calibrate(grid=few, budget_s=0.001, note=told.append)
     assert short is not None
-    assert long is not None
     assert short.provenance["passes"] == "1"
-    assert long.provenance["passes"] == "3"
-    assert {table.gemm_pass for table in short.gemm} == {"fprop", "dgrad", "wgrad"}  # the first pass is complete
+    assert {table.gemm_pass for table in short.gemm} == {"fprop", "dgrad", "wgrad"}
+    missing = short.provenance["not measured: operators"]
+    assert re.fullmatch(r"[\d,]+ of [\d,]+ points, for want of time; most of them: .*", missing)
+    assert f"not measured: {missing}" in told
+    assert all(len(curve.x) <= 2 for curve in short.rowwise_bytes_per_s.values())
+
+
+def test_with_time_every_operator_is_measured_three_times(profile: Hardware) -> None:
+    assert profile.provenance["passes"] == "3"
+    assert "not measured: operators" not in profile.provenance
+
+
+def test_the_ends_of_a_table_come_first_then_the_middles() -> None:
+    grid = replace(FEW, widths=(64, 128), lengths=(128, 256, 512, 1024))
+    operators = _operators(grid, ["torch-flash-cpu"])
+    ordered, ends = by_decision(operators)
+    assert sorted(map(id, ordered)) == sorted(map(id, operators))
+    copies = [o.instruction.work.moved_bytes for o in ordered if table_of(o)[1] == "copy"]  # type: ignore[union-attr]
+    assert copies[:2] == [max(copies), min(copies)]
+    assert sorted(copies).index(copies[2]) == (len(copies) - 1) // 2
+    tables = [table_of(operator) for operator in ordered]
+    assert len(set(tables[: len(set(tables))])) == len(set(tables))  # all have one point before one has two
+    assert set(tables[:ends]) == set(tables)
+    assert left_out(ordered, len(ordered)) == ""
+    assert left_out(ordered, len(ordered) - 1).startswith(f"1 of {len(ordered)} points")
+
+
+def test_a_pass_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock advances by a second for each operator; the second pass would not end in time."""
+    now = [0.0]
+    monkeypatch.setattr(commands.time, "perf_counter", lambda: now[0])
+
+    def timed(operator: Operator) -> Sample:
+        now[0] += 1.0
+        return Sample(1.0, 0.0)
+
+    operators = cast("list[Operator]", [None] * 10)
+
+    def samples(until: float, ends: int = 3) -> list[int]:
+        now[0] = 0.0
+        return [len(found) for found in commands._time_all(timed, operators, ends, until, lambda done: None)]
+
+    assert samples(4.5) == [1] * 5
+    assert samples(0.5) == [1] * 3
+    assert samples(19.0) == [1] * 10
+    assert samples(100.0) == [3] * 10
+
+
+def test_operand_sets_of_a_cpu_have_a_bound_together() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert operand_sets(cpu, 12, 2**26, 2**28) == 4
+    assert operand_sets(cpu, 12, 2**28, 2**28) == 2
+    assert operand_sets(cpu, 3, 2**10, 2**28) == 3
+    assert operand_sets(gpu, 12, 2**28, 2**28) == 12
 
 
 def test_the_gpus_grid_fits_its_budget() -> None:
