@@ -56,7 +56,7 @@ class StageFamilies:
         self._hold(*parts.sharding.families())
         shared = [family for each in first.of_kinds for family in each.activations.shared_families()]
         self._hold(*region(shared), *shared)
-        self._hold(*prefix_attention.families(parts.decisions, first.shape, count))
+        self._hold(*prefix_attention.families(parts.decisions, first.shape.attention, count))
         for number, templates in enumerate(parts.subsequences):
             self._hold(*templates.families(), subsequence=number)
         for owner in parts.owners.values():

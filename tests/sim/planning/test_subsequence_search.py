@@ -18,6 +18,7 @@ from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question, with_memory
+from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates, layouts, with_alpha
 from memo_sim.planning.sppo import solve
@@ -41,12 +42,14 @@ def asked(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "sequences", "pp"), [("1f1b", 1, 1), ("1f1b", 3, 4), ("gpipe", 2, 2), ("zero-bubble", 3, 4)]
+    ("schedule", "sequences", "pp", "ulysses"),
+    [("1f1b", 1, 1, 1), ("1f1b", 3, 4, 1), ("gpipe", 2, 2, 1), ("zero-bubble", 3, 4, 1), ("1f1b", 1, 2, 2)],
 )
-def test_no_plan_of_subsequences_is_below_its_lower_bound(schedule: str, sequences: int, pp: int) -> None:
+def test_no_plan_of_subsequences_is_below_its_lower_bound(schedule: str, sequences: int, pp: int, ulysses: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
     bounds = LowerBounds(hardware, cluster)
-    layout = Layout(tp=2, sequence_parallel=True, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
+    degrees = {"tp": 1, "ulysses": ulysses} if ulysses > 1 else {"tp": 2, "sequence_parallel": True}
+    layout = Layout(**degrees, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
     base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, global_batch=sequences, loss_chunk_tokens=4096)
     for recompute, alpha in POLICIES:
         decisions = with_alpha(base, recompute, alpha)
@@ -247,3 +250,12 @@ def test_a_bubble_is_worth_subsequences_and_one_stage_is_not() -> None:
     alone = search(asked("any", tp=4, pp=1, subsequences="auto", recompute="none", alpha=0)).best
     assert alone is not None
     assert alone.decisions.layout.subsequences == 1
+
+
+def test_row_wise_kernels_are_chosen_for_subsequences_that_swap_a_part() -> None:
+    _, hardware = load_cluster("h100-1x8")
+    base = Decisions(model=shallow(2), layout=Layout(ulysses=2, subsequences=4), seq_tokens=16 * K, global_batch=1)
+    part = msgspec.structs.replace(with_alpha(base, "tokenwise", 0.5), offload_window=1)
+    assert part.subsequence_swapped_tokens
+    choose = RowwiseChoice(hardware)
+    assert choose.faster(part).kernels.rowwise == choose.faster(base).kernels.rowwise != "torch"
