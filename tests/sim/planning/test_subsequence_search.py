@@ -11,12 +11,14 @@ import pytest
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.lower_bounds import LowerBounds
-from memo_sim.planning.presets import SYSTEMS
+from memo_sim.planning.offload_windows import with_best_window
+from memo_sim.planning.outcome import Evaluated
+from memo_sim.planning.presets import FULL_SWAP, SYSTEMS
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.search import search
@@ -259,3 +261,40 @@ def test_row_wise_kernels_are_chosen_for_subsequences_that_swap_a_part() -> None
     assert part.subsequence_swapped_tokens
     choose = RowwiseChoice(hardware)
     assert choose.faster(part).kernels.rowwise == choose.faster(base).kernels.rowwise != "torch"
+
+
+@pytest.mark.parametrize(
+    ("parts", "device_gib", "window"), [(8, 26, 3), pytest.param(16, 24, 5, marks=pytest.mark.slow)]
+)
+def test_the_best_plans_window_is_the_best_of_all(parts: int, device_gib: int, window: int) -> None:
+    """Windows 1 and 4 are tried for every plan: here 1 is slower, and one step wider than the best does not fit."""
+    question = asked(layers=8, seq_tokens=64 * K, device_gib=device_gib, subsequences=parts, pp=4, tp=1)
+    found = search(question).ranked[0]
+    assert found.decisions.offload_window == window
+    plans = [msgspec.structs.replace(found.decisions, offload_window=each) for each in range(1, parts)]
+    predicted = [simulate(each, question.hardware, question.cluster).prediction for each in plans]
+    assert found.prediction.step_s == min(each.step_s for each in predicted if each.step_s is not None)
+    assert found.prediction.step_s is not None
+    assert predicted[0].step_s is not None
+    assert predicted[0].step_s > found.prediction.step_s
+    assert predicted[window].status == "gpu_oom"
+
+
+@pytest.mark.parametrize(
+    ("most", "window", "asked_for"), [(11, 8, [2, 4, 8, 11]), (6, 6, [2, 4, 8, 6, 7]), (1, 1, [2])]
+)
+def test_a_window_is_widened_until_nothing_is_gained(most: int, window: int, asked_for: list[int]) -> None:
+    """``most``: the widest window that fits; from window 8 on no copy is late."""
+    played = list[int]()
+
+    def predict(decisions: Decisions) -> Prediction:
+        played.append(decisions.offload_window)
+        if decisions.offload_window > most:
+            return Prediction(status="gpu_oom")
+        return Prediction(status="ok", step_s=10.0 - min(8, decisions.offload_window))
+
+    base = Decisions(model=shallow(2), layout=Layout(subsequences=12), seq_tokens=32 * K, swapped_tokens=32 * K)
+    start = msgspec.structs.replace(base, offload_window=1)
+    found = with_best_window(Evaluated(FULL_SWAP, start, Prediction(status="ok", step_s=9.0)), predict)
+    assert found.decisions.offload_window == window
+    assert played == asked_for
