@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from memo_exec.commands import calibrate as calibrate_command
 from memo_exec.commands import compare as compare_command
@@ -30,6 +30,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.named_arguments import with_names_checked
 from memo_sim.contract.peaks import warnings_about
 from memo_sim.contract.plain_text import one_line, printable
@@ -345,13 +346,15 @@ def calibrate(
     *,
     name: str | None = None,
     budget_s: float | None = None,
+    dtypes: Sequence[DtypeName] = (),
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> CalibrateResult | None:
     """Measure single operators and copies on this machine; ``save`` writes its profile, for ``cluster=``.
 
     ``name`` is the profile's, by default made from the device's. After ``budget_s`` seconds no further pass over the
-    operators starts. ``progress`` receives (measurements done, all) and ``note`` messages.
+    operators starts. ``dtypes`` are those in which products and attention are measured besides the device's own (fp32
+    on a CPU, bf16 on a GPU). ``progress`` receives (measurements done, all) and ``note`` messages.
 
     Raises:
         CannotRun: when no attention kernel works here, or another rank stops.
@@ -359,9 +362,12 @@ def calibrate(
     """
     if budget_s is not None and not 0 < budget_s < float("inf"):
         raise UsageError("not a value of budget_s", got=repr(budget_s), wanted="a number of seconds above 0")
+    if unknown := [name for name in dtypes if name not in get_args(DtypeName)]:
+        raise UsageError("not a dtype", got=", ".join(map(repr, unknown)), wanted=", ".join(get_args(DtypeName)))
     profile = calibrate_command.calibrate(
         name=name,
         budget_s=budget_s,
+        dtypes=dtypes,
         progress=progress or (lambda done, total: None),
         note=note or (lambda text: None),
         command="memo_exec.calibrate()",

@@ -37,6 +37,7 @@ from memo_sim.views.stage_numbers import from_one
 if TYPE_CHECKING:
     from memo_exec.commands.run_outcome import Outcome
     from memo_sim.contract.comparison import Comparison
+    from memo_sim.contract.knobs import DtypeName
     from memo_sim.contract.trace import Trace
 
 Options = dict[str, Any]
@@ -382,7 +383,14 @@ def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options
     type=Finite(0, min_open=True),
     help="Seconds for repeated passes over the operators; the first one and the copies always run [default: 240].",
 )
-def calibrate_command(output: Path, name: str | None, budget_s: float | None) -> None:
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Measure products and attention in this dtype too (repeat) [default: fp32 on a CPU, bf16 on a GPU].",
+)
+def calibrate_command(output: Path, name: str | None, budget_s: float | None, dtypes: tuple[DtypeName, ...]) -> None:
     """Measure single operators and copies on this machine and write its profile.
 
     Under torchrun, with one rank per device of this node, also measure collectives, and copies while all devices copy.
@@ -396,7 +404,9 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
     check_outputs(output)
     profile = with_progress(
         "calibrating",
-        lambda tell: calibrate(name=name, progress=tell, note=say, command=_command_line(), budget_s=budget_s),
+        lambda tell: calibrate(
+            name=name, progress=tell, note=say, command=_command_line(), budget_s=budget_s, dtypes=dtypes
+        ),
         told="measurements",
     )
     if profile is None:  # rank 0 writes

@@ -40,13 +40,13 @@ from memo_exec.probes.timing import Effort, Sample, of_passes
 from memo_exec.probes.usable import Usable, usable
 from memo_exec.probes.workspaces import Workspace
 from memo_sim.contract.hardware import DISTURBED, Hardware
-from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.knobs import DtypeName, RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import format_percent
 from memo_sim.program.arena.library_workspaces import IN_USE
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.ir.work import Gemm, Rowwise
 
 SHARING_A_POINT = 2
 """How many operators at most are timed for one point of a row-wise curve."""
@@ -63,6 +63,7 @@ def calibrate(
     command: str = "",
     grid: Grid | None = None,
     budget_s: float | None = None,
+    dtypes: Sequence[DtypeName] = (),
 ) -> Hardware | None:
     """Return the profile of this machine's device.
 
@@ -76,6 +77,7 @@ def calibrate(
         grid: the shapes to measure instead of the default ones; tests give a few.
         budget_s: seconds for passes over the operators, checked between passes; the grid's when None. The first pass
             always runs.
+        dtypes: in which products and attention are measured besides the grid's: plans in bf16 on a CPU.
 
     Raises:
         CannotRun: when no attention kernel works here, or another rank stops.
@@ -95,7 +97,8 @@ def calibrate(
         updates = host_update.measure(ranks, middle, grid, HOST)
     if not ranks.first:
         return None
-    measured = _measure(machine, grid, kernels, deadline, progress)
+    beside = _in_other_dtypes(machine, grid, dtypes)
+    measured = _measure(machine, grid, kernels, deadline, progress, beside=beside)
     found, shared = replace(measured.found, host_update=updates), None
     if together is not None:
         shared, everywhere = together
@@ -158,8 +161,10 @@ class _Measured:
     """Kernels that take more scratch than programs declare."""
 
 
-def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, progress: Progress) -> _Measured:
-    """Measure one device alone."""
+def _measure(
+    machine: Machine, grid: Grid, kernels: Usable, deadline: float, progress: Progress, *, beside: Sequence[Operator]
+) -> _Measured:
+    """Measure one device alone; ``beside``: more operators to time."""
     device = torch.device(machine.device)
     before = machine.device_memory_bytes - machine.device_free_bytes
     base = next(grids.decisions(grid, kernels.attention[0]))
@@ -167,7 +172,7 @@ def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, pro
     added_s = dispatch.seconds if machine.device == "cpu" else 0.0
     cache_bytes = memory.cache_bytes(device)
     with Lanes(device, base, cache_bytes) as lanes:
-        operators = _operators(grid, kernels.attention, kernels.rowwise)
+        operators = [*_operators(grid, kernels.attention, kernels.rowwise), *beside]
         timings = PASSES * len(operators)
         total = timings + copy_rates.measurements(grid) + 1  # the last one measures memory
         bench = Bench(device, cache_bytes)
@@ -226,6 +231,27 @@ def _operators(grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel
         for head_dim in grid.head_dims:
             found += grids.attention_operators(grid, kernel, head_dim)
     return found
+
+
+def _in_other_dtypes(machine: Machine, grid: Grid, dtypes: Sequence[DtypeName]) -> list[Operator]:
+    """Return the products and attention calls in other dtypes than the grid's; row-wise rates are by bytes of any."""
+    found: list[Operator] = []
+    for dtype in dict.fromkeys(dtypes):
+        if dtype == grid.dtype:
+            continue
+        other = replace(grid, dtype=dtype)
+        names = usable(machine, other).attention
+        products = [o for o in operators_of(grids.decisions(other, names[0])) if _is_product(o, dtype)]
+        found += [o for o in products if grid.wanted(o)]
+        for kernel in names:
+            for head_dim in grid.head_dims:
+                found += grids.attention_operators(other, kernel, head_dim)
+    return found
+
+
+def _is_product(operator: Operator, dtype: DtypeName) -> bool:
+    work = operator.instruction.work
+    return isinstance(work, Gemm) and work.dtype == dtype
 
 
 def _thinned(operators: list[Operator]) -> list[Operator]:

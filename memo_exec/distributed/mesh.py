@@ -13,7 +13,7 @@ class MeshCoordinates:
     """The mesh coordinates of one rank in a layout.
 
     Groups are ``tp``, ``metp``, ``ulysses``, ``cp``, ``dp``, ``pp``, ``grads``, ``ends``, ``shard``, ``replicate``,
-    ``ep`` and ``expert_grads``.
+    ``ep``, ``expert_grads``, ``expert_shard`` and ``expert_replicate``.
     ``memo_sim.program.layout.rank_order`` says which ranks each group has.
     """
 

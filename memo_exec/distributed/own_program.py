@@ -158,11 +158,14 @@ class _Block:
         Gradients that all tensor-parallel (or METP) ranks hold are counted once, by the first of these ranks. If these
         ranks share the block's states by ZeRO, each rank counts its own share. Where ranks divide experts, the norm is
         summed over all ranks with the same parameters of the rest: the first of those with the same block counts it.
+        With ``zero_ranks`` it is summed inside a group, which has every shard of every block once.
         """
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
         leads = self.mesh.at(self.mesh.layout.weights_group) == 0
         counted = self.trained if leads or shares else self.divided
-        if self.mesh.layout.ep > 1 and self.optimizer.shards == 1 and self.mesh.at(self.optimizer.group):
+        layout = self.mesh.layout
+        every = layout.ep > 1 and not layout.sharded_in_groups
+        if every and self.optimizer.shards == 1 and self.mesh.at(self.optimizer.group):
             counted = []
         runs = [run for name, run in self.runs.items() if name != FROZEN]
         own = runs if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.trained_elements, 0)]

@@ -107,6 +107,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "linear.dgrad.add": linear.linear_dgrad_add,
     "linear.wgrad": _in_fp8(linear.linear_wgrad, fp8.linear_wgrad),
     "fp8.quantize": fp8.quantise,
+    "fp8.transpose": fp8.transpose,
     "params.quantize": fp8.quantise_weights,
     "lora.a": linear.lora_a,
     "lora.b": linear.lora_b,

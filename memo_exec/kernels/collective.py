@@ -17,15 +17,22 @@ from torch import Tensor
 
 from memo_exec.distributed.mesh import Share
 from memo_exec.kernels.call import Call
+from memo_exec.kernels.fp8_scales import FORMATS
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.layout.token_order import clipped_runs
 
 
 def all_gather(call: Call) -> None:
-    """Gather the ``shard`` rows of all ranks into ``full``, one row block at a time."""
+    """Gather the ``shard`` rows of all ranks into ``full``, one row block at a time; in FP8 with each rank's scale."""
     shard, full, group = call["shard"], call["full"], _group(call)
     for part, whole in _blocks(call, full):
-        _all_gather(full[whole], shard[part], group)
+        if full.dtype not in FORMATS:
+            _all_gather(full[whole], shard[part], group)
+            continue
+        scales = call.context.fp8
+        assert scales is not None  # a program gathers in FP8 with FP8 alone
+        _all_gather(full[whole].view(torch.uint8), shard[part].view(torch.uint8), group)
+        _all_gather(scales.made(full[whole], dist.get_world_size(group)), scales.of(shard[part]), group)
 
 
 def reduce_scatter(call: Call) -> None:

@@ -11,13 +11,18 @@ Hopper needs, both operands contiguous along the dimension that is summed:
     grad_w = grad^T x     grad by columns (out, tokens)   x by columns (in, tokens)
 
 The program counts no bytes for scales. They lie outside its buffers, one number for each range of addresses that was
-quantised last; a product must read just such a range (``machine/fp8_products.py`` checks it before a run).
+quantised by one call. Rows that ranks gathered have a scale of each rank, rows that were quantised block by block one
+of each block, and a product multiplies each such part by itself: rows one after the other, and of a sum over tokens the
+terms of each part. A part's copy by columns is a matrix of its own, (features, its tokens).
+``machine/fp8_products.py`` checks before a run that all that products read was quantised.
+
 ``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in blocks of rows in fp32, and added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,34 +56,56 @@ def quantise_weights(call: Call) -> None:
         _quantise(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
 
 
+def transpose(call: Call) -> None:
+    """Write the parts of ``x``, each transposed, to ``out``, with their scales."""
+    scales, x, out = _scales(call), call.matrix("x"), call["out"].view(-1)
+    features = x.shape[1]
+    for part in scales.parts(x):
+        turned = out[part.first : part.first + part.elements]
+        scales.made(turned).copy_(part.scale)
+        turned.view(features, -1).copy_(x.view(-1)[part.first : part.first + part.elements].view(-1, features).t())
+
+
 def linear(call: Call) -> None:
     """``out = x @ weight.T (+ bias)``."""
     x, out = call.matrix("x"), call.matrix("out")
     weight = call["weight"].view(out.shape[1], x.shape[1])
-    _multiply(_scales(call), x, weight, out, bias=call.get("bias"), fast=True)
+    _multiply_rows(_scales(call), x, weight, out, bias=call.get("bias"), fast=True)
 
 
 def linear_dgrad(call: Call) -> None:
     """``out = grad @ weight``; ``weight`` is the copy by columns."""
     grad, out = call.matrix("grad"), call.matrix("out")
-    _multiply(_scales(call), grad, call["weight"].view(out.shape[1], grad.shape[1]), out)
+    _multiply_rows(_scales(call), grad, call["weight"].view(out.shape[1], grad.shape[1]), out)
 
 
 def linear_wgrad(call: Call) -> None:
     """``out += grad.T @ x``; both operands are copies by columns."""
-    scales = _scales(call)
-    grad, x = (_by_columns(call, role) for role in ("grad", "x"))
-    out = call["out"].view(len(grad), len(x))
-    for rows in _blocks(len(grad), scales.wide.numel() // len(x)):
-        wide = scales.wide[: (rows.stop - rows.start) * len(x)].view(-1, len(x))
-        _multiply(scales, grad[rows], x, wide, scale=scales.of(grad))
-        out[rows].add_(wide)
+    scales, terms = _scales(call), _terms(call)
+    m, n = call.matrix("grad").shape[1], call.matrix("x").shape[1]
+    out = call["out"].view(m, n)
+    for rows in _blocks(m, scales.wide.numel() // n):
+        wide = scales.wide[: (rows.stop - rows.start) * n].view(-1, n)
+        for grad, x in terms:
+            _multiply(grad.matrix[rows], x.matrix, wide, grad.scale, x.scale)
+            out[rows].add_(wide)
 
 
 def linear_wgrad_product(call: Call) -> None:
     """``out = grad.T @ x``: the gradient of the weight in a tensor of its own."""
-    grad, x = (_by_columns(call, role) for role in ("grad", "x"))
-    _multiply(_scales(call), grad, x, call["out"].view(len(grad), len(x)))
+    scales, (first, *others) = _scales(call), _terms(call)
+    m, n = call.matrix("grad").shape[1], call.matrix("x").shape[1]
+    out = call["out"].view(m, n)
+    if not others:
+        _multiply(first[0].matrix, first[1].matrix, out, first[0].scale, first[1].scale)
+        return
+    for rows in _blocks(m, scales.wide.numel() // (2 * n)):
+        summed, wide = scales.wide[: 2 * (rows.stop - rows.start) * n].view(2, -1, n)
+        for number, (grad, x) in enumerate((first, *others)):
+            _multiply(grad.matrix[rows], x.matrix, wide if number else summed, grad.scale, x.scale)
+            if number:
+                summed.add_(wide)
+        out[rows].copy_(summed)
 
 
 def _scales(call: Call) -> Fp8Scales:
@@ -87,10 +114,37 @@ def _scales(call: Call) -> Fp8Scales:
     return scales
 
 
-def _by_columns(call: Call, role: str) -> Tensor:
-    """Return a copy by columns as the matrix (features, tokens) that it holds."""
-    tensor = call.matrix(role)
-    return tensor.view(tensor.shape[1], tensor.shape[0])
+class _Columns(NamedTuple):
+    """Some tokens of a copy by columns: a matrix (features, tokens), and its scale."""
+
+    matrix: Tensor
+    scale: Tensor
+
+
+def _terms(call: Call) -> list[tuple[_Columns, _Columns]]:
+    """Return the terms of a weight's gradient: ``grad`` and ``x`` of tokens that have one scale in both."""
+    scales, both, ends = _scales(call), list[list[tuple[int, int, _Columns]]](), set[int]()
+    for role in ("grad", "x"):
+        tensor = call.matrix(role)
+        features, found = tensor.shape[1], list[tuple[int, int, _Columns]]()
+        for part in scales.columns(tensor):
+            matrix = tensor.view(-1)[part.first : part.first + part.elements].view(features, -1)
+            first = part.first // features
+            found.append((first, first + matrix.shape[1], _Columns(matrix, part.scale)))
+        both.append(found)
+        ends |= {end for _, end, _ in found}
+    terms, begun = list[tuple[_Columns, _Columns]](), 0
+    for end in sorted(ends):
+        grad, x = (_tokens(found, begun, end) for found in both)
+        terms.append((grad, x))
+        begun = end
+    return terms
+
+
+def _tokens(parts: list[tuple[int, int, _Columns]], begin: int, end: int) -> _Columns:
+    """Return tokens [begin, end), which lie in one part."""
+    first, _, part = next(each for each in parts if each[0] <= begin and end <= each[1])
+    return _Columns(part.matrix[:, begin - first : end - first], part.scale)
 
 
 def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None) -> None:
@@ -111,23 +165,32 @@ def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None)
             turned[:, rows].copy_(out[rows].t())
 
 
+def _multiply_rows(
+    scales: Fp8Scales, rows: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None, fast: bool = False
+) -> None:
+    """``out = rows @ weight.T (+ bias)``, part by part."""
+    features, scale = rows.shape[1], scales.of(weight)
+    for part in scales.parts(rows):
+        own = slice(part.first // features, (part.first + part.elements) // features)
+        _multiply(rows[own], weight, out[own], part.scale, scale, bias=bias, fast=fast)
+
+
 def _multiply(
-    scales: Fp8Scales,
     one: Tensor,
     two: Tensor,
     out: Tensor,
+    scale: Tensor,
+    other: Tensor,
     *,
     bias: Tensor | None = None,
     fast: bool = False,
-    scale: Tensor | None = None,
 ) -> None:
-    """``out = one @ two.T (+ bias)``; ``scale``: that of ``one``, where it is a part of what was quantised.
+    """``out = one @ two.T (+ bias)``; ``scale`` and ``other``: the scales of the two.
 
     ``fast``: sums of Hopper's matrix units are not promoted to fp32, as Transformer Engine has it in forward alone.
     """
-    scale = scales.of(one) if scale is None else scale
     torch._scaled_mm(  # the public scaled_mm writes no tensor that is given
-        one, two.t(), scale, scales.of(two), bias=bias, out_dtype=out.dtype, use_fast_accum=fast, out=out
+        one, two.t(), scale, other, bias=bias, out_dtype=out.dtype, use_fast_accum=fast, out=out
     )
 
 

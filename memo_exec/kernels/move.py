@@ -10,6 +10,8 @@ from memo_exec.kernels.call import Call
 def copy(call: Call) -> None:
     """``target = source`` on the device."""
     call["target"].copy_(call["source"])
+    if call.context.fp8 is not None:
+        call.context.fp8.carry(call["source"], call["target"])
 
 
 def transfer(call: Call) -> None:

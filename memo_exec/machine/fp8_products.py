@@ -1,14 +1,14 @@
-"""Checks that this machine has the products in FP8 that a plan asks for, and that every operand has one scale.
+"""Checks that this machine has the products in FP8 that a plan asks for, and that every operand has scales.
 
-A product reads rows that were quantised together: only those have one scale, and only their copy by columns is one
-matrix. What the program reads otherwise is refused: rows that ranks gathered, each with a scale of its own, or that are
-swapped or rebuilt in part.
+A product reads rows that were quantised: by one call, or block by block, or by the ranks that they were gathered from.
+It multiplies each part with a scale of its own, so every part has a size that the device multiplies. A copy by columns
+is one matrix for each part, so a part that moves cut has to be there as a whole again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from itertools import accumulate
+from typing import Final, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Fp8Gemm
+from memo_sim.program.ir.work import Collective, Fp8Gemm
 
 LEAST_CAPABILITY: Final = (9, 0)
 """Hopper: the first device with FP8 that memo has rates for. Ada (8.9) has the products, and no plan is made for it."""
@@ -118,7 +118,7 @@ def _device_lacks(machine: Machine) -> str:
 
 
 def check_operands(program: Program) -> None:
-    """Refuse a program whose products in FP8 read rows that have not one scale, or have sizes that are not multiples.
+    """Refuse a program whose products in FP8 read rows without scales, or have sizes that are not multiples.
 
     Raises:
         CannotRun: with the first such product.
@@ -136,62 +136,112 @@ def check_operands(program: Program) -> None:
                 )
     if found := _without_scale(program):
         raise CannotRun(
-            "a product in FP8 reads rows that were not quantised together, so they have several scales",
+            "a product in FP8 reads rows that no kernel quantised, or parts of rows that were quantised together",
             where="$.decisions.fp8",
             got=found,
-            wanted="every operand quantised by one instruction",
-            hint="a plan without sequence parallelism, and with swapping of all rows or none; or make it without --fp8",
+            wanted=f"every operand quantised, in parts of a multiple of {WHOLE} tokens",
+            hint="another --tp or --alpha, or make the plan without --fp8",
         )
 
 
 def _without_scale(program: Program) -> str:
-    """Return the first product in FP8 that reads rows without one scale, and what wrote them; "" without one."""
+    """Return the first instruction that reads rows in FP8 without scales, and what wrote them; "" without one."""
     columns = expand(program)
-    families = program.all_families
-    narrow = {number for number, family in enumerate(families) if family.dtype in ("e4m3", "e5m2")}
+    narrow = {number for number, family in enumerate(program.all_families) if family.dtype in ("e4m3", "e5m2")}
     buffers, family = columns.operand_buffer.tolist(), columns.buffer_family.tolist()
     first, end = columns.operand_first.tolist(), columns.operand_end.tolist()
-    scales: dict[int, dict[Range, str]] = {}
-    """By buffer, the ranges of its rows that have one scale or none, and the operator that wrote each."""
+    held: dict[int, _Scaled] = {}
     row = 0
     for name, instruction in program.walk():
-        ranges = {}
+        ranges = dict[str, tuple[_Scaled, Range, Mode]]()
         for operand in instruction.operands:
             if family[buffers[row]] in narrow:
-                ranges[operand.role] = (buffers[row], (first[row], end[row]), operand.mode)
+                mine = held.setdefault(buffers[row], _Scaled())
+                ranges[operand.role] = (mine, (first[row], end[row]), operand.mode)
             row += 1
-        if not ranges:
-            continue
         if isinstance(instruction.work, Fp8Gemm):
-            for role in _OPERANDS:
-                if role in ranges:
-                    buffer, rows, _ = ranges[role]
-                    held = scales.get(buffer, {})
-                    if held.get(rows) not in _QUANTISE and not _is_weight(held, rows):
-                        return f"{name}: {role}, written by {_writers(held, rows)}"
-        written = instruction.op
-        if written in _MOVES:
-            buffer, rows, _ = ranges["source"]
-            written = scales.get(buffer, {}).get(rows, written)
-        for buffer, rows, mode in ranges.values():
+            by_columns = instruction.op.startswith("linear.wgrad")
+            for role in (role for role in _OPERANDS if role in ranges):
+                scaled, rows, _ = ranges[role]
+                if why := scaled.lacks(rows, by_columns=by_columns, sizes=role != "weight"):
+                    return f"{name}: {role}, written by {scaled.writers(rows)}, {why}"
+        source = next((ranges[role] for role in _SOURCES if role in ranges), None)
+        pieces: list[Piece] = source[0].pieces(source[1]) if source is not None and instruction.op in _CARRY else []
+        if instruction.op in _ANEW:
+            ranks = instruction.work.ranks if isinstance(instruction.work, Collective) else 1
+            pieces = [Piece(size, 0, size) for size, _ in _joined(pieces) for _ in range(ranks)]
+        for scaled, rows, mode in ranges.values():
             if mode is not Mode.READ:
-                held = scales.get(buffer, {})
-                scales[buffer] = {at: op for at, op in held.items() if not _overlap(at, rows)} | {rows: written}
+                size = rows[1] - rows[0]
+                scaled.write(rows, [Piece(size, 0, size)] if instruction.op in _QUANTISE else pieces, instruction.op)
     return ""
 
 
 _QUANTISE = ("fp8.quantize", "params.quantize")
-_MOVES = ("d2h", "h2d")
+_ANEW = ("all_gather", "fp8.transpose")
+"""What makes parts with scales of their own of each part of its operand."""
+_CARRY = ("d2h", "h2d", "copy", *_ANEW)
+"""What takes scales along with the rows of its operand in one of the roles ``_SOURCES``."""
+_SOURCES = ("source", "shard", "x")
 
 
-def _is_weight(written: dict[Range, str], rows: Range) -> bool:
-    """Return whether the rows are part of weights, which are quantised by one instruction, each with a scale."""
-    return any(op == "params.quantize" and at[0] <= rows[0] and rows[1] <= at[1] for at, op in written.items())
+class Piece(NamedTuple):
+    """Tokens of a buffer: ``tokens`` from ``first`` on, of ``of`` that were quantised together."""
+
+    tokens: int
+    first: int
+    of: int
 
 
-def _writers(written: dict[Range, str], rows: Range) -> str:
-    ops: Iterable[str] = dict.fromkeys(op for at, op in written.items() if _overlap(at, rows))
-    return " and ".join(ops) or "nothing"
+class _Scaled:
+    """The rows of one buffer in FP8: what wrote them, and of which rows that were quantised together they are."""
+
+    def __init__(self) -> None:
+        self._written: dict[Range, tuple[list[Piece], str]] = {}
+
+    def write(self, rows: Range, pieces: list[Piece], op: str) -> None:
+        """Note that an operator wrote rows; ``pieces``: empty where they have no scales."""
+        kept = {at: each for at, each in self._written.items() if not _overlap(at, rows)}
+        self._written = kept | {rows: (pieces, op)}
+
+    def pieces(self, rows: Range) -> list[Piece]:
+        """Return the pieces of rows in order; none where not all of them have scales."""
+        found, at = list[Piece](), rows[0]
+        for (start, _), (pieces, _) in sorted(self._written.items()):
+            ends = accumulate((piece.tokens for piece in pieces), initial=start)
+            for first, (tokens, begin, of) in zip(ends, pieces, strict=False):
+                low, high = max(first, rows[0]), min(first + tokens, rows[1])
+                if low < high:
+                    if low != at:
+                        return []
+                    found.append(Piece(high - low, begin + low - first, of))
+                    at = high
+        return found if at == rows[1] else []
+
+    def lacks(self, rows: Range, *, by_columns: bool, sizes: bool) -> str:
+        """Return what a product misses in its operand; "" for nothing. ``sizes``: whether sizes of parts matter."""
+        parts = _joined(self.pieces(rows))
+        if not parts:
+            return "not quantised"
+        if sizes and (odd := [size for size, _ in parts if size % WHOLE]):
+            return f"with a part of {odd[0]} tokens"
+        cut = by_columns and not all(whole for _, whole in parts)
+        return "cut where it was quantised together" if cut else ""
+
+    def writers(self, rows: Range) -> str:
+        """Return the operators that wrote the rows."""
+        found = (op for at, (_, op) in sorted(self._written.items()) if _overlap(at, rows))
+        return " and ".join(dict.fromkeys(found)) or "nothing"
+
+
+def _joined(pieces: list[Piece]) -> list[tuple[int, bool]]:
+    """Return the tokens of each part with one scale, and whether it is all that was quantised together."""
+    found, behind = list[tuple[int, int]](), (0, 0)
+    for piece in pieces:
+        before = found.pop()[0] if piece.first and behind == (piece.first, piece.of) else 0
+        found.append((before + piece.tokens, piece.of))
+        behind = piece.first + piece.tokens, piece.of
+    return [(tokens, tokens == of) for tokens, of in found]
 
 
 def _overlap(one: Range, two: Range) -> bool:

@@ -258,8 +258,8 @@ def _layout(decisions: Decisions, most_ranks: int) -> Layout:
             hint="verify a plan of the same policy with fewer kinds of ranks",
         )
     replicas = degrees["cp"] * degrees["ulysses"] * degrees["dp"]
-    shared = _expert_degree(decisions, replicas * (degrees["tp"] if layout.whole_experts else 1))
     shards = layout.zero_ranks and (layout.zero_ranks if replicas == layout.replicas else max(1, replicas // copies))
+    shared = _expert_degree(decisions, (shards or replicas) * (degrees["tp"] if layout.whole_experts else 1))
     return msgspec.structs.replace(layout, **degrees, ep=shared, zero_ranks=shards)
 
 

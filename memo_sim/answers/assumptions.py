@@ -129,7 +129,7 @@ def _states(decisions: Decisions) -> str:
     if layout.zero and layout.shards > 1:
         what += f"; ZeRO {layout.zero} divides {divided[layout.zero]} over {layout.shards} ranks"
         trained = layout.ep > 1 and decisions.lora is None
-        what += f", those of experts over {layout.expert_replicas}" if trained else ""
+        what += f", those of experts over {layout.expert_shards}" if trained else ""
     return what
 
 

@@ -26,11 +26,11 @@ from memo_sim.contract.summary import Summary
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
-from memo_sim.planning.layouts import cuts_sequences
+from memo_sim.planning.layouts import cuts_sequences, layouts
 from memo_sim.planning.micro_batches import with_larger_micro_batches
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
-from memo_sim.planning.search import Evaluated, SearchResult, play, search
+from memo_sim.planning.search import MOST_LAYOUTS_AT_ONCE, Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
 from memo_sim.program.arena.folded import folded
 from memo_sim.program.lower import program_sha256
@@ -44,7 +44,8 @@ from memo_sim.views.report.page import check_page
 
 LEAST_EXACT = 3
 """How many ranks are exact at least: the best plan, the runner-up, and one more in case the best one's arena does not
-fit. With subsequences no more ranks are exact, because playing one such plan takes seconds."""
+fit. With subsequences, and with more than ``MOST_LAYOUTS_AT_ONCE`` layouts, no more ranks are exact: ten exact ranks
+take three times as long."""
 
 
 MOST_WRITTEN_SPANS = 60_000
@@ -148,23 +149,23 @@ def what_if(
 ) -> Answer:
     """Return the answer to ``question`` with its ``top`` plans; with a price, what tokens cost.
 
-    They are the plans that an exhaustive evaluation would rank first. Where layouts have subsequences, this holds for
-    the first ``LEAST_EXACT`` plans only. Of larger micro-batches, those are known that may be the best
-    (``planning/micro_batches.py``). With ``pareto`` the front covers the whole space, not only the plans that the
+    They are the plans that an exhaustive evaluation would rank first. Where layouts have subsequences, and where there
+    are many layouts, this holds for the first ``LEAST_EXACT`` plans only. Of larger micro-batches, those are known that
+    may be the best (``planning/micro_batches.py``). With ``pareto`` the front covers the whole space, not only what the
     search evaluated; where alpha is open, it covers the eighths and the fastest alpha.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
-    exact = LEAST_EXACT if cuts_sequences(question) else max(top, LEAST_EXACT)
+    exact = max(top, LEAST_EXACT) if _is_small(question) else LEAST_EXACT
     found = search(question, keep=exact, siblings=True, front=pareto, progress=progress)
     found = with_larger_micro_batches(question, found)
     simulation, arena = _best_that_fits(question, found)
     best, beyond = found.best, list[str]()
     if exact < min(top, len(found.ranked)):
         beyond.append(
-            f"With subsequences the first {exact} ranks are exact; pruned plans could be faster than the later ones."
+            f"The first {exact} ranks are exact; of so many plans, pruned ones could be faster than the later ranks."
         )
     if pareto and any(policy.alpha is None for policy in policies(question)):
         beyond.append(
@@ -206,6 +207,11 @@ def what_if(
         summary=summary,
     )
     return Answer(result, simulation, arena, found)
+
+
+def _is_small(question: Question) -> bool:
+    """Return whether as many ranks are exact as are asked for."""
+    return not cuts_sequences(question) and len(layouts(question)) <= MOST_LAYOUTS_AT_ONCE
 
 
 def _ways_out(question: Question, found: SearchResult) -> list[str]:

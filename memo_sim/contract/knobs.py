@@ -768,7 +768,7 @@ class Pins:
     dtype: DtypeName | None = _knob(
         None,
         _one_of(DtypeName),
-        "Dtype of parameters and activations. bf16 where the device has it unless given, else fp32. A profile has to"
+        "Dtype of parameters and activations. bf16 where a GPU has it unless given, else fp32. A profile has to"
         " have rates of it.",
     )
     """Not searched: it changes what is learned."""

@@ -154,6 +154,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return 1 if self.whole_experts else self.divided
 
     @property
+    def expert_shards(self) -> int:
+        """Number of ranks that ZeRO shards a layer's experts over, where ``ep`` divides them."""
+        return self.expert_replicas // self.shard_copies if self.zero else 1
+
+    @property
     def expert_ranks(self) -> int:
         """Number of ranks that ``ep`` and the copies of the same experts make up, inside a pipeline stage."""
         return self.replicas * (self.tp if self.whole_experts else 1)
@@ -167,6 +172,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def shard_copies(self) -> int:
         """Number of ranks that hold the same shard of a layer's optimizer states."""
         return self.replicas // self.shards
+
+    @property
+    def sharded_in_groups(self) -> bool:
+        """Whether ZeRO shards over groups of several replicas, which hold copies of each other's shards (HSDP)."""
+        return 1 < self.shard_copies < self.replicas
 
     @property
     def divided(self) -> int:

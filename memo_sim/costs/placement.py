@@ -14,7 +14,15 @@ from dataclasses import dataclass
 
 from memo_sim.contract.plan import Layout
 from memo_sim.program.ir.work import Group
-from memo_sim.program.layout.rank_order import REPLICATE, SHARD, coordinate, members, stride
+from memo_sim.program.layout.rank_order import (
+    EXPERT_REPLICATE,
+    EXPERT_SHARD,
+    REPLICATE,
+    SHARD,
+    coordinate,
+    members,
+    stride,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ def hop(source: int, target: int, layout: Layout, devices_per_node: int) -> Plac
 
 def place(group: Group, ranks: int, layout: Layout, devices_per_node: int) -> Placement:
     """Return the placement of a group of ``ranks`` ranks on nodes of ``devices_per_node`` devices."""
-    if group in (SHARD, REPLICATE):
+    if group in (SHARD, REPLICATE, EXPERT_SHARD, EXPERT_REPLICATE):
         return _widest(group, layout, devices_per_node)
     per_node = min(ranks, max(1, -(-devices_per_node // stride(group, layout))))
     used = min(devices_per_node, layout.devices)

@@ -46,13 +46,18 @@ def run_compiled(segments: Segments, work: Floats, rates_of: UsedRates, groups: 
     clock = np.array([0.0, 0.0, 0.0])
     points, count = np.empty((2 * len(work) + 16, 4)), 0
     while stages:
-        busy_lanes, points, count = _advance(
-            *(bounds, segments.targets, segments.target_bounds, lane_of, work),
-            *(groups.of, groups.bounds, groups.members),
-            *(row_of, rows),
-            *(missing, heads, start, end, left, since, rate, finish),
-            *(soonest, busy, beside, arrived, changed, clock, points, count),
-        )
+        try:
+            busy_lanes, points, count = _advance(
+                *(bounds, segments.targets, segments.target_bounds, lane_of, work),
+                *(groups.of, groups.bounds, groups.members),
+                *(row_of, rows),
+                *(missing, heads, start, end, left, since, rate, finish),
+                *(soonest, busy, beside, arrived, changed, clock, points, count),
+            )
+        except SystemError as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):  # numba returns a result beside the interrupt
+                raise KeyboardInterrupt from None
+            raise
         if busy_lanes == ENDED:
             break
         if known == len(rows):

@@ -6,6 +6,7 @@ installed; both give the same numbers to the last bit.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -94,7 +95,7 @@ def run(  # noqa: PLR0915 - locals are fast
     beside: dict[int, tuple[int, ...]] = {}
     """By lane: all lanes of the matched segments that it plays now."""
     arrived = [0] * (len(group_bounds) - 1)
-    points: list[float] = []
+    points = array("d")
     changed: set[int] = set()
     """Stages whose set of busy lanes has changed."""
     ending = 0

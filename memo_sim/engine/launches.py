@@ -43,7 +43,12 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import FRESH, Rowwise
 from memo_sim.program.operators.framework_kernels import launches, library_of
 
-_REPLICAS = frozenset((Lane.REPLICA, Lane.ENDS, Lane.SHARD, Lane.REPLICATE, Lane.EXPERT_REPLICA))
+_REPLICAS = frozenset(
+    (
+        *(Lane.REPLICA, Lane.ENDS, Lane.SHARD, Lane.REPLICATE),
+        *(Lane.EXPERT_REPLICA, Lane.EXPERT_SHARD, Lane.EXPERT_REPLICATE),
+    )
+)
 """Lanes of the collectives that ``overlap`` moves beside compute."""
 
 

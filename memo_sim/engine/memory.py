@@ -103,12 +103,12 @@ class Memory:
     buffer_names: list[str] | None = None
     """Names of ``device_lives`` by number under an eager framework, which adds buffers; None: those of the program."""
 
-    @cached_property
+    @property
     def device_curves(self) -> dict[str, Ints]:
-        """Live device bytes at every instruction, by class."""
+        """Live device bytes at every instruction, by class; counted anew each time, as they are as long as the step."""
         return live_bytes(self.device_lives, device=True)
 
-    @cached_property
+    @property
     def host_curves(self) -> dict[str, Ints]:
         """Live host bytes of one rank at every instruction, by class."""
         return live_bytes(self.host_lives, device=False)
@@ -182,12 +182,13 @@ class Memory:
         """
         lane = playback.columns.lane
         kernels = np.flatnonzero(lane == Lane.COMPUTE)
-        total = np.sum(list(self.device_curves.values()), axis=0)
+        live = self.device_curves
+        total = np.sum(list(live.values()), axis=0)
         group = np.minimum(np.searchsorted(kernels, np.arange(len(lane))), len(kernels) - 1)
         fullest = np.lexsort((-total, group))[np.searchsorted(group, np.arange(len(kernels)))]
         times = playback.start_s[kernels].copy()
         times[0] = 0.0
-        curves = {name: curve[fullest].tolist() for name, curve in self.device_curves.items()}
+        curves = {name: curve[fullest].tolist() for name, curve in live.items()}
         return MemoryCurve(time_s=times.tolist(), bytes_by_class=curves)
 
     def host_over_time(self, playback: Playback) -> MemoryCurve:

@@ -75,7 +75,7 @@ def simulate(
             where="layout",
             got=f"{layout.devices} devices",
             wanted=f"at most the {cluster.devices} of {cluster.name}",
-            hint="another --cluster, or smaller --tp, --cp, --ulysses, --pp and --dp",
+            hint="another --cluster, or smaller degrees of parallelism",
         )
     played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)

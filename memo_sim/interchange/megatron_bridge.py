@@ -70,6 +70,7 @@ DEFAULTS: Settings = {
 MODELS: dict[str, str] = {
     "meta-llama/Meta-Llama-3-8B": "llama3-8b",
     "meta-llama/Meta-Llama-3-70B": "llama3-70b",
+    "meta-llama/Meta-Llama-3.1-405B": "llama3-405b",
     "Qwen/Qwen3-0.6B": "qwen3-0.6b",
     "Qwen/Qwen3-8B": "qwen3-8b",
     "Qwen/Qwen3-32B": "qwen3-32b",

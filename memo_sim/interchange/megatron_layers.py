@@ -86,14 +86,9 @@ def _check_router(decisions: Decisions, of: Experts) -> None:
     if len(biases) > 1 or (of.bias and not (model.qkv_bias and all(shape.experts for shape in model.layer_shapes))):
         wanted = "biases of all products of every layer, or of none (--disable-bias-linear)"
         raise _unsayable("model.experts.bias", "biases of some products, or beside layers without experts", wanted)
-    if of.bias and decisions.layout.tp > 1:
-        raise _unsayable("layout.tp", f"tp {decisions.layout.tp} of experts with biases", "tp 1: there it refuses them")
-    if decisions.fp8 != "none":
-        raise _unsayable(
-            "decisions.fp8",
-            f"{decisions.fp8} with experts, whose products memo keeps in bf16",
-            "none: Megatron multiplies experts in FP8 too",
-        )
+    if of.bias and decisions.layout.tp > 1 and decisions.layout.expert_tp != 1:
+        got = f"tp {decisions.layout.tp} of experts with biases"
+        raise _unsayable("layout.tp", got, "tp 1, or --expert-tp 1: it has no biases of divided experts")
 
 
 def _check_latent(model: Model, latent: LatentAttention) -> None:

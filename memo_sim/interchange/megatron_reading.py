@@ -90,6 +90,7 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
         states=states,
         fp8=(recipe := _fp8(config)),
         fp8_params=_fp8_params(config, recipe),
+        fp8_experts=recipe != "none" and model.mixture is not None,
         loss=_loss(config),
         deterministic=_deterministic(config),
         expert_capacity=_capacity(config, experts["ep"]),
@@ -186,8 +187,6 @@ def _expert_parallel(config: Configuration, model: Model, tp: int) -> dict[str, 
     if ep > 1 and dispatcher != "alltoall":
         config.assumed.append(f"rows travel to experts by all-to-all, not by the dispatcher {dispatcher}")
     config.say(("moe_token_dispatcher_type",), "rows travel by all-to-all")
-    if model.mixture.bias is False and config.text("fp8") not in ("", "None"):
-        config.assumed.append("the products of experts are priced in bf16: memo has them in no FP8")
     return {"ep": ep, "expert_tp": 1 if whole else None}
 
 

@@ -73,6 +73,7 @@ _KEPT = (
     "states",
     "fp8",
     "fp8_params",
+    "fp8_experts",
     "expert_load",
     "expert_capacity",
 )
@@ -106,6 +107,7 @@ def nearest_jobs(decisions: Decisions) -> tuple[Job, ...]:
         # Experts beside tp need it (core/transformer/moe/moe_layer.py).
         "sequence_parallel": (layout.sequence_parallel or layout.metp > 1 or experts) and tp > 1,
         "ep": layout.ep if experts else None,
+        "fp8_experts": experts and decisions.fp8 != "none",
         "expert_tp": layout.expert_tp or None,
         "rebuild_qkv": decisions.rebuild_qkv and decisions.recompute != "full",
         "cp": cp,
@@ -442,7 +444,7 @@ SAYINGS: dict[str, Saying] = {
     "decisions.host_allocator": Saying("own", (), _OWN),
     "decisions.fp8": Saying("exact", ("fp8", "fp8_recipe"), "tensorwise, blockwise and mxfp8 need a Megatron of 2025"),
     "decisions.fp8_layouts": Saying("own", (), "the device decides it"),
-    "decisions.fp8_experts": Saying("none", (), "memo writes no options of all-to-alls beside compute"),
+    "decisions.fp8_experts": Saying("exact", ("fp8",), "experts are in FP8 wherever other products are"),
     "decisions.fp8_params": Saying("exact", ("fp8_param_gather",), "with its distributed optimizer or FSDP alone"),
     "decisions.states": Saying(
         "exact",

@@ -36,6 +36,12 @@ HUB = {
         "meta-llama/Meta-Llama-3.1-70B",
         "meta-llama/Meta-Llama-3.1-70B-Instruct",
     ),
+    "llama3-405b": (
+        "meta-llama/Llama-3.1-405B",
+        "meta-llama/Llama-3.1-405B-Instruct",
+        "meta-llama/Meta-Llama-3.1-405B",
+        "meta-llama/Meta-Llama-3.1-405B-Instruct",
+    ),
     "qwen3-0.6b": ("Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-0.6B"),
     "qwen3-8b": ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
     "qwen3-32b": ("Qwen/Qwen3-32B",),

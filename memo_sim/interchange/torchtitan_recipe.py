@@ -20,6 +20,7 @@ RECIPE = f"{NAME}.py"
 FLAVORS = {
     ("llama3", "8B"): "llama3-8b",
     ("llama3", "70B"): "llama3-70b",
+    ("llama3", "405B"): "llama3-405b",
     ("qwen3", "0.6B"): "qwen3-0.6b",
     ("qwen3", "8B"): "qwen3-8b",
     ("qwen3", "32B"): "qwen3-32b",

@@ -75,7 +75,7 @@ def attention_kernel(question: Question) -> str:
             where=question.hardware.name,
             got=f"{question.dtype}, libraries of {question.hardware.eager_libraries}",
             wanted=" or ".join(measured) or "a profile with attention kernels",
-            hint="another --dtype or --libraries, --attention plain, or calibrate the device again",
+            hint=f"another --dtype or --libraries, --attention plain, or memo-exec calibrate --dtype {question.dtype}",
         )
     if asked in fastest:
         return asked

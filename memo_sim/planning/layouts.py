@@ -227,7 +227,7 @@ def _layout(
     exchange = pins.cp_exchange or question.preset.cp_exchange
     replicas = cp * ulysses * dp
     zero_ranks = pins.zero_ranks if zero and pins.zero_ranks not in (None, replicas) else 0
-    ep, expert_tp = experts if not zero_ranks or pins.ep is not None else (1, 0)
+    ep, expert_tp = experts
     # Interleaved stages that waited would wait in a cycle; Megatron-LM overlaps theirs alone.
     overlapped = schedule == "interleaved" or not question.preset.waits_for_p2p
     return Layout(

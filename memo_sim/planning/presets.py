@@ -360,6 +360,7 @@ SYSTEMS = {
             "every policy this program knows, host memory as one slab of exact size",
             (KEEP, TOKENWISE, *EVERY_ROWWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
             pinnable=("ulysses", "metp"),
+            searches_ep=True,
             searches_micro_batches=True,
             zeros_over_pcie=(1, 3),
         ),

@@ -216,10 +216,14 @@ class Question(Chosen):
 
     @property
     def dtype(self) -> DtypeName:
-        """Dtype of parameters and activations: what is pinned, else bf16 where the device has it, or fp32 (CPUs)."""
+        """Dtype of parameters and activations: what is pinned, else bf16 where a GPU has it, or fp32.
+
+        A CPU's profile may have bf16 too, whose products are often many times slower there.
+        """
         if self.pins.dtype:
             return self.pins.dtype
-        return "bf16" if "bf16" in self.hardware.peak_flops else "fp32"
+        rates = self.hardware.peak_flops
+        return "bf16" if "bf16" in rates and (self.hardware.device != "cpu" or "fp32" not in rates) else "fp32"
 
 
 def with_libraries(hardware: Hardware, year: Libraries | None) -> Hardware:

@@ -7,6 +7,9 @@ that evaluating everything would give. When the Pareto front is asked for, a can
 is as fast as its bound and needs no more of either memory. Tighter bounds cost a lowering, so they are computed only
 when the previous ones do not decide.
 
+Where there are many layouts, a layout first gets lower bounds of its own, and its candidates are made only when these
+do not decide. In pipelines, whose plays are long, ranges of alpha get lower bounds as well.
+
 Plans on PyTorch's allocator that may be the best are played under lower limits of its memory, too
 (``allocator_limits.py``).
 
@@ -66,6 +69,7 @@ STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, ROWWIS
 
 MOST_KEPT = 400_000
 """Largest number of played instructions that a search keeps beside another plan; 100 to 300 MiB."""
+
 MOST_LAYOUTS_AT_ONCE = 256
 """More layouts are not all opened: each first gets lower bounds of its own, from states and the compute lane, and its
 candidates are made only when these do not decide. A layout that is pruned counts as many candidates as policies."""
@@ -418,7 +422,9 @@ class _Search:
             return _Bounded(candidate, None, 0)
         higher = replace(higher, step_s=max(higher.step_s, bound.step_s))
         after: Literal["wide", "narrow", ""] = "narrow" if one.next_bound == "wide" else ""
-        if one.next_bound == "layers" and candidate.policy.alpha is None and candidate.base.layout.subsequences == 1:
+        layout = candidate.base.layout
+        # Without stages, a few plays take no longer than these bounds.
+        if one.next_bound == "layers" and candidate.policy.alpha is None and layout.pp > 1 and layout.subsequences == 1:
             after = "wide"
         return _Bounded(candidate, higher, self.bounds.shortfall_bytes(higher), after)
 

@@ -27,7 +27,7 @@ from memo_sim.views.palette import BUBBLE
 
 LANES = (
     *("compute", "d2h", "h2d", "tp", "ulysses", "cp", "metp", "ep", "replica", "shard", "replicate"),
-    *("expert_replica", "ends"),
+    *("expert_replica", "expert_shard", "expert_replicate", "ends"),
     *("p2p", "send", "recv", "pp", "tied", "host"),
 )
 """Lanes from top to bottom; other lanes of a trace follow in alphabetical order."""

@@ -39,6 +39,8 @@ WAITS = {
     "ends": "#8f8f2f",
     "ep": "#a8326f",
     "expert_replica": "#94703a",
+    "expert_shard": "#7d5a6e",
+    "expert_replicate": "#6e6a4f",
     "p2p": "#5a3b8c",
     "send": "#2f7f6f",
     "recv": "#c71585",

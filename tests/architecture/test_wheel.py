@@ -20,7 +20,7 @@ def run(*arguments: str | Path, cwd: Path, path: Path | None = None) -> str:
 
 
 def source_files(package: str) -> list[Path]:
-    files = (path for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix != ".pyc")
+    files = (path for path in (ROOT / package).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
     return sorted(path.relative_to(ROOT) for path in files)
 
 

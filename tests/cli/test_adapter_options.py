@@ -31,9 +31,9 @@ def test_an_answer_says_what_is_trained_and_what_mfu_counts(tmp_path: Path) -> N
     full = memo_sim(*QUESTION, *LAYOUT, "--recompute", "full", "--json")
     assert row["step_s"] < json.loads(full.stdout)["plans"][0]["step_s"]
 
-    refused = memo_sim("export", plan, "--to", "trl", "-o", tmp_path / "job")
+    refused = memo_sim("export", plan, "--to", "accelerate", "-o", tmp_path / "job")
     assert refused.returncode == 2
-    assert "memo writes no job of TRL that trains adapters" in refused.stderr
+    assert "memo writes no job of accelerate that trains adapters" in refused.stderr
 
 
 @pytest.mark.parametrize(

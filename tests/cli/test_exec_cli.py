@@ -36,7 +36,7 @@ from tests.exec_cpu.plans import byte_decisions, placed, plan_of, predicted, wri
 from tests.refusals import Expected, check_fields
 
 OPTIONS = {
-    "calibrate": {"--output", "--name", "--budget-s"},
+    "calibrate": {"--output", "--name", "--budget-s", "--dtype"},
     "compare": {"--tolerance", "--trace", "--plot", "--report", "--json"},
     "doctor": set(),
     "profile": {"--steps", "--trace", "--output", "--requests"},

@@ -49,7 +49,7 @@ TINY = [f"{name}-tiny" for name in _OF]
 
 
 def test_presets() -> None:
-    more = ["llama3-8b", "llama3-70b", "deepseek-v3"]
+    more = ["llama3-8b", "llama3-70b", "llama3-405b", "deepseek-v3"]
     published = [*MEMO_TABLE_2, *METP_TABLE_3, *more, *QWEN3, *EXPERTS, *GEMMA3, *GPT_OSS]
     assert list_models() == sorted([*published, *TINY])
     for name in list_models():
@@ -99,7 +99,9 @@ def test_qwen_3(name: str, params: int) -> None:
     assert (model.qk_norm, model.head_dim, model.vocab) == (True, 128, 151_936)
 
 
-@pytest.mark.parametrize(("name", "params"), [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)])
+@pytest.mark.parametrize(
+    ("name", "params"), [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800)]
+)
 def test_llama_3(name: str, params: int) -> None:
     model = load_model(name)
     assert model.total_params == params

@@ -81,6 +81,9 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "adapters": ("mixtral", Layout(dp=4, ep=2, zero=3), LORA),
     "adapters, features divided": ("gpt-oss", Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1), LORA),
     "adapters, whole experts": ("qwen2-moe", Layout(tp=2, dp=2, ep=4, **WHOLE), LORA | OVERLAP),
+    "groups of replicas": ("mixtral", Layout(dp=4, ep=2, zero=1, zero_ranks=2), {"overlap": "both"}),
+    "groups of replicas, zero 3": ("gpt-oss", Layout(dp=4, ep=2, zero=3, zero_ranks=2), {}),
+    "groups of replicas, whole experts": ("mixtral", Layout(tp=2, dp=2, ep=2, zero=2, zero_ranks=1, **WHOLE), {}),
     "whole experts, mlp recompute": (
         "qwen2-moe",
         Layout(tp=2, dp=2, ep=4, **WHOLE),
@@ -106,6 +109,18 @@ def test_ep_tp_pp_with_half_the_tokens_swapped_on_eight_ranks() -> None:
     sizes = SIZES | {"swapped_tokens": 256, "expert_capacity": 2.0}
     with Team(8) as eight:
         check(eight, decide(EXPERT_MODELS["mixtral"], layout=layout, **sizes))
+
+
+@pytest.mark.slow
+def test_groups_of_replicas_that_divide_states_of_experts_on_eight_ranks() -> None:
+    """Each group of four replicas has every expert twice, and two ranks share the states of one."""
+    sizes = SIZES | {"swapped_tokens": 128, "expert_capacity": 2.0, "global_batch": 8}
+    with Team(8) as eight:
+        for zero in (1, 3):
+            layout = Layout(dp=8, ep=2, zero=zero, zero_ranks=4)
+            check(eight, decide(EXPERT_MODELS["mixtral"], layout=layout, **sizes))
+        layout = Layout(tp=2, dp=4, ep=2, zero=2, zero_ranks=2, **WHOLE)
+        check(eight, decide(EXPERT_MODELS["deepseek"], layout=layout, **(sizes | {"swapped_tokens": 256})))
 
 
 def with_capacity(name: str = "mixtral", **fields: Any) -> Decisions:

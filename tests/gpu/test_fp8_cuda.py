@@ -17,9 +17,13 @@ pytestmark = [
 IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
 
 
-def test_a_step_in_fp8_is_that_of_the_cpu() -> None:
-    on_cpu = decide(llama(layers=1), **IN_FP8)
-    on_gpu = decide(llama(layers=1), kernels=Kernels(attention="torch-flash"), **IN_FP8)
+PARTS = {"recompute": "tokenwise", "swapped_tokens": 128}
+
+
+@pytest.mark.parametrize("policy", [{}, PARTS], ids=["kept", "rows with two scales"])
+def test_a_step_in_fp8_is_that_of_the_cpu(policy: dict[str, Any]) -> None:
+    on_cpu = decide(llama(layers=2), **(IN_FP8 | policy))
+    on_gpu = decide(llama(layers=2), kernels=Kernels(attention="torch-flash"), **(IN_FP8 | policy))
     batches = batch(on_cpu)
     wanted, true = one_step(on_cpu, batches)
     record, found = one_step(on_gpu, batches, device="cuda")

@@ -9,7 +9,8 @@ same parameters (cp x ulysses x dp).
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
 The experts of a layer that ranks divide (``ep``) are a block with fewer replicas: cp x ulysses x dp / ep, or tp times
-as many where ranks of tp have whole experts. Their states are divided over those.
+as many where ranks of tp have whole experts. Their states are divided over those, or with ``zero_ranks`` over as many
+of them as a group has.
 
 With ``zero_ranks``, the states are divided over groups of that many replicas. Gradients are reduce-scattered inside a
 group, and each shard is all-reduced between the groups. Parameters are gathered inside a group. So do torch's HSDP
@@ -57,7 +58,15 @@ from memo_sim.program.layout.parameters import (
     moment_dtype,
     without_masters,
 )
-from memo_sim.program.layout.rank_order import EXPERT_GRADS, GRADS, REPLICATE, SHARD, degree
+from memo_sim.program.layout.rank_order import (
+    EXPERT_GRADS,
+    EXPERT_REPLICATE,
+    EXPERT_SHARD,
+    GRADS,
+    REPLICATE,
+    SHARD,
+    degree,
+)
 from memo_sim.program.operators.fp8_operands import quantisation, requantisation, transposition
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
@@ -99,6 +108,8 @@ class Optimizer:
     def shards(self) -> int:
         """Number of ranks over which the optimizer's states are divided."""
         layout = self.decisions.layout
+        if self.kind is BlockKind.EXPERTS:
+            return layout.expert_shards
         return (layout.zero_ranks or self.replicas) if layout.zero >= 1 else 1
 
     @property
@@ -109,7 +120,9 @@ class Optimizer:
     @property
     def shard_group(self) -> Group:
         """The group of ranks over which the optimizer's states are divided."""
-        return self.group if self.shards == self.replicas else SHARD
+        if self.shards == self.replicas:
+            return self.group
+        return EXPERT_SHARD if self.kind is BlockKind.EXPERTS else SHARD
 
     @property
     def master(self) -> bool:
@@ -415,12 +428,13 @@ class Optimizer:
         return builder.build()
 
     def _reduce_shards(self, builder: TemplateBuilder) -> None:
-        work = Collective("all_reduce", self._grad_bytes * self.state_elements(), self.copies, REPLICATE)
+        group: Group = EXPERT_REPLICATE if self.kind is BlockKind.EXPERTS else REPLICATE
+        work = Collective("all_reduce", self._grad_bytes * self.state_elements(), self.copies, group)
         tensors, offset = {}, 0
         for name, first, length in self.runs():
             tensors[f"tensor.{name}"] = accumulates(self._held("grads", first, offset, length))
             offset += length
-        builder.emit("shard", "shards.all_reduce", COLLECTIVE_LANES[REPLICATE], work, **tensors)
+        builder.emit("shard", "shards.all_reduce", COLLECTIVE_LANES[group], work, **tensors)
 
     def norm(self, families: Families) -> Template | None:
         """Return the template that adds the block's squared gradient norm; None for a frozen block.
@@ -648,8 +662,8 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     weights = layout.weights_group
     shared: tuple[Group, int] = (GRADS if layout.shards == replicas else SHARD, layout.shards)
     # Ranks that divide experts add up the norms of their own (``memo_exec/distributed/own_program.py`` says who counts
-    # the rest).
-    shared = (GRADS, replicas) if layout.ep > 1 else shared
+    # the rest). Groups of ``zero_ranks`` replicas have all experts each, so each sums the whole norm.
+    shared = (GRADS, replicas) if layout.ep > 1 and not layout.sharded_in_groups else shared
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
         ("grad_norm", weights, degree(weights, layout), layout.whole_ends),

@@ -50,6 +50,10 @@ class Lane(IntEnum):
     """All-to-alls between ranks that divide experts."""
     EXPERT_REPLICA = 18
     """Collectives over the ranks with the same experts (group ``expert_grads``)."""
+    EXPERT_SHARD = 19
+    """Collectives over those of them that ZeRO divides over, where these are not all."""
+    EXPERT_REPLICATE = 20
+    """All-reduces between those groups."""
 
     @property
     def label(self) -> str:
@@ -70,6 +74,8 @@ COLLECTIVE_LANES: dict[Group, Lane] = {
     "tied": Lane.TIED,
     "ep": Lane.EP,
     "expert_grads": Lane.EXPERT_REPLICA,
+    "expert_shard": Lane.EXPERT_SHARD,
+    "expert_replicate": Lane.EXPERT_REPLICATE,
 }
 """The lane of each group's collectives. METP's are on the compute lane where they do not run beside compute."""
 

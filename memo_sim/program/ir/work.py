@@ -15,7 +15,20 @@ from memo_sim.contract.knobs import DtypeName, ProductDtype
 
 Mask = Literal["none", "causal"]
 Group = Literal[
-    "tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied", "ep", "expert_grads"
+    "tp",
+    "ulysses",
+    "cp",
+    "metp",
+    "grads",
+    "ends",
+    "shard",
+    "replicate",
+    "pp",
+    "tied",
+    "ep",
+    "expert_grads",
+    "expert_shard",
+    "expert_replicate",
 ]
 """The ranks that take part. The collectives of a group have a lane of their own (``ir/instruction.py``).
 
@@ -25,6 +38,7 @@ Group = Literal[
 - ``replicate``: the ranks of ``grads`` that hold the same shard, one of every ``shard`` group.
 - ``ep``: consecutive ranks of ``grads`` that divide the experts of a layer.
 - ``expert_grads``: the ranks of ``grads`` with the same experts, one of every ``ep`` group.
+- ``expert_shard``, ``expert_replicate``: as ``shard`` and ``replicate``, of the ranks of ``expert_grads``.
 - ``pp``: one rank of every pipeline stage.
 - ``tied``: one rank of the first stage and one of the last.
 - The others are the groups of one parallelism.

@@ -80,8 +80,6 @@ class ExchangedExperts(ExpertMlp):
         """Whether this template has received the rows of the second norm."""
         self._sent_gradient: tuple[Rows, Rows, Rows, Rows] | None = None
         """Once they are sent: the gradients of routed tokens, those of all tokens, what is sent, and what arrives."""
-        self._norm_again: tuple[Rows, tuple[Rows, Rows] | None] | None = None
-        """Once it is there for backward: the second norm, and what is sent and what arrives of it."""
         self._activation_gradient: Rows | None = None
         """The gradient of the activation, once its product is written."""
         self._shared_gradient: Rows | None = None
@@ -228,7 +226,6 @@ class ExchangedExperts(ExpertMlp):
         if not self.overlapped:
             return super()._second_product_backward(grad_out)
         self._send_gradient()
-        self._send_norm_again()
         t = self._second_input_gradient()
         assert self._sent_gradient is not None  # sent above
         upstream, beside, *_ = self._sent_gradient
@@ -266,20 +263,17 @@ class ExchangedExperts(ExpertMlp):
         return source, d_norm
 
     def _send_norm_again(self) -> tuple[Rows, tuple[Rows, Rows] | None]:
-        """Write the exchange of the second norm's rows for backward, once, if it has not received them.
+        """Write the exchange of the second norm's rows for backward, if it has not received them.
 
         Returns these rows as the router reads them, and what is sent and what arrives. Of frozen weights no gradient
         reads them.
         """
-        if self._norm_again is None:
-            source = self.writer.shard_rows("norm2", (0, self.shape.tokens))
-            if self.frozen:
-                self._norm_again = source, None
-                return self._norm_again
-            if not self.whole:
-                source = self.writer.gather_again("norm2", source, "norm2_full", 0)
-            self._norm_again = source, None if self._received else self._send("dispatch.again", source)
-        return self._norm_again
+        source = self.writer.shard_rows("norm2", (0, self.shape.tokens))
+        if self.frozen:
+            return source, None
+        if not self.whole:
+            source = self.writer.gather_again("norm2", source, "norm2_full", 0)
+        return source, None if self._received else self._send("dispatch.again", source)
 
     def _send(self, name: str, source: Rows) -> tuple[Rows, Rows]:
         """Emit the copy of tokens' rows to the rows that are sent, and their exchange; return these and what comes."""

@@ -115,7 +115,8 @@ class SharedExpert:
             return None
         writer = self.writer
         product = Rows(writer.own("shared_out", self.tokens, self.hidden), 0, self.tokens)
-        writer.linear("shared_down", self._all("shared_act"), product, self.hidden, self.width, bias=False)
+        source = self._all(writer.read_by_product("shared_act"))
+        writer.linear("shared_down", source, product, self.hidden, self.width, bias=False)
         return writer.scatter("shared_down", product) if scattered else product
 
     def backward(self, upstream: Rows) -> None:

@@ -16,6 +16,8 @@ distance between its consecutive ranks:
     replicate tp*metp*zero_ranks     ranks of grads that hold the same shard
     ep        tp*metp    consecutive ranks of grads that divide a layer's experts, as in Megatron-LM
     expert_grads  tp*metp*ep         ranks of grads that hold the same experts
+    expert_shard     tp*metp*ep      consecutive ranks of expert_grads inside a shard group, which share experts' states
+    expert_replicate tp*metp*zero_ranks     ranks of expert_grads that hold the same shard of the same experts
     with expert_tp 1, ep and expert_grads divide the ranks of tp as well: strides 1 and ep
 
     tp 4, cp 2, dp 2:   tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12
@@ -51,6 +53,10 @@ EP: Literal["ep"] = "ep"
 Where ranks of tp have whole experts, they are among these (``Layout.whole_experts``)."""
 EXPERT_GRADS: Literal["expert_grads"] = "expert_grads"
 """The group of ranks that hold the same experts, one of each ``ep`` group."""
+EXPERT_SHARD: Literal["expert_shard"] = "expert_shard"
+"""The group of ``Layout.expert_shards`` consecutive ranks of ``expert_grads`` that ZeRO shards over."""
+EXPERT_REPLICATE: Literal["expert_replicate"] = "expert_replicate"
+"""The group of ranks of ``expert_grads`` that hold the same shard."""
 
 
 def stride(group: str, layout: Layout) -> int:
@@ -59,8 +65,9 @@ def stride(group: str, layout: Layout) -> int:
         return stride("pp", layout) * max(1, layout.pp - 1)
     if group == REPLICATE:
         return stride(GRADS, layout) * layout.shards
-    if group == EXPERT_GRADS:
-        return stride(EP, layout) * layout.ep
+    if group in (EXPERT_GRADS, EXPERT_SHARD, EXPERT_REPLICATE):
+        apart = stride(EP, layout) * layout.ep
+        return apart * (layout.expert_shards if group == EXPERT_REPLICATE else 1)
     if group == EP and layout.whole_experts:
         return 1
     first = {GRADS: "ulysses", SHARD: "ulysses", EP: "ulysses", ENDS: "metp"}.get(group, group)
@@ -77,6 +84,8 @@ def degree(group: str, layout: Layout) -> int:
         return layout.shards if group == SHARD else layout.shard_copies
     if group == EXPERT_GRADS:
         return layout.expert_replicas
+    if group in (EXPERT_SHARD, EXPERT_REPLICATE):
+        return layout.expert_shards if group == EXPERT_SHARD else layout.shard_copies
     return layout.replicas if group == GRADS else int(getattr(layout, group))
 
 

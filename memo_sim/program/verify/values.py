@@ -296,13 +296,14 @@ class Values:
 
     def shards(self, kind: BlockKind) -> int:
         """Return the number of ranks over which a block's states are divided."""
+        if kind is BlockKind.EXPERTS:
+            return self.layout.expert_shards
         return (self.layout.zero_ranks or self.replicas(kind)) if self.layout.zero else 1
 
     def copies(self, kind: BlockKind | None) -> int:
         """Return the number of ranks with the same shard of a block's states (``zero_ranks``)."""
-        layout = self.layout
-        divided = kind is not None and layout.zero >= 1 and layout.zero_ranks > 1
-        return self.replicas(kind) // layout.zero_ranks if kind is not None and divided else 1
+        shards = self.shards(kind) if kind is not None else 1
+        return self.replicas(kind) // shards if kind is not None and shards > 1 else 1
 
     def unreduced(self, buffer: int) -> list[str]:
         """Return over which ranks a buffer of gradients has yet to be summed before it is used."""

@@ -96,3 +96,20 @@ def test_what_is_rebuilt_or_swapped_has_the_bits_of_what_is_kept(policy: dict[st
     record, found = one_step(decide(llama(layers=2), **(IN_FP8 | policy)), debug=True)
     assert record.loss == kept.loss
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.slow
+def test_rows_that_are_moved_in_part_have_the_bits_of_those_that_are_kept() -> None:
+    """Swapping half of the rows moves halves of copies by columns, which are matrices only as a whole."""
+    kept, wanted = one_step(decide(llama(layers=2), **IN_FP8))
+    record, found = one_step(decide(llama(layers=2), **(IN_FP8 | {"swapped_tokens": 128})))
+    assert record.loss == kept.loss
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.slow
+def test_rows_that_are_rebuilt_in_part_have_a_scale_of_each_block() -> None:
+    kept, wanted = one_step(decide(llama(layers=2), **IN_FP8))
+    record, found = one_step(decide(llama(layers=2), **(IN_FP8 | {"recompute": "tokenwise", "swapped_tokens": 128})))
+    assert record.loss == pytest.approx(kept.loss, rel=1e-3)
+    assert all(float((found[n] - wanted[n]).norm() / wanted[n].norm()) <= NEAR for n in wanted)

@@ -118,8 +118,54 @@ def test_a_copy_that_is_moved_keeps_its_scale() -> None:
     assert hand.scale(back) == hand.scale(out)
 
 
-def test_rows_that_were_not_quantised_together_have_no_scale() -> None:
+def test_rows_that_were_not_quantised_have_no_scale() -> None:
     hand = Hand()
     out, _, _ = hand.quantised(random(32, 64))
-    with pytest.raises(ValueError, match="not quantised together"):
-        hand.scale(out[:16])
+    scales = hand.context.fp8
+    assert scales is not None
+    assert [(p.first, p.elements) for p in scales.parts(out[:16])] == [(0, 16 * 64)]
+    with pytest.raises(ValueError, match="not quantised"):
+        hand.scale(torch.empty(16, 64, dtype=E4M3))
+    both = torch.empty(64, 64, dtype=E4M3)
+    hand("fp8.quantize", x=random(32, 64), out=both[:32], columns=torch.empty(32, 64, dtype=E4M3))
+    with pytest.raises(ValueError, match="not quantised"):
+        scales.parts(both)
+    hand("fp8.quantize", x=random(32, 64, seed=1) * 2, out=both[32:], columns=torch.empty(32, 64, dtype=E4M3))
+    assert len(scales.parts(both)) == 2
+    with pytest.raises(ValueError, match="2 scales"):
+        hand.scale(both)
+    # Quantised together, the same addresses have one scale again.
+    hand("fp8.quantize", x=random(64, 64, seed=2), out=both, columns=torch.empty(64, 64, dtype=E4M3))
+    assert len(scales.parts(both)) == 1
+
+
+def test_rows_with_several_scales_are_multiplied_part_by_part() -> None:
+    hand, weight, grad = Hand(), random(48, 64, seed=1), random(80, 48, seed=2)
+    x = torch.cat([random(32, 64), random(48, 64, seed=3) * 8])
+    rows, columns = torch.empty(80, 64, dtype=E4M3), torch.empty(80, 64, dtype=E4M3)
+    for part in (slice(0, 32), slice(32, 80)):
+        hand("fp8.quantize", x=x[part], out=rows[part], columns=columns[part])
+    values = torch.cat([rows[part].float() * hand.scale(rows[part]) for part in (slice(0, 32), slice(32, 80))])
+    w_rows, _, w_values = hand.quantised(weight)
+    _, g_columns, g_values = hand.quantised(grad, E5M2)
+    out, d_w, alone = torch.empty(80, 48).bfloat16(), torch.zeros(48 * 64), torch.empty(48, 64).bfloat16()
+    hand("linear", product(80, 48, 64), x=rows, weight=w_rows.view(-1), out=out)
+    torch.testing.assert_close(out.float(), values @ w_values.t(), rtol=2**-7, atol=2**-5)
+    hand("linear.wgrad", product(48, 64, 80), grad=g_columns, x=columns, out=d_w)
+    torch.testing.assert_close(d_w.view(48, 64), g_values.t() @ values, rtol=1e-5, atol=1e-3)
+    hand("linear.wgrad.product", product(48, 64, 80), grad=g_columns, x=columns, out=alone)
+    torch.testing.assert_close(alone.float(), g_values.t() @ values, rtol=2**-7, atol=2**-5)
+    # A copy that was gathered by rows is transposed part by part.
+    turned = torch.empty_like(columns)
+    hand("fp8.transpose", x=rows, out=turned)
+    assert torch.equal(turned.view(torch.uint8), columns.view(torch.uint8))
+
+
+def test_moves_keep_the_scale_of_each_part() -> None:
+    hand, rows, back = Hand(), torch.empty(64, 64, dtype=E4M3), torch.empty(64, 64, dtype=E4M3)
+    for number, part in enumerate((slice(0, 32), slice(32, 64))):
+        hand("fp8.quantize", x=random(32, 64, seed=number) * (number + 1), out=rows[part])
+    hand("copy", source=rows, target=back)
+    assert [hand.scale(back[p]) for p in (slice(0, 32), slice(32, 64))] == [
+        hand.scale(rows[p]) for p in (slice(0, 32), slice(32, 64))
+    ]

@@ -26,6 +26,7 @@ from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
 from tests.exec_cpu.small import decide, gpt
 from tests.refusals import check_fields, refused
+from tests.sim.program.verify import planted
 
 GIB = 2**30
 CPU = Machine("cpu", "a CPU", 1, 1, 8 * GIB, 8 * GIB, 8 * GIB, 8 * GIB)
@@ -115,26 +116,35 @@ def test_gpus_other_than_hopper_run_no_products_in_fp8(
     check_fields(found, CannotRun, got=".".join(map(str, capability)), wanted="H100")
 
 
-FP8_PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
-    "kept": ({}, ""),
-    "all rows are swapped": ({"swapped_tokens": 256}, ""),
-    "whole tokens on tensor-parallel ranks": ({"layout": Layout(tp=2)}, ""),
-    "zero 3": ({"layout": Layout(dp=2, zero=3)}, ""),
-    "half of the rows are swapped": ({"swapped_tokens": 128}, "copy"),
-    "rows are gathered": ({"layout": Layout(tp=2, sequence_parallel=True)}, "all_gather"),
-    "rows are rebuilt in part": ({"recompute": "tokenwise", "swapped_tokens": 128}, "fp8.quantize"),
+FP8_PROGRAMS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "all rows are swapped": {"swapped_tokens": 256},
+    "half of the rows are swapped": {"swapped_tokens": 128},
+    "rows are rebuilt in part": {"recompute": "tokenwise", "swapped_tokens": 128},
+    "whole tokens on tensor-parallel ranks": {"layout": Layout(tp=2)},
+    "rows are gathered": {"layout": Layout(tp=2, sequence_parallel=True)},
+    "gathered rows are rebuilt in part": {
+        "layout": Layout(tp=2, sequence_parallel=True),
+        "recompute": "tokenwise",
+        "seq_tokens": 512,
+        "swapped_tokens": 256,
+    },
+    "zero 3": {"layout": Layout(dp=2, zero=3)},
 }
 
 
 @pytest.mark.parametrize("name", FP8_PROGRAMS)
-def test_every_operand_in_fp8_has_one_scale(name: str) -> None:
-    changes, writer = FP8_PROGRAMS[name]
-    program = lower(byte_decisions(**({"swapped_tokens": 0} | IN_FP8 | changes)))[0]
-    if not writer:
-        return check_operands(program)
-    with refused(CannotRun, where="$.decisions.fp8", got=writer, wanted="one instruction"):
-        check_operands(program)
-    return None
+def test_every_operand_in_fp8_has_scales(name: str) -> None:
+    check_operands(lower(byte_decisions(**({"swapped_tokens": 0} | IN_FP8 | FP8_PROGRAMS[name])))[0])
+
+
+@pytest.mark.parametrize("op", ["fp8.quantize", "fp8.transpose"])
+def test_an_operand_in_fp8_that_nothing_made_is_refused(op: str) -> None:
+    fields = IN_FP8 | {"swapped_tokens": 0, "layout": Layout(tp=2, sequence_parallel=True)}
+    (made,) = lower(byte_decisions(**fields))
+    (number, *_) = planted.places(made, lambda each: each.op == op)
+    with refused(CannotRun, where="$.decisions.fp8", got="not quantised", wanted="every operand quantised"):
+        check_operands(planted.without(made, number, lambda each: each.op == op))
 
 
 def test_sizes_of_products_in_fp8_are_multiples_of_16() -> None:

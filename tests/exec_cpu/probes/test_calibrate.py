@@ -414,3 +414,12 @@ def test_the_step_is_predicted_before_the_run(here: Path, tmp_path: Path, size: 
         if abs(best - 1) <= 0.1:
             break
     assert best == pytest.approx(1.0, abs=0.2)
+
+
+def test_products_and_attention_in_another_dtype_are_measured_beside(profile: Hardware) -> None:
+    found = calibrate(grid=replace(FEW, beside_s=0.01, copy_bytes=(2**14,), budget_s=0.0), dtypes=("bf16", "fp32"))
+    assert found is not None
+    assert {table.dtype for table in profile.gemm} == {"fp32"}
+    assert {table.dtype for table in found.gemm} == {"fp32", "bf16"} == set(found.peak_flops)
+    assert {table.dtype for table in found.attention} == {"fp32", "bf16"}
+    assert set(found.rowwise_bytes_per_s) == set(profile.rowwise_bytes_per_s)  # by bytes, of any dtype

@@ -90,6 +90,20 @@ def test_whole_experts_come_back(framework: Framework) -> None:
     assert (again.layout.ep, again.layout.expert_tp) == (4, 1)
 
 
+@each
+@pytest.mark.parametrize("given", [True, False])
+def test_experts_are_in_fp8_wherever_products_are(framework: Framework, given: bool) -> None:
+    plan = Decisions(model=MIXTRAL, layout=LAYOUTS["dp"], seq_tokens=4096, global_batch=16, fp8="tensor")
+    if framework is megatron_bridge.FRAMEWORK:
+        with pytest.raises(UsageError, match="mixed-precision recipe"):
+            framework.jobs(plan)
+        return
+    decisions, again, _ = there_and_back(framework, replace(plan, fp8_experts=given))
+    assert not differences(again, decisions)
+    assert decisions.fp8_experts
+    assert ("decisions.fp8_experts" in differences(replace(plan, fp8_experts=given), decisions)) == (not given)
+
+
 def test_experts_are_exported_with_a_prediction_by_own_operators() -> None:
     layout = Layout(cp=2, dp=4, ep=4, zero=1)
     plan = Decisions(model=MIXTRAL, layout=layout, seq_tokens=4096, global_batch=4, memory_policy="caching")
@@ -113,7 +127,6 @@ def test_experts_are_exported_with_a_prediction_by_own_operators() -> None:
         (with_experts(MIXTRAL, scores="sigmoid", renormalize=False), {}, "model.experts.renormalize"),
         (with_experts(MIXTRAL, per_token=1), {}, "model.experts.renormalize"),
         (with_experts(MIXTRAL, bias=True), {}, "model.experts.bias"),
-        (MIXTRAL, {"fp8": "tensor"}, "decisions.fp8"),
         (replace(load_model("mla-tiny"), latent=None, head_dim=32, kv_heads=4, window=0), {}, ""),
     ],
 )
@@ -175,7 +188,7 @@ def test_what_is_assumed_of_experts_is_said() -> None:
         assert words in told
     limited = read("--expert-model-parallel-size 4 --moe-expert-capacity-factor 1.25 --fp8-format e4m3")
     assert limited.job.expert_capacity == 1.25
-    assert any("experts are priced in bf16" in text for text in limited.assumed)
+    assert (limited.job.fp8, limited.job.fp8_experts) == ("delayed", True)
 
 
 def test_experts_that_tp_does_not_divide_are_refused() -> None:

@@ -13,15 +13,21 @@ from memo_sim.contract.catalog import load_cluster, load_hardware, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import MOST_DEVICES, MOST_LAYERS
+from memo_sim.engine.simulate import simulate
 from memo_sim.planning import search as searching
-from memo_sim.planning.layouts import _degrees
-from memo_sim.planning.question import Question
+from memo_sim.planning.layouts import _degrees, layouts
+from memo_sim.planning.lower_bounds import LowerBounds
+from memo_sim.planning.question import Pins, Question, with_memory
+from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.search import search
+from memo_sim.planning.space import with_alpha
 from memo_sim.program.layout.shape import MOST_RING, shape_of
 from tests.refusals import refused
 
 
-@pytest.mark.parametrize(("model", "memory_gib"), [("qwen3-moe-tiny", 80.0), ("llama-tiny", 2.0)])
+@pytest.mark.parametrize(
+    ("model", "memory_gib"), [("llama-tiny", 2.0), pytest.param("qwen3-moe-tiny", 80.0, marks=pytest.mark.slow)]
+)
 def test_layouts_that_are_opened_one_by_one_give_the_same_plans(
     model: str, memory_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,12 +35,61 @@ def test_layouts_that_are_opened_one_by_one_give_the_same_plans(
     cluster, hardware = load_cluster("h100-1x4")
     memory = msgspec.structs.replace(hardware.device_memory_bytes, value=memory_gib * 2**30)
     hardware = msgspec.structs.replace(hardware, device_memory_bytes=memory)
-    question = Question(load_model(model), cluster, hardware, 4096, system="every-layout", global_batch=4)
+    pins = Pins(cp=1, ulysses=1)
+    question = Question(load_model(model), cluster, hardware, 4096, system="every-layout", global_batch=4, pins=pins)
     at_once = search(question, keep=3)
     monkeypatch.setattr(searching, "MOST_LAYOUTS_AT_ONCE", 0)
     one_by_one = search(question, keep=3)
     assert [e.rank_key for e in one_by_one.ranked[:3]] == [e.rank_key for e in at_once.ranked[:3]]
     assert one_by_one.evaluated <= at_once.evaluated + at_once.pruned <= one_by_one.evaluated + one_by_one.pruned
+
+
+PIPELINES = {
+    "fullest stage": ({"pp": 4}, "none", 0.0),
+    "interleaved": ({"pp": 2, "schedule": "interleaved", "virtual_stages": 2}, "none", 1.0),
+    "zero-bubble": ({"pp": 4, "schedule": "zero-bubble"}, "tokenwise", 0.5),
+    "token-wise": ({"pp": 4}, "tokenwise", 0.5),
+    "swapped": ({"pp": 4}, "none", 1.0),
+    "gathered": ({"dp": 8, "zero": 3}, "tokenwise", 1.0),
+    "reduced": ({"dp": 8, "zero": 1}, "none", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_lower_bounds_of_many_micro_batches_hold(name: str) -> None:
+    """Ten layers on four stages are three on the fullest; what ZeRO gathers and reduces counts."""
+    fields, recompute, alpha = PIPELINES[name]
+    cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=2**50, host_bytes=2**50)
+    layout = Layout(**fields)  # type: ignore[arg-type]
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=10)
+    base = Decisions(model=model, layout=layout, seq_tokens=8192, global_batch=32)
+    bounds, decisions = LowerBounds(hardware, cluster), with_alpha(base, recompute, alpha)
+    played = simulate(decisions, hardware, cluster).prediction
+    assert played.step_s is not None
+    of_all_alphas = bounds.between(with_alpha(base, recompute, 0.0), with_alpha(base, recompute, 1.0))
+    own, of_layout = bounds.of(decisions), bounds.of_layout(base, timed=True, in_chunks=False)
+    for bound in (own, of_all_alphas, of_layout):
+        assert bound.step_s <= played.step_s
+        assert bound.device_bytes <= played.peak_device_bytes
+    if recompute == "none" and not alpha:
+        assert own.step_s > 0.9 * played.step_s
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize("recompute", ["none", "tokenwise", "full"])
+def test_rowwise_kernels_of_pipelines_are_those_of_all_stages(schedule: str, recompute: str) -> None:
+    _, hardware = load_cluster("a800-1x8")
+    layout = Layout(pp=2, schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)  # type: ignore[arg-type]
+    model = msgspec.structs.replace(load_model("llama-tiny"), layers=8)
+    base = Decisions(model=model, layout=layout, seq_tokens=4096, global_batch=2, recompute=recompute)  # type: ignore[arg-type]
+    choice = RowwiseChoice(hardware)
+    assert choice.faster(base).kernels.rowwise == choice.fastest(base)
+
+
+def test_expert_parallelism_is_searched_without_being_asked_for() -> None:
+    cluster, hardware = load_cluster("h100-1x4")
+    question = Question(load_model("qwen3-moe-tiny"), cluster, hardware, 4096, global_batch=4)
+    assert {layout.ep for layout in layouts(question)} > {1}
 
 
 @pytest.mark.parametrize("devices", [1, 2, 12, 36, 97, 360, 65536])

@@ -110,6 +110,11 @@ def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
         pytest.param("mixtral-8x7b", Layout(cp=8, zero=1), marks=pytest.mark.slow),
         ("mixtral-8x7b", Layout(tp=2, sequence_parallel=True, dp=4, ep=4, zero=1)),
         pytest.param("qwen3-30b-a3b", Layout(cp=4, dp=2, ep=8, zero=3), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3-30b-a3b",
+            Layout(tp=2, sequence_parallel=True, dp=4, ep=4, expert_tp=1, zero=2, zero_ranks=2),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("mixtral-8x7b", Layout(ulysses=4, dp=2, ep=2, zero=2), marks=pytest.mark.slow),
     ],
     ids=label,

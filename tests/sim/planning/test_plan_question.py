@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from memo_sim.contract.knobs import Pins
@@ -47,3 +48,12 @@ def test_an_open_policy_leaves_the_layout_alone() -> None:
     pinned = with_open_policy(pinned_to(before, plan))
     assert len(policies(pinned)) > 3
     assert {candidate.base.layout for candidate in candidates(pinned)[0]} == {plan.layout}
+
+
+def test_a_cpu_that_has_bf16_too_computes_in_fp32_unless_asked() -> None:
+    gpu = question(1024)
+    rate = gpu.hardware.peak_flops["bf16"]
+    both = msgspec.structs.replace(gpu.hardware, device="cpu", peak_flops={"bf16": rate, "fp32": rate})
+    cpu = replace(gpu, hardware=both)
+    assert (gpu.dtype, cpu.dtype) == ("bf16", "fp32")
+    assert replace(cpu, pins=Pins(dtype="bf16")).dtype == "bf16"

@@ -91,6 +91,10 @@ def test_every_layout_tries_the_largest_degrees_of_expert_parallelism() -> None:
     question = Question(model, cluster, hardware, 1 << 14, system="every-layout", global_batch=8, pins=Pins(tp=1, pp=1))
     assert {layout.ep for layout in layouts(question)} == {1, 4}
     assert {layout.ep for layout in layouts(replace(question, pins=Pins(tp=1, pp=1, ep=2)))} == {2}
+    beside = {(each.ep, each.expert_tp) for each in layouts(replace(question, pins=Pins(tp=4, pp=1)))}
+    assert beside == {(1, 0), (2, 0), (4, 1)}
+    kept = {(each.ep, each.expert_tp) for each in layouts(replace(question, pins=Pins(tp=4, pp=1, expert_tp=1)))}
+    assert kept == {(1, 0), (4, 1)}
     assert {layout.ep for layout in layouts(replace(question, system="any"))} == {1}
 
 

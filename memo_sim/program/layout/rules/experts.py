@@ -162,12 +162,16 @@ EXPERTS = (
     ),
     Rule(
         name="expert parallelism: zero_ranks",
-        breaks=lambda d: d.layout.ep > 1 and d.layout.zero_ranks > 0,
-        what="ZeRO over groups of replicas has no lowering beside experts that ranks divide",
+        breaks=lambda d: (
+            d.layout.ep > 1
+            and d.layout.zero_ranks > 0
+            and d.layout.expert_ranks // d.layout.shard_copies % d.layout.ep > 0
+        ),
+        what="the groups that ZeRO divides over do not have all experts of a layer, or not equally often",
         where="layout.zero_ranks",
         got=lambda d: f"{d.layout.zero_ranks} with ep {d.layout.ep}",
-        wanted="0",
-        hint="leave --zero-ranks out: the experts' states are divided over cp x ulysses x dp / ep ranks",
+        wanted="a multiple of ep (zero_ranks x tp with expert_tp 1)",
+        hint="more --zero-ranks, or a smaller --ep",
     ),
     Rule(
         name="capacity of experts: ep",

@@ -192,7 +192,6 @@ CHUNK = "decisions.attention_chunk_tokens"
     [
         ({"recompute": "none"}, "decisions.recompute", "none", "full"),
         ({"recompute": "tokenwise"}, "decisions.recompute", "tokenwise", "full"),
-        ({"micro_batch": 2, "global_batch": 2}, "decisions.micro_batch", "2", "1"),
         ({"layout": Layout(cp=2)}, "layout.cp", "2", "1"),
         ({"layout": Layout(metp=2)}, "layout.metp", "2", "1"),
         (

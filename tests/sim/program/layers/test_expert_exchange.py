@@ -61,6 +61,7 @@ LAYOUTS: dict[str, tuple[Layout, tuple[str, float], dict[str, Any]]] = {
     "zero 2 and tp": (Layout(dp=4, ep=2, zero=2, tp=2, sequence_parallel=True), HALF, {}),
     "zero 3": (Layout(dp=4, ep=2, zero=3), HALF, {"states": "host"}),
     "zero 3, no two ranks with the same experts": (Layout(dp=4, ep=4, zero=3), HALF, {}),
+    "groups of replicas": (Layout(dp=8, ep=2, zero=3, zero_ranks=4), HALF, {"global_batch": 8}),
     "all": (Layout(cp=2, ulysses=2, pp=2, dp=2, ep=4), HALF, {"global_batch": 8}),
 }
 
@@ -303,6 +304,18 @@ def test_experts_have_a_block_of_their_own_with_fewer_replicas() -> None:
     assert reduced == {"experts.reduce": [Collective("reduce_scatter", 4 * size, 2, "expert_grads")]}
 
 
+def test_states_of_experts_are_divided_inside_groups_of_replicas() -> None:
+    """Eight replicas in groups of four, ep 2: a group has every expert twice, so two ranks share its states."""
+    layout = Layout(dp=8, ep=2, zero=1, zero_ranks=4)
+    (program,) = lower(decide(EXPERTS, layout, global_batch=8))
+    size = 4 * 3 * 192 * 256
+    assert {f.name: f.tokens for f in program.families}["moment1.experts"] == size // 2
+    (reduced,) = ([i.work for i in t.instructions] for t in program.templates if t.name == "experts.reduce")
+    scattered = Collective("reduce_scatter", 4 * size, 2, "expert_shard")
+    assert reduced == [scattered, Collective("all_reduce", 2 * size, 2, "expert_replicate")]
+    assert (members("expert_shard", layout, 5), members("expert_replicate", layout, 5)) == ([5, 7], [1, 5])
+
+
 def test_biases_of_the_first_products_lie_with_their_experts() -> None:
     """The others, which token rows get, are whole on every rank: 8 experts x 256 features."""
     (divided,), (whole,) = (lower(decide(BIASED, Layout(tp=2, dp=2, ep=ep), global_batch=2)) for ep in (2, 1))
@@ -335,7 +348,7 @@ REFUSED: dict[str, tuple[Model, Layout, dict[str, Any]]] = {
     "layout.ep ": (EXPERTS, Layout(dp=2, tp=2, ep=4), {}),
     "layout.ep  ": (EXPERTS, Layout(tp=2, dp=2, ep=8, **WHOLE), {}),
     "experts": (EXPERTS, Layout(dp=3, ep=3), {}),
-    "layout.zero_ranks": (EXPERTS, Layout(dp=4, ep=2, zero=1, zero_ranks=2), {}),
+    "layout.zero_ranks": (EXPERTS, Layout(dp=4, ep=4, zero=1, zero_ranks=2), {}),
     "decisions.expert_capacity": (EXPERTS, Layout(dp=2), {"expert_capacity": 2.0}),
     "decisions.expert_capacity ": (EXPERTS, Layout(dp=2), {"expert_overflow": "refuse"}),
 }

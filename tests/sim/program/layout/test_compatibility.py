@@ -343,9 +343,9 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "expert parallelism: model": (Layout(dp=2, ep=2), {}, "2"),
     "expert parallelism: replicas": (Layout(dp=3, ep=2), {"model": EXPERTS, "global_batch": 3}, "2 of 3 ranks"),
     "expert parallelism: zero_ranks": (
-        Layout(dp=4, ep=2, zero=1, zero_ranks=2),
+        Layout(dp=4, ep=4, zero=1, zero_ranks=2),
         {"model": EXPERTS, "global_batch": 4},
-        "2 with ep 2",
+        "2 with ep 4",
     ),
     "expert_tp: degree": (
         Layout(tp=4, dp=2, ep=2, sequence_parallel=True, expert_tp=2),
