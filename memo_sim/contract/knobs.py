@@ -633,7 +633,8 @@ class Pins:
         None,
         Whole(0, MOST_WINDOW),
         "Passes during which the swapped rows of a subsequence are copied out, from buffers of their own; 0: from the"
-        " two rounding buffers. Unless given the system's own are tried, with --subsequences auto 1 and 4 besides.",
+        " two rounding buffers. Unless given the system's own are tried, with --subsequences auto 1 and 4 besides; then"
+        " wider ones for the best plan.",
     )
     alpha: float | None = _knob(
         None, Fraction(), "Fraction of tokens swapped (full and row-wise recompute: of what they keep)."

@@ -46,6 +46,8 @@ class RowwiseChoice:
         alike = msgspec.structs.replace(
             decisions,
             swapped_tokens=0,
+            subsequence_swapped_tokens=(),
+            offload_window=0,
             layout=msgspec.structs.replace(decisions.layout, dp=1, ep=1, expert_tp=0, zero=0, zero_ranks=0),
             global_batch=decisions.micro_batch * _least_micro_batches(decisions),
             expert_capacity=0.0,

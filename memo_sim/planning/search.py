@@ -46,6 +46,7 @@ from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
+from memo_sim.planning.offload_windows import with_best_window
 from memo_sim.planning.outcome import Evaluated, SearchResult, as_good, ranked_s
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.presets import (
@@ -290,6 +291,7 @@ class _Search:
         if not self.ranked:
             return SearchResult([], 0, len(pruned) + stood_for + unopened, refused, self.bounds.passes)
         self._limit_the_allocator()
+        self._widen_the_window()
         best = min(self.ranked, key=lambda e: e.rank_key)
         beside = [c for c in pruned if c.base.layout == best.decisions.layout] if self.siblings else []
         stood_for += sum(not self._add(candidate) for candidate in beside)
@@ -346,6 +348,16 @@ class _Search:
                 continue
             self.ranked[at] = one = with_best_limit(one, self.predict, capacity_bytes=capacity_bytes)
             best_s = min(best_s, one.prediction.step_s or best_s)
+
+    def _widen_the_window(self) -> None:
+        """Play the best plan in wider offload windows, where none is pinned and copies may be late (SPPO)."""
+        if self.question.pins.offload_window is not None or self.front or self.enough_s:
+            return
+        at = min(range(len(self.ranked)), key=lambda at: self.ranked[at].rank_key)
+        best = self.ranked[at]
+        chosen, fits = best.decisions, best.prediction.status == "ok"
+        if chosen.offload_window and fits and not self._wider_gains_nothing(chosen, chosen):
+            self.ranked[at] = with_best_window(best, self.predict)
 
     def _least_limited_s(self, one: Evaluated) -> float:
         """Return a time that no limit of the allocator makes a plan's step shorter than."""

@@ -80,7 +80,7 @@ class _Works:
         forward, backward, head = named["layer.fwd"], named["layer.bwd"], named["head"]
         return cls(
             (_on_lane(forward, Lane.COMPUTE), _on_lane(backward, Lane.COMPUTE)),
-            (_on_lane(forward, Lane.TP), _on_lane(backward, Lane.TP)),
+            (_on_lane(forward, Lane.TP, Lane.ULYSSES), _on_lane(backward, Lane.TP, Lane.ULYSSES)),
             (*waited_for(forward), *waited_for(backward)),
             _on_lane(head, Lane.COMPUTE),
         )
@@ -131,15 +131,21 @@ class PartPrices:
         alone = msgspec.structs.replace(
             decisions,
             model=decisions.model.of_layers([decisions.model.layer(0)] * 2),
-            layout=Layout(tp=layout.tp, sequence_parallel=layout.sequence_parallel),
-            seq_tokens=tokens // sequences,
+            layout=Layout(
+                tp=layout.tp,
+                sequence_parallel=layout.sequence_parallel,
+                ulysses=layout.ulysses,
+                uneven_heads=layout.uneven_heads,
+            ),
+            seq_tokens=tokens * layout.ulysses // sequences,
             global_batch=sequences,
         )
         if alone not in self._alone:
             self._alone[alone] = _Works.of(alone)
         works = self._alone[alone]
-        compute_s = [_seconds(each, pricer, start // sequences) for each in works.compute]
-        beside_s = [_seconds(each, pricer, start // sequences) for each in works.collective]
+        earlier = start * layout.ulysses // sequences
+        compute_s = [_seconds(each, pricer, earlier) for each in works.compute]
+        beside_s = [_seconds(each, pricer, 0) for each in works.collective]
         forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, beside_s, strict=True))
         idle_s = sum(max(pricer.seconds(work) for work in each) for each in works.waited_for)
         head_s = _seconds(works.head, pricer, 0)
@@ -161,8 +167,8 @@ def part_prices(hardware: Hardware, cluster: Cluster) -> PartPrices:
     return _prepared[-1]
 
 
-def _on_lane(template: Template, lane: Lane) -> tuple[Work, ...]:
-    return tuple(instruction.work for instruction in template.instructions if instruction.lane is lane)
+def _on_lane(template: Template, *lanes: Lane) -> tuple[Work, ...]:
+    return tuple(instruction.work for instruction in template.instructions if instruction.lane in lanes)
 
 
 def _seconds(works: Sequence[Work], pricer: Pricer, earlier_tokens: int) -> float:

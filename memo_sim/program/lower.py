@@ -38,7 +38,7 @@ def lower(
     """
     shape = shape_of(decisions, cp_rank=cp_rank, ulysses_rank=ulysses_rank, tp_rank=tp_rank)
     played = micro_batches or decisions.micro_batches
-    made = cached_templates(decisions)
+    made = cached_templates(decisions, shape)
     return tuple(stage_program(decisions, shape, stage, played, made=made) for stage in stages_of(decisions))
 
 

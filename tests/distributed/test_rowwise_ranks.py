@@ -45,13 +45,21 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, layout
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 1])
-@pytest.mark.parametrize("layout", [Layout(pp=2, subsequences=2), Layout(tp=2, sequence_parallel=True, subsequences=2)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, subsequences=2),
+        Layout(tp=2, sequence_parallel=True, subsequences=2),
+        Layout(ulysses=2, subsequences=2),
+    ],
+    ids=label,
+)
 def test_subsequences_have_row_blocks_of_their_own(team: Team, layout: Layout, window: int) -> None:
-    tokens = 1024 if layout.tp > 1 else 512
+    tokens = 512 * layout.tp * layout.ulysses
     cut: dict[str, Any] = {
         "seq_tokens": tokens,
-        "mlp_chunk_tokens": tokens // 4,
-        "swapped_tokens": tokens,
+        "mlp_chunk_tokens": tokens // layout.ulysses // 4,
+        "swapped_tokens": tokens // layout.ulysses,
         "offload_window": window,
     }
     parity(team, "llama4", layout, recompute="rowwise", **cut)

@@ -121,6 +121,30 @@ def test_several_sequences_a_micro_batch(team: Team, layout: Layout, policy: str
     matches(team, name, sppo(name, layout, policy, seq_tokens=ODD + 4, micro_batch=2, global_batch=4))
 
 
+ULYSSES = [
+    ("llama", Layout(ulysses=2, subsequences=3), "tokenwise mixed", {"micro_batch": 2, "global_batch": 4}),
+    ("gpt", Layout(ulysses=2, subsequences=2), "keep", {}),
+    ("llama", Layout(ulysses=2, subsequences=3), "swap mixed in a window", {}),
+    ("llama-normed", Layout(ulysses=4, subsequences=2), "full, inputs mixed", {}),
+    ("llama-normed", Layout(tp=2, sequence_parallel=True, ulysses=2, subsequences=2), "tokenwise mixed", {}),
+    ("llama-uneven", Layout(ulysses=2, uneven_heads=True, subsequences=3), "tokenwise mixed", {}),
+    ("llama4", Layout(ulysses=2, pp=2, subsequences=3), "swap mixed in a window", {}),
+    ("llama4", Layout(ulysses=2, pp=2, schedule="zero-bubble", subsequences=3), "keep", {}),
+    ("llama", Layout(ulysses=2, dp=2, zero=3, subsequences=2), "tokenwise mixed", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "policy", "changes"),
+    [ULYSSES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in ULYSSES[1:])],
+    ids=text,
+)
+def test_heads_divided_over_ranks(team: Team, name: str, layout: Layout, policy: str, changes: dict[str, Any]) -> None:
+    """Ulysses: every rank has its share of each subsequence, and inside attention all of it for some heads."""
+    found = matches(team, name, sppo(name, layout, policy, seq_tokens=1024, **changes), debug=True)
+    assert len(found) == layout.devices
+
+
 QUICK = {("gpt", "full, inputs mixed"), ("gpt", "swap"), ("gpt", "tokenwise mixed"), ("llama", "full")}
 QUICK |= {("llama", "swap mixed"), ("llama", "tokenwise"), ("llama", "tokenwise mixed")}
 QUICK |= {("gpt", "swap mixed in a window"), ("llama", "tokenwise in a window")}

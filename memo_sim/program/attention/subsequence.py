@@ -99,9 +99,7 @@ def bind(builder: TemplateBuilder, found: Families, shape: Shape, *, gradients: 
                     builder.bind(family, slot=name)
 
 
-def split(
-    builder: TemplateBuilder, decisions: Decisions, shape: Shape, packed: Rows, suffix: str, *, keys: bool
-) -> None:
+def split(builder: TemplateBuilder, shape: Shape, packed: Rows, suffix: str, *, keys: bool) -> None:
     """Copy queries from packed rows to slot ``q``, and with ``keys`` the keys and values to their rows of the KV cache.
 
     Recompute omits ``keys``: the KV cache still holds them from forward.
@@ -177,7 +175,7 @@ def _calls(decisions: Decisions, earlier: list[tuple[int, Rows]]) -> list[tuple[
     """
     if decisions.micro_batch == 1:
         return earlier
-    ends = (0, *accumulate(partition(decisions)))
+    ends = (0, *accumulate(decisions.layout.ulysses * rows for rows in partition(decisions)))
     return [
         (low, Rows(rows.slot, rows.first + low - first, high - low))
         for first, rows in earlier

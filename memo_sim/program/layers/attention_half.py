@@ -139,7 +139,10 @@ class WholeAttention:
         packed = Rows(qkv, first, tokens)
         shared_heads.exchange(writer, packed, shape.tokens)
         positions(writer, packed, Rows("qk_raw", first, tokens))
+        inside, degree = shape.attention, shape.ulysses
+        if shape.kv_cache_tokens:
+            writer.own("qkv", inside.tokens, inside.qkv_width)
         self.ulysses.to_heads("qkv", packed, writer.suffix)
         if shape.kv_cache_tokens:
-            fresh = self.builder.phase is Phase.FORWARD
-            prefix_attention.split(self.builder, self.decisions, shape, packed, writer.suffix, keys=fresh)
+            fresh, packed = self.builder.phase is Phase.FORWARD, Rows("qkv", degree * first, degree * tokens)
+            prefix_attention.split(self.builder, inside, packed, writer.suffix, keys=fresh)

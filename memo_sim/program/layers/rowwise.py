@@ -138,10 +138,12 @@ class RowwiseLayer(OperatorWriter):
 
     def _packed(self, rows: RowBlock) -> Rows:
         """Return a block's rows of the packed Q, K and V before they are exchanged or split."""
-        if self.shape.kv_cache_tokens:
-            return Rows(self.own("qkv", self.room, self.shape.qkv_width), 0, rows[1])
         if self.shape.ulysses > 1:
             self.own("qkv_seq", self.room, self.shape.qkv_width)
+        if self.shape.kv_cache_tokens:
+            inside, degree = self.shape.attention, self.shape.ulysses
+            self.own("qkv", degree * self.room, inside.qkv_width)
+            return Rows("qkv" if degree == 1 else "qkv_seq", 0, rows[1])
         if not self.builder.has("qkv"):
             self.own("qkv", self.shape.attention.tokens, self.shape.attention.qkv_width)
         return self._at("qkv", rows)
@@ -169,11 +171,12 @@ class RowwiseLayer(OperatorWriter):
         self.gather_and_multiply("norm1", shard, "norm1_full", (0, tokens), product, tokens=self.room)
         shared_heads.exchange(self, packed, room)
         positions(self, packed, self._raw(rows), first=first - packed.first)
-        self.ulysses.to_head_ranks("qkv", packed, self._head_sharded("qkv", rows), self.suffix)
+        at = (0, tokens) if self.shape.kv_cache_tokens else rows
+        self.ulysses.to_head_ranks("qkv", packed, self._head_sharded("qkv", at), self.suffix)
         if self.shape.kv_cache_tokens:
-            fresh = self.builder.phase is Phase.FORWARD
-            keys = Rows(KV, self.shape.start + first, tokens) if fresh else None
-            split(self.builder, f"qkv.split{self.suffix}", packed, Rows("q", *rows), keys)
+            fresh, queries = self.builder.phase is Phase.FORWARD, self._head_sharded("q", rows)
+            keys = Rows(KV, self.shape.attention.start + queries.first, queries.tokens) if fresh else None
+            split(self.builder, f"qkv.split{self.suffix}", self._head_sharded("qkv", at), queries, keys)
 
     def _project(self, rows: RowBlock) -> Rows:
         """Write the projection of a block and the residual sum; return the projection's input."""

@@ -164,6 +164,9 @@ class Shape:
         return replace(
             self,
             tokens=self.tokens * self.ulysses,
+            start=self.start * self.ulysses,
+            kv_cache_tokens=self.kv_cache_tokens * self.ulysses,
+            sums=tuple(end * self.ulysses for end in self.sums),
             q_width=own.heads * head_dim,
             kv_width=own.kv_heads * head_dim,
             heads=own.heads,

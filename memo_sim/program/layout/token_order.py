@@ -100,7 +100,7 @@ def token_runs(decisions: Decisions, rank: int = 0, ends: Ends = ()) -> tuple[Ru
     if layout.ulysses == 1:
         return tuple(whole)
     mine = coordinate("ulysses", layout, rank)
-    starts = [(first, layout.ulysses * first + mine * rows, rows) for first, rows in row_blocks(decisions)]
+    starts = [(first, layout.ulysses * first + mine * rows, rows) for first, rows in _every_block(decisions)]
     return tuple(
         Run(first + run.row - start, run.token, run.tokens)
         for first, start, rows in starts

@@ -59,7 +59,7 @@ class StageFamilies:
         self._hold(*region(shared), *shared)
         swapping = [each.activations for templates in parts.subsequences for each in templates.of_kinds]
         self._hold(*staging([rows for each in swapping for rows in each.rounded()]))
-        self._hold(*prefix_attention.families(parts.decisions, first.shape, count))
+        self._hold(*prefix_attention.families(parts.decisions, first.shape.attention, count))
         for number, templates in enumerate(parts.subsequences):
             self._hold(*templates.families(), subsequence=number)
         for owner in parts.owners.values():

@@ -289,7 +289,7 @@ class SubsequenceTemplates:
             if deferred.applies:
                 deferred.bind(builder, seen)
         held.bind(builder, seen, enters)
-        prefix_attention.bind(builder, seen, of.rows, gradients=gradients)
+        prefix_attention.bind(builder, seen, of.rows.attention, gradients=gradients)
         if DOCUMENTS in seen:
             builder.bind(seen[DOCUMENTS])
         writer = layer_kind(self.decisions, of.layers.shape).writer

@@ -2,8 +2,8 @@
 
 A sequence of a hundred subsequences has a hundred forwards and backwards, and writing these is most of a lowering. A
 search lowers the same subsequences many times: with a few layers and with all, with several numbers of stages, with
-several offload windows. The key is the plan without the fields that no layer template reads. New fields enter the key
-automatically.
+several offload windows. The key is the plan without the fields that no layer template reads, and the rank: ranks may
+have other keys and other numbers of heads. New fields enter the key automatically.
 
       N 64, pp 4, window 1   written     N 64, pp 8, window 4   cached     N 64, half the rows kept   written
 """
@@ -16,21 +16,23 @@ from msgspec.structs import replace
 
 from memo_sim.contract.knobs import Schedule
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.shape import Shape
 from memo_sim.program.pipeline.subsequence_templates import Made
 
 MOST_TEMPLATES = 4096
 """Maximum number of cached templates, of about 30 KiB each; the least recently used plan is dropped first."""
-_kept: OrderedDict[Decisions, Made] = OrderedDict()
+_Ranks = tuple[int, int, int]
+_kept: OrderedDict[tuple[Decisions, _Ranks], Made] = OrderedDict()
 
 
-def cached_templates(decisions: Decisions) -> Made:
+def cached_templates(decisions: Decisions, shape: Shape) -> Made:
     """Return the layer templates that were written for plans like this one; the caller adds to them.
 
-    Without subsequences there are few templates, and they are not cached.
+    ``shape``: of the rank that plays them. Without subsequences there are few templates, and they are not cached.
     """
     if decisions.layout.subsequences == 1:
         return {}
-    key = _seen_by_layers(decisions)
+    key = _seen_by_layers(decisions), (shape.cp_rank, shape.ulysses_rank, shape.tp_rank)
     made = _kept.setdefault(key, {})
     _kept.move_to_end(key)
     while len(_kept) > 1 and sum(len(each) for each in _kept.values()) > MOST_TEMPLATES:

@@ -11,13 +11,16 @@ import pytest
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.lower_bounds import LowerBounds
-from memo_sim.planning.presets import SYSTEMS
+from memo_sim.planning.offload_windows import with_best_window
+from memo_sim.planning.outcome import Evaluated
+from memo_sim.planning.presets import FULL_SWAP, SYSTEMS
 from memo_sim.planning.question import Pins, Question, with_memory
+from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates, layouts, with_alpha
 from memo_sim.planning.sppo import solve
@@ -41,12 +44,14 @@ def asked(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "sequences", "pp"), [("1f1b", 1, 1), ("1f1b", 3, 4), ("gpipe", 2, 2), ("zero-bubble", 3, 4)]
+    ("schedule", "sequences", "pp", "ulysses"),
+    [("1f1b", 1, 1, 1), ("1f1b", 3, 4, 1), ("gpipe", 2, 2, 1), ("zero-bubble", 3, 4, 1), ("1f1b", 1, 2, 2)],
 )
-def test_no_plan_of_subsequences_is_below_its_lower_bound(schedule: str, sequences: int, pp: int) -> None:
+def test_no_plan_of_subsequences_is_below_its_lower_bound(schedule: str, sequences: int, pp: int, ulysses: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
     bounds = LowerBounds(hardware, cluster)
-    layout = Layout(tp=2, sequence_parallel=True, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
+    degrees = {"tp": 1, "ulysses": ulysses} if ulysses > 1 else {"tp": 2, "sequence_parallel": True}
+    layout = Layout(**degrees, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
     base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, global_batch=sequences, loss_chunk_tokens=4096)
     for recompute, alpha in POLICIES:
         decisions = with_alpha(base, recompute, alpha)
@@ -247,3 +252,49 @@ def test_a_bubble_is_worth_subsequences_and_one_stage_is_not() -> None:
     alone = search(asked("any", tp=4, pp=1, subsequences="auto", recompute="none", alpha=0)).best
     assert alone is not None
     assert alone.decisions.layout.subsequences == 1
+
+
+def test_row_wise_kernels_are_chosen_for_subsequences_that_swap_a_part() -> None:
+    _, hardware = load_cluster("h100-1x8")
+    base = Decisions(model=shallow(2), layout=Layout(ulysses=2, subsequences=4), seq_tokens=16 * K, global_batch=1)
+    part = msgspec.structs.replace(with_alpha(base, "tokenwise", 0.5), offload_window=1)
+    assert part.subsequence_swapped_tokens
+    choose = RowwiseChoice(hardware)
+    assert choose.faster(part).kernels.rowwise == choose.faster(base).kernels.rowwise != "torch"
+
+
+@pytest.mark.parametrize(
+    ("parts", "device_gib", "window"), [(8, 26, 3), pytest.param(16, 24, 5, marks=pytest.mark.slow)]
+)
+def test_the_best_plans_window_is_the_best_of_all(parts: int, device_gib: int, window: int) -> None:
+    """Windows 1 and 4 are tried for every plan: here 1 is slower, and one step wider than the best does not fit."""
+    question = asked(layers=8, seq_tokens=64 * K, device_gib=device_gib, subsequences=parts, pp=4, tp=1)
+    found = search(question).ranked[0]
+    assert found.decisions.offload_window == window
+    plans = [msgspec.structs.replace(found.decisions, offload_window=each) for each in range(1, parts)]
+    predicted = [simulate(each, question.hardware, question.cluster).prediction for each in plans]
+    assert found.prediction.step_s == min(each.step_s for each in predicted if each.step_s is not None)
+    assert found.prediction.step_s is not None
+    assert predicted[0].step_s is not None
+    assert predicted[0].step_s > found.prediction.step_s
+    assert predicted[window].status == "gpu_oom"
+
+
+@pytest.mark.parametrize(
+    ("most", "window", "asked_for"), [(11, 8, [2, 4, 8, 11]), (6, 6, [2, 4, 8, 6, 7]), (1, 1, [2])]
+)
+def test_a_window_is_widened_until_nothing_is_gained(most: int, window: int, asked_for: list[int]) -> None:
+    """``most``: the widest window that fits; from window 8 on no copy is late."""
+    played = list[int]()
+
+    def predict(decisions: Decisions) -> Prediction:
+        played.append(decisions.offload_window)
+        if decisions.offload_window > most:
+            return Prediction(status="gpu_oom")
+        return Prediction(status="ok", step_s=10.0 - min(8, decisions.offload_window))
+
+    base = Decisions(model=shallow(2), layout=Layout(subsequences=12), seq_tokens=32 * K, swapped_tokens=32 * K)
+    start = msgspec.structs.replace(base, offload_window=1)
+    found = with_best_window(Evaluated(FULL_SWAP, start, Prediction(status="ok", step_s=9.0)), predict)
+    assert found.decisions.offload_window == window
+    assert played == asked_for

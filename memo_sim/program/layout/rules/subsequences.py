@@ -12,7 +12,7 @@ _SUBSEQUENCES = Feature(
     chosen=lambda d: d.layout.subsequences > 1,
     what="subsequences divide one whole sequence",
     setting=lambda d: f"{d.layout.subsequences} subsequences",
-    hint="tp, pp and dp go with --subsequences",
+    hint="tp, Ulysses, pp and dp go with --subsequences",
 )
 
 SUBSEQUENCES = (
@@ -46,7 +46,6 @@ SUBSEQUENCES = (
         hint="--micro-batch 1, or leave --subsequences out",
     ),
     _SUBSEQUENCES.allows("layout.cp", 1),
-    _SUBSEQUENCES.allows("layout.ulysses", 1),
     Rule(
         name="subsequences: attention",
         breaks=lambda d: d.layout.subsequences > 1 and d.kernels.attention == "plain",

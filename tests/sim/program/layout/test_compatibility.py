@@ -436,6 +436,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
     "multiplexing: micro_batch": (multiplexed(), {"micro_batch": 2, "global_batch": 2}, "2 with multiplexing"),
+    "multiplexing: ulysses": (multiplexed(ulysses=2), {}, "2 with multiplexing"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
     "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
     "multiplexing: rounding_buffers": (
@@ -611,7 +612,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "2 with 2 subsequences and a window",
     ),
     "subsequences: cp": (Layout(subsequences=2, cp=2), {}, "2 with 2 subsequences"),
-    "subsequences: ulysses": (Layout(subsequences=2, ulysses=2), {}, "2 with 2 subsequences"),
     "subsequences: attention": (Layout(subsequences=2), {"kernels": PLAIN}, "plain with 2 subsequences"),
     "subsequences: recompute": (
         Layout(subsequences=2),

@@ -209,7 +209,6 @@ def test_one_subsequence_is_the_program_without_subsequences() -> None:
     ("layout", "more", "where"),
     [
         (Layout(subsequences=2, cp=2), {}, "layout.cp"),
-        (Layout(subsequences=2, ulysses=2), {}, "layout.ulysses"),
         (Layout(subsequences=2, pp=2, multiplexed=True), {"micro_batch": 2}, "micro_batch"),
         (Layout(subsequences=2), {"kernels": Kernels(attention="plain")}, "decisions.kernels.attention"),
         (Layout(subsequences=2), {"policy": ("selective", 0.0)}, "decisions.recompute"),

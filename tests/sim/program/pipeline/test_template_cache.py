@@ -8,6 +8,7 @@ import pytest
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.space import with_alpha
+from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.pipeline import template_cache as alike
 from tests.pairs import covering
@@ -69,10 +70,25 @@ def test_the_cache_keeps_at_most_the_allowed_templates(monkeypatch: pytest.Monke
     alike.forget()
     monkeypatch.setattr(alike, "MOST_TEMPLATES", 10)
     base = Decisions(model=load_model("gpt-tiny"), layout=Layout(subsequences=4), seq_tokens=8 * K)
-    first = alike.cached_templates(base)
+    first = alike.cached_templates(base, shape_of(base))
     lower(base)
     assert len(first) > 0
-    assert alike.cached_templates(base) is first
+    assert alike.cached_templates(base, shape_of(base)) is first
     lower(with_alpha(base, "none", 0.5))
     lower(with_alpha(base, "none", 1.0))
-    assert alike.cached_templates(base) is not first
+    assert alike.cached_templates(base, shape_of(base)) is not first
+
+
+def test_ranks_with_other_heads_have_templates_of_their_own() -> None:
+    base = Decisions(
+        model=msgspec.structs.replace(load_model("gpt-tiny"), heads=3, kv_heads=3, head_dim=16),
+        layout=Layout(subsequences=4, ulysses=2, uneven_heads=True),
+        seq_tokens=8 * K,
+    )
+    anew = []
+    for rank in (0, 1):
+        alike.forget()
+        anew.append(program_sha256(lower(base, ulysses_rank=rank)))
+    alike.forget()
+    assert [program_sha256(lower(base, ulysses_rank=rank)) for rank in (0, 1, 0)] == [*anew, anew[0]]
+    assert anew[0] != anew[1]
