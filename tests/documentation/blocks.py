@@ -21,6 +21,8 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -119,12 +121,28 @@ def matches(shown: list[str], printed: list[str], *, times: bool = True) -> bool
 
 
 def shortened(shown: list[str], printed: list[str]) -> list[str]:
-    """Return today's lines with ``...`` where ``shown`` leaves lines out, and as many before and after it as there."""
+    """Return today's lines with ``...`` where ``shown`` leaves lines out.
+
+    As many lines stay before the first ``...`` and after the last as there; between two of them stay the lines that are
+    most like those that are shown there.
+    """
     if ANY_LINES not in map(str.strip, shown):
         return printed
     cut = [i for i, line in enumerate(shown) if line.strip() == ANY_LINES]
     head, tail = shown[: cut[0]], shown[cut[-1] + 1 :]
-    return [*printed[: len(head)], ANY_LINES, *(printed[-len(tail) :] if tail else [])]
+    found, begin = printed[: len(head)], len(head)
+    for first, last in pairwise(cut):
+        between = shown[first + 1 : last]
+        starts = range(begin, max(begin, len(printed) - len(tail) - len(between)) + 1)
+        start = max(starts, key=lambda at: _likeness(between, printed[at:]))
+        found += [ANY_LINES, *printed[start : start + len(between)]]
+        begin = start + len(between)
+    return [*found, ANY_LINES, *(printed[-len(tail) :] if tail else [])]
+
+
+def _likeness(shown: list[str], printed: list[str]) -> float:
+    """Return how much two lists of lines are alike, line by line."""
+    return sum(SequenceMatcher(None, a, b).ratio() for a, b in zip(shown, printed, strict=False))
 
 
 def _commands(language: str, text: str) -> list[Command]:

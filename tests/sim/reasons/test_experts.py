@@ -86,7 +86,7 @@ def test_a_capacity_without_expert_parallelism_is_refused() -> None:
         what_if(replace(asked(), expert_capacity=2.0))
 
 
-def test_every_layout_tries_the_largest_degrees_of_expert_parallelism() -> None:
+def test_the_largest_degrees_of_expert_parallelism_are_searched() -> None:
     model, (cluster, hardware) = load_model("mixtral-tiny"), load_cluster("h100-1x8")
     question = Question(model, cluster, hardware, 1 << 14, system="every-layout", global_batch=8, pins=Pins(tp=1, pp=1))
     assert {layout.ep for layout in layouts(question)} == {1, 4}
@@ -95,7 +95,8 @@ def test_every_layout_tries_the_largest_degrees_of_expert_parallelism() -> None:
     assert beside == {(1, 0), (2, 0), (4, 1)}
     kept = {(each.ep, each.expert_tp) for each in layouts(replace(question, pins=Pins(tp=4, pp=1, expert_tp=1)))}
     assert kept == {(1, 0), (4, 1)}
-    assert {layout.ep for layout in layouts(replace(question, system="any"))} == {1}
+    assert {layout.ep for layout in layouts(replace(question, system="any"))} == {1, 4}, "the default search tries it too"
+    assert {layout.ep for layout in layouts(replace(question, system="memo"))} == {1}
 
 
 def test_what_does_not_go_with_experts_is_refused_by_name() -> None:
