@@ -95,7 +95,7 @@ class Interpreter:
         self.device = torch.device(device)
         groups = groups or {}
         _refuse(decisions, program, self.device, kernels, groups)
-        self.kernels = kernels
+        self._kernels = kernels
         self.mesh = MeshCoordinates(decisions.layout, rank)
         self.schedule = schedule(own_program(program, decisions, self.mesh), placement=placement, edges=edges)
         if self.device.type == "cuda" and decisions.deterministic:
@@ -111,13 +111,23 @@ class Interpreter:
         )
         self._views: dict[tuple[int, int, int, str | None], Tensor] = {}
         self.below = self._below(allocator)
-        self._prepared = {b.number: self._prepare(b) for bounds in self.schedule.lanes.values() for b in bounds}
+        self._prepared = self._prepare_all()
         self._freed_late = late_frees(self.schedule) if self._replays else {}
         self._kept: dict[int, Tensor] = {}
         self._threads = lane_threads(self.schedule.lanes, self.device, sharing)
         self._stuck = False
         self._moved = {Lane.D2H: 0, Lane.H2D: 0}
         self._lock = threading.Lock()
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        """The kernel of every operator; others may be set between two steps."""
+        return self._kernels
+
+    @kernels.setter
+    def kernels(self, kernels: Mapping[str, Kernel]) -> None:
+        self._kernels = kernels
+        self._prepared = self._prepare_all()
 
     def buffer(self, family: str, index: int = 0) -> Tensor:
         """Return a buffer that lives across steps, such as (``params.layer``, 3), on the device or in the host slab.
@@ -316,6 +326,9 @@ class Interpreter:
             self._timekeeper.order(Lane.COMPUTE, other, last)
         del self._kept[late.buffer]
 
+    def _prepare_all(self) -> dict[int, Prepared]:
+        return {b.number: self._prepare(b) for bounds in self.schedule.lanes.values() for b in bounds}
+
     def _prepare(self, bound: Bound) -> Prepared:
         """Return what the steps of an instruction have in common: its kernel, and operands with a constant address."""
         fixed, moving = {}, []
@@ -341,7 +354,7 @@ class Interpreter:
         )
         guarded = [t.role for t in bound.touches if self.probe or t.mode is not Mode.READ]
         return Prepared(
-            self.kernels[bound.instruction.op],
+            self._kernels[bound.instruction.op],
             call,
             moving,
             guarded=guarded,

@@ -231,6 +231,8 @@ def _above_default(question: Question, knob: Knob) -> bool:
     pinned, system = getattr(question.pins, knob.name), question.preset
     if pinned is not None:
         return bool(pinned == "auto" or pinned > _UNLESS_PINNED[knob.name])
+    if knob.name == "ep" and question.model.mixture is None:
+        return False
     return knob.name in system.searched or (knob.name == "zero" and max(system.zeros) > 0)
 
 

@@ -31,6 +31,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "compared": ("plan.json", "plan.trace.json"),
     "explained": ("plan.json",),
     "name": ("model", "plan", "cases", "6"),
+    "features": ("tp", "subsequences"),
     "figures": ("tflops=165,memory=24,pcie=4x16", "tflops=165 memory=24 pcie=4x16 nvlink=600 devices=2"),
 }
 """Quick legal values of arguments by their names."""

@@ -367,7 +367,7 @@ def gpus() -> Gpus:
     )
 
 
-def combined() -> Combinations:
+def combinations() -> Combinations:
     features = [NamedFeature(name=name, about=f"a {name}", options=f"--{name}") for name in ("tp", "metp")]
     pair = Pair(first="tp", second="metp", together=False, rule="METP: tp", reason="no lowering", hint="--tp 1")
     return Combinations(features=features, pairs=[pair])
@@ -695,7 +695,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "accuracy": accuracy,
     "errors": errors,
     "figure": figure,
-    "combinations": combined,
+    "combinations": combinations,
     "recorded": recorded,
     "expert_load": expert_load,
     "export": export,

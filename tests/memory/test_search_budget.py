@@ -36,7 +36,7 @@ def test_the_node_limit_of_arenas_reaches_the_lower_bound_where_first_fit_does_n
     greedy = place(requests, solver="greedy")
     searched = place(requests, time_limit_s=600, most_nodes=MOST_NODES)
     assert greedy.arena_bytes > searched.arena_bytes == searched.lower_bound_bytes
-    assert searched.solver == "canonical"
+    assert searched.solver.endswith("canonical")
 
 
 @pytest.mark.parametrize("most_nodes", [1, 1000, MOST_NODES])

@@ -95,7 +95,9 @@ def test_the_largest_degrees_of_expert_parallelism_are_searched() -> None:
     assert beside == {(1, 0), (2, 0), (4, 1)}
     kept = {(each.ep, each.expert_tp) for each in layouts(replace(question, pins=Pins(tp=4, pp=1, expert_tp=1)))}
     assert kept == {(1, 0), (4, 1)}
-    assert {layout.ep for layout in layouts(replace(question, system="any"))} == {1, 4}, "the default search tries it too"
+    assert {layout.ep for layout in layouts(replace(question, system="any"))} == {1, 4}, (
+        "the default search tries it too"
+    )
     assert {layout.ep for layout in layouts(replace(question, system="memo"))} == {1}
 
 
