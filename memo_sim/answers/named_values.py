@@ -257,7 +257,7 @@ def failures_of(values: Values) -> Failures | None:
     if not named:
         return None
     if given["checkpoint_s"] is not None and given["checkpoint_gb_s"] is not None:
-        raise UsageError("both say what a checkpoint takes", got="--checkpoint-s and --checkpoint-gb-s", wanted="one")
+        raise UsageError("both give the time of a checkpoint", got="--checkpoint-s and --checkpoint-gb-s", wanted="one")
     mtbf_hours, restart_s, gb_s = given["mtbf_hours"], given["restart_s"], given["checkpoint_gb_s"]
     missing = [] if mtbf_hours is not None else ["--mtbf-hours"]
     missing += [] if gb_s is not None or given["checkpoint_s"] is not None else ["--checkpoint-s or --checkpoint-gb-s"]

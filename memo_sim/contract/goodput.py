@@ -17,7 +17,7 @@ ShareOfTime = float
 
 
 class Failures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often devices fail, and what a checkpoint and a restart take, as given with the question."""
+    """How often devices fail, and how long a checkpoint and a restart last, as given with the question."""
 
     device_mtbf_hours: float
     """Mean time between failures of one device, with its part of the host and the network."""
@@ -38,7 +38,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     job_mtbf_s: float
     """Mean time between failures of any of the plan's devices."""
     checkpoint_bytes: Bytes
-    """What a checkpoint holds: parameters and optimizer states of the whole model, no gradients."""
+    """What is in a checkpoint: parameters and optimizer states of the whole model, no gradients."""
     checkpoint_s: Seconds
     interval_steps: Positive
     """Steps between two checkpoints: the interval in whole steps."""

@@ -45,10 +45,10 @@ REPLACED = (FamilyKind.PARAMS, FamilyKind.GRADS, FamilyKind.MASTER, FamilyKind.M
 class Beginning:
     """Sizes in bytes, in order of allocation.
 
-    ``passing`` is freed again after ``before`` was allocated; ``behind`` follows; ``later`` comes after the first step.
+    ``temporary`` is freed again after ``before`` was allocated; ``behind`` follows; ``later`` comes after the first step.
     """
 
-    passing: tuple[int, ...]
+    temporary: tuple[int, ...]
     before: tuple[int, ...]
     behind: tuple[int, ...]
     later: tuple[int, ...]
@@ -66,7 +66,7 @@ def beginning_of(program: Program, decisions: Decisions) -> Beginning | None:
     summed = FP32_BYTES if in_fp32 else DTYPE_BYTES[gradient_dtype(decisions)]
     master = [FP32_BYTES * share for share in shares] if decisions.dtype != "fp32" and not pure else []
     return Beginning(
-        passing=tuple(count * (1 if narrow else size) for count, narrow in parameters),
+        temporary=tuple(count * (1 if narrow else size) for count, narrow in parameters),
         before=(size * sum(count for count, narrow in parameters if not narrow), summed * sum(elements)),
         behind=tuple(master),
         later=tuple(moment * share for share in shares for _ in range(2)),

@@ -269,10 +269,10 @@ class _Player:
         self._instants = sorted(self._born.keys() | self._dead.keys())
 
     def begin(self, beginning: Beginning) -> ReplayOutOfMemory | None:
-        """Allocate the states before the first step, and free the passing ones; return the failed request, or None."""
-        passing: list[Block] = []
-        failed = self.hold(beginning.passing, -1, passing) or self.hold(beginning.before, -1)
-        for block in passing:
+        """Allocate the states before the first step, and free the temporary ones; return the failed request, or None."""
+        temporary: list[Block] = []
+        failed = self.hold(beginning.temporary, -1, temporary) or self.hold(beginning.before, -1)
+        for block in temporary:
             self.device.free(block)
             self.live -= block.requested
         return failed or self.hold(beginning.behind, -1)

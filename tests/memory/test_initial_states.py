@@ -41,7 +41,7 @@ def test_all_states_are_allocated_in_the_end(dp: int) -> None:
     asked = decisions(dp=dp)
     beginning, whole = found(asked), elements(asked)
     share = whole - (dp - 1) * -(-whole // dp)
-    assert sum(beginning.passing) == 2 * whole
+    assert sum(beginning.temporary) == 2 * whole
     assert beginning.before == (2 * whole, 4 * whole)
     assert sum(beginning.behind) == 4 * share
     assert sum(beginning.later) == 8 * share
@@ -102,12 +102,12 @@ def test_cached_segments_of_parameters_are_cut_and_stay() -> None:
 
 def test_running_out_of_memory_before_the_first_step_is_a_result() -> None:
     requests = Requests(name="step", ids=[], lower=[], upper=[], size_bytes=[], classes=[], phases=[])
-    beginning = Beginning(passing=(GIB,), before=(2 * GIB,), behind=(), later=())
+    beginning = Beginning(temporary=(GIB,), before=(2 * GIB,), behind=(), later=())
     failed = replay(requests, capacity_bytes=2 * GIB, beginning=beginning).out_of_memory
     assert failed is not None
     assert (failed.iteration, failed.requested_bytes, failed.allocated_bytes) == (-1, 2 * GIB, GIB)
     assert replay(requests, capacity_bytes=3 * GIB, beginning=beginning).out_of_memory is None
-    later = Beginning(passing=(), before=(GIB,), behind=(), later=(2 * GIB,))
+    later = Beginning(temporary=(), before=(GIB,), behind=(), later=(2 * GIB,))
     failed = replay(requests, capacity_bytes=2 * GIB, beginning=later).out_of_memory
     assert failed is not None
     assert failed.iteration == 0

@@ -121,7 +121,7 @@ def test_what_is_said_of_failures_is_whole_or_refused() -> None:
         with pytest.raises(UsageError) as refusal:
             failures_of(SAID | {name: None})
         assert refusal.value.wanted == missing
-    with pytest.raises(UsageError, match="both say what a checkpoint takes"):
+    with pytest.raises(UsageError, match="both give the time of a checkpoint"):
         failures_of(SAID | {"checkpoint_gb_s": 1})
     for name, wrong in {"mtbf_hours": 0, "restart_s": -1, "checkpoint_s": "5", "straggler_spread": 2}.items():
         with pytest.raises(UsageError, match=f"not a value of {name}"):

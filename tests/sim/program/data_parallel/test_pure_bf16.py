@@ -76,7 +76,7 @@ def test_an_eager_framework_allocates_no_master_weights() -> None:
     decisions = decide(GPT, states="pure-bf16", memory_policy="eager")
     beginning = beginning_of(lower(decisions)[0], decisions)
     assert beginning is not None
-    whole = sum(beginning.passing)
+    whole = sum(beginning.temporary)
     assert (beginning.before, beginning.behind, sum(beginning.later)) == ((whole, whole), (), 2 * whole)
 
 
