@@ -5,8 +5,8 @@ busy for B beside compute slows compute to the rate r. Compute avoids that only 
 
     T >= W + (1 - r) B + r I
 
-In a pipeline, the stage with most work has at least the mean. The last stage also waits for its first input to pass the
-other stages, and the first stage for the last gradient. Every micro-batch passes every stage.
+In a pipeline, every stage gives a bound, and the largest counts. A stage plays all micro-batches. Before, it waits for
+its first input to pass the earlier stages; after, those have the last backward to play, or it ends the step itself.
 """
 
 from __future__ import annotations

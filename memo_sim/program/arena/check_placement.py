@@ -141,7 +141,7 @@ def _overlaps(placement: Placement) -> list[str]:
 
 
 def _chosen(placement: Placement, rows: np.ndarray) -> Placement:
-    """Return the placement of some slots alone; its other fields say nothing."""
+    """Return the placement of some slots alone; its bytes, bound and hashes stay those of all slots."""
     columns = ("ids", "lower", "upper", "size_bytes", "offset_bytes")
     numbers = rows.tolist()
     return msgspec.structs.replace(
