@@ -45,7 +45,7 @@ REPLACED = (FamilyKind.PARAMS, FamilyKind.GRADS, FamilyKind.MASTER, FamilyKind.M
 class Beginning:
     """Sizes in bytes, in order of allocation.
 
-    ``temporary`` is freed once ``before`` is allocated; ``behind`` follows; ``later`` comes after the first step.
+    ``temporary`` is freed after ``before`` was allocated; ``behind`` follows; ``later`` comes after the first step.
     """
 
     temporary: tuple[int, ...]

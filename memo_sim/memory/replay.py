@@ -269,7 +269,7 @@ class _Player:
         self._instants = sorted(self._born.keys() | self._dead.keys())
 
     def begin(self, beginning: Beginning) -> ReplayOutOfMemory | None:
-        """Allocate the states before the first step and free the temporary ones; return a failed request, or None."""
+        """Allocate the states before the first step, free temporary ones, and return the failed request, or None."""
         temporary: list[Block] = []
         failed = self.hold(beginning.temporary, -1, temporary) or self.hold(beginning.before, -1)
         for block in temporary:

@@ -92,7 +92,7 @@ def test_cached_segments_of_parameters_are_cut_and_stay() -> None:
         classes=["skeletal"],
         phases=[Phase(name="step", kind="step", lower=0, upper=2)],
     )
-    sizes = {"passing": (40, 60), "before": (100, 200), "behind": (50,), "later": (50, 50)}
+    sizes = {"temporary": (40, 60), "before": (100, 200), "behind": (50,), "later": (50, 50)}
     beginning = Beginning(**{name: tuple(size * MIB for size in mine) for name, mine in sizes.items()})
     played = replay(requests, iterations=2, beginning=beginning)
     assert played.reserved_peak_bytes == (40 + 60 + 100 + 200 + 50 + 50) * MIB
