@@ -1,8 +1,8 @@
 """Chooses the loop of plays that only rank plans: numba's where it is installed and pays, else SimPy's.
 
-To import numba and read the compiled loop from its cache takes about a second, and to compile it the first time about
-six. So plays begin in SimPy, and numba is imported once they have played ``FIRST`` segments, which takes SimPy about
-that long. Which loop plays changes no number.
+Importing numba and reading the compiled loop from its cache takes about half a second; compiling it the first time
+takes about six. So plays begin in SimPy, and numba is imported once they have played ``FIRST`` segments. Which loop
+plays changes no number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FIRST = 200_000
 
 
 class FastLoop:
-    """A loop as ``player.Loop`` wants it, which counts what it plays."""
+    """A ``player.Loop`` that counts the segments it plays."""
 
     def __init__(self, first: int = FIRST) -> None:
         self._left = first

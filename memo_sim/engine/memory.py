@@ -105,7 +105,7 @@ class Memory:
 
     @property
     def device_curves(self) -> dict[str, Ints]:
-        """Live device bytes at every instruction, by class; counted anew each time, as they are as long as the step."""
+        """Live device bytes at every instruction, by class; not kept, because they have an entry per instruction."""
         return live_bytes(self.device_lives, device=True)
 
     @property

@@ -38,8 +38,8 @@ def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True, clock:
     """Return offsets in units of ``problem``, or None when ``core`` finds none for some core.
 
     The placement is optimal if each core's placement is optimal or within that core's ``lower_bound``. Without
-    ``bounded``, sums of live sizes are not used: there is no step 1, and the cores' ``enough`` is 0. What ``clock``
-    leaves no time to put back lies above everything else.
+    ``bounded``, sums of live sizes are not used: there is no step 1, and the cores' ``enough`` is 0. Buffers that
+    ``clock`` leaves no time to put back are placed above all others.
     """
     reduction = reduced(problem, bounded=bounded)
     found = []

@@ -27,10 +27,10 @@ from memo_sim.memory.problem import Clock, Ints, Problem
 from memo_sim.program.arena.periods import Period, find_period
 
 LEAST_BUFFERS = 2_000
-"""Fewer buffers are placed without a look for periods: that is quick, and leaves solvers their freedom."""
+"""Steps with fewer buffers are placed without periods: all solvers are fast there and may use any address."""
 
 LEAST_PERIODS = 4
-"""Fewer periods are not worth it."""
+"""Steps with fewer periods are placed as a whole."""
 
 TRIED = 6
 """Periods after which the orders are compared; the best goes on to the end, others only if they are still better."""

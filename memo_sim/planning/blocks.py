@@ -99,8 +99,8 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
     kernel, shape = whole.kernels.attention, shape_of(whole)
     rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
     tokens = attention_chunk(question, whole) if policy.attention_chunks else 0
-    unasked = not rows and any(not p.mlp_blocks for p in others)
-    if policy.mlp_blocks and (unasked or (not rowwise and _whole_mlp(question, whole))):
+    one_block = not rows and any(not p.mlp_blocks for p in others)
+    if policy.mlp_blocks and (one_block or (not rowwise and _whole_mlp(question, whole))):
         return None
     rebuild = question.pins.mlp_rebuild or (question.preset.mlp_rebuild if rows else "block")
     made = msgspec.structs.replace(whole, mlp_chunk_tokens=rows, mlp_rebuild=rebuild, attention_chunk_tokens=tokens)
@@ -133,8 +133,7 @@ def _whole_mlp(question: Question, decisions: Decisions) -> bool:
 def mlp_chunk(question: Question, base: Decisions) -> int:
     """Return the rows of an MLP block: the pinned number, the system's, or an eighth of the tokens.
 
-    A sixteenth with row-wise recompute.
-    0 when one block would hold all tokens.
+    With row-wise recompute, a sixteenth of the tokens. 0 when one block would have all tokens.
     """
     asked, tokens, granule = question.pins.mlp_chunk_tokens, base.local_tokens, base.swap_granule
     if asked is not None:

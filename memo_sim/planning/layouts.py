@@ -157,8 +157,8 @@ def _expert_degrees(question: Question, tp: int, replicas: int) -> tuple[tuple[i
         if pins.ep is not None:
             found.append((pins.ep, kept if pins.ep > 1 else 0))
         elif mixture is not None and searched:
-            ranks = replicas * (tp if kept == 1 else 1)
-            degrees = [d for d in range(2, gcd(ranks, mixture.count) + 1) if gcd(ranks, mixture.count) % d == 0]
+            most = gcd(replicas * (tp if kept == 1 else 1), mixture.count)
+            degrees = [d for d in range(2, most + 1) if most % d == 0]
             inside = [d for d in degrees if d * (1 if kept == 1 else tp) <= cluster.devices_per_node]
             found += [(each, kept) for each in (*inside[-1:], *degrees[-1:])]
     return tuple(dict.fromkeys(found))

@@ -5,8 +5,8 @@ busy for B beside compute slows compute to the rate r. Compute avoids that only 
 
     T >= W + (1 - r) B + r I
 
-In a pipeline, the stage with most work has at least the mean. The last stage also waits for its first input to pass the
-other stages, and the first stage for the last gradient. Every micro-batch passes every stage.
+In a pipeline, every stage gives a bound, and the largest counts. A stage plays all micro-batches. Before, it waits for
+its first input to pass the earlier stages; after, those have the last backward to play, or it ends the step itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
-from memo_sim.planning.step_ends import StepEnd, StepEnds
+from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
@@ -45,10 +45,6 @@ from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 
 ALONE = (6, 8)
 """Layers of two models of which one has a window more, and which show what a layer of one kind adds."""
-_KEPT = {"recompute": "none", "recompute_layers": ALL, "early_stop": False, "rounding_buffers": False}
-_KEPT |= {"swapped_tokens": 0, "subsequence_swapped_tokens": (), "offload_window": 0}
-_KEPT |= {"mlp_chunk_tokens": 0, "mlp_rebuild": "block", "attention_chunk_tokens": 0}
-"""What a plan decides about activations, when it keeps all of them."""
 ROUNDING = 1e-9
 """Relative rounding error of a step time that is computed from few layers; in fact about 1e-14."""
 
@@ -363,7 +359,7 @@ class LowerBounds:
         rounding = _rounding(decisions)
         if len(stages) == 1:
             # The layers that stay in a rounding buffer are not among the copies of a whole model.
-            pass_s = max(self._busy_s(whole), _passes_s(whole, whole.out_s, whole.in_s) if rounding else 0.0)
+            pass_s = max(self._busy_s(whole), _with_copies_s(whole) if rounding else 0.0)
             return pass_s * times + _ends_s(ends, kinds)
         of = {number: layers[kind if len(layers) > 1 else 0] for number, kind in enumerate(kinds)}
         found_s = before_s = after_s = 0.0
@@ -431,7 +427,7 @@ class LowerBounds:
             # Neither the split into stages nor their order, nor what happens to activations changes a block's states.
             one_split = {"pp": min(2, layout.pp), "pp_layers": (), "schedule": "1f1b", "virtual_stages": 1}
             layout = msgspec.structs.replace(layout, subsequences=1, multiplexed=False, **one_split)
-            alike = msgspec.structs.replace(decisions, layout=layout, **_KEPT)
+            alike = msgspec.structs.replace(decisions, layout=layout, **KEPT)
         if alike in self._blocks:
             return self._blocks[alike]
         absent = absent_states(decisions)
@@ -543,14 +539,14 @@ def _least(values: Sequence[float], without: int) -> float:
     return sum(values) - _most(values, without)
 
 
-def _passes_s(one: Pass, out_s: float, in_s: float) -> float:
-    """Return a lower bound of the seconds of a forward and a backward that wait for copies (both seconds).
+def _with_copies_s(one: Pass) -> float:
+    """Return a lower bound of the seconds of a forward and a backward that wait for copies.
 
     A layer writes the rounding buffer of the second layer before it, whose rows have left by then. So the copies of all
     layers but the last two are played within the forward. In backward, rows come back into a buffer when the second
     layer after it has been there, so within the backward.
     """
-    return one.compute_s + max(0.0, out_s - one.forward_s) + max(0.0, in_s - one.backward_s)
+    return one.compute_s + max(0.0, one.out_s - one.forward_s) + max(0.0, one.in_s - one.backward_s)
 
 
 def _with_resident(stage: Pass, layers: Sequence[Pass], resident: int) -> Pass:

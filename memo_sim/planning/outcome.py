@@ -72,7 +72,7 @@ class SearchResult:
     """The simulation of the fastest plan that was played, if it was kept."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what has megabytes and is made again where it is missing."""
+        """Leave out large fields, which are computed again where they are missing."""
         return {**self.__dict__, "passes": None, "played": (), "fastest": None}
 
     @property

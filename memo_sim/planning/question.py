@@ -63,9 +63,9 @@ class Question(Chosen):
     changes: tuple[str, ...] = ()
     """What differs from the plan that was given, where one was (``kernels_elsewhere.py``)."""
     failures: Failures | None = None
-    """What is said of failures and checkpoints, which changes no plan (``answers/goodput.py``)."""
+    """Failures and checkpoints of the job; they change no plan (``answers/goodput.py``)."""
     of_job: tuple[str, ...] = ()
-    """What was assumed to read the question from another framework's job, where one was given."""
+    """Assumptions made when the question was read from another framework's job."""
     preset: System = field(init=False, repr=False)
     """The system that is called ``system``, looked up here and nowhere else."""
 

@@ -287,7 +287,7 @@ class _Search:
             done += 1
             if progress:
                 progress(done, max(done, every))
-        refused = space.refused(none_found=not self.bases and self.chosen is None)
+        refused = space.refused(none_found=not (self.bases or unopened) and self.chosen is None)
         if not self.ranked:
             return SearchResult([], 0, len(pruned) + stood_for + unopened, refused, self.bounds.passes)
         self._limit_the_allocator()

@@ -1,4 +1,4 @@
-"""What a step has to do when its last backward has ended: reduce gradients, and update parameters.
+"""The end of a step, behind its last backward: gradients are reduced and parameters updated.
 
 One layer of each kind is lowered, in one stage. Gradients are reduced in an order in which no reduction starts before
 the last backward has ended, unless they overlap with it. Kernels of the update wait for that as well, or take the place
@@ -18,7 +18,22 @@ from memo_sim.costs.pricing import Pricer
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Lane, Template
 from memo_sim.program.ir.kinds import TemplateKind
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.lower import lower
+
+KEPT = {
+    "recompute": "none",
+    "recompute_layers": ALL,
+    "early_stop": False,
+    "rounding_buffers": False,
+    "swapped_tokens": 0,
+    "subsequence_swapped_tokens": (),
+    "offload_window": 0,
+    "mlp_chunk_tokens": 0,
+    "mlp_rebuild": "block",
+    "attention_chunk_tokens": 0,
+}
+"""What a plan decides about activations, when it keeps all of them."""
 
 _COLLECTIVES = frozenset(COLLECTIVE_LANES.values())
 
@@ -51,17 +66,8 @@ class StepEnds:
             decisions,
             model=model.of_layers(model.layer_shapes),
             layout=msgspec.structs.replace(layout, subsequences=1, **one_stage),
-            recompute="none",
-            recompute_layers="all",
-            early_stop=False,
-            rounding_buffers=False,
-            swapped_tokens=0,
-            subsequence_swapped_tokens=(),
-            offload_window=0,
-            mlp_chunk_tokens=0,
-            mlp_rebuild="block",
-            attention_chunk_tokens=0,
             global_batch=layout.dp * decisions.micro_batch,
+            **KEPT,
         )
         # Where stages lie on nodes decides how fast ranks of one stage exchange.
         placed = msgspec.structs.replace(layout, schedule="1f1b", virtual_stages=1, pp_layers=())

@@ -196,5 +196,6 @@ def test_buffers_that_last_are_compared_as_ranges_of_addresses() -> None:
         )
         faults = [fault for fault in check_placement(moved, asked) if "share addresses" in fault]
         assert bool(faults) == wrong
+        assert len(set(faults)) == len(faults)
         found += wrong
     assert found > 10

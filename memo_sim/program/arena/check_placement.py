@@ -135,13 +135,13 @@ def _overlaps(placement: Placement) -> list[str]:
     if faults := _lasting_that_overlap(placement, lasting):
         return faults
     lower, upper = np.sort(lower[~lasting]), upper[~lasting]
-    pairs = int((np.searchsorted(lower, upper) - np.searchsorted(lower, np.sort(lower))).sum())
+    pairs = int((np.searchsorted(lower, upper) - np.searchsorted(lower, lower)).sum())
     rest = _chosen(placement, np.flatnonzero(~lasting)) if lasting.any() else placement
     return _pairs_that_overlap(rest) if pairs <= MOST_PAIRS else _neighbours_that_overlap(rest)
 
 
 def _chosen(placement: Placement, rows: np.ndarray) -> Placement:
-    """Return the placement of some slots alone; its other fields say nothing."""
+    """Return the placement of some slots alone; its bytes, bound and hashes stay those of all slots."""
     columns = ("ids", "lower", "upper", "size_bytes", "offset_bytes")
     numbers = rows.tolist()
     return msgspec.structs.replace(
@@ -152,7 +152,8 @@ def _chosen(placement: Placement, rows: np.ndarray) -> Placement:
 def _lasting_that_overlap(placement: Placement, lasting: np.ndarray) -> list[str]:
     """Return slots that share addresses with one that lives all the time, such as a parameter.
 
-    Such slots are ranges of addresses: sorted by their starts, each may only meet its two neighbours.
+    Such slots are ranges of addresses, sorted by their starts here. If two of them overlap, two neighbours do; if not,
+    another slot that overlaps any of them overlaps the last range that starts at or below its start, or the next one.
     """
     start, size = (np.array(each, dtype=np.int64) for each in (placement.offset_bytes, placement.size_bytes))
     ranges = np.flatnonzero(lasting & (size > 0))
@@ -164,10 +165,11 @@ def _lasting_that_overlap(placement: Placement, lasting: np.ndarray) -> list[str
     others = np.flatnonzero(~lasting & (size > 0))
     if not pairs:
         above = np.searchsorted(start[ranges], start[others], side="right")
-        for beside in (np.maximum(above - 1, 0), np.minimum(above, len(ranges) - 1)):
-            near = ranges[beside]
-            shared = np.flatnonzero((start[near] < end[others]) & (start[others] < end[near]))
-            pairs += list(zip(near[shared], others[shared], strict=True))
+        for number in (above - 1, above):
+            exists = (number >= 0) & (number < len(ranges))
+            near, other = ranges[number[exists]], others[exists]
+            shared = (start[near] < end[other]) & (start[other] < end[near])
+            pairs += list(zip(near[shared], other[shared], strict=True))
     return [_shared(placement, int(one), int(two)) for one, two in pairs[:MOST_FAULTS]]
 
 

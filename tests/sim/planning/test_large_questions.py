@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from memo_sim.planning.layouts import _degrees, layouts
 from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
-from memo_sim.planning.search import search
+from memo_sim.planning.search import SearchResult, best_with_more_memory, search
 from memo_sim.planning.space import with_alpha
 from memo_sim.program.layout.shape import MOST_RING, shape_of
 from tests.refusals import refused
@@ -42,6 +43,16 @@ def test_layouts_that_are_opened_one_by_one_give_the_same_plans(
     one_by_one = search(question, keep=3)
     assert [e.rank_key for e in one_by_one.ranked[:3]] == [e.rank_key for e in at_once.ranked[:3]]
     assert one_by_one.evaluated <= at_once.evaluated + at_once.pruned <= one_by_one.evaluated + one_by_one.pruned
+
+
+def test_layouts_that_are_all_slower_than_a_known_plan_stay_unopened(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, hardware = load_cluster("h100-1x4")
+    question = Question(load_model("llama-tiny"), cluster, hardware, 4096)
+    found = search(question).best
+    assert found is not None
+    known = replace(found, prediction=msgspec.structs.replace(found.prediction, step_s=1e-12))
+    monkeypatch.setattr(searching, "MOST_LAYOUTS_AT_ONCE", 0)
+    assert best_with_more_memory(question, SearchResult([known], 1, 0, [])) == known
 
 
 PIPELINES = {
