@@ -176,11 +176,10 @@ def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
             "refuse": "a step with rows beyond it is not applied, and ends the run",
         }
         shard = "each rank of tp sends the rows of its own token shard; " if layout.whole_experts else ""
-        sends = f"{shard}a rank"
         value = (
-            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; {sends} "
-            f"can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean ({whence}); "
-            f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
+            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; {shard}"
+            f"a rank can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean "
+            f"({whence}); {beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
         )
         option = "--ep, --expert-load, --expert-capacity"
     found = [Assumption(name="experts", value=value, option=option)]
