@@ -39,6 +39,10 @@ _WHY: tuple[tuple[str, str], ...] = (
     (r"(hidden|attention)_dropout|embedding_dropout", "dropout is not priced"),
     (r"mtp_", "predicting several tokens is not priced: the step is longer than predicted"),
     (r"cpu_offloading|offload_modules|fine_grained|activation_offload", "offloading of activations is not priced"),
+    (
+        r"shared_expert_overlap|overlap_moe",
+        "exchanges of rows are priced without products beside them: the step may be shorter than predicted",
+    ),
     (r"moe_|expert_|num_shared|shared_expert", "a choice of experts that changes nothing that memo prices"),
     (r"window_|attention_softmax|softmax_type|sink", "attention is priced as causal over the whole sequence"),
     (r"batch_size_schedule|rampup", "the batch grows to its full size, which is priced"),
