@@ -183,7 +183,8 @@ def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
         )
         option = "--ep, --expert-load, --expert-capacity"
     found = [Assumption(name="experts", value=value, option=option)]
-    if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
+    measured = any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm)
+    if decisions.fp8_experts or not measured:  # those in FP8 are always derived
         kind = f"FP8 ({decisions.fp8})" if decisions.fp8_experts else decisions.dtype
         value = f"derived from single {kind} products; the profile has none of several experts"
         found.append(Assumption(name="experts' products", value=value))
