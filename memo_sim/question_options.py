@@ -17,14 +17,12 @@ import click
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import (
-    FAILURE_VALUES,
     KNOBS,
     MEMORY_GIB,
     OF_A_LONG_RUN,
     OF_A_MACHINE,
     OF_A_QUESTION,
     POWER_W,
-    STRAGGLER_SPREAD,
     CountOrAuto,
     Degree,
     DocumentLengths,
@@ -139,7 +137,7 @@ def question_options(command: Command, *, several: bool = False) -> Command:
 def long_run_options(command: Command, *, several: bool = False) -> Command:
     """Give ``command`` the options about failures, checkpoints and slow devices; ``several`` as in question_options."""
     for name, text in reversed(OF_THE_LONG_RUN):
-        ends = (FAILURE_VALUES | {"straggler_spread": STRAGGLER_SPREAD})[name.removeprefix("--").replace("-", "_")]
+        ends = OF_A_LONG_RUN[name.removeprefix("--").replace("-", "_")]
         kind: Any = Several(Finite(*ends)) if several else Finite(*ends)
         command = click.option(name, type=kind, metavar="X,..." if several else None, help=text)(command)
     return command

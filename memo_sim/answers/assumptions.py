@@ -176,15 +176,15 @@ def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
             "refuse": "a step with rows beyond it is not applied, and ends the run",
         }
         shard = "each rank of tp sends the rows of its own token shard; " if layout.whole_experts else ""
-        sends = f"{shard}a rank"
         value = (
-            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; {sends} "
-            f"can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean ({whence}); "
-            f"{beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
+            f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; {shard}"
+            f"a rank can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean "
+            f"({whence}); {beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
         )
         option = "--ep, --expert-load, --expert-capacity"
     found = [Assumption(name="experts", value=value, option=option)]
-    if not any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm):
+    measured = any(table.dtype == decisions.dtype for table in question.hardware.grouped_gemm)
+    if decisions.fp8_experts or not measured:  # those in FP8 are always derived
         kind = f"FP8 ({decisions.fp8})" if decisions.fp8_experts else decisions.dtype
         value = f"derived from single {kind} products; the profile has none of several experts"
         found.append(Assumption(name="experts' products", value=value))

@@ -11,7 +11,7 @@ A feature may need others: attention in chunks needs full recompute. Where it ha
 framework has operators of its own, or those of Hugging Face's modules), two features go together if any of them does.
 A pair says nothing about three features at once.
 
-How to add a feature: one entry of ``FEATURES``.
+How to add a feature: one ``yield`` in ``_features``.
 """
 
 from __future__ import annotations

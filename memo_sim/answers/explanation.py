@@ -91,12 +91,11 @@ def explain_given(
         BadInput: when the plan does not fit.
     """
     explanation = _Explaining(given, system, progress).explanation(rows)
-    rates = {"step_s": explanation.step_s, "tokens_per_device_s": explanation.tgs}
-    goodput = goodput_of(failures, given.decisions, **rates)
+    step_s, tgs = explanation.step_s, explanation.tgs
+    goodput = goodput_of(failures, given.decisions, step_s=step_s, tokens_per_device_s=tgs)
     if goodput is None:
         return explanation
-    gains = changed(goodput, explanation.step_s)
-    return msgspec.structs.replace(explanation, goodput=goodput, goodput_changes=gains)
+    return msgspec.structs.replace(explanation, goodput=goodput, goodput_changes=changed(goodput, step_s))
 
 
 @dataclass

@@ -237,7 +237,7 @@ def _with_best_limit(there: _There, cluster: Cluster, hardware: Hardware) -> _Th
     best = with_best_limit(one, lambda own: play(question, own).prediction, capacity_bytes=capacity_bytes)
     played = play(question, best.decisions)
     memory = device_memory(played, played.prediction, planned_arena=False)
-    return _There(there.job, there.priced, there.system, best.decisions, played.prediction, memory)
+    return replace(there, decisions=best.decisions, prediction=played.prediction, memory=memory)
 
 
 def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[LostDecision]:
@@ -256,7 +256,8 @@ def _lost(decisions: Decisions, there: Decisions, framework: Framework) -> list[
 
 def _own(decisions: Decisions, there: Decisions, framework: Framework) -> list[OwnDecision]:
     """Return the decisions that are alike in the prediction, but that no option of the framework pins."""
-    same = [path for path in plan_paths() if path not in differences(decisions, there)]
+    changed = differences(decisions, there)
+    same = [path for path in plan_paths() if path not in changed]
     return [
         OwnDecision(path=path, value=_shown(decisions, path), why=framework.sayings[path].lost, option=option_of(path))
         for path in same

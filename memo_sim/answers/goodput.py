@@ -15,7 +15,7 @@ from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.goodput import Failures, Goodput, GoodputChange
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.summary import Assumption
-from memo_sim.contract.units import DTYPE_BYTES, counted, format_bytes, format_duration, format_percent
+from memo_sim.contract.units import DTYPE_BYTES, GB, counted, format_bytes, format_duration, format_percent
 from memo_sim.costs.failures import Shares, daly_interval, shares
 from memo_sim.costs.pace import pace, slowest_device
 from memo_sim.planning.question import Question
@@ -26,7 +26,6 @@ BILLION, TRILLION = 1e9, 1e12
 NO_PROGRESS = 1e-6
 """A goodput below this fraction is no progress: a day's work would take millennia."""
 HALF = 0.5
-GB = 1e9
 MOMENTS = 2
 """AdamW's moments of a parameter."""
 
@@ -127,7 +126,7 @@ def changed(goodput: Goodput, step_s: float) -> list[GoodputChange]:
 
 
 def goodput_reasons(goodput: Goodput | None, step_s: float | None) -> list[str]:
-    """Return where the time goes and what would help most, as one sentence each."""
+    """Return where the time goes and what would help most, as one line; none without a goodput."""
     if goodput is None or step_s is None:
         return []
     parts = {

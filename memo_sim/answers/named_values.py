@@ -52,7 +52,7 @@ from memo_sim.contract.knobs import (
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
-from memo_sim.contract.units import GIB, parse_expert_load, parse_layer_choice, parse_numbers, parse_tokens
+from memo_sim.contract.units import GB, GIB, parse_expert_load, parse_layer_choice, parse_numbers, parse_tokens
 from memo_sim.costs.pace import with_spread
 from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.default_batch import with_filling_batch, with_one_sequence
@@ -64,7 +64,6 @@ LEAST_FACTOR = 1e-6
 
 MOST_DIGITS = 18
 """Digits of a number that are read; one with more is out of every range."""
-GB = 1e9
 PRICES = (1e-9, 1e12)
 """Least and most that a GPU costs for an hour, in any currency."""
 NEEDED = ("model", "seq_len")

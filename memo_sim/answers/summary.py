@@ -12,7 +12,7 @@ from collections.abc import Collection
 from math import inf
 
 from memo_sim.answers.assumptions import assumptions
-from memo_sim.answers.goodput import goodput_assumptions, goodput_of
+from memo_sim.answers.goodput import BILLION, HOUR_S, goodput_assumptions, goodput_of
 from memo_sim.answers.left_out import left_out
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.plan import Decisions, Prediction
@@ -24,9 +24,6 @@ from memo_sim.planning.question import Question
 from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.views.busy import COMPUTE
 from memo_sim.views.plan_table import layout_label
-
-BILLION = 1e9
-HOUR_S = 3600.0
 
 PART_OF_NODE = "part-of-node"
 """The source of the host memory of a part of a node, where it is that part of the node's (``gpus.py``)."""

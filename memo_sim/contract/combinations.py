@@ -27,7 +27,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reason: str = ""
     """Why they do not go together."""
     hint: str = ""
-    """What goes in their place."""
+    """What to do instead."""
 
 
 class Combinations(

@@ -54,7 +54,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tokens_per_device_s: float
     """Tokens per GPU and second, failures included."""
     days_per_trillion_tokens: float | None = None
-    """Null where the job makes no progress that a number could say."""
+    """Null where failures leave the job no progress to speak of; so are the two below."""
     device_hours_per_billion_tokens: float | None = None
     price_per_billion_tokens: float | None = None
 

@@ -47,7 +47,7 @@ Fp8Layouts = Literal["tn", "any"]
 - tn: both operands must be contiguous along the dimension that is summed (Hopper), so backward needs transposed copies.
 - any: every layout (Blackwell)."""
 SwapDtype = Literal["same", "fp8"]
-"""In what skeletal tensors are swapped: in the dtype that they have, or in E4M3 with a scale for each row."""
+"""Dtype of swapped skeletal tensors on the host: their own, or E4M3 with a scale for each row."""
 ProductDtype = Literal["fp32", "bf16", "fp16", "fp8-tensor", "fp8-block", "fp8-mx"]
 """Kind of a product in a profile: the dtype of its operands, for FP8 with the granularity of its scales."""
 Recompute = Literal["none", "full", "selective", "norms", "mlp", "operators", "tokenwise", "rowwise"]
@@ -961,8 +961,8 @@ FAILURE_VALUES: dict[str, tuple[float, float]] = {
     "checkpoint_interval_s": (1e-3, 1e8),
     "restart_s": (0, 1e6),
 }
-"""What a question may say of failures, as options and arguments name it, with the least and the most."""
+"""Least and most of what a question may say of failures, by the name of the option and argument."""
 STRAGGLER_SPREAD = (0, 0.5)
 """Least and most standard deviation of the time that devices take for the same product."""
-OF_A_LONG_RUN = (*FAILURE_VALUES, "straggler_spread")
-"""What a question may say about many devices over a long time; all of it is off unless given."""
+OF_A_LONG_RUN: dict[str, tuple[float, float]] = {**FAILURE_VALUES, "straggler_spread": STRAGGLER_SPREAD}
+"""Least and most of what a question may say about many devices over a long time; all of it is off unless given."""

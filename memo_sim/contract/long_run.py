@@ -8,7 +8,7 @@ from memo_sim.contract.named_knobs import Knobs
 
 
 class LongRun(TypedDict, total=False):
-    """Failures, checkpoints and slow devices (docs/goodput.md); None, and a name that is left out, say nothing."""
+    """Failures, checkpoints and slow devices (docs/goodput.md); None, or a name that is left out: not given."""
 
     mtbf_hours: float | None
     checkpoint_s: float | None

@@ -68,7 +68,7 @@ class Placement(
         if len(counts) > 1:
             raise ValueError("ids, lower, upper, size_bytes, offset_bytes and classes differ in length")
         if (again := self.repeated) is not None:
-            if again.first_row + len(again.index_steps) > len(self.ids):
+            if not again.index_steps or again.first_row + len(again.index_steps) > len(self.ids):
                 raise ValueError("rows that are repeated are not there")
             slots = again.times * len(again.index_steps)
             if len(self.ids) + slots > MOST_ROWS:

@@ -276,7 +276,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     They are copied to the host during this many following passes of the stage (SPPO 5.2: 1), and copied back during the
     pass before their backward."""
     swap_dtype: SwapDtype = "same"
-    """In what skeletal tensors are swapped (``program/layout/swap_format.py``); same: in the dtype that they have."""
+    """Dtype of swapped skeletal tensors on the host (``program/layout/swap_format.py``); same: the tensors' own."""
     rounding_buffers: bool = False
     """Whether full recompute plays every layer in the two rounding buffers, which exist all step (MEMO 4.1, 4.3.4).
 

@@ -15,6 +15,7 @@ from memo_sim.contract.errors import UsageError
 KIB = 1024
 MIB = 2**20
 GIB = 2**30
+GB = 10**9
 
 MOST_BYTES = 2**62
 """Four exbibytes. Any larger number in a file is a typo, and would overflow the 64-bit numbers of libraries."""

@@ -822,10 +822,11 @@ def _attention(arguments: Settings, parallel: Parallel) -> Any:
 def _explain(arguments: Settings, accelerate: Settings, deepspeed: Settings, *, policy: bool, adapted: bool) -> None:
     """Say why options that would change time or memory are left out."""
     on = [key for key in (*KEYS, *OTHERS) if arguments.has(key)]
-    if not adapted and arguments.flag("use_peft") and not arguments.unused.keys() & set(KEYS):
-        arguments.ignore(on, "memo knows adapters under FSDP2 alone: priced as training of all parameters")
-    elif not adapted and arguments.unused.keys().isdisjoint(KEYS):
-        arguments.ignore([key for key in on if key != "use_peft"], "nothing, without use_peft")
+    if not adapted and arguments.unused.keys().isdisjoint(KEYS):
+        if arguments.flag("use_peft"):
+            arguments.ignore(on, "memo knows adapters under FSDP2 alone: priced as training of all parameters")
+        else:
+            arguments.ignore([key for key in on if key != "use_peft"], "nothing, without use_peft")
     on = [key for key in _QUANTIZED if arguments.has(key)]
     arguments.ignore(on, "memo has no quantized weights: the job is priced in its dtype")
     if not arguments.flag("packing"):

@@ -24,7 +24,7 @@ from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.megatron_command import Found, commands_of, devices_of, whole_or_zero
 from memo_sim.interchange.megatron_configuration import Configuration
-from memo_sim.interchange.megatron_layers import PATTERNS, pattern_text
+from memo_sim.interchange.megatron_layers import OF_THE_CLASS, PATTERNS, pattern_text
 from memo_sim.interchange.megatron_reading import read_job
 from memo_sim.interchange.megatron_words import LAYOUTS, SAYINGS, Settings, nearest_jobs, settings_of, unknown
 from memo_sim.interchange.shell_script import read_script
@@ -272,7 +272,9 @@ def _job(found: Found, sources: tuple[Source, ...], given: Mapping[str, str], no
         config.model = load_model(MODELS.get(hub, hub))
     fallback = whole_or_zero(given.get(FALLBACK, ""))
     name = PurePath(sources[0].name).stem
-    read = read_job(config, framework=NAME, name=name, devices=found.devices, fallback_devices=fallback)
+    read = read_job(
+        config, framework=NAME, name=name, defaults=OF_THE_CLASS, devices=found.devices, fallback_devices=fallback
+    )
     told = tuple(option for option in read.read if option.key not in unsaid)
     left = tuple(option for option in read.ignored if option.key not in unsaid)
     assumed = read.assumed

@@ -39,6 +39,10 @@ _WHY: tuple[tuple[str, str], ...] = (
     (r"(hidden|attention)_dropout|embedding_dropout", "dropout is not priced"),
     (r"mtp_", "predicting several tokens is not priced: the step is longer than predicted"),
     (r"cpu_offloading|offload_modules|fine_grained|activation_offload", "offloading of activations is not priced"),
+    (
+        r"shared_expert_overlap|overlap_moe",
+        "exchanges of rows are priced without products beside them: the step may be shorter than predicted",
+    ),
     (r"moe_|expert_|num_shared|shared_expert", "a choice of experts that changes nothing that memo prices"),
     (r"window_|attention_softmax|softmax_type|sink", "attention is priced as causal over the whole sequence"),
     (r"batch_size_schedule|rampup", "the batch grows to its full size, which is priced"),
@@ -73,7 +77,7 @@ def why_ignored(name: str) -> str:
 
 @dataclass
 class Configuration:
-    """The values of a file by Megatron's names; what is taken is noted, so that the rest can be listed.
+    """The values of a file by Megatron's names; what is used is noted, so that the rest can be listed.
 
     ``spelled``: how the file writes a name. ``where``: the file.
     """
@@ -85,7 +89,7 @@ class Configuration:
     ignored: list[IgnoredOption] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    """Names on which conditions of a script depend that could not be told."""
+    """Names in conditions of a script that could not be decided."""
     taken: set[str] = field(default_factory=set)
     model: Model | None = None
     """The model, where the file names one in place of a shape."""
@@ -219,7 +223,7 @@ class Configuration:
                 self.read.append(ReadOption(key=self.key(name), value=self._shown(name), says=says))
 
     def ignore_rest(self) -> None:
-        """List every name that was not taken."""
+        """List every name that was not used."""
         for name, value in self.values.items():
             if name not in self.taken:
                 why = why_ignored(name)

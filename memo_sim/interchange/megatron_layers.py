@@ -95,12 +95,13 @@ def _check_latent(model: Model, latent: LatentAttention) -> None:
     if not latent.interleaved:
         raise _unsayable("model.latent.interleaved", "false", "neighbouring rotary pairs, as in DeepSeek's weights")
     scaling = model.rope_scaling
-    fixed = RopeScaling(kind="yarn", original_max_positions=_YARN_ORIGINAL)
-    varied = scaling and (scaling.factor, scaling.attention_factor)
-    if scaling is None and latent.score_scale == 1:
-        return
-    same = varied and scaling == msgspec.structs.replace(fixed, factor=varied[0], attention_factor=varied[1])
-    if not same or scaling is None or scaling.factor <= 1:
+    if scaling is None:
+        known = latent.score_scale == 1
+    else:
+        yarn = RopeScaling(kind="yarn", original_max_positions=_YARN_ORIGINAL)
+        varied = msgspec.structs.replace(yarn, factor=scaling.factor, attention_factor=scaling.attention_factor)
+        known = scaling == varied and scaling.factor > 1
+    if not known:
         raise _unsayable(
             "model.rope_scaling",
             f"{scaling.kind if scaling else 'no'} scaling, score_scale {latent.score_scale:g}",
@@ -234,11 +235,13 @@ def pattern_text(spread: Sequence[int]) -> str:
 class Defaults:
     """Values of latent attention that a file does not say: those of the command line, or of the configuration."""
 
-    q_rank: int = 0
-    kv_rank: int = 32
-    factor: float = 1.0
+    q_rank: int
+    kv_rank: int
+    factor: float
 
 
+OF_THE_COMMAND_LINE = Defaults(q_rank=0, kv_rank=32, factor=1.0)
+"""Those of Megatron-LM's options."""
 OF_THE_CLASS = Defaults(q_rank=512, kv_rank=512, factor=40.0)
 """Those of ``MLATransformerConfig``, which Megatron-Bridge's provider has."""
 

@@ -18,7 +18,7 @@ from memo_sim.interchange.job import Job
 from memo_sim.interchange.launch import Launch
 from memo_sim.interchange.megatron_command import find
 from memo_sim.interchange.megatron_configuration import Configuration
-from memo_sim.interchange.megatron_layers import PATTERNS, pattern_text
+from memo_sim.interchange.megatron_layers import OF_THE_COMMAND_LINE, PATTERNS, pattern_text
 from memo_sim.interchange.megatron_reading import read_job
 from memo_sim.interchange.megatron_words import LAYOUTS, nearest_jobs, settings_of, unknown
 
@@ -222,7 +222,14 @@ def _read(sources: tuple[Source, ...], given: Mapping[str, str]) -> Read:
     config.undecided += found.undecided
     fallback = int(given[FALLBACK]) if given.get(FALLBACK, "").isdigit() else 0
     name = PurePath(sources[0].name).stem
-    return read_job(config, framework=NAME, name=name, devices=found.devices, fallback_devices=fallback)
+    return read_job(
+        config,
+        framework=NAME,
+        name=name,
+        defaults=OF_THE_COMMAND_LINE,
+        devices=found.devices,
+        fallback_devices=fallback,
+    )
 
 
 def _sayings() -> dict[str, Saying]:

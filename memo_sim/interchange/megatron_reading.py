@@ -23,7 +23,6 @@ from memo_sim.interchange.framework import Read
 from memo_sim.interchange.job import Job
 from memo_sim.interchange.megatron_configuration import FALSE, Configuration, shown_value
 from memo_sim.interchange.megatron_layers import (
-    OF_THE_CLASS,
     Defaults,
     read_experts,
     read_latent,
@@ -41,10 +40,13 @@ REFUSED = {
 """Options that change what a layer is, so that a prediction without them would be of another model."""
 
 
-def read_job(config: Configuration, *, framework: str, name: str, devices: int, fallback_devices: int) -> Read:
+def read_job(
+    config: Configuration, *, framework: str, name: str, defaults: Defaults, devices: int, fallback_devices: int
+) -> Read:
     """Return the job of a configuration. ``devices``: those that the file starts, 0 where it does not say.
 
-    ``fallback_devices`` are taken where the file's are unknown, or no multiple of its layout's.
+    ``fallback_devices`` are used where the file's are unknown, or no multiple of its layout's. ``defaults``: the
+    framework's, of latent attention.
 
     Raises:
         BadInput: when a value is missing or wrong, or the model is none of memo's.
@@ -76,21 +78,21 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
     config.say(("global_batch_size",), f"global_batch {batch}")
     seq = config.needed("seq_length")
     config.say(("seq_length",), f"seq_len {seq}")
-    defaults = Defaults() if framework == MEGATRON_LM else OF_THE_CLASS
     model = config.model or _model(config, name, pins["tp"], seq, defaults)
     experts = _expert_parallel(config, model, pins["tp"])
     replicas = dp * pins["cp"] * pins["ulysses"]
     states = _states(config)
     data = _data_parallel(config, replicas)
+    fp8 = _fp8(config)
     chosen = Job(
         model=model,
         seq_tokens=seq,
         micro_batch=micro,
         global_batch=batch,
         states=states,
-        fp8=(recipe := _fp8(config)),
-        fp8_params=_fp8_params(config, recipe),
-        fp8_experts=recipe != "none" and model.mixture is not None,
+        fp8=fp8,
+        fp8_params=_fp8_params(config, fp8),
+        fp8_experts=fp8 != "none" and model.mixture is not None,
         loss=_loss(config),
         deterministic=_deterministic(config),
         expert_capacity=_capacity(config, experts["ep"]),
@@ -113,10 +115,6 @@ def read_job(config: Configuration, *, framework: str, name: str, devices: int, 
         ignored=tuple(config.ignored),
         assumed=tuple(config.assumed),
     )
-
-
-MEGATRON_LM = "megatron-lm"
-"""The framework whose options have defaults of their own; others have those of the configuration's classes."""
 
 
 def _refuse(config: Configuration) -> None:

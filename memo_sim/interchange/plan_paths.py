@@ -22,7 +22,10 @@ NO_DECISION = ("model.name", "model.source")
 
 
 NOT_WRITTEN = ("query_scalar", "post_norms", "scaled_embeddings", "norms_from_one")
-"""Fields of a model that memo writes no framework's options of (``megatron_layers.py`` and others refuse them)."""
+"""Fields of a model that Megatron and most others have no options of.
+
+Models with one of them are refused (``model_parts.py``), except ``norms_from_one``, which is about files of weights.
+"""
 
 
 def plan_paths() -> tuple[str, ...]:

@@ -71,8 +71,8 @@ def _shown(value: object) -> str:
 
 def sweep_cells(lines: Sequence[SweepLine]) -> list[list[str | None]]:
     """Return the questions as the cells of a table below ``sweep_headers``; what all have in common is left out."""
-    goodputs = _goodputs(lines)
-    return [_cells(line, common(lines), goodputs) for line in lines]
+    shared, goodputs = common(lines), _goodputs(lines)
+    return [_cells(line, shared, goodputs) for line in lines]
 
 
 def sweep_headers(lines: Sequence[SweepLine]) -> list[str]:

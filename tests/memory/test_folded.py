@@ -52,6 +52,7 @@ def test_one_micro_batch_is_written_as_it_is() -> None:
     [
         ({"first_row": 10**6}, "are not there"),
         ({"times": 10**9}, "slots"),
+        ({"times": 10**9, "index_steps": []}, "are not there"),
         ({"offset_bytes": [0]}, "1 addresses"),
         ({"first_row": 0}, "no number in brackets"),
     ],

@@ -191,6 +191,13 @@ def test_what_is_assumed_of_experts_is_said() -> None:
     assert (limited.job.fp8, limited.job.fp8_experts) == ("delayed", True)
 
 
+def test_an_overlap_of_exchanges_that_is_not_priced_is_said() -> None:
+    found = read("--moe-shared-expert-intermediate-size 512 --moe-shared-expert-overlap --moe-permute-fusion")
+    why = {option.key: option.why for option in found.ignored}
+    assert "priced without" in why["--moe-shared-expert-overlap"]
+    assert "priced without" not in why["--moe-permute-fusion"]
+
+
 def test_experts_that_tp_does_not_divide_are_refused() -> None:
     with pytest.raises(BadInput, match="cannot be read") as refused:
         read("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1")

@@ -13,6 +13,7 @@ from memo_sim.answers.left_out import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.hardware import GroupedGemmTable, Source
 from memo_sim.contract.result import Result
 from memo_sim.planning.layouts import layouts
 from memo_sim.planning.question import Pins, Question
@@ -41,6 +42,19 @@ def test_a_balanced_load_is_assumed_and_named() -> None:
     assert assumption.value.startswith("load balanced, no row dropped;")
     (products,) = [each for each in result.summary.assumptions if each.name == "experts' products"]
     assert products.value == "derived from single bf16 products; the profile has none of several experts"
+
+
+@pytest.mark.parametrize(("fp8", "derived"), [(False, []), (True, ["derived from single FP8 (block) products"])])
+def test_products_in_fp8_are_derived_even_where_those_in_bf16_were_measured(fp8: bool, derived: list[str]) -> None:
+    question = asked()
+    hardware = question.hardware
+    table = GroupedGemmTable(dtype="bf16", gemm_pass="fprop", rows=[[8, 8192, 8192, 4096, 2e14]], source="bench")
+    sources = {**hardware.sources, "bench": Source(kind="measured", text="a test")}
+    known = msgspec.structs.replace(hardware, grouped_gemm=[table], sources=sources)
+    result = what_if(replace(question, hardware=known, fp8="block" if fp8 else "none", fp8_experts=fp8)).result
+    assert result.summary is not None
+    found = [each.value for each in result.summary.assumptions if each.name == "experts' products"]
+    assert [text.partition(";")[0] for text in found] == derived
 
 
 def test_an_uneven_load_costs_time_and_no_memory() -> None:
