@@ -176,8 +176,8 @@ class Tokenwise:
         with torch.enable_grad(), consecutive_positions():
             try:
                 counted._decoder(inputs_embeds=counted._inputs(batch, tokens, "meta"), use_cache=False)
-            # torch has no exception of its own for what a shape-only kernel lacks (NotImplementedError is one of these);
-            # its text says what that is, and is shown.
+            # torch has no exception of its own for what a shape-only kernel lacks: it raises this one, or
+            # NotImplementedError, which is a subclass. The text says what is missing, and is shown.
             except RuntimeError as error:
                 raise CannotRun(
                     "the bytes of this model cannot be predicted from shapes alone",
