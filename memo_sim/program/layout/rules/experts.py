@@ -164,9 +164,7 @@ EXPERTS = (
     Rule(
         name="expert parallelism: zero_ranks",
         breaks=lambda d: (
-            d.layout.ep > 1
-            and d.layout.zero_ranks > 0
-            and d.layout.expert_ranks // d.layout.shard_copies % d.layout.ep > 0
+            d.layout.ep > 1 and d.layout.zero_ranks * d.layout.expert_ranks // d.layout.replicas % d.layout.ep > 0
         ),
         what="the groups that ZeRO divides over do not have all experts of a layer, or not equally often",
         where="layout.zero_ranks",
