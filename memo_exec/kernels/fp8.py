@@ -32,8 +32,8 @@ from torch import Tensor
 
 from memo_exec.kernels import fp8_blocks
 from memo_exec.kernels.call import Call
-from memo_exec.kernels.fp8_blocks import LEAST_LARGEST, Blocks
-from memo_exec.kernels.fp8_scales import Fp8Scales
+from memo_exec.kernels.fp8_blocks import Blocks
+from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales
 from memo_sim.program.layout.fp8 import weights
 from memo_sim.program.layout.parameters import layer_block
 

@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from memo_exec.kernels.fp8_scales import Fp8Scales
+from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales
 
 BLOCK = 128
 """Values of a row, and rows of a weight, with one scale."""
-LEAST_LARGEST = 1e-30
-"""Stands for the largest value of a block of zeros, whose scale may be any number."""
 _MANTISSA, _EXPONENT = 0x7FFFFF, 0x7F800000
 """Bits of a number in fp32."""
 _GRID = 4

@@ -21,6 +21,8 @@ from torch import Tensor
 SCRATCH_BYTES = 32 * 2**20
 """Of numbers in fp32: those that are being rounded, and a part of a weight's gradient before it is added."""
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+LEAST_LARGEST = 1e-30
+"""Replaces the largest value of what has only zeros, whose scale may be any number."""
 CELLS = 4096
 """Scales that are allocated at once."""
 
@@ -162,5 +164,5 @@ class Fp8Scales:
         """
         found = self.parts(copy)
         if len(found) > 1:
-            raise ValueError(f"a product in FP8 reads rows with {len(found)} scales where it takes one")
+            raise ValueError(f"a product in FP8 reads rows with {len(found)} scales where it needs one")
         return found[0].scale

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
+from memo_exec.kernels.fp8_scales import LEAST_LARGEST
 from memo_sim.program.layout.swap_format import SCALE_BYTES, rows_at_once
 
 E4M3 = torch.float8_e4m3fn
-LEAST_LARGEST = 1e-30
-"""Stands for the largest value of a row of zeros, whose scale may be any number."""
 
 
 def round_rows(call: Call) -> None:

@@ -2,8 +2,8 @@
 
 A product reads rows that were quantised: by one call, or block by block, or by the ranks that they were gathered from.
 It multiplies each part with a scale of its own, so every part has a size that the device multiplies. A copy by columns
-is one matrix for each part, so a part that moves cut has to be there as a whole again. With scales of blocks that holds
-for both copies, and parts end where blocks do.
+is one matrix for each part, so a part that is moved in pieces must be complete before a product reads it. With scales
+of blocks both copies need this, and parts end where blocks do.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def check_fp8(decisions: Decisions, program: Program, machine: Machine) -> None:
         raise CannotRun(
             "products in FP8 cannot run here", where="$.decisions.fp8", got=why, wanted="an H100 or H200", hint=_EXPORT
         )
-    if decisions.fp8 == "block" and (version := torch.version.cuda or "none") and _version(version) < BLOCK_CUDA:
+    version = torch.version.cuda or "none"
+    if decisions.fp8 == "block" and _version(version) < BLOCK_CUDA:
         raise CannotRun(
             "this torch has no products in FP8 with scales of blocks",
             where="$.decisions.fp8",
@@ -207,9 +208,9 @@ def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
 
 _QUANTISE = ("fp8.quantize", "params.quantize")
 _ANEW = ("all_gather", "fp8.transpose")
-"""What makes parts with scales of their own of each part of its operand."""
+"""Operators whose result has new scales for each part of their operand."""
 _CARRY = ("d2h", "h2d", "copy", *_ANEW)
-"""What takes scales along with the rows of its operand in one of the roles ``_SOURCES``."""
+"""Operators that move scales with the rows of their operand, which has one of the roles ``_SOURCES``."""
 _SOURCES = ("source", "shard", "x")
 _CUT = "cut where it was quantised together"
 

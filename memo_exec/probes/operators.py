@@ -39,7 +39,7 @@ MOST_OPERAND_SETS = 12
 """Largest number of operand sets that repeats cycle through."""
 
 MOST_SET_BYTES = 7 * 2**26
-"""Bytes of all operand sets of an operator together, on a CPU; a calibration takes less than 1 GiB there."""
+"""Bytes of all operand sets of an operator together, on a CPU, where a calibration needs less than 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _operators(decisions: Decisions) -> Iterator[Operator]:
 
 
 def operand_sets(device: torch.device, wanted: int, set_bytes: int, most_bytes: int) -> int:
-    """Return how many of the ``wanted`` sets of operands repeats cycle through: on a CPU, what ``most_bytes`` hold.
+    """Return how many of the ``wanted`` sets of operands repeats cycle through: on a CPU, what fits in ``most_bytes``.
 
     There are two in any case.
     """

@@ -183,7 +183,7 @@ def load_conversations(
 
 
 def check_used(found: Conversations, unused: str) -> None:
-    """Refuse data of which nothing counts; ``unused``: what is said then.
+    """Refuse data of which nothing counts; ``unused``: the message's first words.
 
     Raises:
         BadInput: when no item has a target within a sequence.

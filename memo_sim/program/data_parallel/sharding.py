@@ -343,8 +343,8 @@ class Sharding:
         needed = self.params or self.grads or self.reduced_early or self.quantised
         uses = self.uses(layer_passes) if needed else []
         waiting: list[Placed] = []
-        cached = set[int]()
-        """Layers whose FP8 copies were made in this step, where every use reads the same."""
+        cached = set[tuple[int, str]]()
+        """Layers and blocks whose FP8 copies were made in this step, where every use reads the same."""
         for i, use in enumerate(uses):
             starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch
             following = [u for u in uses[i + 1 : i + 2] if u.micro_batch == use.micro_batch]
@@ -354,9 +354,7 @@ class Sharding:
             else:
                 gathered.insert(0, self._copied_out(use))
             before, after = [p for placed in gathered for p in placed], list[Placed]()
-            if use.layer not in cached:
-                before += self._quantised(use)
-                cached |= {use.layer} if not self.params else set()
+            before += self._quantised(use, cached)
             reduced = self._reduced(use)
             if use.grads:
                 kinds = tuple(kind for kind in use.grads if kind in self.grads)
@@ -392,13 +390,22 @@ class Sharding:
         m, layer, s = use.micro_batch, use.layer, use.subsequence
         return [Placed(f"{kind}.{what}", at, m, layer, s) for kind, at in zip(kinds, places, strict=True)]
 
-    def _quantised(self, use: Use) -> list[Placed]:
-        """Return what makes the FP8 copies of the parameters of ``use``."""
-        again = use.backward and any(kind in self.params for kind in use.params)
-        kinds = tuple(kind for kind in use.params if kind in self.quantised)
-        if not again:  # a forward reads what was gathered in FP8 as it is
-            kinds = tuple(k for k in kinds if k not in self.params or not self.optimizers[k].narrow)
-        return self._placed(use, kinds, "quantize_again" if again else "quantize")
+    def _quantised(self, use: Use, cached: set[tuple[int, str]]) -> list[Placed]:
+        """Return what makes the FP8 copies of the parameters of ``use``; note those that later uses read in ``cached``.
+
+        A layer's experts may have other replicas than its own block, so one may be sharded without the other.
+        """
+        found: list[Placed] = []
+        for kind in (kind for kind in use.params if kind in self.quantised):
+            if kind in self.params:
+                # A forward reads what was gathered in FP8 as it is.
+                made = use.backward or not self.optimizers[kind].narrow
+            else:
+                made = (use.layer, kind) not in cached
+                cached.add((use.layer, kind))
+            again = use.backward and kind in self.params
+            found += self._placed(use, (kind,), "quantize_again" if again else "quantize") if made else []
+        return found
 
     def _of_layer(self, use: Use) -> bool:
         return 0 <= use.layer < self.layers

@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.requests import ARENA_ALIGNMENT_BYTES
 from memo_sim.program.attention import attention
 from memo_sim.program.attention import chunked as chunked_attention
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
@@ -55,8 +56,6 @@ REGION = "skeletal.region"
 """The rounding buffers of layers that differ, without the layers' inputs."""
 REBUILT_FROM_SHARED = ("full", ROWWISE)
 """Recompute modes whose backward rebuilds every layer from few tensors, those that can be swapped."""
-REGION_ALIGNMENT = 512
-"""Bytes to which tensors in the region are aligned, as PyTorch's allocator aligns them."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +372,7 @@ def _in_region(families: list[Family]) -> Iterator[Family]:
             yield family
             continue
         yield replace(family, count=0, region=REGION, offset=offset)
-        offset += -(-family.bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+        offset += -(-family.bytes // ARENA_ALIGNMENT_BYTES) * ARENA_ALIGNMENT_BYTES
 
 
 def region(families: Iterable[Family]) -> list[Family]:

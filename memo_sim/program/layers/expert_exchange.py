@@ -70,7 +70,7 @@ class ExchangedExperts(ExpertMlp):
     def __init__(self, writer: OperatorWriter, experts: Experts) -> None:
         super().__init__(writer, experts)
         shape = self.shape
-        divided = 1 if shape.whole_experts else shape.divided
+        divided = writer.decisions.layout.expert_divided
         block = experts_block(writer.model, divided, shape.ep, experts, writer.decisions.lora)
         assert block is not None  # this class is for ep above 1
         self._block = block
@@ -162,7 +162,7 @@ class ExchangedExperts(ExpertMlp):
     def _kept(self, rows: Rows) -> Access | None:
         """Return rows that are sent as an operand of what follows their exchange, if products stand between the two.
 
-        Without it their memory would be free at once, and a product that took it would wait for the exchange.
+        Without it their memory would be free at once, and a product that used it would wait for the exchange.
         """
         return reads(rows) if self.overlapped else None
 

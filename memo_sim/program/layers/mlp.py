@@ -27,6 +27,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import Rows, reads, writes
 from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.layers.operator_recompute import GATE, keeps_gate
+from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
 from memo_sim.program.operators import norms
@@ -58,7 +59,7 @@ class Mlp:
         self.rebuild: MlpRebuild = writer.decisions.mlp_rebuild if self.blocked else "block"
         self.apart = self.rebuild != "block"
         """Whether the norm is computed for all rows, outside of the row blocks."""
-        self.residual_in_block = writer.decisions.recompute == "rowwise"
+        self.residual_in_block = is_rowwise(writer.decisions)
         """Whether the residual before the MLP exists for one row block only (``rowwise.py``)."""
         self.tokens = min(chunk or self.shape.tokens, self.shape.tokens)
         """Number of tokens in a buffer inside the MLP."""

@@ -16,7 +16,7 @@ are a row of the hidden size, 12 KiB of the packed Q, K and V):
     attention        x 8, attn 8, gradients: of the residual 8, of attention 8; qkv 12, its gradient 12    = 56 KiB
     last loop        x 8, gradients: of the residual 8, of qkv 12, of the input 8                          = 36 KiB
 
-The first loop holds a block of the MLP besides, attention the workspace of its kernel. Queries, keys and values are not
+The first loop also needs a block of the MLP, attention the workspace of its kernel. Queries, keys and values are not
 there before the gradient of attention's output is complete, and the gradient of the layer's output is dead by then.
 Recompute makes the calls of forward, so its bits are the same. Weight gradients are sums over blocks in fp32, as with
 the MLP in row blocks (``mlp.py``).

@@ -28,8 +28,8 @@ Forward keeps the FP8 copies of a product's input in place of the input itself: 
 activation. The projection's input is kept twice, because attention's backward reads its output in bf16.
 
 Weights have FP8 copies beside those in the plan's dtype. With ``fp8_params`` there are only the FP8 ones: the optimizer
-quantises its master weights to the copy by rows, which ranks gather, and the one by columns is that one transposed. So
-it is with scales of 128 x 128 values too, which are those of the transposed weight.
+quantises its master weights to the copy by rows, which ranks gather, and the one by columns is that one transposed.
+That is right for scales of 128 x 128 values too: the transposed weight has the same scales, transposed.
 """
 
 from __future__ import annotations

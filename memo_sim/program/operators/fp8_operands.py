@@ -19,9 +19,7 @@ from memo_sim.program.layout.shape import Shape
 WEIGHTS = "params_fp8"
 """Slot of the FP8 copies of a layer's weights: all by rows, then all for the gradients of inputs."""
 COLUMNS = "params_fp8_columns"
-"""Slot of the weights for the gradients of inputs where there are no others than in FP8."""
-
-
+"""Slot of the transposed weights, for the gradients of inputs, where weights are kept in FP8 alone."""
 EXPERT_WEIGHTS, EXPERT_COLUMNS = "expert_params_fp8", "expert_params_fp8_columns"
 """The same slots for the experts that ranks divide."""
 
@@ -186,7 +184,7 @@ class Fp8Operands:
 def requantisation(decisions: Decisions, elements: int, *, shard: bool) -> Rowwise:
     """Return the work of quantising updated fp32 master weights to the copy by rows.
 
-    The scales of a ``shard`` depend on other ranks' values, so scales of blocks too take a pass of their own first
+    The scales of a ``shard`` depend on other ranks' values, so scales of blocks too need a pass of their own first
     (Transformer Engine, ``tensor/utils.py``, cast_master_weights_to_fp8).
     """
     passes = 2 if decisions.fp8 == "tensor" or (shard and fp8.by_blocks(decisions.fp8)) else 1

@@ -49,7 +49,7 @@ class OperatorWriter:
         self.fp8 = None if decisions.fp8 == "none" else Fp8Operands(builder, decisions, shape, block)
         """Copies of operands in FP8; None where products run in the plan's dtype."""
         self.narrow = narrow_elements(decisions, block)
-        """Elements at the block's beginning that slot ``params`` does not hold, because they are in FP8 alone."""
+        """Elements at the block's beginning that are not in slot ``params``, because they are in FP8 alone."""
         self.in_chunks = decisions.layout.tp_overlap == "chunked" and shape.gathered
         """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False

@@ -1,8 +1,8 @@
 """Rounding of swapped rows to FP8 before they leave, and back (``layout/swap_format.py``), block by block.
 
-The kernels are on the copy lanes: one of compute that waited for a copy would hold up all compute behind it. Each lane
-has a buffer of its own that exists all step. Rows in a buffer of each layer would lie at addresses of which compute
-makes use before and after, and so wait for it.
+The kernels are on the copy lanes: a kernel on the compute lane that waited for a copy would delay all compute behind
+it. Each lane has a buffer of its own that exists all step. With a buffer for each layer, rounded rows would lie at
+addresses that compute uses before and after, and copies would wait for compute.
 
     d2h   [round block 0][copy][round block 1][copy] ...      h2d   [copy][widen block 0][copy][widen block 1] ...
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from memo_sim.contract.requests import ARENA_ALIGNMENT_BYTES
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
@@ -23,8 +24,6 @@ from memo_sim.program.layout.swap_format import PACKED, blocks, packed_features,
 REGION, WIDE = "staging", "staging.wide"
 """The region on each copy lane, and the part of it that holds values in fp32."""
 WIDE_BYTES = DTYPE_BYTES["fp32"]
-ALIGNMENT = 512
-"""Bytes to which parts of the region are aligned, as PyTorch's allocator aligns tensors."""
 
 
 def staging(swapped: Iterable[tuple[int, int]]) -> list[Family]:
@@ -45,7 +44,7 @@ def staging(swapped: Iterable[tuple[int, int]]) -> list[Family]:
         part(f"{REGION}.{features}", dtype=PACKED, tokens=rows, features=packed_features(features))
         for features, rows in sorted(longest.items())
     ]
-    end = -(-max(each.bytes for each in parts) // ALIGNMENT) * ALIGNMENT
+    end = -(-max(each.bytes for each in parts) // ARENA_ALIGNMENT_BYTES) * ARENA_ALIGNMENT_BYTES
     parts.append(part(WIDE, dtype="fp32", tokens=wide, features=1, offset=end))
     return [made(REGION, dtype="uint8", tokens=end + parts[-1].bytes, features=1, count=2), *parts]
 

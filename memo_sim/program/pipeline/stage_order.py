@@ -41,7 +41,7 @@ class Repeats:
     """
 
     def __init__(self, instances: list[Instance], unlike: set[str]) -> None:
-        """``instances``: those of the stage, to which are added. ``unlike``: micro-batches (``m0``) with others."""
+        """``instances``: the stage's list, which this extends. ``unlike``: micro-batches (``m0``) that differ."""
         self._instances = instances
         self._unlike = unlike
         self._first: dict[Hashable, tuple[int, list[Instance]]] = {}

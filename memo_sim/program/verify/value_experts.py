@@ -512,10 +512,9 @@ def shared_gate_backward(call: Call) -> None:
 
 def shared_gate_dgrad(call: Call) -> None:
     """Check the gate's part of the gradient of its input, which is added to the shared expert's part."""
-    before, after = SHARED_NORM, "d_norm2.gate"
-    if separate(call.values):
-        before, after = shared_norm(call.values), _part("d_shared_norm", call.values)
-    for found in rowwise(call, {"grad": "d_shared_logit", "out": before}, {"out": after}):
+    v = call.values
+    made = _part("d_shared_norm", v) if separate(v) else "d_norm2.gate"
+    for found in rowwise(call, {"grad": "d_shared_logit", "out": shared_norm(v)}, {"out": made}):
         weight(call, "weight", "shared_gate.weight", found[0])
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.expert_load import measured_shares, shown_load
 from memo_sim.program.layout.parameters import gradient_dtype, without_masters
-from memo_sim.program.layout.rowwise_blocks import ROWWISE
+from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
@@ -48,8 +48,9 @@ EXPERTS = (
     _EXPERTS.allows("layout.subsequences", 1, because="each subsequence would be routed by itself"),
     _EXPERTS.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "mlp", "full", "tokenwise", ROWWISE),
+        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
         because="every second product would have to be chosen among those of experts",
+        when=lambda d: d.model.mixture is not None and not is_rowwise(d),  # refused in rowwise.py, with its own reason
     ),
     EXPERTS_WHOLE_MLP,
     _EXPERTS.allows(
@@ -163,9 +164,7 @@ EXPERTS = (
     Rule(
         name="expert parallelism: zero_ranks",
         breaks=lambda d: (
-            d.layout.ep > 1
-            and d.layout.zero_ranks > 0
-            and d.layout.expert_ranks // d.layout.shard_copies % d.layout.ep > 0
+            d.layout.ep > 1 and d.layout.zero_ranks * d.layout.expert_ranks // d.layout.replicas % d.layout.ep > 0
         ),
         what="the groups that ZeRO divides over do not have all experts of a layer, or not equally often",
         where="layout.zero_ranks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memo_sim.contract.attention_kernels import takes_values
-from memo_sim.program.layout.rowwise_blocks import ROWWISE
+from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
@@ -33,8 +33,9 @@ LATENT = (
     _LATENT.allows("model.bidirectional", False, because="no such model has a latent"),
     _LATENT.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "mlp", "full", "tokenwise", ROWWISE),
+        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
         because="every second product would have to be chosen among those of latents",
+        when=lambda d: d.model.latent is not None and not is_rowwise(d),  # refused in rowwise.py, with its own reason
     ),
     _LATENT.allows(
         "layout.schedule",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memo_sim.program.layout.rowwise_blocks import ROWWISE
+from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
@@ -59,8 +59,9 @@ METP = (
     METP_SCHEDULE,
     _METP.allows(
         "decisions.recompute",
-        *("none", "full", "tokenwise", ROWWISE),
+        *("none", "full", "tokenwise"),
         because="of what selective recompute drops METP keeps only attention's output, which full recompute rebuilds",
+        when=lambda d: d.layout.metp > 1 and not is_rowwise(d),  # refused in rowwise.py, with its own reason
     ),
     METP_WHOLE_MLP,
     _METP.allows(

@@ -37,7 +37,7 @@ MULTIPLEXING = (
     Rule(
         name="multiplexing: micro_batch",
         breaks=lambda d: d.layout.multiplexed and d.micro_batch > 1,
-        what="helper stages take the first rows of a subsequence, which belong to one sequence alone",
+        what="helper stages compute the first rows of a subsequence, which belong to one sequence alone",
         where="micro_batch",
         got=lambda d: f"{d.micro_batch} with multiplexing",
         wanted="1",
@@ -46,7 +46,7 @@ MULTIPLEXING = (
     Rule(
         name="multiplexing: ulysses",
         breaks=lambda d: d.layout.multiplexed and d.layout.ulysses > 1,
-        what="helper stages have no all-to-all for the rows that they take of a subsequence",
+        what="helper stages have no all-to-all for the rows that they compute of a subsequence",
         where="layout.ulysses",
         got=lambda d: f"{d.layout.ulysses} with multiplexing",
         wanted="1",

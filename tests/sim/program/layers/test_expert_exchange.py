@@ -349,6 +349,7 @@ REFUSED: dict[str, tuple[Model, Layout, dict[str, Any]]] = {
     "layout.ep  ": (EXPERTS, Layout(tp=2, dp=2, ep=8, **WHOLE), {}),
     "experts": (EXPERTS, Layout(dp=3, ep=3), {}),
     "layout.zero_ranks": (EXPERTS, Layout(dp=4, ep=4, zero=1, zero_ranks=2), {}),
+    "layout.zero_ranks ": (EXPERTS, Layout(dp=4, ep=4, zero=1, zero_ranks=8), {}),
     "decisions.expert_capacity": (EXPERTS, Layout(dp=2), {"expert_capacity": 2.0}),
     "decisions.expert_capacity ": (EXPERTS, Layout(dp=2), {"expert_overflow": "refuse"}),
 }

@@ -62,6 +62,21 @@ def test_layouts_and_policies_pass_the_checkers(model: Model, layout: Layout, po
         assert faults_of(in_fp8(model, layout, policy, fp8_params=alone)) == []
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(tp=4, sequence_parallel=True, ep=2, expert_tp=1)])
+def test_experts_and_the_rest_of_a_layer_may_differ_in_whether_they_are_sharded(layout: Layout) -> None:
+    """Where one has a single replica, ZeRO-3 shards the other alone, and each is quantised as its own shards need."""
+    sharded = msgspec.structs.replace(layout, zero=3)
+    for alone in (False, True):
+        decisions = in_fp8(EXPERTS, sharded, fp8_params=alone)
+        assert faults_of(decisions) == []
+        (program,) = lower(msgspec.structs.replace(decisions, global_batch=2 * layout.dp))
+        played = [program.templates[each.template].name for each in program.instances]
+        whole = "experts" if layout.tp == 1 else "layer"
+        assert played.count(f"{whole}.quantize") == EXPERTS.layers
+        other = "layer" if whole == "experts" else "experts"
+        assert played.count(f"{other}.quantize_again") == 2 * EXPERTS.layers
+
+
 def instructions(decisions: Decisions, kind: TemplateKind) -> list[Instruction]:
     (program,) = lower(decisions)
     return [i for t in program.templates if t.kind is kind for i in t.instructions]
