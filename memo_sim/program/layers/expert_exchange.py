@@ -52,6 +52,7 @@ from memo_sim.program.ir.kinds import Phase, TemplateKind
 from memo_sim.program.ir.work import Collective
 from memo_sim.program.layers.experts import INDEX, NUMBER, ExpertMlp
 from memo_sim.program.layout.expert_load import received_sizes
+from memo_sim.program.layout.fp8 import narrow_elements
 from memo_sim.program.layout.parameters import experts_block
 from memo_sim.program.layout.rank_order import EP
 from memo_sim.program.operators import workspaces as table
@@ -74,6 +75,8 @@ class ExchangedExperts(ExpertMlp):
         block = experts_block(writer.model, divided, shape.ep, experts, writer.decisions.lora)
         assert block is not None  # this class is for ep above 1
         self._block = block
+        self._narrow = narrow_elements(writer.decisions, block)
+        """Elements at the block's beginning that are not in slot ``PARAMS``, because they are in FP8 alone."""
         if self.weights:
             self.weights = Fp8Weights(writer.decisions, block, (EXPERT_WEIGHTS, EXPERT_COLUMNS))
         self._received = False
@@ -325,7 +328,7 @@ class ExchangedExperts(ExpertMlp):
 
     def _weight(self, name: str) -> Access | None:
         found = self._block.find(name)
-        return reads(Rows(PARAMS, found.first, found.elements)) if found else None
+        return reads(Rows(PARAMS, found.first - self._narrow, found.elements)) if found else None
 
     def _weight_grad(self, name: str) -> Access | None:
         found = self._block.find(name)

@@ -52,6 +52,7 @@ def test_divided_experts_pass_the_checkers(model: Model, recipe: tuple[Fp8Recipe
         (EXPERTS, Layout(), HALF),
         (SHARED, Layout(tp=2, sequence_parallel=True), ("full", 0.0)),
         (SHARED, Layout(dp=4, ep=2, zero=3), ("none", 0.5)),
+        (load_model("gpt-oss-tiny"), Layout(dp=2, ep=2), ("none", 0.0)),
         (LATENT, Layout(ulysses=2), ("selective", 0.0)),
         (WITHOUT_QUERY_LATENT, Layout(tp=2, sequence_parallel=True), HALF),
         (WITHOUT_QUERY_LATENT, Layout(cp=2), ("full", 0.0)),
