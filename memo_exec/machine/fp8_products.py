@@ -48,15 +48,6 @@ def check_recipe(decisions: Decisions, where: str) -> None:
     Raises:
         CannotRun: with what there is.
     """
-    if decisions.fp8 not in ("none", "tensor", "block", "mx"):
-        raise CannotRun(
-            "memo-exec has kernels for FP8 with scales from a tensor's own values: one, or of blocks of 128 or 32; "
-            "other recipes are priced only",
-            where=f"{where}: $.decisions.fp8",
-            got=decisions.fp8,
-            wanted="tensor, block, mx or none",
-            hint=f"make the plan with --fp8 tensor, block or mx; or {_EXPORT}",
-        )
     if decisions.fp8_params:
         raise CannotRun(
             "memo-exec keeps bf16 weights beside their FP8 copies; weights in FP8 alone are priced only",
