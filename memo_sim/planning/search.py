@@ -93,7 +93,8 @@ def search(
     - The ``keep`` best plans are exact.
     - ``front``: the Pareto front is exact too; candidates with open alpha are then evaluated at every eighth as well.
     - ``prune``: without it, everything is evaluated.
-    - ``siblings``: all policies on the best plan's layout are evaluated, for the explanation.
+    - ``siblings``: all policies on the best plan's layout are evaluated, for the explanation, but for attention in
+      chunks beside a ring, which is played only where it may win.
     - ``enough_s``: the search ends at the first plan that fits and takes no longer; all others count as pruned.
 
     Raises:
@@ -203,6 +204,11 @@ class _Bounded:
         return (False, False, 0.0) if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
 
 
+def _is_small(candidate: Candidate) -> bool:
+    """Return whether a plan that cannot win is soon played: chunks in a ring have a call for every pair and rank."""
+    return not (candidate.policy.attention_chunks and candidate.base.layout.cp > 1)
+
+
 def _least_key(bound: LowerBound, shortfall_bytes: int) -> tuple[bool, bool, float]:
     """Return a key that nothing with these bounds ranks before."""
     short = shortfall_bytes > 0
@@ -293,7 +299,7 @@ class _Search:
         self._limit_the_allocator()
         self._widen_the_window()
         best = min(self.ranked, key=lambda e: e.rank_key)
-        beside = [c for c in pruned if c.base.layout == best.decisions.layout] if self.siblings else []
+        beside = [c for c in pruned if c.base.layout == best.decisions.layout and _is_small(c)] if self.siblings else []
         stood_for += sum(not self._add(candidate) for candidate in beside)
         self.ranked.sort(key=lambda e: e.rank_key)
         self.ranked[0] = self._with_refusals(self.ranked[0])
