@@ -3,7 +3,8 @@
 An operand in a part of a region (``Family.region``) is a range of the region's buffer. A region has rows of one byte.
 
 These arrays are the only form of a program that is as long as the step. Everything that looks at all instructions
-(edges, liveness, the engine) works on them.
+(edges, liveness, the engine) works on them. Operands are most of their bytes; what only asks where instructions are
+keeps ``InstructionColumns``.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Arrays over instructions (lane, instance, template, position in it) and over operands, in program order."""
+class InstructionColumns:
+    """Arrays over instructions: lane, instance, template and position in it, in program order."""
 
     lane: Ints
     instance: Ints
     template: Ints
     position: Ints
+
+
+@dataclass(frozen=True)
+class Columns(InstructionColumns):
+    """Arrays over instructions and over operands, in program order, and over buffers."""
+
     operand_instruction: Ints
     operand_buffer: Ints
     operand_first: Ints
@@ -38,6 +45,11 @@ class Columns:
     buffer_family: Ints
     buffer_dynamic: Flags
     """Whether a buffer's device memory is allocated and freed during the step."""
+
+    @property
+    def instructions(self) -> InstructionColumns:
+        """The arrays over instructions alone."""
+        return InstructionColumns(self.lane, self.instance, self.template, self.position)
 
 
 def expand(program: Program) -> Columns:
