@@ -94,7 +94,7 @@ def steps_of(simulation: Simulation, arena: Arena | None) -> list[Step]:
 def _buffers(stage: StageRun) -> Requests:
     """Return a stage's device buffers with their names; an eager framework has more of them than the program."""
     memory = stage.memory
-    return requests_of(stage.program, lives=memory.device_lives, names=memory.buffer_names)
+    return requests_of(stage.program, stage.columns, lives=memory.device_lives, names=memory.buffer_names)
 
 
 def _largest(simulation: Simulation) -> list[LiveTensor]:

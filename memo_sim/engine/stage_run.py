@@ -23,7 +23,7 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Part
 from memo_sim.engine.repetition import Repetition, Window
 from memo_sim.engine.stalls import Kinds, Late, Peers, after_compute, stalls_of
-from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.columns import fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
@@ -83,8 +83,8 @@ class StageRun:
         self.program = program
         self.decisions = decisions
         self.hardware = hardware
-        columns = expand(program)
-        self.columns = columns.instructions
+        columns = fold(program)
+        self.columns = columns.of_instructions
         self.memory: Memory = memory_of(program, columns, decisions, hardware, cluster)
         self._edges = derive_edges(columns) if plays and self.memory.fault is None else None
         self.repeat(None)
@@ -115,7 +115,7 @@ class StageRun:
     def edges(self) -> Edges:
         """The edges between the stage's lanes."""
         if self._edges is None:
-            self._edges = derive_edges(expand(self.program))
+            self._edges = derive_edges(fold(self.program))
         return self._edges
 
     @property
