@@ -23,7 +23,7 @@ import numpy as np
 
 from memo_sim.contract.plan import Layout
 from memo_sim.engine.playback import Floats, Playback
-from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.columns import InstructionColumns, Ints
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.schedule import Kind, Pass
 
@@ -108,7 +108,7 @@ def _repeats(passes: Sequence[Pass], window: Window) -> bool:
 class Repetition:
     """``times`` repetitions of one stage's window; zero without a window."""
 
-    def __init__(self, program: Program, columns: Columns, window: Window | None, beyond: int) -> None:
+    def __init__(self, program: Program, columns: InstructionColumns, window: Window | None, beyond: int) -> None:
         """``beyond``: number of micro-batches of the step that are not played; a multiple of the window's."""
         self.times = beyond // window.micro_batches if window else 0
         marks = [program.passes[p][1] for p in (window.before, window.first, window.end)] if window else [0, 0, 0]
