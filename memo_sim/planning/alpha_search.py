@@ -137,6 +137,17 @@ def best_alpha(
     return scan.result(found if scan.time_of(found) < float("inf") else 0)
 
 
+def least_that_fits(refuses: Callable[[int], bool], lowest: int, highest: int) -> int:
+    """Return the smallest grid step that is not refused, or ``highest``; with more swapped rows, nothing needs more."""
+    while lowest < highest:
+        middle = (lowest + highest) // 2
+        if refuses(middle):
+            lowest = middle + 1
+        else:
+            highest = middle
+    return lowest
+
+
 def best_partial_swap(
     base: Decisions, predict: Predict, *, bounds: LowerBounds | None = None, resolution: int = RESOLUTION
 ) -> AlphaSearch | None:
@@ -149,12 +160,7 @@ def best_partial_swap(
     lowest, highest = 1, scan.grid.steps - 1
     if highest < lowest:
         return None
-    while lowest < highest:
-        middle = (lowest + highest) // 2
-        if scan.device_refuses(middle):
-            lowest = middle + 1
-        else:
-            highest = middle
+    lowest = least_that_fits(scan.device_refuses, lowest, highest)
     if scan.at(lowest)[1].status != "ok":
         return scan.result(lowest)
     return scan.result(scan.descend((lowest,), lowest, scan.grid.steps - 1))

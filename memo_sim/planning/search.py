@@ -42,7 +42,8 @@ from memo_sim.engine.fast_loop import run_fast
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.allocator_limits import least_limited_s, may_gain, with_best_limit
 from memo_sim.planning.alpha_linear_program import LinearProgram, linear_program
-from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
+from memo_sim.planning.alpha_ranges import least_step_s as least_step_s_of_alphas
+from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap, least_that_fits
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
@@ -187,6 +188,9 @@ def _eighths(candidate: Candidate) -> list[Candidate]:
     return made
 
 
+NextBound = Literal["pipeline", "layers", "wide", "narrow", "alone", ""]
+
+
 @dataclass(frozen=True, slots=True)
 class _Bounded:
     """A candidate with its lower bounds; None when they cannot be computed, which the evaluation will explain."""
@@ -194,9 +198,9 @@ class _Bounded:
     candidate: Candidate
     bound: LowerBound | None
     shortfall_bytes: int
-    next_bound: Literal["pipeline", "layers", "wide", "narrow", ""] = ""
+    next_bound: NextBound = ""
     """The tighter bounds that come next, at the cost of some lowerings: from the layout's kernels and waits, from a few
-    of its layers, or from these for each of some ranges of alpha (``RANGES``)."""
+    of its layers, from these for each of some ranges of alpha (``RANGES``), or from one stage that is played alone."""
 
     @property
     def least_key(self) -> tuple[bool, bool, float]:
@@ -422,17 +426,52 @@ class _Search:
             if one.next_bound == "pipeline":
                 bound = replace(bound, step_s=max(bound.step_s, self._least_s(kept(candidate.base))))
                 return replace(one, bound=bound, next_bound="layers")
+            if one.next_bound == "alone":
+                return replace(one, bound=self._bound_of_one_stage(candidate, bound), next_bound="")
             width = RANGES.get(one.next_bound)
             higher = self._bound(candidate) if width is None else self._bound_of_ranges(candidate, width)
         except Infeasible:
             return _Bounded(candidate, None, 0)
         higher = replace(higher, step_s=max(higher.step_s, bound.step_s))
-        after: Literal["wide", "narrow", ""] = "narrow" if one.next_bound == "wide" else ""
-        layout = candidate.base.layout
-        # Without stages, a few plays take no longer than these bounds.
-        if one.next_bound == "layers" and candidate.policy.alpha is None and layout.pp > 1 and layout.subsequences == 1:
-            after = "wide"
-        return _Bounded(candidate, higher, self.bounds.shortfall_bytes(higher), after)
+        return _Bounded(candidate, higher, self.bounds.shortfall_bytes(higher), self._after(one))
+
+    def _after(self, one: _Bounded) -> NextBound:
+        """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
+        layout = one.candidate.base.layout
+        alone: NextBound = "" if self.front else "alone"
+        if one.next_bound == "wide":
+            return "narrow" if self.front else alone
+        if one.next_bound == "layers" and layout.pp > 1 and layout.subsequences == 1:
+            return "wide" if one.candidate.policy.alpha is None else alone
+        return ""
+
+    def _bound_of_one_stage(self, candidate: Candidate, bound: LowerBound) -> LowerBound:
+        """Return a bound that no alpha of the candidate is below, if one stage shows that none ranks among the best.
+
+        Else return ``bound``.
+        """
+        limit_s, base = self._limit_s(), candidate.base
+        if limit_s == float("inf"):
+            return bound
+        if candidate.policy.alpha is not None:
+            found_s = self.bounds.of_one_stage(base, base, limit_s)
+        else:
+            grid = Grid.of(base)
+            partial = candidate.policy == PARTIAL_SWAP
+            low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
+            if high < low:
+                return bound
+            if partial:
+                low = least_that_fits(lambda step: self.bounds.lack_device(grid.at(step)), low, high)
+            found_s = least_step_s_of_alphas(self.bounds, grid, low, max(low, self._most(grid, low, high)), limit_s)
+        return replace(bound, step_s=max(bound.step_s, found_s))
+
+    def _limit_s(self) -> float:
+        """Return the step seconds of the last of the ``keep`` best plans so far; infinite if it does not fit."""
+        known = sorted(e.rank_key for e in ([*self.ranked, self.limit] if self.limit else self.ranked))
+        if len(known) < self.keep or known[self.keep - 1][0]:
+            return float("inf")
+        return known[self.keep - 1][2]
 
     def _least_s(self, keeping: Decisions) -> float:
         if keeping not in self.least_s:
