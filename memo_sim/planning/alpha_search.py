@@ -84,10 +84,14 @@ class _Scan:
 
     def time_of(self, step: int, *, limit_s: float = float("inf")) -> float:
         """Return the step time; infinite for plans that do not fit, or that cannot be faster than ``limit_s``."""
-        if step not in self._seen and self._bounds and self._bounds.reach(self.grid.at(step), limit_s):
+        if step not in self._seen and self._is_no_faster(step, limit_s):
             return float("inf")
         step_s = self.at(step)[1].step_s
         return step_s if step_s is not None else float("inf")
+
+    def _is_no_faster(self, step: int, limit_s: float) -> bool:
+        grid, bounds = self.grid, self._bounds
+        return bounds is not None and bounds.reach(grid.at(step), limit_s, base=grid.base)
 
     def device_refuses(self, step: int) -> bool:
         """Return whether the plan at a grid step needs more device memory than there is."""

@@ -21,7 +21,7 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.layer_shape import LayerShape
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
@@ -97,8 +97,8 @@ class LowerBounds:
         self._stage_bytes: dict[Decisions, int] = {}
         self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
-        self._not_repeated: set[Layout] = set()
-        """Layouts whose layers were not seen to repeat; they are not lowered for that again."""
+        self._not_repeated: set[Decisions] = set()
+        """Plans of which an alpha's layers were not seen to repeat; others of their alphas are not lowered for that."""
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.TP, "p2p_s": Lane.P2P}
@@ -218,14 +218,14 @@ class LowerBounds:
         """Return the bytes of one rank's states in host memory."""
         return self._states(decisions)[1]
 
-    def reach(self, decisions: Decisions, limit_s: float) -> bool:
-        """Return whether the plan is known not to fit, or to take at least ``limit_s``."""
+    def reach(self, decisions: Decisions, limit_s: float, *, base: Decisions) -> bool:
+        """Return whether the plan, an alpha of ``base``, is known not to fit, or to take at least ``limit_s``."""
         if self.lack_host(decisions):
             return True
-        if limit_s < inf and decisions.layout not in self._not_repeated:
+        if limit_s < inf and base not in self._not_repeated:
             repeated_s = step_s_of_few_layers(decisions, self._hardware, self._cluster)
             if repeated_s is None:
-                self._not_repeated.add(decisions.layout)
+                self._not_repeated.add(base)
             elif repeated_s * (1 - ROUNDING) >= limit_s:
                 return True
         bound = self.of(decisions)
