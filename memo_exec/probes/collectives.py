@@ -55,6 +55,7 @@ def measure(
     *,
     outside: Callable[[], int],
     told: Callable[[str], None],
+    over: Callable[[], bool] = lambda: False,
 ) -> tuple[list[CollectiveTable], dict[int, int]]:
     """Return one table per kind and group size, and the bytes of this rank's communicator by group size.
 
@@ -68,6 +69,7 @@ def measure(
         source: the name of the source in the profile.
         outside: returns the device bytes in use that torch does not hold.
         told: receives a progress line before each measurement.
+        over: returns whether time is short; then only the smallest and the largest size are measured.
 
     Raises:
         CannotRun: if another rank stops.
@@ -80,14 +82,15 @@ def measure(
         for kind in KINDS:
             told(f"measuring {kind} among {count} ranks")
             samples = []
+            chosen = sorted({min(sizes), max(sizes)}) if ranks.any(over()) else sizes
             if ranks.rank < count:
                 with ranks.answered():
                     samples = [
-                        time_calls(ranks, call_of(kind, ranks, count, size, group), group, seconds) for size in sizes
+                        time_calls(ranks, call_of(kind, ranks, count, size, group), group, seconds) for size in chosen
                     ]
             ranks.wait()
-            found = [ranks.slowest(samples[i] if samples else Sample(0.0, 0.0)) for i in range(len(sizes))]
-            tables.append(table_of(kind, count, dict(zip(sizes, found, strict=True)), source))
+            found = [ranks.slowest(samples[i] if samples else Sample(0.0, 0.0)) for i in range(len(chosen))]
+            tables.append(table_of(kind, count, dict(zip(chosen, found, strict=True)), source))
         taken[count] = max(0, outside() - before)
     return tables, taken
 

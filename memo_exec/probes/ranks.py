@@ -59,6 +59,10 @@ class Ranks:
             self._reduced(sample.spread, dist.ReduceOp.MAX, group),
         )
 
+    def any(self, value: bool) -> bool:
+        """Return whether ``value`` is true on any rank; every rank calls this, and all get the same."""
+        return self._reduced(float(value), dist.ReduceOp.MAX) > 0
+
     def total(self, value: float) -> float:
         """Return the sum over all ranks."""
         return self._reduced(value, dist.ReduceOp.SUM)
