@@ -398,7 +398,7 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None, dt
     """
     from memo_exec.commands.calibrate import calibrate
     from memo_exec.commands.outputs import check_outputs
-    from memo_exec.probes.budget import process_age_s
+    from memo_exec.probes.budget import launched_s
     from memo_sim.contract.codec import write
     from memo_sim.contract.peaks import warnings_about
 
@@ -412,7 +412,7 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None, dt
             command=_command_line(),
             budget_s=budget_s,
             dtypes=dtypes,
-            spent_s=process_age_s(),
+            spent_s=launched_s(),
         ),
         told="measurements",
     )

@@ -34,8 +34,13 @@ class Budget:
         return time.perf_counter() > self.until(share)
 
 
-def process_age_s(stat: Path = Path("/proc/self/stat")) -> float:
-    """Return the seconds since this process started; 0 where the system does not say."""
+def launched_s() -> float:
+    """Return the seconds since this process, or torchrun that launched it, started; 0 where the system does not say."""
+    return process_age_s(Path(f"/proc/{os.getppid() if 'TORCHELASTIC_RUN_ID' in os.environ else os.getpid()}/stat"))
+
+
+def process_age_s(stat: Path) -> float:
+    """Return the seconds since the process of a ``/proc/PID/stat`` started; 0 where the system does not say."""
     try:
         # The name of the command may contain spaces; the numbers begin behind its bracket.
         ticks = int(stat.read_text().rpartition(")")[2].split()[19])
