@@ -78,7 +78,7 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             where=f"{where}: $.decisions.fp8_layouts",
             got=decisions.fp8_layouts,
             wanted="any",
-            hint="make the plan for a cluster of B200 (--cluster b200-1x8)",
+            hint="make the plan for a cluster of Blackwell GPUs; memo-sim list clusters names them",
         )
     if decisions.fp8 not in ("none", "mx") and decisions.fp8_layouts != "tn":
         raise CannotRun(
@@ -113,7 +113,7 @@ def check_fp8(decisions: Decisions, program: Program, machine: Machine) -> None:
         return
     check_recipe(decisions, "plan")
     if why := _device_lacks(machine, decisions):
-        wanted = "a B200" if decisions.fp8 == "mx" else "an H100 or H200"
+        wanted = "a Blackwell GPU" if decisions.fp8 == "mx" else "an H100 or H200"
         raise CannotRun(
             "products in FP8 cannot run here", where="$.decisions.fp8", got=why, wanted=wanted, hint=_EXPORT
         )
