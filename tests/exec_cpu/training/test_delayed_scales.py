@@ -1,6 +1,7 @@
 """Delayed scaling over steps: scales survive a checkpoint, and begin anew after a run of another recipe."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from memo_sim.program.lower import lower
 from memo_sim.program.operators.fp8_operands import HISTORY, SCALES
 from tests.exec_cpu.small import batch, decide, llama, play, scalars
 
-FIELDS = {"dtype": "bf16", "fp8_layouts": "tn", "recompute": "none"}
+FIELDS: dict[str, Any] = {"dtype": "bf16", "fp8_layouts": "tn", "recompute": "none", "seq_tokens": 64}
 
 
 def step(interpreter: Interpreter, decisions: Decisions, number: int) -> float:
