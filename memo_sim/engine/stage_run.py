@@ -35,6 +35,7 @@ from memo_sim.program.ir.work import (
     Copy,
     Gemm,
     GroupedGemm,
+    LinearLoss,
     PointToPoint,
     Rowwise,
     Work,
@@ -145,7 +146,7 @@ class StageRun:
     @property
     def flops(self) -> float:
         """FLOPs that the whole step computes, recompute included."""
-        products = Gemm | BatchedGemm | GroupedGemm | Attention
+        products = Gemm | BatchedGemm | GroupedGemm | LinearLoss | Attention
         each = self.per_instruction(lambda i: i.work.flops if isinstance(i.work, products) else 0)
         return float(np.sum(each * self.weights))
 
