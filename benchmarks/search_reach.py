@@ -64,6 +64,7 @@ QUESTIONS = {
     "405b-on-4096": Asked("llama3-405b", "h100-512x8", 8192, 4096),
     "405b-128k-on-16384": Asked("llama3-405b", "h100-2048x8", 131072, 2048),
     "405b-1m-on-16384": Asked("llama3-405b", "h100-2048x8", 1 << 20, 256),
+    "13b-on-8": Asked("gpt-13b", "a100-1x8", 2048, 16, calculon=("models/gpt3-13B.json", "systems/a100_80g.json", 8)),
     "175b-on-64": Asked(
         "gpt-175b", "a100-8x8", 2048, 64, calculon=("models/gpt3-175B.json", "systems/a100_80g.json", 64)
     ),

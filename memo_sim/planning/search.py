@@ -288,6 +288,8 @@ def work_beside(
 ) -> Iterator[tuple[Hashable, object]]:
     """Tighten a candidate's bounds, then evaluate it; end where its bounds pass ``last``."""
     search: _Search = here["search"]
+    search.fastest = None
+    run_fast.beside(told.compiled)
     return search.beside(one, last, told)
 
 
@@ -663,36 +665,29 @@ class _Search:
         """Return what other processes find out, before they begin."""
         settings = {name: getattr(self, name) for name in ("keep", "front", "prune", "siblings", "enough_s")}
         begin = (begin_beside, (self.question, settings, goes_on))
-        return Ahead(
-            team,
-            begin=begin,
-            task=work_beside,
-            taken=_Bounded,
-            next_name=self._next_name,
-            heard=self._hear,
-        )
+        return Ahead(team, self, begin=begin, task=work_beside, taken=_Bounded)
 
-    def _hear(self, found: PlayedBeside) -> None:
-        """Keep the predictions of another process."""
+    def hear(self, found: PlayedBeside) -> None:
+        """Keep the predictions that another process has made."""
         self.known.update(found.used)
 
     def _give_ahead(self) -> None:
         """Let other processes begin with the next candidates."""
         if self.ahead is not None:
-            self.ahead.give(self.waiting, limit=self._limit_key, offer=self._offered, mine=self.at)
+            self.ahead.give()
 
     def _end_ahead(self) -> None:
         if self.ahead is not None:
             self.ahead.end()
 
-    def _limit_key(self) -> tuple[bool, bool, float]:
+    def limit_key(self) -> tuple[bool, bool, float]:
         """Return the largest key of a candidate that may matter."""
         last = self._last_kept()
         if self.front or self.all_matter or not self.prune or last is None:
             return (True, True, float("inf"))
         return last[:3]
 
-    def _offered(self, one: _Bounded, last: tuple[bool, bool, float]) -> Offer:
+    def offered(self, one: _Bounded, last: tuple[bool, bool, float]) -> Offer:
         """Return a candidate as a task of another process, which ends where the candidate's bounds pass ``last``."""
         candidate = one.candidate
         plays, keeping = self._shared_plans(candidate), swap_each(candidate.base, 0)
@@ -719,7 +714,7 @@ class _Search:
             found |= {candidate.narrow, self.hiding.get(base.layout, base)}
         return found
 
-    def _next_name(self, one: _Bounded) -> Hashable:
+    def next_name(self, one: _Bounded) -> Hashable:
         """Return the name of a candidate's next bounds, with what they depend on beside the candidate."""
         return (one.next_bound, self._limit_s()) if one.next_bound == "alone" else one.next_bound
 
@@ -746,12 +741,11 @@ class _Search:
         """Yield what is found out for the same search in another process (``work_beside``)."""
         self.told_limit_s = told.limit_s
         while one.next_bound and one.least_key <= last:
-            name = self._next_name(one)
+            name = self.next_name(one)
             one = self._with_next_bounds(one)
             yield name, one
         if one.next_bound or one.least_key > last:
             return
-        run_fast.beside(told.compiled)
         self.known.update(told.known)
         if told.kept is not None:
             self.bases.add(told.kept)
@@ -759,8 +753,16 @@ class _Search:
             self.hiding[told.hiding.layout] = told.hiding
         self.used.clear()
         outcome = self._outcome(one.candidate)
-        self.fastest = None
         yield OUTCOME, PlayedBeside(outcome, {plan: self.known[plan] for plan in self.used})
+
+    def beside_itself(self, one: _Bounded, last: tuple[bool, bool, float], told: Beside) -> Iterator[Any]:
+        """Yield the same in this process: only predictions and the simulation of the best plan are kept."""
+        used, at = self.used, self.at
+        self.used, self.at = {}, {*at, *self._shared_plans(one.candidate)}
+        try:
+            yield from self.beside(one, last, told)
+        finally:
+            self.used, self.at, self.told_limit_s = used, at, None
 
     def _outcome(self, candidate: Candidate) -> Evaluated | None:
         try:
