@@ -87,7 +87,7 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             where=f"{where}: $.decisions.fp8_layouts",
             got=decisions.fp8_layouts,
             wanted="any",
-            hint="make the plan for a cluster of B200 (--cluster b200-1x8)",
+            hint="make the plan for a cluster of B200",
         )
     if decisions.fp8 not in ("none", "mx") and decisions.fp8_layouts != "tn":
         raise CannotRun(

@@ -99,7 +99,7 @@ def test_experts_and_latents_in_fp8_are_refused(model: str, changes: dict[str, A
 
 def test_mxfp8_with_layouts_of_hopper_is_refused() -> None:
     plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | {"fp8": "mx"})))
-    with refused(CannotRun, where="plan.json: $.decisions.fp8_layouts", got="tn", wanted="any", hint="b200"):
+    with refused(CannotRun, where="plan.json: $.decisions.fp8_layouts", got="tn", wanted="any", hint="B200"):
         preflight.checked_program(plan, where="plan.json")
 
 
