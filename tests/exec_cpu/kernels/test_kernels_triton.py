@@ -22,6 +22,7 @@ from tests.exec_cpu.kernels.linear_loss_comparison import Trial
 from tests.exec_cpu.small import decide, gpt, llama, one_step
 
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
 ]

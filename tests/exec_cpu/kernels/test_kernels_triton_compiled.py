@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # Triton 3.9 announces a change in its next version
