@@ -26,6 +26,7 @@ from functools import partial
 import msgspec
 import torch
 
+from memo_exec.kernels import ROUNDING
 from memo_exec.machine.machine import Machine, library_versions, this_machine, versions
 from memo_exec.probes import clocks, collectives, copy_rates, host_update, memory, overlap, workspaces
 from memo_exec.probes import grid as grids
@@ -246,6 +247,9 @@ def _operators(
     found += _thinned([o for o in parts if o.instruction.op in grids.OF_PARTS and grid.wanted(o)])
     several = operators_of(grids.with_experts(grid, attention[0]))
     found += _thinned([o for o in several if o.instruction.op.startswith(grids.OF_EXPERTS) and grid.wanted(o)])
+    for implementation in rowwise:
+        rounding = operators_of(grids.rounded_swaps(grid, attention[0], implementation))
+        found += _thinned([o for o in rounding if o.instruction.op in ROUNDING and grid.wanted(o)])
     for loss in losses:
         inside = operators_of(grids.linear_losses(grid, attention[0], loss))
         found += [o for o in inside if _is_linear_loss(o) and grid.wanted(o)]

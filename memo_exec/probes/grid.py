@@ -160,6 +160,13 @@ def with_experts(grid: Grid, kernel: str) -> Iterator[Decisions]:
                 )
 
 
+def rounded_swaps(grid: Grid, kernel: str, rowwise: RowwiseKernel) -> Iterator[Decisions]:
+    """Yield decisions that swap all rows in FP8, for every width and length; they add the rounding of rows."""
+    for each in decisions(grid, kernel, rowwise):
+        if each.model.family == "llama":
+            yield msgspec.structs.replace(each, swapped_tokens=each.seq_tokens, swap_dtype="fp8")
+
+
 def linear_losses(grid: Grid, kernel: str, loss: Loss) -> Iterator[Decisions]:
     """Yield decisions with a loss that has the classifier's product inside, for every width and length."""
     for width in grid.widths:
