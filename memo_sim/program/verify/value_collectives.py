@@ -181,6 +181,8 @@ def _shifted(work: Exchange, value: Value) -> Value:
         hop = value.part[1] if isinstance(value.part, tuple) else 0
         return value._replace(part=("hop", hop + 1))
     terms = value.terms
+    if value.name == "kv" and terms is None:  # a chunk's keys leave the rank that computed them
+        return value._replace(terms=("shift", work.distance))
     return value._replace(terms=("shift", terms[1] + work.distance) if isinstance(terms, tuple) else terms)
 
 
