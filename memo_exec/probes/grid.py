@@ -161,9 +161,12 @@ def with_experts(grid: Grid, kernel: str) -> Iterator[Decisions]:
 
 
 def rounded_swaps(grid: Grid, kernel: str, rowwise: RowwiseKernel) -> Iterator[Decisions]:
-    """Yield decisions that swap all rows in FP8, for every width and length; they add the rounding of rows."""
+    """Yield decisions that swap all rows in FP8, for every length; they add the rounding of rows.
+
+    A layer has rows of several widths, so one width of the grid is enough.
+    """
     for each in decisions(grid, kernel, rowwise):
-        if each.model.family == "llama":
+        if each.model.family == "llama" and each.model.hidden == grid.widths[len(grid.widths) // 2]:
             yield msgspec.structs.replace(each, swapped_tokens=each.seq_tokens, swap_dtype="fp8")
 
 
