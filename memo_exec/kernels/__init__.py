@@ -49,6 +49,7 @@ from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
 from memo_sim.program.ir.work import Fp8Gemm, LinearLoss
+from memo_sim.program.operators.workspaces import ROUNDED_KINDS
 
 Kernel = Callable[[Call], None]
 
@@ -254,7 +255,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "params.all_gather": collective.params_all_gather,
 }
 
-FUSED: Mapping[str, str] = {
+FUSED: dict[str, str] = {
     "layer_norm": "triton_norm",
     "layer_norm.bwd": "triton_norm",
     "rms_norm": "triton_norm",
@@ -269,12 +270,16 @@ FUSED: Mapping[str, str] = {
 }
 """Module of each op's Triton kernel; the function there has the same name as the plain kernel."""
 
+ROUNDING: dict[str, str] = dict.fromkeys(ROUNDED_KINDS, "triton_swap_rounding")
+"""The same of the ops on copy lanes, whose price is torch's where a profile has not measured them."""
+
 KERNELS: Mapping[str, Kernel] = {
-    op: _plain_or_fused(plain, FUSED[op]) if op in FUSED else plain for op, plain in _PLAIN.items()
+    op: _plain_or_fused(plain, (FUSED | ROUNDING)[op]) if op in FUSED | ROUNDING else plain
+    for op, plain in _PLAIN.items()
 } | {"cross_entropy": _divided(_plain_or_fused(loss.cross_entropy, "triton_loss"), divided_loss.divided_cross_entropy)}
 """The kernel of every op."""
 
 LIBRARY_SCRATCH = LIBRARY_OPS
 """Ops whose library allocates the workspace that the program declares for them."""
 
-__all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "Call", "Context", "Kernel", "Scratch", "StepScalars"]
+__all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "ROUNDING", "Call", "Context", "Kernel", "Scratch", "StepScalars"]
