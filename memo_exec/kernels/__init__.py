@@ -29,6 +29,7 @@ from memo_exec.kernels import (
     framework_loss,
     latent,
     linear,
+    linear_loss,
     loss,
     merge,
     move,
@@ -46,7 +47,7 @@ from memo_exec.kernels import (
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
-from memo_sim.program.ir.work import Fp8Gemm
+from memo_sim.program.ir.work import Fp8Gemm, LinearLoss
 
 Kernel = Callable[[Call], None]
 
@@ -90,6 +91,18 @@ def _fused_loss(call: Call) -> None:
     """Compute the loss in one kernel; with torch in row blocks that are written over on the CPU, and of a policy."""
     fused = call.context.device.type == "cuda" and "rollout" not in call.tensors
     (_fused("triton_loss", "cross_entropy") if fused else loss.cross_entropy)(call)
+
+
+def _linear_loss(plain: Kernel) -> Kernel:
+    """Return a kernel that calls the one which the instruction's work names: ``plain``, or Triton's."""
+    name = plain.__name__
+
+    def play(call: Call) -> None:
+        work = call.instruction.work
+        triton = isinstance(work, LinearLoss) and work.kernel == "triton"
+        (_fused("triton_linear_loss", name) if triton else plain)(call)
+
+    return play
 
 
 _PLAIN: Mapping[str, Kernel] = {
@@ -203,6 +216,12 @@ _PLAIN: Mapping[str, Kernel] = {
     "cross_entropy.exponentials": framework_loss.exponentials,
     "cross_entropy.softmax": framework_loss.softmax,
     "cross_entropy.gradient": framework_loss.gradient,
+    "linear_loss.statistics": _linear_loss(linear_loss.statistics),
+    "linear_loss.sum": linear_loss.add_losses,
+    "linear_loss.gradient": _linear_loss(linear_loss.gradient),
+    "linear_loss.dgrad": linear_loss.dgrad,
+    "linear_loss.dgrad.add": linear_loss.dgrad_add,
+    "linear_loss.wgrad": linear_loss.wgrad,
     "copy": move.copy,
     "d2h": move.transfer,
     "h2d": move.transfer,

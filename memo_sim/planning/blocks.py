@@ -15,6 +15,7 @@ from dataclasses import replace
 import msgspec
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.knobs import LINEAR_LOSSES
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES, KIB
 from memo_sim.planning.attention_kernels import head_groups
@@ -30,6 +31,7 @@ from memo_sim.program.layout.rules.metp import METP_WHOLE_MLP
 from memo_sim.program.layout.rules.mlp_blocks import MLP_BLOCKS_UNDER_FULL_RECOMPUTE, MLP_BLOCKS_UNDER_ZERO_BUBBLE
 from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.layout.shape import Shape, shape_of
+from memo_sim.program.operators.workspaces import loss_tiles
 
 BLOCKS = 8
 """Default number of blocks or chunks. With this many, one needs less memory than the rest of a layer."""
@@ -174,8 +176,15 @@ def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
 
 
 def default_loss_chunk(decisions: Decisions, shape: Shape) -> int:
-    """Return the largest power of two whose logits and gradient stay below 1 GiB; 0 when all tokens' do."""
-    per_token = 2 * shape.vocab * DTYPE_BYTES[decisions.dtype]
+    """Return the largest power of two whose logits and gradient stay below 1 GiB; 0 when all tokens' do.
+
+    With the classifier's product inside the loss, these are the logits of a tile, and the input's gradient in fp32.
+    """
+    size = DTYPE_BYTES[decisions.dtype]
+    per_token = 2 * shape.vocab * size
+    if decisions.loss in LINEAR_LOSSES:
+        wide = 0 if decisions.dtype == "fp32" else DTYPE_BYTES["fp32"] * shape.hidden
+        per_token = loss_tiles(shape.vocab)[0][1] * size + wide
     return 0 if shape.tokens * per_token <= LOGIT_BYTES else 1 << (LOGIT_BYTES // per_token).bit_length() - 1
 
 

@@ -17,7 +17,8 @@ NEAR = 0.25
 """Relative difference of a gradient: other scales round otherwise, as in ``test_gradients_in_fp8.py``."""
 
 
-SIZES: dict[str, dict[str, Any]] = {"tensor": {}, "block": {"hidden": 256, "head_dim": 64, "ffn_hidden": 256}}
+IN_BLOCKS = {"hidden": 256, "head_dim": 64, "ffn_hidden": 256}
+SIZES: dict[str, dict[str, Any]] = {"tensor": {}, "block": IN_BLOCKS, "mx": IN_BLOCKS}
 TOKENWISE = {"recompute": "tokenwise", "swapped_tokens": 256}
 
 
@@ -28,6 +29,8 @@ TOKENWISE = {"recompute": "tokenwise", "swapped_tokens": 256}
         pytest.param("tensor", TOKENWISE, marks=pytest.mark.slow, id="tokenwise"),
         pytest.param("block", {"seq_tokens": 256, "swapped_tokens": 0}, marks=pytest.mark.slow, id="kept, in blocks"),
         pytest.param("block", TOKENWISE, marks=pytest.mark.slow, id="tokenwise, in blocks"),
+        pytest.param("mx", {"seq_tokens": 256, "swapped_tokens": 0}, marks=pytest.mark.slow, id="kept, in mx"),
+        pytest.param("mx", TOKENWISE, marks=pytest.mark.slow, id="tokenwise, in mx"),
     ],
 )
 def test_gathered_rows_are_multiplied_with_the_scale_of_each_rank(
@@ -35,6 +38,7 @@ def test_gathered_rows_are_multiplied_with_the_scale_of_each_rank(
 ) -> None:
     """A rank's scales of blocks are those of one process for its rows, but heads and features are cut."""
     model, fields = llama(layers=1, **SIZES[recipe]), IN_FP8 | {"fp8": recipe} | policy
+    fields |= {"fp8_layouts": "any"} if recipe == "mx" else {}
     decisions = training(model, Layout(tp=2, sequence_parallel=True), **fields, global_batch=1)
     ranks = team.play(play, 2, decisions, 1, {})
     alone = play(Member(0, 1), one_process(decisions), 1, {})

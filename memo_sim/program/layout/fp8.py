@@ -74,10 +74,10 @@ def by_blocks(recipe: Fp8Recipe) -> bool:
 
 
 def played(decisions: Decisions) -> bool:
-    """Return whether memo-exec has kernels for the products of a plan, all of which read FP8 on Hopper alone."""
+    """Return whether memo-exec has kernels for the products of a plan: those of Hopper, and MXFP8 of Blackwell."""
     if decisions.fp8 == "none":
         return True
-    known = decisions.fp8 in ("tensor", "block") and decisions.fp8_layouts == "tn"
+    known = (decisions.fp8, decisions.fp8_layouts) in (("tensor", "tn"), ("block", "tn"), ("mx", "any"))
     return known and not (decisions.fp8_params or decisions.fp8_experts or decisions.model.latent)
 
 

@@ -100,6 +100,8 @@ class Values:
         self.offloaded: dict[int, int] = {}
         """Host buffers, with the number of rows that were copied there and did not come back."""
         self.loss: dict[tuple[int, object], list[tuple[int, int]]] = {}
+        self.tiles: dict[tuple[int, int], int] = {}
+        """By micro-batch and row: columns of the classifier's gradient that tiles have added so far."""
         self.ring_ranks = set(range(self.layout.ring))
         """The ranks of the ring whose masks fit all attention so far."""
         self._measure()
@@ -137,6 +139,8 @@ class Values:
         """Rows of which this rank chooses the experts."""
         self.routed_full = "" if layout.whole_experts else self.full
         """End of the name of a tensor as the router reads it."""
+        self.vocab = -(-model.vocab // self.tp)
+        """Columns of this rank's logits."""
         self.attended = self.tokens * layout.ulysses
         """Rows inside attention."""
         self.ring_chunks = self._chunks_of_a_ring()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import KERNELS, Call, fp8_blocks
+from memo_exec.kernels import KERNELS, Call, fp8_blocks, fp8_mx
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.program.ir.work import Fp8Gemm
@@ -33,12 +33,23 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() / scale).to(dtype).float() * scale
 
 
-def rounded_in_blocks(x: Tensor) -> Tensor:
-    """Return ``x`` in fp32, rounded to E4M3 with a power of two for each 128 values of a row, and back."""
-    groups = x.float().reshape(len(x), -1, 128)
+LAYOUTS = {"mx": "any"}
+"""Layouts of operands other than Hopper's, by recipe."""
+OF_ONE_SCALE = {"block": 128, "mx": 32}
+"""Values of a row with one scale, by recipe."""
+
+
+def rounded_in_blocks(x: Tensor, size: int) -> Tensor:
+    """Return ``x`` in fp32, rounded to E4M3 with a power of two for each ``size`` values of a row, and back."""
+    groups = x.float().reshape(len(x), -1, size)
     scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448)))
     values: Tensor = (groups / scale).to(E4M3).float() * scale
     return values.flatten(1)
+
+
+def in_fp8(recipe: str) -> dict[str, Any]:
+    """Return the fields of a plan with a recipe."""
+    return IN_FP8 | {"fp8": recipe, "fp8_layouts": LAYOUTS.get(recipe, "tn")}
 
 
 class Watched:
@@ -70,10 +81,11 @@ class Watched:
         if recipe == "tensor":
             one = rounded(one, E4M3 if op == "linear" else E5M2)
         else:
-            one = rounded_in_blocks(one) if op != "linear.wgrad" else rounded_in_blocks(one.t()).t()
+            size = OF_ONE_SCALE[recipe]
+            one = rounded_in_blocks(one, size) if op != "linear.wgrad" else rounded_in_blocks(one.t(), size).t()
         if op == "linear.wgrad":
             assert two is not None
-            two = rounded(two, E4M3) if recipe == "tensor" else rounded_in_blocks(two.t()).t()
+            two = rounded(two, E4M3) if recipe == "tensor" else rounded_in_blocks(two.t(), OF_ONE_SCALE[recipe]).t()
             wanted = before.view(one.shape[1], -1) + one.t() @ two
             out = call["out"].view(wanted.shape)
         else:
@@ -90,6 +102,8 @@ class Watched:
         values = call["weight"].view(rows, columns).float()
         if call.context.decisions.fp8 == "tensor":
             return values * call.context.fp8.of(call["weight"])
+        if call.context.decisions.fp8 == "mx":
+            return fp8_mx.values(fp8_mx.weight_blocks(call.context.fp8, call["weight"], rows, columns))
         scale = fp8_blocks.weight_blocks(call.context.fp8, call["weight"], rows, columns).scale[:, : columns // 128]
         return values * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
 
@@ -104,10 +118,11 @@ _SECOND = {"linear": "weight", "linear.dgrad": "weight", "linear.wgrad": "x"}
         pytest.param(gpt(layers=1), "tensor", id="gpt2"),
         pytest.param(llama(layers=1, **BLOCKS), "block", id="llama in blocks"),
         pytest.param(gpt(layers=1, **BLOCKS), "block", id="gpt2 in blocks"),
+        pytest.param(llama(layers=1, **BLOCKS), "mx", id="llama in mx"),
     ],
 )
 def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: Any, recipe: str) -> None:
-    decisions, watched = decide(model, **(IN_FP8 | {"fp8": recipe})), Watched()
+    decisions, watched = decide(model, **in_fp8(recipe)), Watched()
     ((ids, labels),) = batches = batch(decisions)
     with play(decisions, kernels=watched.kernels) as interpreter:
         reference = AutogradModel(model, weights.named_parameters(interpreter), dtype=torch.float32)
@@ -127,6 +142,7 @@ RECIPES = pytest.mark.parametrize(
     [
         pytest.param(llama(layers=2), "tensor", id="tensor"),
         pytest.param(llama(layers=2, **BLOCKS), "block", id="block"),
+        pytest.param(llama(layers=2, **BLOCKS), "mx", id="mx"),
     ],
 )
 
@@ -137,7 +153,7 @@ RECIPES = pytest.mark.parametrize(
 def test_what_is_rebuilt_or_swapped_has_the_bits_of_what_is_kept(
     model: Any, recipe: str, policy: dict[str, Any]
 ) -> None:
-    fields = IN_FP8 | {"fp8": recipe}
+    fields = in_fp8(recipe)
     kept, wanted = one_step(decide(model, **fields))
     record, found = one_step(decide(model, **(fields | policy)), debug=True)
     assert record.loss == kept.loss
@@ -148,7 +164,7 @@ def test_what_is_rebuilt_or_swapped_has_the_bits_of_what_is_kept(
 @RECIPES
 def test_rows_that_are_moved_in_part_have_the_bits_of_those_that_are_kept(model: Any, recipe: str) -> None:
     """Swapping half of the rows moves halves of copies by columns, which are matrices only as a whole."""
-    fields = IN_FP8 | {"fp8": recipe}
+    fields = in_fp8(recipe)
     kept, wanted = one_step(decide(model, **fields))
     record, found = one_step(decide(model, **(fields | {"swapped_tokens": 128})))
     assert record.loss == kept.loss
@@ -164,9 +180,10 @@ def test_rows_that_are_rebuilt_in_part_have_a_scale_of_each_block() -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_are_rebuilt_in_part_have_the_same_scales_of_blocks() -> None:
+@pytest.mark.parametrize("recipe", ["block", "mx"])
+def test_rows_that_are_rebuilt_in_part_have_the_same_scales_of_blocks(recipe: str) -> None:
     """Row blocks end where blocks of 128 tokens do, so only sums differ: a weight's gradient has a term of each."""
-    fields = IN_FP8 | {"fp8": "block"}
+    fields = in_fp8(recipe)
     kept, wanted = one_step(decide(llama(layers=2, **BLOCKS), **fields))
     parts = {"recompute": "tokenwise", "swapped_tokens": 128}
     record, found = one_step(decide(llama(layers=2, **BLOCKS), **(fields | parts)))
