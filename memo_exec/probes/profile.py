@@ -131,7 +131,7 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
     where += f", {libraries}" if libraries else ""
     cpu = machine.device == "cpu"
     dispatched = " and the dispatch of one instruction" if cpu else ""
-    floor = "one interpreter instruction whose kernel is empty" if cpu else "one of many tiny kernels in a row"
+    floor = "the interpreter between two instructions" if cpu else "one of many tiny kernels in a row"
     every = f"measured while {shared.world} ranks copy at once" if shared else "the rate beside compute"
     texts = {
         OPERATORS: f"{where}: single operators with the executor's kernels, only the newest input in cache; "
