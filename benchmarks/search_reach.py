@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from memo_sim.answers.what_if import exact_ranks
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.planning.outcome import SearchResult
 from memo_sim.planning.question import Question
@@ -83,7 +84,7 @@ def _ask(name: str, limit_s: int) -> None:
     wall, cpu = time.perf_counter(), time.process_time()
     found: SearchResult | None = None
     try:
-        found = search(question, keep=3, siblings=True, progress=progress)
+        found = search(question, keep=exact_ranks(question, 1), siblings=True, progress=progress)
     except _TimeIsUp:
         pass
     took = f"{time.perf_counter() - wall:.1f} s ({time.process_time() - cpu:.1f} s CPU)"

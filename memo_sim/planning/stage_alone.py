@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TypeVar
 
 import msgspec
@@ -130,14 +129,15 @@ _Step = tuple[int, int, list[int], bool]
 
 def _steps(segments: Segments, lane: Ints, anew: set[int]) -> list[_Step]:
     """Return the segments in program order of their first instructions; so each comes after those it waits for."""
-    producers: list[list[int]] = [[] for _ in segments.first]
-    bounds, targets = segments.target_bounds.tolist(), segments.targets.tolist()
-    for segment, (low, high) in enumerate(pairwise(bounds)):
-        for target in targets[low:high]:
-            producers[target].append(segment)
+    bounds = segments.target_bounds
+    of_edge = np.repeat(np.arange(len(segments.first)), np.diff(bounds))
+    by_target = np.argsort(segments.targets, kind="stable")
+    waited = of_edge[by_target].tolist()
+    ends = np.searchsorted(segments.targets[by_target], np.arange(len(segments.first) + 1)).tolist()
     firsts = segments.order[segments.first]
-    of = zip(np.argsort(firsts, kind="stable").tolist(), np.sort(firsts).tolist(), strict=True)
-    return [(segment, int(lane[first]), producers[segment], first in anew) for segment, first in of]
+    order = np.argsort(firsts)
+    found = zip(order.tolist(), lane[firsts[order]].tolist(), firsts[order].tolist(), strict=True)
+    return [(n, lane_of, waited[ends[n] : ends[n + 1]], first in anew) for n, lane_of, first in found]
 
 
 class StagesAlone:
