@@ -42,12 +42,14 @@ WHOLE = 16
 
 
 def quantise(call: Call) -> None:
-    """Quantise ``x`` to ``out``, and to its copy by columns ``columns`` where there is one."""
-    x, out = call.matrix("x"), call.matrix("out")
-    if _by_blocks(call):
-        fp8_blocks.quantise(_scales(call), x, out, call.matrix("columns"))
-    else:
-        _quantise(_scales(call), x, out, call.get("columns"))
+    """Quantise ``x`` to its copies: by rows (``out``), by columns (``columns``), or both.
+
+    A copy may have the first features of ``x`` alone: of packed gradients, the queries' (``latent.py``).
+    """
+    x, copies = call.matrix("x"), {role: call.matrix(role) for role in ("out", "columns") if role in call.tensors}
+    width = next(iter(copies.values())).shape[1]
+    to_fp8 = fp8_blocks.quantise if _by_blocks(call) else _quantise
+    to_fp8(_scales(call), x[:, : fp8_blocks.features_of(width) if _by_blocks(call) else width], **copies)
 
 
 def quantise_weights(call: Call) -> None:
@@ -96,7 +98,7 @@ def linear_wgrad(call: Call) -> None:
     wide, terms = _scales(call).wide, _terms(call)
     m, n = (len(operand.matrix) for operand in terms[0])
     out = call["out"].view(m, n)
-    for rows in _blocks(m, wide.numel() // (n + _scales_of_a_row(terms))):
+    for rows in _blocks(m, wide.numel() // (n + max(_scales_of_a_row(grad) for grad, _ in terms))):
         part, scratch = _apart(wide, rows.stop - rows.start, n)
         for grad, x in terms:
             _multiply(grad.rows(rows, scratch), x, part)
@@ -111,7 +113,7 @@ def linear_wgrad_product(call: Call) -> None:
     if not others:
         _multiply(*first, out)
         return
-    for rows in _blocks(m, wide.numel() // (2 * n + _scales_of_a_row([first, *others]))):
+    for rows in _blocks(m, wide.numel() // (2 * n + max(_scales_of_a_row(grad) for grad, _ in (first, *others)))):
         both, scratch = _apart(wide, 2 * (rows.stop - rows.start), n)
         summed, part = both.view(2, -1, n)
         for number, (grad, x) in enumerate((first, *others)):
@@ -181,9 +183,9 @@ def _tokens(parts: list[_Found], begin: int, end: int) -> _Operand:
     return part.tokens(begin - first, end - first)
 
 
-def _scales_of_a_row(terms: list[tuple[_Operand, _Operand]]) -> int:
-    """Return the most scales of a row of a gradient, which may have to be copied."""
-    return max(grad.scale.shape[-1] if isinstance(grad, Blocks) else 0 for grad, _ in terms)
+def _scales_of_a_row(of: _Operand) -> int:
+    """Return the scales of a row, which may have to be copied."""
+    return of.scale.shape[-1] if isinstance(of, Blocks) else 0
 
 
 def _apart(wide: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -191,35 +193,47 @@ def _apart(wide: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return wide[: rows * columns].view(rows, columns), wide[rows * columns :]
 
 
-def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None) -> None:
-    """Write ``x`` (rows, features) in the dtype of ``out`` to it and, transposed, to ``columns``; keep their scale."""
-    most = torch.finfo(out.dtype).max
-    scale = scales.made(out)
+def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor | None = None, columns: Tensor | None = None) -> None:
+    """Write ``x`` (rows, features) in FP8 to ``out`` and, transposed, to ``columns``; keep their scale."""
+    copies = [copy for copy in (out, columns) if copy is not None]
+    most = torch.finfo(copies[0].dtype).max
+    scale, *others = (scales.made(copy) for copy in copies)
     torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32, out=scale[0])
     scale.clamp_(min=LEAST_LARGEST).div_(most)
-    turned = None
-    if columns is not None:
-        scales.made(columns).copy_(scale)
-        turned = columns.view(x.shape[1], x.shape[0])
+    for other in others:
+        other.copy_(scale)
+    turned = None if columns is None else columns.view(x.shape[1], x.shape[0])
     for rows in _blocks(len(x), scales.wide.numel() // x.shape[1]):
         wide = scales.wide[: (rows.stop - rows.start) * x.shape[1]].view(-1, x.shape[1])
         torch.div(x[rows], scale, out=wide)
-        out[rows].copy_(wide.clamp_(-most, most))  # the division may round up to more than the largest value
+        wide.clamp_(-most, most)  # the division may round up to more than the largest value
+        if out is not None:
+            out[rows].copy_(wide)
         if turned is not None:
-            turned[:, rows].copy_(out[rows].t())
+            turned[:, rows].copy_((wide if out is None else out[rows]).t())
 
 
 def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: bool = False) -> None:
-    """``out = rows @ weight.T (+ bias)``, part by part."""
-    scales, out, width = _scales(call), call.matrix("out"), call.matrix(role).shape[1]
+    """``out = rows @ weight.T (+ bias)``, part by part; into the first features of ``out`` where it has more."""
+    scales, width = _scales(call), call.matrix(role).shape[1]
+    features = fp8_blocks.features_of(width) if _by_blocks(call) else width
+    made = call["weight"].numel() // features
+    out = call.matrix("out")[:, :made]
     weight: _Operand
     if _by_blocks(call):
-        features = fp8_blocks.features_of(width)
-        weight = fp8_blocks.weight_blocks(scales, call["weight"], out.shape[1], features)
+        weight = fp8_blocks.weight_blocks(scales, call["weight"], made, features)
     else:
-        weight = _Scaled(call["weight"].view(out.shape[1], width), scales.of(call["weight"]))
-    for begin, end, rows in _parts(call, role, by_columns=False):
-        _multiply(rows, weight, out[begin:end], bias=bias, fast=fast)
+        weight = _Scaled(call["weight"].view(made, features), scales.of(call["weight"]))
+    for begin, end, part in _parts(call, role, by_columns=False):
+        if out.is_contiguous():
+            _multiply(part, weight, out[begin:end], bias=bias, fast=fast)
+            continue
+        wide = scales.wide  # torch's products write whole rows alone
+        for rows in _blocks(end - begin, wide.numel() // (made + _scales_of_a_row(part))):
+            half, scratch = _apart(wide, rows.stop - rows.start, made)
+            product = half.view(-1).view(out.dtype)[: half.numel()].view(half.shape)
+            _multiply(part.rows(rows, scratch), weight, product, bias=bias, fast=fast)
+            out[begin + rows.start : begin + rows.stop].copy_(product)
 
 
 def _multiply(one: _Operand, two: _Operand, out: Tensor, *, bias: Tensor | None = None, fast: bool = False) -> None:

@@ -76,27 +76,37 @@ def weight_blocks(scales: Fp8Scales, copy: Tensor, rows: int, columns: int) -> B
     return Blocks(copy.view(rows, columns), _grid(scales, copy, rows, columns), weight=True)
 
 
-def quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor) -> None:
-    """Write ``x`` (tokens, features) to its copies by rows and by columns, with their scales."""
-    width, most = out.shape[1], scales.wide.numel()
-    for copy in (out, columns):
-        scales.made(copy)
-    rows, turned = (blocks(copy.view(-1), width, by_columns=copy is columns) for copy in (out, columns))
-    of_rows, of_columns = x.view(len(x), -1, BLOCK), x.view(-1, BLOCK, x.shape[1])
+def quantise(scales: Fp8Scales, x: Tensor, out: Tensor | None = None, columns: Tensor | None = None) -> None:
+    """Write ``x`` (tokens, features) to its copies by rows (``out``) and by columns, with their scales."""
+    if out is not None:
+        _quantise_rows(scales, x, out)
+    if columns is not None:
+        _quantise_columns(scales, x, columns)
+
+
+def _quantise_rows(scales: Fp8Scales, x: Tensor, out: Tensor) -> None:
+    scales.made(out)
+    rows, of_rows = blocks(out.view(-1), out.shape[1], by_columns=False), x.view(len(x), -1, BLOCK)
     torch.linalg.vector_norm(of_rows, torch.inf, dim=2, dtype=torch.float32, out=rows.scale)
-    torch.linalg.vector_norm(of_columns, torch.inf, dim=1, dtype=torch.float32, out=turned.scale.t())
     _to_powers_of_two(rows.scale)
-    _to_powers_of_two(turned.scale)
-    for part, features in _tiles(len(x), x.shape[1], most):
-        lines = slice(part.start // BLOCK, part.stop // BLOCK)
-        wide = scales.wide[: x[part, features].numel()]
+    for part, features in _tiles(len(x), x.shape[1], scales.wide.numel()):
         groups = slice(features.start // BLOCK, features.stop // BLOCK)
-        shape = (part.stop - part.start, -1, BLOCK)
-        torch.div(of_rows[part, groups], rows.scale[part, groups, None], out=wide.view(shape))
-        rows.matrix[part, features].copy_(wide.view(shape[0], -1))
-        shape = (lines.stop - lines.start, BLOCK, -1)
-        torch.div(of_columns[lines, :, features], turned.scale.t()[lines, None, features], out=wide.view(shape))
-        turned.matrix[features, part].copy_(wide.view(part.stop - part.start, -1).t())
+        wide = scales.wide[: x[part, features].numel()].view(part.stop - part.start, -1, BLOCK)
+        torch.div(of_rows[part, groups], rows.scale[part, groups, None], out=wide)
+        rows.matrix[part, features].copy_(wide.flatten(1))
+
+
+def _quantise_columns(scales: Fp8Scales, x: Tensor, columns: Tensor) -> None:
+    scales.made(columns)
+    turned = blocks(columns.view(-1), columns.shape[1], by_columns=True)
+    of_columns, scale = x.view(-1, BLOCK, x.shape[1]), turned.scale.t()
+    torch.linalg.vector_norm(of_columns, torch.inf, dim=1, dtype=torch.float32, out=scale)
+    _to_powers_of_two(turned.scale)
+    for part, features in _tiles(len(x), x.shape[1], scales.wide.numel()):
+        lines = slice(part.start // BLOCK, part.stop // BLOCK)
+        wide = scales.wide[: x[part, features].numel()].view(lines.stop - lines.start, BLOCK, -1)
+        torch.div(of_columns[lines, :, features], scale[lines, None, features], out=wide)
+        turned.matrix[features, part].copy_(wide.flatten(0, 1).t())
 
 
 def quantise_weight(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None) -> None:

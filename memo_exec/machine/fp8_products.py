@@ -68,14 +68,6 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             wanted="false",
             hint="make the plan without --fp8-experts",
         )
-    if decisions.fp8 != "none" and decisions.model.latent is not None:
-        raise CannotRun(
-            "memo-exec has no kernels for FP8 with latent attention; such plans are priced only",
-            where=f"{where}: $.decisions.fp8",
-            got=f"{decisions.fp8} with a model with latent attention",
-            wanted="none",
-            hint="make the plan without --fp8",
-        )
     if decisions.fp8 != "none" and decisions.fp8_layouts != "tn":
         raise CannotRun(
             "memo-exec has kernels for FP8 with Hopper's layout of operands alone; other layouts are priced only",
@@ -184,7 +176,7 @@ def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
                 ranges[operand.role] = (mine, (first[row], end[row]), operand.mode)
             row += 1
         if isinstance(instruction.work, Fp8Gemm):
-            whole = blocks or instruction.op.startswith("linear.wgrad")
+            whole = blocks or instruction.work.gemm_pass == "wgrad"
             for role in (role for role in _OPERANDS if role in ranges):
                 (scaled, rows, _), weight = ranges[role], role == "weight"
                 if why := scaled.lacks(rows, whole=whole and not weight, multiple=1 if weight else multiple):

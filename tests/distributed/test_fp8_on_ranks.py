@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from memo_sim.contract.latent_attention import LatentAttention
 from memo_sim.contract.plan import Layout
 from tests.distributed.parity import one_process, play, whole_gradients
 from tests.distributed.team import Member, Team
@@ -42,5 +43,27 @@ def test_gathered_rows_are_multiplied_with_the_scale_of_each_rank(
     assert ranks[0].losses[0] == pytest.approx(alone.losses[0], rel=1e-2)
     found, wanted = whole_gradients(ranks), whole_gradients([alone])
     assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert float((found[name] - value).norm() / value.norm()) <= NEAR, name
+
+
+LATENTS = {
+    "tensor": LatentAttention(q_rank=32, kv_rank=32, nope_dim=16, rope_dim=16, value_dim=16),
+    "block": LatentAttention(q_rank=0, kv_rank=128, nope_dim=64, rope_dim=64, value_dim=64),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", LATENTS)
+def test_latents_in_fp8_are_gathered(team: Team, recipe: str) -> None:
+    """Latents are gathered in FP8; without one for queries, norm1 is gathered in bf16 and then quantised."""
+    latent = LATENTS[recipe]
+    shapes = SIZES[recipe] | {"kv_heads": 4, "head_dim": latent.head_dim, "latent": latent}
+    fields = IN_FP8 | {"fp8": recipe, "seq_tokens": 256, "swapped_tokens": 0}
+    decisions = training(llama(layers=1, **shapes), Layout(tp=2, sequence_parallel=True), **fields, global_batch=1)
+    ranks = team.play(play, 2, decisions, 1, {})
+    alone = play(Member(0, 1), one_process(decisions), 1, {})
+    assert ranks[0].losses[0] == pytest.approx(alone.losses[0], rel=1e-2)
+    found, wanted = whole_gradients(ranks), whole_gradients([alone])
     for name, value in wanted.items():
         assert float((found[name] - value).norm() / value.norm()) <= NEAR, name

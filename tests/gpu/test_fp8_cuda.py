@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Kernels
 from tests.exec_cpu.small import batch, decide, llama, one_step
 
@@ -26,7 +28,19 @@ SIZES: dict[str, dict[str, int]] = {"tensor": {}, "block": {"hidden": 256, "head
 @pytest.mark.parametrize("policy", [{}, PARTS], ids=["kept", "rows with two scales"])
 @pytest.mark.parametrize("recipe", ["tensor", "block"])
 def test_a_step_in_fp8_is_that_of_the_cpu(recipe: str, policy: dict[str, Any]) -> None:
-    model, fields = llama(layers=2, **SIZES[recipe]), IN_FP8 | {"fp8": recipe} | policy
+    compare(llama(layers=2, **SIZES[recipe]), IN_FP8 | {"fp8": recipe} | policy)
+
+
+@pytest.mark.parametrize("q_rank", [128, 0])
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_latents_in_fp8_are_those_of_the_cpu(recipe: str, q_rank: int) -> None:
+    latent = LatentAttention(q_rank=q_rank, kv_rank=128, nope_dim=32, rope_dim=32, value_dim=64)
+    sizes = SIZES["block"] | {"kv_heads": 4, "head_dim": latent.head_dim}
+    compare(llama(layers=2, latent=latent, **sizes), IN_FP8 | {"fp8": recipe})
+
+
+def compare(model: Model, fields: dict[str, Any]) -> None:
+    """Compare the loss and the gradients of a step on the GPU with those on the CPU."""
     on_cpu = decide(model, **fields)
     on_gpu = decide(model, kernels=Kernels(attention="torch-flash"), **fields)
     batches = batch(on_cpu)

@@ -78,11 +78,13 @@ class Fp8Operands:
     def quantise_input(self, made: Rows, rows: Rows, suffix: str) -> None:
         """Quantise an input to the copy that is kept, ``rows``, and to the one that its product reads."""
         read = self.by_rows(rows.slot)
-        out = [Rows(each, rows.first, rows.tokens) for each in dict.fromkeys((read, rows.slot))]
+        copies = {"out": Rows(read, rows.first, rows.tokens)}
+        if read != rows.slot:
+            copies["columns"] = rows
         kept = self.builder.all(rows.slot).tokens
         if not self.builder.has(read):
             self.builder.own(read, BufferClass.TRANSIENT, fp8.ACTIVATIONS, kept, self.builder.features(rows.slot))
-        self._quantise(f"{rows.slot}.quantize{suffix}", made, *out)
+        self._quantise(f"{rows.slot}.quantize{suffix}", made, copies)
 
     def input(self, source: Rows, suffix: str, *, for_wgrad: bool = False) -> Rows:
         """Return an input as a product reads it, or with ``for_wgrad`` the gradient of its weight.
@@ -97,7 +99,8 @@ class Fp8Operands:
             features = fp8.row_features(self.recipe, builder.features(source.slot))
             builder.own(name, BufferClass.TRANSIENT, fp8.ACTIVATIONS, builder.all(source.slot).tokens, features)
         copy = Rows(name, source.first, source.tokens)
-        self._quantise(f"{source.slot.rpartition('.')[2]}.{kind}.quantize{suffix}", source, copy)
+        copies = {"columns": copy} if for_wgrad else {"out": copy}
+        self._quantise(f"{source.slot.rpartition('.')[2]}.{kind}.quantize{suffix}", source, copies)
         return copy
 
     def before_gather(self, grad: Rows, suffix: str) -> Rows:
@@ -108,7 +111,7 @@ class Fp8Operands:
         if not self.shape.gathered or fp8.by_blocks(self.recipe):
             return grad
         copy = self._own(f"{grad.slot}.fp8", grad, self.builder.features(grad.slot))
-        self._quantise(f"{grad.slot}.quantize{suffix}", grad, copy)
+        self._quantise(f"{grad.slot}.quantize{suffix}", grad, {"out": copy})
         return copy
 
     def gradient(self, grad: Rows, suffix: str, features: int, *, for_wgrad: bool = False) -> Rows:
@@ -120,11 +123,11 @@ class Fp8Operands:
             return self.transposed(grad, suffix) if for_wgrad else grad
         key = (suffix, grad)
         if key not in self._gradients:
-            copies = [self._own(f"{grad.slot}.fp8", grad, features)]
+            copies = {"out": self._own(f"{grad.slot}.fp8", grad, features)}
             if fp8.two_copies(self.decisions):
-                copies.append(self._own(f"{grad.slot}.fp8.columns", grad, features))
-            self._quantise(f"{grad.slot}.quantize{suffix}", grad, *copies, features=features)
-            self._gradients[key] = (copies[0], copies[-1])
+                copies["columns"] = self._own(f"{grad.slot}.fp8.columns", grad, features)
+            self._quantise(f"{grad.slot}.quantize{suffix}", grad, copies, features=features)
+            self._gradients[key] = (copies["out"], copies.get("columns", copies["out"]))
         return self._gradients[key][for_wgrad]
 
     def transposed(self, rows: Rows, suffix: str) -> Rows:
@@ -167,18 +170,17 @@ class Fp8Operands:
             builder.own(name, BufferClass.TRANSIENT, fp8.gradients(self.recipe), grad.tokens, row)
         return Rows(name, 0, grad.tokens)
 
-    def _quantise(self, name: str, source: Rows, *copies: Rows, features: int = 0) -> None:
-        """Emit the quantisation of ``source`` to its copies: by rows first, by columns second.
+    def _quantise(self, name: str, source: Rows, copies: dict[str, Rows], *, features: int = 0) -> None:
+        """Emit the quantisation of ``source`` to its copies: by rows (``out``), by columns (``columns``), or both.
 
         ``features``: how many of a row are quantised; 0 for all.
         """
         builder = self.builder
         values = source.tokens * (features or builder.features(source.slot))
-        written = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in copies)
+        written = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in copies.values())
         work = quantisation(self.decisions, source.tokens, values, written)
-        columns = writes(copies[1]) if len(copies) > 1 else None
-        operands = {"x": reads(source), "out": writes(copies[0]), "columns": columns}
-        builder.emit(name, "fp8.quantize", Lane.COMPUTE, work, **operands)
+        operands = {role: writes(rows) for role, rows in copies.items()}
+        builder.emit(name, "fp8.quantize", Lane.COMPUTE, work, x=reads(source), **operands)
 
 
 def requantisation(decisions: Decisions, elements: int, *, shard: bool) -> Rowwise:

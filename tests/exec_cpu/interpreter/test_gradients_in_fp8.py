@@ -7,6 +7,7 @@ more than the tolerance of a product; each product is therefore compared by itse
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from memo_exec.kernels import KERNELS, Call, fp8_blocks
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
+from memo_sim.contract.latent_attention import LatentAttention
+from memo_sim.contract.model import Model
 from memo_sim.program.ir.work import Fp8Gemm
 from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step, play, scalars
 
@@ -25,6 +28,18 @@ NEAR = 0.25
 
 BLOCKS = {"hidden": 128, "head_dim": 32, "ffn_hidden": 256}
 """Sizes that are multiples of 128."""
+LATENT = LatentAttention(q_rank=32, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=16)
+LATENT_BLOCKS = LatentAttention(q_rank=128, kv_rank=128, nope_dim=32, rope_dim=32, value_dim=32)
+
+
+def latents(of: LatentAttention, **changes: Any) -> Model:
+    return llama(kv_heads=4, latent=of, **(changes | {"head_dim": of.head_dim}))
+
+
+TENSOR_LATENTS = latents(LATENT, layers=1)
+BLOCK_LATENTS = latents(LATENT_BLOCKS, layers=1, **BLOCKS)
+WITHOUT_QUERY_LATENT = latents(msgspec.structs.replace(LATENT, q_rank=0), layers=1)
+BLOCKS_WITHOUT_QUERY_LATENT = latents(msgspec.structs.replace(LATENT_BLOCKS, q_rank=0), layers=1, **BLOCKS)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,22 +62,24 @@ class Watched:
     def __init__(self) -> None:
         self.sources: dict[int, Tensor] = {}
         self.compared: Counter[str] = Counter()
-        of = {"linear": self.product, "linear.dgrad": self.product, "linear.wgrad": self.product}
+        of = {f"{of}{end}": self.product for of in ("linear", "latent.q_up") for end in ("", ".dgrad", ".wgrad")}
         of |= {"fp8.quantize": self.quantise}
         self.kernels = {**KERNELS, **of}
 
     def quantise(self, call: Call) -> None:
         KERNELS["fp8.quantize"](call)
-        for copy in ("out", "columns"):
-            self.sources[call[copy].data_ptr()] = call.matrix("x").clone()
+        for copy in {"out", "columns"} & call.tensors.keys():
+            width = call.matrix(copy).shape[1]
+            features = width if call.context.decisions.fp8 == "tensor" else fp8_blocks.features_of(width)
+            self.sources[call[copy].data_ptr()] = call.matrix("x")[:, :features].clone()
 
     def product(self, call: Call) -> None:
-        op = call.instruction.op
+        op = call.instruction.op.replace("latent.q_up", "linear")
         before, recipe = call["out"].clone(), call.context.decisions.fp8
-        KERNELS[op](call)
+        KERNELS[call.instruction.op](call)
         if not isinstance(call.instruction.work, Fp8Gemm):
             return
-        out, bias = call.matrix("out").float(), call.get("bias")
+        out, bias = call.matrix("out")[:, : call.instruction.work.n].float(), call.get("bias")
         one, two = (
             self.sources.get(call[role].data_ptr()) for role in ("x" if op == "linear" else "grad", _SECOND[op])
         )
@@ -104,6 +121,10 @@ _SECOND = {"linear": "weight", "linear.dgrad": "weight", "linear.wgrad": "x"}
         pytest.param(gpt(layers=1), "tensor", id="gpt2"),
         pytest.param(llama(layers=1, **BLOCKS), "block", id="llama in blocks"),
         pytest.param(gpt(layers=1, **BLOCKS), "block", id="gpt2 in blocks"),
+        pytest.param(TENSOR_LATENTS, "tensor", marks=pytest.mark.slow, id="latents"),
+        pytest.param(BLOCK_LATENTS, "block", id="latents in blocks"),
+        pytest.param(WITHOUT_QUERY_LATENT, "tensor", marks=pytest.mark.slow, id="no latent for queries"),
+        pytest.param(BLOCKS_WITHOUT_QUERY_LATENT, "block", id="no latent for queries, in blocks"),
     ],
 )
 def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: Any, recipe: str) -> None:
@@ -113,7 +134,8 @@ def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: A
         reference = AutogradModel(model, weights.named_parameters(interpreter), dtype=torch.float32)
         record = interpreter.run_step(batches, scalars(batches, lr=0.0))
         found = gradients(interpreter)
-    assert watched.compared == {"linear": 4, "linear.dgrad": 4, "linear.wgrad": 4}
+    assert set(watched.compared.values()) == {5 if model.latent else 4}
+    assert watched.compared.keys() == {"linear", "linear.dgrad", "linear.wgrad"}
     loss = reference.loss(ids.view(2, -1), labels.view(2, -1), scalars(batches).loss_scale)
     torch.autograd.backward([loss])
     assert record.loss == pytest.approx(float(loss.detach()), rel=1e-2)
@@ -127,6 +149,8 @@ RECIPES = pytest.mark.parametrize(
     [
         pytest.param(llama(layers=2), "tensor", id="tensor"),
         pytest.param(llama(layers=2, **BLOCKS), "block", id="block"),
+        pytest.param(TENSOR_LATENTS, "tensor", id="latents"),
+        pytest.param(BLOCK_LATENTS, "block", id="latents in blocks"),
     ],
 )
 

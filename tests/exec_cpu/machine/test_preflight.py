@@ -21,10 +21,11 @@ from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import BadInput, CannotRun, UsageError
 from memo_sim.contract.knobs import FrameworkLibrary
+from memo_sim.contract.latent_attention import LatentAttention
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
-from tests.exec_cpu.small import decide, gpt
+from tests.exec_cpu.small import decide, gpt, llama
 from tests.refusals import check_fields, refused
 from tests.sim.program.verify import planted
 
@@ -87,13 +88,9 @@ def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]
         preflight.checked_program(plan, where="plan.json")
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "where"),
-    [("qwen3-moe-tiny", {"fp8_experts": True}, "fp8_experts"), ("mla-tiny", {}, "fp8")],
-)
-def test_experts_and_latents_in_fp8_are_refused(model: str, changes: dict[str, Any], where: str) -> None:
-    decisions = decide(load_model(model), **(IN_FP8 | changes))
-    with refused(CannotRun, where=f"plan.json: $.decisions.{where}", hint="--fp8"):
+def test_experts_in_fp8_are_refused() -> None:
+    decisions = decide(load_model("qwen3-moe-tiny"), **(IN_FP8 | {"fp8_experts": True}))
+    with refused(CannotRun, where="plan.json: $.decisions.fp8_experts", hint="--fp8"):
         check_recipe(decisions, "plan.json")
 
 
@@ -136,6 +133,17 @@ FP8_PROGRAMS: dict[str, dict[str, Any]] = {
 def test_every_operand_in_fp8_has_scales(recipe: str, name: str) -> None:
     fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe} | FP8_PROGRAMS[name]
     model = gpt(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn_hidden=512)
+    decisions = byte_decisions(model=model, **fields)
+    check_operands(lower(decisions)[0], decisions)
+
+
+@pytest.mark.parametrize("q_rank", [128, 0])
+@pytest.mark.parametrize("name", FP8_PROGRAMS)
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_every_operand_of_latents_in_fp8_has_scales(recipe: str, name: str, q_rank: int) -> None:
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe} | FP8_PROGRAMS[name]
+    latent = LatentAttention(q_rank=q_rank, kv_rank=128, nope_dim=64, rope_dim=64, value_dim=64)
+    model = llama(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn_hidden=512, latent=latent)
     decisions = byte_decisions(model=model, **fields)
     check_operands(lower(decisions)[0], decisions)
 
