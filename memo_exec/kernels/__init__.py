@@ -26,6 +26,7 @@ from memo_exec.kernels import (
     expert_exchange,
     experts,
     fp8,
+    fp8_experts,
     framework_loss,
     latent,
     linear,
@@ -46,7 +47,7 @@ from memo_exec.kernels import (
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
-from memo_sim.program.ir.work import Fp8Gemm
+from memo_sim.program.ir.work import Fp8Gemm, Fp8GroupedGemm
 
 Kernel = Callable[[Call], None]
 
@@ -81,7 +82,7 @@ def _in_fp8(plain: Kernel, narrow: Kernel) -> Kernel:
     """Return a kernel that calls ``narrow`` for a product whose operands are in FP8, else ``plain``."""
 
     def play(call: Call) -> None:
-        (narrow if isinstance(call.instruction.work, Fp8Gemm) else plain)(call)
+        (narrow if isinstance(call.instruction.work, Fp8Gemm | Fp8GroupedGemm) else plain)(call)
 
     return play
 
@@ -101,11 +102,11 @@ _PLAIN: Mapping[str, Kernel] = {
     "rms_norm": norm.rms_norm,
     "rms_norm.bwd": norm.rms_norm_backward,
     "linear": _in_fp8(linear.linear, fp8.linear),
-    "linear.add": linear.linear_add,
+    "linear.add": _in_fp8(linear.linear_add, fp8.linear_add),
     "linear.to_gate": linear.linear_to_gate,
     "linear.from_gate": linear.linear_from_gate,
     "linear.dgrad": _in_fp8(linear.linear_dgrad, fp8.linear_dgrad),
-    "linear.dgrad.add": linear.linear_dgrad_add,
+    "linear.dgrad.add": _in_fp8(linear.linear_dgrad_add, fp8.linear_dgrad_add),
     "linear.wgrad": _in_fp8(linear.linear_wgrad, fp8.linear_wgrad),
     "fp8.quantize": fp8.quantise,
     "fp8.transpose": fp8.transpose,
@@ -170,9 +171,9 @@ _PLAIN: Mapping[str, Kernel] = {
     "experts.places": routing.places,
     "experts.dispatch": dispatch.dispatch,
     "experts.combine": dispatch.combine,
-    "experts.linear": experts.linear,
-    "experts.linear.dgrad": experts.linear_dgrad,
-    "experts.linear.wgrad": experts.linear_wgrad,
+    "experts.linear": _in_fp8(experts.linear, fp8_experts.linear),
+    "experts.linear.dgrad": _in_fp8(experts.linear_dgrad, fp8_experts.linear_dgrad),
+    "experts.linear.wgrad": _in_fp8(experts.linear_wgrad, fp8_experts.linear_wgrad),
     "experts.swiglu": experts.swiglu,
     "experts.swiglu.bwd": experts.swiglu_backward,
     "experts.seats": expert_exchange.seats,

@@ -34,8 +34,9 @@ from memo_exec.kernels import fp8_blocks
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.fp8_blocks import Blocks
 from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales
+from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.fp8 import weights
-from memo_sim.program.layout.parameters import layer_block
+from memo_sim.program.layout.parameters import Block, experts_block, layer_block
 
 WHOLE = 16
 """Hopper multiplies rows and columns in multiples of this."""
@@ -53,16 +54,27 @@ def quantise(call: Call) -> None:
 
 
 def quantise_weights(call: Call) -> None:
-    """Quantise the matrices of a layer, which lie one after the other in ``x``, each with scales of its own."""
-    model, layout = call.context.model, call.context.decisions.layout
+    """Quantise the matrices of a block, which lie one after the other in ``x``, each with scales of its own."""
     x, out, columns = call["x"], call["out"], call.get("columns")
     to_fp8 = fp8_blocks.quantise_weight if _by_blocks(call) else _quantise
-    for weight in weights(
-        call.context.decisions, layer_block(model, layout.divided, model.layer(call.layer), ep=layout.ep)
-    ):
+    for weight in weights(call.context.decisions, _block_of(call)):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
         to_fp8(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
+
+
+def _block_of(call: Call) -> Block:
+    """Return the block whose weights are quantised: that of the layer, or of its experts that ranks divide.
+
+    The instruction's name ends with the name of the block's family.
+    """
+    model, layout = call.context.model, call.context.decisions.layout
+    layer = model.layer(call.layer)
+    if not call.instruction.name.rpartition("params.")[2].startswith(str(BlockKind.EXPERTS)):
+        return layer_block(model, layout.divided, layer, ep=layout.ep)
+    block = experts_block(model, layout.expert_divided, layout.ep, layer.experts)
+    assert block is not None
+    return block
 
 
 def transpose(call: Call) -> None:
@@ -86,6 +98,16 @@ def transpose(call: Call) -> None:
 def linear(call: Call) -> None:
     """``out = x @ weight.T (+ bias)``."""
     _multiply_rows(call, "x", bias=call.get("bias"), fast=True)
+
+
+def linear_add(call: Call) -> None:
+    """``out += x @ weight.T``: one term of a sum of products."""
+    _multiply_rows(call, "x", fast=True, add=True)
+
+
+def linear_dgrad_add(call: Call) -> None:
+    """``out += grad @ weight``: one term of an input's gradient."""
+    _multiply_rows(call, "grad", add=True)
 
 
 def linear_dgrad(call: Call) -> None:
@@ -123,6 +145,21 @@ def linear_wgrad_product(call: Call) -> None:
         out[rows].copy_(summed)
 
 
+def parts_of(call: Call, role: str) -> list[tuple[int, int, Operand]]:
+    """Return the parts of rows that were quantised together: first row, end, and the rows as one matrix."""
+    return _parts(call, role, by_columns=False)
+
+
+def terms_of(call: Call) -> list[tuple[Operand, Operand]]:
+    """Return the terms of a weight's gradient, of rows one after the other: ``grad`` and ``x`` by columns."""
+    return _terms(call)
+
+
+def scales_of(call: Call) -> Fp8Scales:
+    """Return the scales of a step's copies."""
+    return _scales(call)
+
+
 def _scales(call: Call) -> Fp8Scales:
     scales = call.context.fp8
     assert scales is not None  # a program has these operators with FP8 alone
@@ -146,8 +183,9 @@ class _Scaled(NamedTuple):
         return _Scaled(self.matrix[rows], self.scale)
 
 
-_Operand = _Scaled | Blocks
-_Found = tuple[int, int, _Operand]
+Operand = _Scaled | Blocks
+"""A matrix that a product reads, with its scales."""
+_Found = tuple[int, int, Operand]
 """Tokens [begin, end) of an operand, as one matrix."""
 
 
@@ -166,10 +204,10 @@ def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
     return found
 
 
-def _terms(call: Call) -> list[tuple[_Operand, _Operand]]:
+def _terms(call: Call) -> list[tuple[Operand, Operand]]:
     """Return the terms of a weight's gradient: ``grad`` and ``x`` of tokens that are of one part in both."""
     both = [_parts(call, role, by_columns=True) for role in ("grad", "x")]
-    terms, begun = list[tuple[_Operand, _Operand]](), 0
+    terms, begun = list[tuple[Operand, Operand]](), 0
     for stop in sorted({end for found in both for _, end, _ in found}):
         grad, x = (_tokens(found, begun, stop) for found in both)
         terms.append((grad, x))
@@ -177,13 +215,13 @@ def _terms(call: Call) -> list[tuple[_Operand, _Operand]]:
     return terms
 
 
-def _tokens(parts: list[_Found], begin: int, end: int) -> _Operand:
+def _tokens(parts: list[_Found], begin: int, end: int) -> Operand:
     """Return tokens [begin, end), which lie in one part."""
     first, _, part = next(each for each in parts if each[0] <= begin and end <= each[1])
     return part.tokens(begin - first, end - first)
 
 
-def _scales_of_a_row(of: _Operand) -> int:
+def _scales_of_a_row(of: Operand) -> int:
     """Return the scales of a row, which may have to be copied."""
     return of.scale.shape[-1] if isinstance(of, Blocks) else 0
 
@@ -213,30 +251,34 @@ def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor | None = None, columns: 
             turned[:, rows].copy_((wide if out is None else out[rows]).t())
 
 
-def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: bool = False) -> None:
-    """``out = rows @ weight.T (+ bias)``, part by part; into the first features of ``out`` where it has more."""
+def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: bool = False, add: bool = False) -> None:
+    """``out = rows @ weight.T (+ bias)``, part by part, or with ``add`` ``out += ...``.
+
+    The first features of ``out`` are written where it has more. torch's products neither add nor leave features out, so
+    these two are made in fp32 in scratch, in blocks of rows.
+    """
     scales, width = _scales(call), call.matrix(role).shape[1]
     features = fp8_blocks.features_of(width) if _by_blocks(call) else width
     made = call["weight"].numel() // features
     out = call.matrix("out")[:, :made]
-    weight: _Operand
+    weight: Operand
     if _by_blocks(call):
         weight = fp8_blocks.weight_blocks(scales, call["weight"], made, features)
     else:
         weight = _Scaled(call["weight"].view(made, features), scales.of(call["weight"]))
     for begin, end, part in _parts(call, role, by_columns=False):
-        if out.is_contiguous():
+        if out.is_contiguous() and not add:
             _multiply(part, weight, out[begin:end], bias=bias, fast=fast)
             continue
-        wide = scales.wide  # torch's products write whole rows alone
-        for rows in _blocks(end - begin, wide.numel() // (made + _scales_of_a_row(part))):
-            half, scratch = _apart(wide, rows.stop - rows.start, made)
-            product = half.view(-1).view(out.dtype)[: half.numel()].view(half.shape)
-            _multiply(part.rows(rows, scratch), weight, product, bias=bias, fast=fast)
-            out[begin + rows.start : begin + rows.stop].copy_(product)
+        assert bias is None  # torch's products with fp32 results take none
+        for rows in _blocks(end - begin, scales.wide.numel() // (made + _scales_of_a_row(part))):
+            product, scratch = _apart(scales.wide, rows.stop - rows.start, made)
+            _multiply(part.rows(rows, scratch), weight, product, fast=fast)
+            into = out[begin + rows.start : begin + rows.stop]
+            (into.add_ if add else into.copy_)(product)
 
 
-def _multiply(one: _Operand, two: _Operand, out: Tensor, *, bias: Tensor | None = None, fast: bool = False) -> None:
+def _multiply(one: Operand, two: Operand, out: Tensor, *, bias: Tensor | None = None, fast: bool = False) -> None:
     """``out = one @ two.T (+ bias)``.
 
     ``fast``: with one scale a tensor, sums of Hopper's matrix units are not promoted to fp32, as Transformer Engine has

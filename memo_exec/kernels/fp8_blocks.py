@@ -141,7 +141,7 @@ def join(parts: list[Blocks], out: Tensor) -> None:
 def multiply(one: Blocks, two: Blocks, out: Tensor, bias: Tensor | None = None) -> None:
     """``out = one @ two.T (+ bias)``; ``two`` may be a weight."""
     if out.device.type == "cpu":  # for which torch has no such product; tests alone come here
-        out.copy_(torch.nn.functional.linear(_values(one), _values(two), None if bias is None else bias.float()))
+        out.copy_(torch.nn.functional.linear(values(one), values(two), None if bias is None else bias.float()))
         return
     kind = ScalingType.BlockWise128x128 if two.weight else ScalingType.BlockWise1x128
     torch._scaled_mm_v2(  # the public scaled_mm writes no tensor that is given
@@ -159,7 +159,7 @@ def multiply(one: Blocks, two: Blocks, out: Tensor, bias: Tensor | None = None) 
     )
 
 
-def _values(of: Blocks) -> Tensor:
+def values(of: Blocks) -> Tensor:
     """Return the values that a copy stands for, in fp32."""
     rows, columns = of.matrix.shape
     scale = of.scale[:, : columns // BLOCK].repeat_interleave(BLOCK, 1)

@@ -50,6 +50,8 @@ def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> N
         raise _refused_rowwise(rowwise, reason)
     if _needs_fused_loss(decisions, machine) and (reason := rowwise_kernels(machine)["triton"]):
         raise _refused_loss(reason)
+    if decisions.fp8_experts and machine.device == "cuda" and (reason := rowwise_kernels(machine)["triton"]):
+        raise _refused_experts(reason)
     available = attention_kernels(machine)
     reason = available.get(kernel, "no such kernel in this version") or _unsupported(decisions)
     if reason:
@@ -72,6 +74,8 @@ def try_kernels(decisions: Decisions, machine: Machine) -> None:
         raise _refused_rowwise(rowwise, reason)
     if _needs_fused_loss(decisions, machine) and (reason := triton_fails(device)):
         raise _refused_loss(reason)
+    if decisions.fp8_experts and (reason := triton_fails(device)):
+        raise _refused_experts(reason)
 
 
 def tried_attention_kernels(machine: Machine, dtype: DtypeName, head_dims: Iterable[int]) -> dict[str, dict[int, str]]:
@@ -96,6 +100,16 @@ def _refused_rowwise(kernel: RowwiseKernel, reason: str) -> CannotRun:
 def _needs_fused_loss(decisions: Decisions, machine: Machine) -> bool:
     """Return whether the loss is one Triton kernel; on a CPU, and over a divided vocabulary, torch plays it."""
     return decisions.loss == "fused" and decisions.layout.tp == 1 and machine.device == "cuda"
+
+
+def _refused_experts(reason: str) -> CannotRun:
+    return CannotRun(
+        "products of experts in FP8 are a Triton kernel, which cannot be used here",
+        where="$.decisions.fp8_experts",
+        got=f"true: {reason}",
+        wanted="false",
+        hint="install Triton, or make the plan without --fp8-experts",
+    )
 
 
 def _refused_loss(reason: str) -> CannotRun:

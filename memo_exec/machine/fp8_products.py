@@ -21,7 +21,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Fp8Gemm
+from memo_sim.program.ir.work import Collective, Fp8Gemm, Fp8GroupedGemm
 
 LEAST_CAPABILITY: Final = (9, 0)
 """Hopper: the first device with FP8 that memo has rates for. Ada (8.9) has the products, and no plan is made for it."""
@@ -59,14 +59,6 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             got="true",
             wanted="false",
             hint=f"make the plan without --fp8-params; or {_EXPORT}",
-        )
-    if decisions.fp8_experts:
-        raise CannotRun(
-            "memo-exec has no grouped products in FP8; experts in FP8 are priced only",
-            where=f"{where}: $.decisions.fp8_experts",
-            got="true",
-            wanted="false",
-            hint="make the plan without --fp8-experts",
         )
     if decisions.fp8 != "none" and decisions.fp8_layouts != "tn":
         raise CannotRun(
@@ -139,11 +131,11 @@ def check_operands(program: Program, decisions: Decisions) -> None:
     for template in program.templates:
         for instruction in template.instructions:
             work = instruction.work
-            if isinstance(work, Fp8Gemm) and any(size % multiple for size in (work.m, work.n, work.k)):
+            if isinstance(work, Fp8Gemm | Fp8GroupedGemm) and any(size % multiple for size in _sizes(work)):
                 raise CannotRun(
                     f"products in FP8 need sizes that are multiples of {multiple}",
                     where="$.decisions.fp8",
-                    got=f"{instruction.name}: {work.m} x {work.n} x {work.k}",
+                    got=f"{instruction.name}: {' x '.join(map(str, _sizes(work)))}",
                     wanted=f"multiples of {multiple}",
                     hint=f"another --tp, {'--fp8 tensor, ' if blocks else ''}or make the plan without --fp8",
                 )
@@ -153,8 +145,13 @@ def check_operands(program: Program, decisions: Decisions) -> None:
             where="$.decisions.fp8",
             got=found,
             wanted=f"every operand quantised, in parts of a multiple of {multiple} tokens",
-            hint="another --tp or --alpha, no --attention-chunk, or make the plan without --fp8",
+            hint="another --tp, --alpha or --expert-capacity, no --attention-chunk, or make the plan without --fp8",
         )
+
+
+def _sizes(work: Fp8Gemm | Fp8GroupedGemm) -> tuple[int, ...]:
+    """Return the sizes of a product; an expert may have any number of rows."""
+    return (work.m, work.n, work.k) if isinstance(work, Fp8Gemm) else (work.n, work.k)
 
 
 def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
@@ -175,7 +172,7 @@ def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
                 mine = held.setdefault(buffers[row], _Scaled())
                 ranges[operand.role] = (mine, (first[row], end[row]), operand.mode)
             row += 1
-        if isinstance(instruction.work, Fp8Gemm):
+        if isinstance(instruction.work, Fp8Gemm | Fp8GroupedGemm):
             whole = blocks or instruction.work.gemm_pass == "wgrad"
             for role in (role for role in _OPERANDS if role in ranges):
                 (scaled, rows, _), weight = ranges[role], role == "weight"

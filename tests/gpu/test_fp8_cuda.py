@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.latent_attention import LatentAttention
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Kernels
@@ -39,6 +40,12 @@ def test_latents_in_fp8_are_those_of_the_cpu(recipe: str, q_rank: int) -> None:
     compare(llama(layers=2, latent=latent, **sizes), IN_FP8 | {"fp8": recipe})
 
 
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_experts_in_fp8_are_those_of_the_cpu(recipe: str) -> None:
+    experts = Experts(count=4, per_token=2, hidden=128, shared=128, shared_gate=True)
+    compare(llama(layers=1, experts=experts, **SIZES["block"]), IN_FP8 | {"fp8": recipe, "fp8_experts": True})
+
+
 def compare(model: Model, fields: dict[str, Any]) -> None:
     """Compare the loss and the gradients of a step on the GPU with those on the CPU."""
     on_cpu = decide(model, **fields)
@@ -48,4 +55,5 @@ def compare(model: Model, fields: dict[str, Any]) -> None:
     record, found = one_step(on_gpu, batches, device="cuda")
     assert record.loss == pytest.approx(wanted.loss, rel=1e-2)
     for name, value in true.items():
-        assert float((found[name].cpu() - value).norm() / value.norm()) <= 0.25, name
+        limit = 0.5 if "router" in name else 0.25  # other rounding changes which experts a few tokens choose
+        assert float((found[name].cpu() - value).norm() / value.norm()) <= limit, name

@@ -78,7 +78,7 @@ def played(decisions: Decisions) -> bool:
     if decisions.fp8 == "none":
         return True
     known = decisions.fp8 in ("tensor", "block") and decisions.fp8_layouts == "tn"
-    return known and not (decisions.fp8_params or decisions.fp8_experts)
+    return known and not decisions.fp8_params
 
 
 def gradients(recipe: Fp8Recipe) -> Literal["e4m3", "e5m2"]:

@@ -20,6 +20,10 @@ pytestmark = [
 BF16, FP32, INT, LONG = "*bf16", "*fp32", "i32", "i64"
 NORM = [BF16, BF16, BF16, BF16, FP32, INT, INT, INT, "fp32"]
 NORM_BACKWARD = [BF16, BF16, BF16, FP32, BF16, BF16, FP32, *[INT] * 7]
+E4M3, E5M2 = "*fp8e4nv", "*fp8e5"
+EXPERT_ROWS = [FP32, "*i32", BF16, *[INT] * 14]
+EXPERT_GRADIENTS = [FP32, "*i32", FP32, *[INT] * 10]
+TILES = {"TILE": 128, "DEPTH": 128}
 KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
     ("norm._forward_kernel", NORM, {"CENTRED": True, "BIASED": True, "BLOCK": 8192}, 16),
     ("norm._forward_kernel", NORM, {"CENTRED": False, "BIASED": False, "BLOCK": 4096}, 8),
@@ -36,6 +40,10 @@ KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
         {"IGNORED": -100, "BLOCK": 4096},
         8,
     ),
+    ("fp8_experts._rows_kernel", [E4M3, FP32, E4M3, *EXPERT_ROWS], {"BLOCKS": True, **TILES}, 8),
+    ("fp8_experts._rows_kernel", [E5M2, FP32, E4M3, *EXPERT_ROWS], {"BLOCKS": False, **TILES}, 8),
+    ("fp8_experts._gradients_kernel", [E4M3, FP32, E4M3, *EXPERT_GRADIENTS], {"BLOCKS": True, **TILES}, 8),
+    ("fp8_experts._gradients_kernel", [E5M2, FP32, E4M3, *EXPERT_GRADIENTS], {"BLOCKS": False, **TILES}, 8),
 ]
 
 

@@ -13,13 +13,14 @@ from memo_exec.commands.verify import VerifyOptions, verify_plan
 from memo_exec.distributed.world import Launch, launched
 from memo_exec.machine import machine as machines
 from memo_exec.machine import preflight
-from memo_exec.machine.attention_kernels import attention_kernels
-from memo_exec.machine.fp8_products import check_operands, check_recipe
+from memo_exec.machine.attention_kernels import attention_kernels, check_kernels
+from memo_exec.machine.fp8_products import check_operands
 from memo_exec.machine.machine import Machine
 from memo_exec.machine.memory_budget import check_memory, needs_of
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import BadInput, CannotRun, UsageError
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.latent_attention import LatentAttention
 from memo_sim.contract.plan import Decisions, Kernels, Layout
@@ -88,10 +89,11 @@ def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]
         preflight.checked_program(plan, where="plan.json")
 
 
-def test_experts_in_fp8_are_refused() -> None:
+def test_experts_in_fp8_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     decisions = decide(load_model("qwen3-moe-tiny"), **(IN_FP8 | {"fp8_experts": True}))
-    with refused(CannotRun, where="plan.json: $.decisions.fp8_experts", hint="--fp8"):
-        check_recipe(decisions, "plan.json")
+    with refused(CannotRun, where="$.decisions.fp8_experts", got="triton is not installed", hint="--fp8-experts"):
+        check_kernels(decisions, lower(decisions)[0], GPU)
 
 
 def test_a_cpu_runs_no_products_in_fp8(tmp_path: Path) -> None:
@@ -111,6 +113,7 @@ def test_gpus_other_than_hopper_run_no_products_in_fp8(
     check_fields(found, CannotRun, got=".".join(map(str, capability)), wanted="H100")
 
 
+EXPERTS = Experts(count=4, per_token=2, hidden=256, shared=256)
 FP8_PROGRAMS: dict[str, dict[str, Any]] = {
     "kept": {},
     "all rows are swapped": {"swapped_tokens": 256},
@@ -146,6 +149,33 @@ def test_every_operand_of_latents_in_fp8_has_scales(recipe: str, name: str, q_ra
     model = llama(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn_hidden=512, latent=latent)
     decisions = byte_decisions(model=model, **fields)
     check_operands(lower(decisions)[0], decisions)
+
+
+EXPERT_PROGRAMS: dict[str, dict[str, Any]] = {
+    "experts": {},
+    "rows are rebuilt in part": {"recompute": "tokenwise", "swapped_tokens": 128},
+    "ranks divide experts": {"layout": Layout(dp=2, ep=2), "global_batch": 2},
+    "experts are cut": {"layout": Layout(tp=2, sequence_parallel=True)},
+    "gathered for one use": {"layout": Layout(dp=4, ep=2, zero=3), "global_batch": 4},
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_PROGRAMS)
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_every_operand_of_experts_in_fp8_has_scales(recipe: str, name: str) -> None:
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe, "fp8_experts": True} | EXPERT_PROGRAMS[name]
+    sizes = {"vocab": 256, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 512}
+    decisions = byte_decisions(model=llama(experts=EXPERTS, **sizes), **fields)
+    check_operands(lower(decisions)[0], decisions)
+
+
+def test_parts_of_experts_rows_in_blocks_are_whole_blocks() -> None:
+    sizes = {"vocab": 256, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 512}
+    halves = {"recompute": "tokenwise", "swapped_tokens": 128, "layout": Layout(dp=2, ep=2), "global_batch": 2}
+    fields = IN_FP8 | {"fp8": "block", "fp8_experts": True} | halves
+    decisions = byte_decisions(model=llama(experts=EXPERTS, **sizes), **fields)
+    with refused(CannotRun, where="$.decisions.fp8", got="320 tokens", hint="--expert-capacity"):
+        check_operands(lower(decisions)[0], decisions)
 
 
 @pytest.mark.parametrize("op", ["fp8.quantize", "fp8.transpose"])
