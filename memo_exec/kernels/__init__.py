@@ -111,6 +111,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "fp8.quantize": fp8.quantise,
     "fp8.transpose": fp8.transpose,
     "params.quantize": fp8.quantise_weights,
+    "params.transpose": fp8.transpose_weights,
     "lora.a": linear.lora_a,
     "lora.b": linear.lora_b,
     "lora.b.dgrad": linear.lora_b_dgrad,

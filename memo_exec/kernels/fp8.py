@@ -54,13 +54,28 @@ def quantise(call: Call) -> None:
 
 
 def quantise_weights(call: Call) -> None:
-    """Quantise the matrices of a block, which lie one after the other in ``x``, each with scales of its own."""
+    """Quantise the matrices of a block, which lie one after the other in ``x``, each with scales of its own.
+
+    ``x``: bf16 parameters, or the master weights of what is kept in FP8 alone.
+    """
     x, out, columns = call["x"], call["out"], call.get("columns")
     to_fp8 = fp8_blocks.quantise_weight if _by_blocks(call) else _quantise
     for weight in weights(call.context.decisions, _block_of(call)):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
         to_fp8(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
+
+
+def transpose_weights(call: Call) -> None:
+    """Write the matrices of a block in FP8, each transposed, to ``out``, with their scales."""
+    scales, x, out = _scales(call), call["x"], call["out"]
+    for weight in weights(call.context.decisions, _block_of(call)):
+        part = slice(weight.first, weight.first + weight.elements)
+        if _by_blocks(call):
+            fp8_blocks.transpose_weight(scales, x[part], out[part], *weight.shape)
+            continue
+        scales.made(out[part]).copy_(scales.of(x[part]))
+        out[part].view(weight.shape[::-1]).copy_(x[part].view(weight.shape).t())
 
 
 def _block_of(call: Call) -> Block:

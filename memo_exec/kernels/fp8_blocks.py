@@ -123,9 +123,14 @@ def quantise_weight(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor |
         torch.div(tiles[lines, :, groups], scale[lines, None, groups, None], out=wide)
         out[part, features].copy_(wide.view(part.stop - part.start, -1))
     if columns is not None:
-        scales.made(columns)
-        columns.view(k, n).copy_(out.t())
-        _grid(scales, columns, k, n)[:, : n // BLOCK].copy_(scale.t())
+        transpose_weight(scales, out.view(-1), columns, n, k)
+
+
+def transpose_weight(scales: Fp8Scales, copy: Tensor, columns: Tensor, n: int, k: int) -> None:
+    """Write a weight's copy of ``n`` x ``k`` values, transposed, to ``columns``, with its scales."""
+    scales.made(columns)
+    columns.view(k, n).copy_(copy.view(n, k).t())
+    _grid(scales, columns, k, n)[:, : n // BLOCK].copy_(_grid(scales, copy, n, k)[:, : k // BLOCK].t())
 
 
 def join(parts: list[Blocks], out: Tensor) -> None:

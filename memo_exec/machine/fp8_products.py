@@ -8,6 +8,7 @@ of blocks both copies need this, and parts end where blocks do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -20,6 +21,7 @@ from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import Mode
+from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Fp8Gemm, Fp8GroupedGemm
 
@@ -52,13 +54,15 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             wanted="tensor, block or none",
             hint=f"make the plan with --fp8 tensor or block; or {_EXPORT}",
         )
-    if decisions.fp8_params:
+    layout = decisions.layout
+    if decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1:
         raise CannotRun(
-            "memo-exec keeps bf16 weights beside their FP8 copies; weights in FP8 alone are priced only",
+            "weights in FP8 alone run only where each rank has whole master weights: a share's scales depend on other "
+            "ranks' values",
             where=f"{where}: $.decisions.fp8_params",
-            got="true",
-            wanted="false",
-            hint=f"make the plan without --fp8-params; or {_EXPORT}",
+            got=f"true with zero {layout.zero} over {max(layout.shards, layout.expert_shards)} ranks",
+            wanted="false, or zero 0",
+            hint=f"make the plan with --zero 0 or without --fp8-params; or {_EXPORT}",
         )
     if decisions.fp8 != "none" and decisions.fp8_layouts != "tn":
         raise CannotRun(
@@ -139,7 +143,7 @@ def check_operands(program: Program, decisions: Decisions) -> None:
                     wanted=f"multiples of {multiple}",
                     hint=f"another --tp, {'--fp8 tensor, ' if blocks else ''}or make the plan without --fp8",
                 )
-    if found := _without_scale(program, multiple, blocks=blocks):
+    if found := _without_scale(program, decisions, multiple):
         raise CannotRun(
             "a product in FP8 reads rows that no kernel quantised, or parts of rows that were quantised together",
             where="$.decisions.fp8",
@@ -154,16 +158,17 @@ def _sizes(work: Fp8Gemm | Fp8GroupedGemm) -> tuple[int, ...]:
     return (work.m, work.n, work.k) if isinstance(work, Fp8Gemm) else (work.n, work.k)
 
 
-def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
+def _without_scale(program: Program, decisions: Decisions, multiple: int) -> str:
     """Return the first instruction that reads rows in FP8 without scales, and what wrote them; "" without one.
 
-    ``multiple``: parts have such a number of tokens. ``blocks``: scales are those of blocks.
+    ``multiple``: parts have such a number of tokens.
     """
+    blocks = decisions.fp8 == "block"
     columns = expand(program)
     narrow = {number for number, family in enumerate(program.all_families) if family.dtype in ("e4m3", "e5m2")}
     buffers, family = columns.operand_buffer.tolist(), columns.buffer_family.tolist()
     first, end = columns.operand_first.tolist(), columns.operand_end.tolist()
-    held: dict[int, _Scaled] = {}
+    held = _made_of_masters(program, family) if decisions.fp8_params else {}
     row = 0
     for name, instruction in program.walk():
         ranges = dict[str, tuple[_Scaled, Range, Mode]]()
@@ -195,7 +200,18 @@ def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
     return ""
 
 
-_QUANTISE = ("fp8.quantize", "params.quantize")
+def _made_of_masters(program: Program, family: Sequence[int]) -> dict[int, _Scaled]:
+    """Return the buffers, whose families are given by number, that are quantised before the first step."""
+    found = dict[int, _Scaled]()
+    for number, of in enumerate(family):
+        each = program.all_families[of]
+        if each.kind is FamilyKind.PARAMS_FP8:
+            found[number] = _Scaled()
+            found[number].write((0, each.tokens), [Piece(each.tokens, 0, each.tokens)], "params.quantize")
+    return found
+
+
+_QUANTISE = ("fp8.quantize", "params.quantize", "params.transpose")
 _ANEW = ("all_gather", "fp8.transpose")
 """Operators whose result has new scales for each part of their operand."""
 _CARRY = ("d2h", "h2d", "copy", *_ANEW)

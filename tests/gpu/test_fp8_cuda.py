@@ -46,6 +46,11 @@ def test_experts_in_fp8_are_those_of_the_cpu(recipe: str) -> None:
     compare(llama(layers=1, experts=experts, **SIZES["block"]), IN_FP8 | {"fp8": recipe, "fp8_experts": True})
 
 
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_weights_in_fp8_alone_are_those_of_the_cpu(recipe: str) -> None:
+    compare(llama(layers=2, **SIZES["block"]), IN_FP8 | {"fp8": recipe, "fp8_params": True})
+
+
 def compare(model: Model, fields: dict[str, Any]) -> None:
     """Compare the loss and the gradients of a step on the GPU with those on the CPU."""
     on_cpu = decide(model, **fields)

@@ -78,7 +78,8 @@ def played(decisions: Decisions) -> bool:
     if decisions.fp8 == "none":
         return True
     known = decisions.fp8 in ("tensor", "block") and decisions.fp8_layouts == "tn"
-    return known and not decisions.fp8_params
+    layout = decisions.layout
+    return known and not (decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1)
 
 
 def gradients(recipe: Fp8Recipe) -> Literal["e4m3", "e5m2"]:

@@ -14,7 +14,7 @@ from memo_exec.distributed.world import Launch, launched
 from memo_exec.machine import machine as machines
 from memo_exec.machine import preflight
 from memo_exec.machine.attention_kernels import attention_kernels, check_kernels
-from memo_exec.machine.fp8_products import check_operands
+from memo_exec.machine.fp8_products import check_operands, check_recipe
 from memo_exec.machine.machine import Machine
 from memo_exec.machine.memory_budget import check_memory, needs_of
 from memo_sim.contract import codec
@@ -78,15 +78,33 @@ def test_dtypes_the_device_does_not_compute_in() -> None:
 IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
 
 
-@pytest.mark.parametrize("changes", [{"fp8": "delayed"}, {"fp8": "mx"}, {"fp8_layouts": "any"}, {"fp8_params": True}])
+@pytest.mark.parametrize("changes", [{"fp8": "delayed"}, {"fp8": "mx"}, {"fp8_layouts": "any"}])
 def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]) -> None:
     plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | changes)))
     ((name, value),) = changes.items()
-    wanted = {"fp8": "tensor, block", "fp8_layouts": "tn", "fp8_params": "false"}[name]
+    wanted = {"fp8": "tensor, block", "fp8_layouts": "tn"}[name]
     with refused(
         CannotRun, where=f"plan.json: $.decisions.{name}", got=str(value).lower(), wanted=wanted, hint="--fp8"
     ):
         preflight.checked_program(plan, where="plan.json")
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, ep=2, tp=2, zero=3), Layout(cp=2, zero=2)])
+def test_weights_in_fp8_alone_need_whole_masters(layout: Layout) -> None:
+    model = llama(vocab=256, experts=EXPERTS) if layout.ep > 1 else gpt(vocab=256)
+    decisions = byte_decisions(model=model, swapped_tokens=0, layout=layout, **IN_FP8, fp8_params=True)
+    with refused(CannotRun, where="plan.json: $.decisions.fp8_params", got="over 2 ranks", hint="--zero 0"):
+        check_recipe(decisions, "plan.json")
+    check_recipe(msgspec.structs.replace(decisions, layout=msgspec.structs.replace(layout, zero=0)), "plan.json")
+
+
+@pytest.mark.parametrize("name", ["kept", "rows are rebuilt in part", "rows are gathered"])
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_weights_in_fp8_alone_have_scales_before_the_first_step(recipe: str, name: str) -> None:
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe, "fp8_params": True, "fp8_experts": True}
+    sizes = {"vocab": 256, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 512}
+    decisions = byte_decisions(model=llama(experts=EXPERTS, **sizes), **(fields | FP8_PROGRAMS[name]))
+    check_operands(lower(decisions)[0], decisions)
 
 
 def test_experts_in_fp8_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
