@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
 import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.planning.outcome import SearchResult
@@ -40,11 +40,22 @@ QUESTIONS = {
     "qwen3-235b-on-256": Asked("qwen3-235b-a22b", "h100-32x8", 32768, 256),
     "65b-1m-on-64": Asked("gpt-65b", "a800-8x8", 1 << 20, 1),
     "sppo-on-32": Asked("llama3-70b", "h100-4x8", 1 << 19, 1, "sppo"),
+    "sppo-1m-on-32": Asked("llama3-70b", "h100-4x8", 1 << 20, 1, "sppo"),
+    "metp-on-64": Asked("gpt-65b", "a800-8x8", 1 << 20, 1, "metp"),
+    "405b-on-4096": Asked("llama3-405b", "h100-512x8", 8192, 4096),
+    "405b-128k-on-16384": Asked("llama3-405b", "h100-2048x8", 131072, 2048),
+    "405b-1m-on-16384": Asked("llama3-405b", "h100-2048x8", 1 << 20, 256),
 }
 
 
 class _TimeIsUp(BaseException):
     pass
+
+
+def _peak_mib() -> int:
+    """Return the peak of this process alone: a child's ``ru_maxrss`` starts at the peak of its parent."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) >> 10
 
 
 def _ask(name: str, limit_s: int) -> None:
@@ -76,7 +87,7 @@ def _ask(name: str, limit_s: int) -> None:
     except _TimeIsUp:
         pass
     took = f"{time.perf_counter() - wall:.1f} s ({time.process_time() - cpu:.1f} s CPU)"
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    peak_mib = _peak_mib()
     if found is None:
         sys.stdout.write(f"{name}: not done after {took}, {seen[0]} of {seen[1]} candidates, {peak_mib} MiB\n")
         return

@@ -381,7 +381,7 @@ def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options
 @click.option(
     "--budget-s",
     type=Finite(0, min_open=True),
-    help="Seconds to take; points that are left then are marked as not measured [default: 240].",
+    help="Seconds to take, the start included; points that are left then are marked as not measured [default: 240].",
 )
 @click.option(
     "--dtype",
@@ -398,6 +398,7 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None, dt
     """
     from memo_exec.commands.calibrate import calibrate
     from memo_exec.commands.outputs import check_outputs
+    from memo_exec.probes.budget import launched_s
     from memo_sim.contract.codec import write
     from memo_sim.contract.peaks import warnings_about
 
@@ -405,7 +406,13 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None, dt
     profile = with_progress(
         "calibrating",
         lambda tell: calibrate(
-            name=name, progress=tell, note=say, command=_command_line(), budget_s=budget_s, dtypes=dtypes
+            name=name,
+            progress=tell,
+            note=say,
+            command=_command_line(),
+            budget_s=budget_s,
+            dtypes=dtypes,
+            spent_s=launched_s(),
         ),
         told="measurements",
     )

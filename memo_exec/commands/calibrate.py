@@ -11,7 +11,8 @@
 On a CPU a lane issues and computes in one thread, so every rate includes the dispatch of one instruction. On CUDA
 instructions are issued ahead, and the shortest time of a kernel is the launch floor. Every number is the median of
 repeats and keeps its spread. Operators are timed in several passes, in the order of what they decide (probes/order.py).
-When the budget ends, the points that are left are not measured, and the profile's provenance says which.
+When the budget ends (probes/budget.py), the points that are left are not measured, and the profile's provenance says
+which.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ import torch
 from memo_exec.machine.machine import Machine, library_versions, this_machine, versions
 from memo_exec.probes import clocks, collectives, copy_rates, host_update, memory, overlap, workspaces
 from memo_exec.probes import grid as grids
+from memo_exec.probes.budget import COPIES_END, OPERATORS_END, QUICK_FROM, TOGETHER_END, Budget
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import AllDevices
 from memo_exec.probes.grid import Grid
 from memo_exec.probes.load import Load, disturbances, middle_spread
 from memo_exec.probes.operators import Bench, Operator, operators_of
-from memo_exec.probes.order import by_decision, left_out
+from memo_exec.probes.order import ENDS, by_decision, left_out
 from memo_exec.probes.profile import COLLECTIVES, COPIES, HOST, Found, Shared, profile_of
 from memo_exec.probes.ranks import Ranks, joined
 from memo_exec.probes.tables import Timed, point_of
@@ -56,6 +58,12 @@ SHARING_A_POINT = 2
 PASSES = 3
 """How many passes time all operators. A short load of the machine then disturbs at most one sample of an operator."""
 
+HURRIED = Effort(repeats=1, seconds=0.0, patience_s=0.0)
+"""How the ends of tables are timed when time is short: one call to warm up, and one that counts."""
+
+PROCESS = "the process and its libraries"
+"""The item of a CPU's reserve."""
+
 LARGE_BYTES = 2**22
 """Operators with more bytes of operands leave holes in the heap that matter."""
 
@@ -69,6 +77,7 @@ def calibrate(
     grid: Grid | None = None,
     budget_s: float | None = None,
     dtypes: Sequence[DtypeName] = (),
+    spent_s: float = 0.0,
 ) -> Hardware | None:
     """Return the profile of this machine's device.
 
@@ -80,30 +89,31 @@ def calibrate(
         note: receives messages on rank 0: what starts, and a warning when the machine was busy.
         command: the command line, for the profile's provenance.
         grid: the shapes to measure instead of the default ones; tests give a few.
-        budget_s: seconds after which no operator starts any more, counted from the beginning; the grid's when None.
-            The copies and both ends of every curve and table are measured in any case.
+        budget_s: seconds to take; the grid's when None. The ends of the copies' curves and one point of every other
+            curve and table are measured in any case.
         dtypes: in which products and attention are measured besides the grid's: plans in bf16 on a CPU.
+        spent_s: how much of ``budget_s`` has passed before this call: the start of the process.
 
     Raises:
         CannotRun: when no attention kernel works here, or another rank stops.
         UsageError: when a variable that torchrun sets is missing or is not a number.
     """
-    begun, deadline = datetime.now(UTC), time.perf_counter()
+    begun, called = datetime.now(UTC), time.perf_counter()
     load = Load.now()
     with joined() as ranks:
         machine = this_machine()
         grid = grid or (grids.CPU if machine.device == "cpu" else grids.CUDA)
-        deadline += grid.budget_s if budget_s is None else budget_s
+        budget = Budget(grid.budget_s if budget_s is None else budget_s, spent_s + time.perf_counter() - called)
         note = note if ranks.first else _silent
         note(f"measuring {machine.name}; the load is {load.text()}")
         kernels = usable(machine, grid)
         middle = grids.middle(grid, kernels.attention[0])
-        together = _together(ranks, middle, grid, note) if ranks.world > 1 else None
-        updates = host_update.measure(ranks, middle, grid, HOST)
+        together = _together(ranks, middle, grid, budget, note) if ranks.world > 1 else None
+        updates = host_update.measure(ranks, middle, grid, HOST, over=partial(budget.over, TOGETHER_END))
     if not ranks.first:
         return None
     beside = _in_other_dtypes(machine, grid, dtypes)
-    measured = _measure(machine, grid, kernels, deadline, progress, beside=beside)
+    measured = _measure(machine, grid, kernels, budget, progress, beside=beside)
     found, shared = replace(measured.found, host_update=updates), None
     if together is not None:
         shared, everywhere = together
@@ -117,7 +127,7 @@ def calibrate(
         note(
             f"the machine was busy during the calibration: {disturbed}\n  next: calibrate again when nothing else runs"
         )
-    seconds = (datetime.now(UTC) - begun).total_seconds()
+    seconds = spent_s + (datetime.now(UTC) - begun).total_seconds()
     provenance = {
         **versions(),
         **library_versions(),
@@ -142,18 +152,20 @@ def _silent(text: str) -> None:
     del text
 
 
-def _together(ranks: Ranks, middle: Decisions, grid: Grid, note: Callable[[str], None]) -> tuple[Shared, AllDevices]:
+def _together(
+    ranks: Ranks, middle: Decisions, grid: Grid, budget: Budget, note: Callable[[str], None]
+) -> tuple[Shared, AllDevices]:
     """Measure collectives, and copies and compute beside them. Every rank has to call this."""
-    outside = partial(_outside_torch, ranks.device)
+    outside, over = partial(_outside_torch, ranks.device), partial(budget.over, TOGETHER_END)
     tables, communicators = collectives.measure(
-        ranks, grid.message_bytes, grid.message_s, COLLECTIVES, outside=outside, told=note
+        ranks, grid.message_bytes, grid.message_s, COLLECTIVES, outside=outside, told=note, over=over
     )
     note(f"measuring copies of {ranks.world} ranks at once")
     with Lanes(ranks.device, middle, memory.cache_bytes(ranks.device)) as lanes:
-        everywhere = copy_rates.all_devices(ranks, lanes, grid)
+        everywhere = copy_rates.all_devices(ranks, lanes, grid, over=over)
         layer = Bench(ranks.device, lanes.cache_bytes).chain(operators_of([middle]))
         note("measuring compute beside collectives")
-        slowdowns = overlap.slowdowns(ranks, lanes, grid, layer, COLLECTIVES)
+        slowdowns = overlap.slowdowns(ranks, lanes, grid, layer, COLLECTIVES, over=over)
     return Shared(ranks.world, tables, slowdowns, communicators), everywhere
 
 
@@ -172,29 +184,39 @@ class _Measured:
 
 
 def _measure(
-    machine: Machine, grid: Grid, kernels: Usable, deadline: float, progress: Progress, *, beside: Sequence[Operator]
+    machine: Machine, grid: Grid, kernels: Usable, budget: Budget, progress: Progress, *, beside: Sequence[Operator]
 ) -> _Measured:
     """Measure one device alone; ``beside``: more operators to time."""
     device = torch.device(machine.device)
-    before = machine.device_memory_bytes - machine.device_free_bytes
+    reserve = _reserve(machine)
     base = next(grids.decisions(grid, kernels.attention[0]))
     dispatch = memory.dispatch(base, device)
     added_s = dispatch.seconds if machine.device == "cpu" else 0.0
     cache_bytes = memory.cache_bytes(device)
     with Lanes(device, base, cache_bytes) as lanes:
-        operators, ends = by_decision([*_operators(grid, kernels.attention, kernels.rowwise), *beside])
+        operators, tables = by_decision([*_operators(grid, kernels.attention, kernels.rowwise), *beside])
         first = copy_rates.measurements(grid)
         total = first + PASSES * len(operators) + 1  # the last one measures memory
         bench = Bench(device, cache_bytes)
-        # The copies come first: they are measured whatever the budget, and the operators use what they leave of it.
+        # The copies and memory come first: no profile does without them, and the operators use the time they leave.
         layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
-        copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(n, total))
+        copies_end = partial(budget.over, COPIES_END)
+        copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(n, total), over=copies_end)
         del layer
+        memory.return_freed()
+        allocation, ready = memory.allocation(device), memory.host_ready(device)
+        allocated = memory.host_allocated(device)
         memory.return_freed()
         with clocks.watched(device) as clock_notes:
             _compile(lanes, bench, operators)
-            time_one = partial(_inside, lanes, bench)
-            samples = _time_all(time_one, operators, ends, deadline, lambda n: progress(first + n, total))
+            timed_ends = set(map(id, operators[: ENDS * tables]))
+
+            def time_one(operator: Operator) -> Sample:
+                hurried = id(operator) in timed_ends and budget.over(QUICK_FROM)
+                return _inside(lanes, bench, operator, HURRIED if hurried else Effort())
+
+            until = budget.until(OPERATORS_END)
+            samples = _time_all(time_one, operators, tables, until, lambda n: progress(first + n, total))
         missing, operators = left_out(operators, len(samples)), operators[: len(samples)]
         middles = [of_passes(found) for found in samples]
         timed = [
@@ -203,17 +225,16 @@ def _measure(
         ]
         scratch = lanes.inside(Lane.COMPUTE, partial(workspaces.measure, bench, grid, kernels.attention, operators))
         floor = lanes.inside(Lane.COMPUTE, partial(memory.launch_floor, device)) if device.type == "cuda" else dispatch
-    reserve = {IN_USE: before}
     if device.type == "cuda":
-        reserve["kernels and libraries"] = max(0, _outside_torch(device) - before)
+        reserve["kernels and libraries"] = max(0, _outside_torch(device) - reserve[IN_USE])
     found = Found(
         machine=machine,
         timed=timed,
         copies=copies,
         floor=floor,
-        allocation=memory.allocation(device),
-        host_ready=memory.host_ready(device),
-        host_allocated=memory.host_allocated(device),
+        allocation=allocation,
+        host_ready=ready,
+        host_allocated=allocated,
         reserve_bytes=reserve,
     )
     progress(total, total)
@@ -293,9 +314,20 @@ def _compile(lanes: Lanes, bench: Bench, operators: list[Operator]) -> None:
         lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort(repeats=1, seconds=0.0)))
 
 
-def _inside(lanes: Lanes, bench: Bench, operator: Operator) -> Sample:
+def _reserve(machine: Machine) -> dict[str, int]:
+    """Return the device bytes that are in use before anything is measured, by what uses them.
+
+    On a CPU these are this process's own. Other programs' are not: they change from one moment to the next, and a run
+    checks what is free before it allocates.
+    """
+    if machine.device == "cpu":
+        return {PROCESS: memory.resident_bytes()}
+    return {IN_USE: machine.device_memory_bytes - machine.device_free_bytes}
+
+
+def _inside(lanes: Lanes, bench: Bench, operator: Operator, effort: Effort) -> Sample:
     """Return the time of one call of an operator in the compute lane's thread."""
-    sample = lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort()))
+    sample = lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, effort))
     if operator.bytes > LARGE_BYTES:
         memory.return_freed()  # the C library would keep operands of up to 32 MiB
     return sample
@@ -304,20 +336,20 @@ def _inside(lanes: Lanes, bench: Bench, operator: Operator) -> Sample:
 def _time_all(
     time_one: Callable[[Operator], Sample],
     operators: list[Operator],
-    ends: int,
+    tables: int,
     until: float,
     tell: Callable[[int], None],
 ) -> list[list[Sample]]:
     """Time operators in several passes; return the samples of those that were timed.
 
-    The first ``ends`` operators are timed at least once. After ``until`` (by ``time.perf_counter``) no operator starts,
-    and no later pass starts that would end after it, assuming that it takes as long as the previous pass.
+    The first ``tables`` operators are timed at least once. After ``until`` (by ``time.perf_counter``) no operator
+    starts, and no later pass starts that would end after it, assuming that it takes as long as the previous pass.
     """
     samples: list[list[Sample]] = []
     for number in range(PASSES):
         start = time.perf_counter()
         for i, operator in enumerate(operators):
-            if time.perf_counter() > until and (number or i >= ends):
+            if time.perf_counter() > until and (number or i >= tables):
                 return samples
             if not number:
                 samples.append([])

@@ -26,10 +26,12 @@ from memo_exec.kernels import (
     expert_exchange,
     experts,
     fp8,
+    fp8_delayed,
     fp8_experts,
     framework_loss,
     latent,
     linear,
+    linear_loss,
     loss,
     merge,
     move,
@@ -47,7 +49,7 @@ from memo_exec.kernels import (
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
-from memo_sim.program.ir.work import Fp8Gemm, Fp8GroupedGemm
+from memo_sim.program.ir.work import Fp8Gemm, Fp8GroupedGemm, LinearLoss
 
 Kernel = Callable[[Call], None]
 
@@ -93,6 +95,18 @@ def _fused_loss(call: Call) -> None:
     (_fused("triton_loss", "cross_entropy") if fused else loss.cross_entropy)(call)
 
 
+def _linear_loss(plain: Kernel) -> Kernel:
+    """Return a kernel that calls the one which the instruction's work names: ``plain``, or Triton's."""
+    name = plain.__name__
+
+    def play(call: Call) -> None:
+        work = call.instruction.work
+        triton = isinstance(work, LinearLoss) and work.kernel == "triton"
+        (_fused("triton_linear_loss", name) if triton else plain)(call)
+
+    return play
+
+
 _PLAIN: Mapping[str, Kernel] = {
     "embed": _divided(embedding.embed, embedding.divided_embed),
     "positions.add": embedding.positions_add,
@@ -112,6 +126,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "fp8.transpose": fp8.transpose,
     "params.quantize": fp8.quantise_weights,
     "params.transpose": fp8.transpose_weights,
+    "fp8.max_reduce": collective.max_reduce,
+    "fp8.history": fp8_delayed.enter_history,
     "lora.a": linear.lora_a,
     "lora.b": linear.lora_b,
     "lora.b.dgrad": linear.lora_b_dgrad,
@@ -205,6 +221,12 @@ _PLAIN: Mapping[str, Kernel] = {
     "cross_entropy.exponentials": framework_loss.exponentials,
     "cross_entropy.softmax": framework_loss.softmax,
     "cross_entropy.gradient": framework_loss.gradient,
+    "linear_loss.statistics": _linear_loss(linear_loss.statistics),
+    "linear_loss.sum": linear_loss.add_losses,
+    "linear_loss.gradient": _linear_loss(linear_loss.gradient),
+    "linear_loss.dgrad": linear_loss.dgrad,
+    "linear_loss.dgrad.add": linear_loss.dgrad_add,
+    "linear_loss.wgrad": linear_loss.wgrad,
     "copy": move.copy,
     "d2h": move.transfer,
     "h2d": move.transfer,
@@ -220,7 +242,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "heads.reduce_scatter": collective.heads_reduce_scatter,
     "all_reduce": collective.all_reduce,
     "loss.all_reduce": collective.loss_all_reduce,
-    "loss.max_reduce": collective.loss_max_reduce,
+    "loss.max_reduce": collective.max_reduce,
     "all_to_all": collective.all_to_all,
     "broadcast": collective.broadcast,
     "reduce": collective.reduce,

@@ -1,5 +1,7 @@
 """Products in FP8, and what quantises their operands: one scale a tensor, from its own values (current scaling).
 
+Scales from earlier steps are in ``fp8_delayed.py``; what follows is the same for both.
+
     scale = largest |x| / largest value of the format,  copy = round(x / scale),  x ~ copy * scale
 
 E4M3 and E5M2 are those of Micikevicius et al. (2022), "FP8 formats for deep learning". A copy by columns is the one by
@@ -16,10 +18,11 @@ of each block, and a product multiplies each such part by itself: rows one after
 terms of each part. A part's copy by columns is a matrix of its own, (features, its tokens).
 ``machine/fp8_products.py`` checks before a run that all that products read was quantised.
 
-Scales of blocks (``fp8_blocks.py``) move with the values. Each part is then one matrix too, by rows and by columns, and
-a copy by columns that was gathered becomes one matrix again before its product.
+Scales of blocks (``fp8_blocks.py``, ``fp8_mx.py``) move with the values. Each part is then one matrix too, by rows and
+by columns. On Hopper a copy by columns that was gathered becomes one matrix again before its product; on Blackwell the
+program has no such kernel, and a weight's gradient sums the products of its parts.
 
-``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in blocks of rows in fp32, and added.
+``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in pieces in fp32, and added.
 """
 
 from __future__ import annotations
@@ -30,16 +33,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import fp8_blocks
+from memo_exec.kernels import fp8_blocks, fp8_delayed, fp8_mx
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.fp8_blocks import Blocks
+from memo_exec.kernels.fp8_mx import MxBlocks
 from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales
 from memo_sim.program.ir.kinds import BlockKind
-from memo_sim.program.layout.fp8 import weights
+from memo_sim.program.layout.fp8 import by_blocks, weights
 from memo_sim.program.layout.parameters import Block, experts_block, layer_block
 
 WHOLE = 16
 """Hopper multiplies rows and columns in multiples of this."""
+WHOLE_MX = fp8_mx.TILE
+"""Pieces of a gradient in MXFP8 have multiples of this, so that tiles of scales are whole."""
+MX_TOKENS, MX_COLUMNS = 2**15, 2**13
+"""Most tokens of a term, and columns of a piece, whose scales of MXFP8 may have to be copied to scratch: 8 MiB."""
 
 
 def quantise(call: Call) -> None:
@@ -47,10 +55,16 @@ def quantise(call: Call) -> None:
 
     A copy may have the first features of ``x`` alone: of packed gradients, the queries' (``latent.py``).
     """
-    x, copies = call.matrix("x"), {role: call.matrix(role) for role in ("out", "columns") if role in call.tensors}
-    width = next(iter(copies.values())).shape[1]
-    to_fp8 = fp8_blocks.quantise if _by_blocks(call) else _quantise
-    to_fp8(_scales(call), x[:, : fp8_blocks.features_of(width) if _by_blocks(call) else width], **copies)
+    scales, x, rows, columns = _scales(call), call.matrix("x"), call.get("out"), call.get("columns")
+    if _in_mx(call):
+        fp8_mx.quantise(scales, x, rows=rows, columns=columns)
+        return
+    width = next(copy for copy in (rows, columns) if copy is not None).shape[1]
+    if _by_blocks(call):
+        fp8_blocks.quantise(scales, x[:, : fp8_blocks.features_of(width)], rows, columns)
+    else:
+        given = fp8_delayed.scale_of(call, x) if _delayed(call) else None
+        _quantise(scales, x[:, :width], rows, columns, given)
 
 
 def quantise_weights(call: Call) -> None:
@@ -63,6 +77,21 @@ def quantise_weights(call: Call) -> None:
     for weight in weights(call.context.decisions, _block_of(call)):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
+        if _in_mx(call):
+            assert columns is not None  # MXFP8's copies have a direction, so there are two
+            assert turned is not None
+            behind = columns[out.numel() :].view(2, -1)  # the scales of all matrices by rows, and by columns
+            first, end = part.start // fp8_mx.VALUES, part.stop // fp8_mx.VALUES
+            tiles = behind[0, first:end], behind[1, first:end]
+            fp8_mx.quantise_weight(_scales(call), x[part].view(weight.shape), out[part], turned, tiles)
+            continue
+        if _delayed(call):
+            matrix, given = (
+                x[part].view(weight.shape),
+                fp8_delayed.scale_of(call, x[part], weight.name[: -len(".weight")]),
+            )
+            _quantise(_scales(call), matrix, out[part].view(weight.shape), turned, given)
+            continue
         to_fp8(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
 
 
@@ -135,11 +164,11 @@ def linear_wgrad(call: Call) -> None:
     wide, terms = _scales(call).wide, _terms(call)
     m, n = (len(operand.matrix) for operand in terms[0])
     out = call["out"].view(m, n)
-    for rows in _blocks(m, wide.numel() // (n + max(_scales_of_a_row(grad) for grad, _ in terms))):
-        part, scratch = _apart(wide, rows.stop - rows.start, n)
+    for rows, columns in _pieces(m, n, terms, wide.numel()):
+        part, scratch = _apart(wide, rows, columns)
         for grad, x in terms:
-            _multiply(grad.rows(rows, scratch), x, part)
-            out[rows].add_(part)
+            _multiply(grad.rows(rows, scratch), _some(x, columns, scratch), part, scratch=scratch)
+            out[rows, columns].add_(part)
 
 
 def linear_wgrad_product(call: Call) -> None:
@@ -148,26 +177,32 @@ def linear_wgrad_product(call: Call) -> None:
     m, n = (len(operand.matrix) for operand in first)
     out = call["out"].view(m, n)
     if not others:
-        _multiply(*first, out)
+        _multiply(*first, out, scratch=wide)
         return
-    for rows in _blocks(m, wide.numel() // (2 * n + max(_scales_of_a_row(grad) for grad, _ in (first, *others)))):
-        both, scratch = _apart(wide, 2 * (rows.stop - rows.start), n)
-        summed, part = both.view(2, -1, n)
+    for rows, columns in _pieces(m, n, [first, *others], wide.numel(), results=2):
+        summed, left = _apart(wide, rows, columns)
+        part, scratch = _apart(left, rows, columns)
         for number, (grad, x) in enumerate((first, *others)):
-            _multiply(grad.rows(rows, scratch), x, part if number else summed)
+            result = part if number else summed
+            _multiply(grad.rows(rows, scratch), _some(x, columns, scratch), result, scratch=scratch)
             if number:
                 summed.add_(part)
-        out[rows].copy_(summed)
+        out[rows, columns].copy_(summed)
 
 
-def parts_of(call: Call, role: str) -> list[tuple[int, int, Operand]]:
+def parts_of(call: Call, role: str) -> list[tuple[int, int, OfExperts]]:
     """Return the parts of rows that were quantised together: first row, end, and the rows as one matrix."""
-    return _parts(call, role, by_columns=False)
+    return [(begin, end, _of_experts(part)) for begin, end, part in _parts(call, role, by_columns=False)]
 
 
-def terms_of(call: Call) -> list[tuple[Operand, Operand]]:
+def terms_of(call: Call) -> list[tuple[OfExperts, OfExperts]]:
     """Return the terms of a weight's gradient, of rows one after the other: ``grad`` and ``x`` by columns."""
-    return _terms(call)
+    return [(_of_experts(grad), _of_experts(x)) for grad, x in _terms(call)]
+
+
+def _of_experts(operand: Operand) -> OfExperts:
+    assert not isinstance(operand, MxBlocks)  # experts in MXFP8 are refused before a run
+    return operand
 
 
 def scales_of(call: Call) -> Fp8Scales:
@@ -182,23 +217,36 @@ def _scales(call: Call) -> Fp8Scales:
 
 
 def _by_blocks(call: Call) -> bool:
-    return call.context.decisions.fp8 == "block"
+    recipe = call.context.decisions.fp8
+    return recipe != "none" and by_blocks(recipe)
 
 
-class _Scaled(NamedTuple):
+def _delayed(call: Call) -> bool:
+    return call.context.decisions.fp8 == "delayed"
+
+
+def _in_mx(call: Call) -> bool:
+    return call.context.decisions.fp8 == "mx"
+
+
+class Scaled(NamedTuple):
     """A matrix of FP8 values, and its one scale."""
 
     matrix: Tensor
     scale: Tensor
 
-    def tokens(self, begin: int, end: int) -> _Scaled:
-        return _Scaled(self.matrix[:, begin:end], self.scale)
+    def tokens(self, begin: int, end: int) -> Scaled:
+        """Return some columns."""
+        return Scaled(self.matrix[:, begin:end], self.scale)
 
-    def rows(self, rows: slice, scratch: Tensor) -> _Scaled:
-        return _Scaled(self.matrix[rows], self.scale)
+    def rows(self, rows: slice, scratch: Tensor) -> Scaled:
+        """Return some rows; nothing is written to ``scratch``."""
+        return Scaled(self.matrix[rows], self.scale)
 
 
-Operand = _Scaled | Blocks
+OfExperts = Scaled | Blocks
+"""A matrix that a product of experts reads, with its scales."""
+Operand = OfExperts | MxBlocks
 """A matrix that a product reads, with its scales."""
 _Found = tuple[int, int, Operand]
 """Tokens [begin, end) of an operand, as one matrix."""
@@ -211,11 +259,13 @@ def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
     for part in scales.whole_parts(tensor) if whole else scales.parts(tensor):
         flat = tensor.view(-1)[part.first : part.first + part.elements]
         begin, end = part.first // width, (part.first + part.elements) // width
-        if _by_blocks(call):
+        if _in_mx(call):
+            found.append((begin, end, fp8_mx.blocks(flat, width, by_columns=by_columns)))
+        elif _by_blocks(call):
             found.append((begin, end, fp8_blocks.blocks(flat, width, by_columns=by_columns)))
         else:
             matrix = flat.view(width, -1) if by_columns else flat.view(-1, width)
-            found.append((begin, end, _Scaled(matrix, part.scale)))
+            found.append((begin, end, Scaled(matrix, part.scale)))
     return found
 
 
@@ -224,10 +274,18 @@ def _terms(call: Call) -> list[tuple[Operand, Operand]]:
     both = [_parts(call, role, by_columns=True) for role in ("grad", "x")]
     terms, begun = list[tuple[Operand, Operand]](), 0
     for stop in sorted({end for found in both for _, end, _ in found}):
-        grad, x = (_tokens(found, begun, stop) for found in both)
-        terms.append((grad, x))
+        for first, end in _cut(both, begun, stop):
+            grad, x = (_tokens(found, first, end) for found in both)
+            terms.append((grad, x))
         begun = stop
     return terms
+
+
+def _cut(both: list[list[_Found]], begin: int, end: int) -> list[tuple[int, int]]:
+    """Return tokens [begin, end) as one piece, or as several whose scales of MXFP8 fit into scratch."""
+    if not any(_scales_of_a_row(_tokens(found, begin, end)) for found in both if isinstance(found[0][2], MxBlocks)):
+        return [(begin, end)]
+    return [(first, min(end, first + MX_TOKENS)) for first in range(begin, end, MX_TOKENS)]
 
 
 def _tokens(parts: list[_Found], begin: int, end: int) -> Operand:
@@ -236,23 +294,58 @@ def _tokens(parts: list[_Found], begin: int, end: int) -> Operand:
     return part.tokens(begin - first, end - first)
 
 
-def _scales_of_a_row(of: Operand) -> int:
-    """Return the scales of a row, which may have to be copied."""
-    return of.scale.shape[-1] if isinstance(of, Blocks) else 0
+def _scales_of_a_row(operand: Operand) -> int:
+    """Return how many numbers in fp32 the scales of a row take that may have to be copied."""
+    if isinstance(operand, MxBlocks):
+        return 0 if operand.tiles.is_contiguous() else operand.tiles.shape[1]
+    return operand.scale.shape[-1] if isinstance(operand, Blocks) else 0
 
 
-def _apart(wide: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+def _some(operand: Operand, rows: slice, scratch: Tensor) -> Operand:
+    """Return some rows of an operand, or itself if they are all."""
+    return operand if rows == slice(0, len(operand.matrix)) else operand.rows(rows, scratch)
+
+
+def _pieces(
+    m: int, n: int, terms: list[tuple[Operand, Operand]], room: int, results: int = 1
+) -> Iterator[tuple[slice, slice]]:
+    """Yield pieces of an (m, n) gradient, ``results`` of which fit into scratch with the scales that are copied."""
+    of_grad, of_x = (max(_scales_of_a_row(each) for each in operands) for operands in zip(*terms, strict=True))
+    broad, multiple = n, WHOLE
+    if isinstance(terms[0][0], MxBlocks):
+        fits = (room - WHOLE_MX * of_grad) // (WHOLE_MX * results + of_x)
+        broad, multiple = min(n, MX_COLUMNS, fits // WHOLE_MX * WHOLE_MX), WHOLE_MX
+    for first in range(0, n, broad):
+        columns = slice(first, min(n, first + broad))
+        for rows in _blocks(m, (room - broad * of_x) // (results * broad + of_grad), multiple):
+            yield rows, columns
+
+
+def _apart(wide: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
     """Return a matrix in scratch, and what is left of it."""
-    return wide[: rows * columns].view(rows, columns), wide[rows * columns :]
+    high, broad = rows.stop - rows.start, columns.stop - columns.start
+    return wide[: high * broad].view(high, broad), wide[high * broad :]
 
 
-def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor | None = None, columns: Tensor | None = None) -> None:
-    """Write ``x`` (rows, features) in FP8 to ``out`` and, transposed, to ``columns``; keep their scale."""
+def _quantise(
+    scales: Fp8Scales,
+    x: Tensor,
+    out: Tensor | None = None,
+    columns: Tensor | None = None,
+    given: Tensor | None = None,
+) -> None:
+    """Write ``x`` (rows, features) in FP8 to ``out`` and, transposed, to ``columns``; keep their scale.
+
+    ``given``: a scale from earlier steps; without it, current scaling.
+    """
     copies = [copy for copy in (out, columns) if copy is not None]
     most = torch.finfo(copies[0].dtype).max
     scale, *others = (scales.made(copy) for copy in copies)
-    torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32, out=scale[0])
-    scale.clamp_(min=LEAST_LARGEST).div_(most)
+    if given is None:
+        torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32, out=scale[0])
+        scale.clamp_(min=LEAST_LARGEST).div_(most)
+    else:
+        scale.copy_(given)
     for other in others:
         other.copy_(scale)
     turned = None if columns is None else columns.view(x.shape[1], x.shape[0])
@@ -272,37 +365,50 @@ def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: b
     The first features of ``out`` are written where it has more. torch's products neither add nor leave features out, so
     these two are made in fp32 in scratch, in blocks of rows.
     """
-    scales, width = _scales(call), call.matrix(role).shape[1]
-    features = fp8_blocks.features_of(width) if _by_blocks(call) else width
-    made = call["weight"].numel() // features
-    out = call.matrix("out")[:, :made]
-    weight: Operand
-    if _by_blocks(call):
-        weight = fp8_blocks.weight_blocks(scales, call["weight"], made, features)
-    else:
-        weight = _Scaled(call["weight"].view(made, features), scales.of(call["weight"]))
+    scales, weight, out = _scales(call), _weight(call, role), call.matrix("out")
+    made = len(weight.matrix)
+    out = out[:, :made]
     for begin, end, part in _parts(call, role, by_columns=False):
         if out.is_contiguous() and not add:
-            _multiply(part, weight, out[begin:end], bias=bias, fast=fast)
+            _multiply(part, weight, out[begin:end], scratch=scales.wide, bias=bias, fast=fast)
             continue
         assert bias is None  # torch's products with fp32 results take none
         for rows in _blocks(end - begin, scales.wide.numel() // (made + _scales_of_a_row(part))):
-            product, scratch = _apart(scales.wide, rows.stop - rows.start, made)
-            _multiply(part.rows(rows, scratch), weight, product, fast=fast)
+            product, scratch = _apart(scales.wide, rows, slice(0, made))
+            _multiply(part.rows(rows, scratch), weight, product, scratch=scratch, fast=fast)
             into = out[begin + rows.start : begin + rows.stop]
             (into.add_ if add else into.copy_)(product)
 
 
-def _multiply(one: Operand, two: Operand, out: Tensor, *, bias: Tensor | None = None, fast: bool = False) -> None:
+def _weight(call: Call, role: str) -> Operand:
+    """Return the copy of the weight that multiplies the rows of ``role``."""
+    scales, copy, width = _scales(call), call["weight"], call.matrix(role).shape[1]
+    if _in_mx(call):
+        features = fp8_mx.features_of(width)
+        return fp8_mx.weight_blocks(scales, copy, copy.numel() // features, features)
+    if _by_blocks(call):
+        features = fp8_blocks.features_of(width)
+        return fp8_blocks.weight_blocks(scales, copy, copy.numel() // features, features)
+    return Scaled(copy.view(copy.numel() // width, width), scales.of(copy))
+
+
+def _multiply(
+    one: Operand, two: Operand, out: Tensor, *, scratch: Tensor, bias: Tensor | None = None, fast: bool = False
+) -> None:
     """``out = one @ two.T (+ bias)``.
 
-    ``fast``: with one scale a tensor, sums of Hopper's matrix units are not promoted to fp32, as Transformer Engine has
-    it in forward alone.
+    ``scratch``: for scales of MXFP8. ``fast``: with one scale a tensor, sums of Hopper's matrix units are not promoted
+    to fp32, as Transformer Engine has it in forward alone.
     """
+    if isinstance(one, MxBlocks):
+        assert isinstance(two, MxBlocks)
+        fp8_mx.multiply(one, two, out, bias, scratch)
+        return
     if isinstance(one, Blocks):
         assert isinstance(two, Blocks)
         fp8_blocks.multiply(one, two, out, bias)
         return
+    assert isinstance(two, Scaled)
     torch._scaled_mm(  # the public scaled_mm writes no tensor that is given
         one.matrix,
         two.matrix.t(),
@@ -315,8 +421,8 @@ def _multiply(one: Operand, two: Operand, out: Tensor, *, bias: Tensor | None = 
     )
 
 
-def _blocks(rows: int, most: int) -> Iterator[slice]:
-    """Yield the rows in blocks of at most ``most``, and a multiple of ``WHOLE`` where that allows it."""
-    size = max(1, most - most % WHOLE or most)
+def _blocks(rows: int, most: int, multiple: int = WHOLE) -> Iterator[slice]:
+    """Yield the rows in blocks of at most ``most``, and a multiple of ``multiple`` where that allows it."""
+    size = max(1, most - most % multiple or most)
     for first in range(0, rows, size):
         yield slice(first, min(rows, first + size))

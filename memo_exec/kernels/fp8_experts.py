@@ -23,7 +23,7 @@ from torch import Tensor
 
 from memo_exec.kernels import fp8_blocks
 from memo_exec.kernels.call import Call
-from memo_exec.kernels.fp8 import Operand, parts_of, scales_of, terms_of
+from memo_exec.kernels.fp8 import OfExperts, parts_of, scales_of, terms_of
 from memo_exec.kernels.fp8_blocks import BLOCK
 
 
@@ -96,7 +96,7 @@ def _by_expert(matrix: Tensor, experts: int, *, by_columns: bool) -> Tensor:
     return matrix.view(experts, rows // experts, columns)
 
 
-def _values(of: Operand) -> Tensor:
+def _values(of: OfExperts) -> Tensor:
     """Return the values that an operand stands for, in fp32."""
     return fp8_blocks.values(of) if isinstance(of, fp8_blocks.Blocks) else of.matrix.float() * of.scale
 

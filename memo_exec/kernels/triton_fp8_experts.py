@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memo_exec.kernels.fp8 import Operand
+from memo_exec.kernels.fp8 import OfExperts
 from memo_exec.kernels.fp8_blocks import BLOCK, Blocks
 from memo_exec.kernels.fp8_experts import Weights
 
@@ -19,7 +19,7 @@ TILE = 128
 """Rows and columns of a tile."""
 
 
-def multiply_rows(x: Operand, weights: Weights, ends: Tensor, first: int, out: Tensor) -> None:
+def multiply_rows(x: OfExperts, weights: Weights, ends: Tensor, first: int, out: Tensor) -> None:
     """``out[row] = weight of the row's expert @ x[row]``; 0 for rows of no expert.
 
     ``x`` (rows, in) and ``out`` (rows, out) are the dispatched rows from ``first`` on; ``ends``: where experts' end.
@@ -51,7 +51,7 @@ def multiply_rows(x: Operand, weights: Weights, ends: Tensor, first: int, out: T
     )
 
 
-def add_gradients(grad: Operand, x: Operand, ends: Tensor, first: int, out: Tensor) -> None:
+def add_gradients(grad: OfExperts, x: OfExperts, ends: Tensor, first: int, out: Tensor) -> None:
     """``out[expert] += grad @ x.T`` over the expert's rows.
 
     ``grad`` (out, rows) and ``x`` (in, rows) have the dispatched rows from ``first`` on; ``out``: (expert, out, in).

@@ -5,7 +5,14 @@
     factor   all-reduce 2(n-1)/n    all-gather, reduce-scatter, all-to-all (n-1)/n    send-receive 1
 
 ``bytes`` is the size of the whole tensor. For all-to-all it is what one rank holds; for send-receive it is the message
-that each rank passes to the next one in the ring. Calls run back to back, as in a step, and the slowest rank counts.
+that each rank passes to the next one in the ring. On GPUs, calls run back to back, and the slowest rank counts.
+
+On CPUs, calls back to back take half as long as in a step: their thread is awake, and their code and operands are in
+its core's cache. So each call is made as a step makes it: compute reads other bytes, hands the call to the thread of
+its lane, and waits for it. The time is from the arrival of the last rank, which is the shortest of all ranks' times:
+
+    rank 0   read |.wait.............|        times: 19, 14, of which 14 counts
+    rank 1   read read |.wait........|
 
 ``alpha`` is the shortest time of any size. A size whose time is barely above ``alpha`` says nothing about the bus rate,
 so the curve omits it. If a message took longer than a larger one, the larger one's time is used for both.
@@ -20,14 +27,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from memo_exec.interpreter.lanes import lane_threads
+from memo_exec.probes.memory import core_cache_bytes
 from memo_exec.probes.ranks import Ranks
 from memo_exec.probes.timing import Sample, sample_of
 from memo_sim.contract.hardware import CollectiveKind, CollectiveTable, Curve
+from memo_sim.program.ir.instruction import Lane
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 REPEATS = 5
-MOST_CALLS = 200
+FEWEST_CALLS, MOST_CALLS = 10, 200
 ABOVE_START = 1.2
 """The curve contains only sizes whose time is at least this multiple of ``alpha``."""
 
@@ -55,6 +65,7 @@ def measure(
     *,
     outside: Callable[[], int],
     told: Callable[[str], None],
+    over: Callable[[], bool] = lambda: False,
 ) -> tuple[list[CollectiveTable], dict[int, int]]:
     """Return one table per kind and group size, and the bytes of this rank's communicator by group size.
 
@@ -68,6 +79,7 @@ def measure(
         source: the name of the source in the profile.
         outside: returns the device bytes in use that torch does not hold.
         told: receives a progress line before each measurement.
+        over: returns whether time is short; then only the smallest and the largest size are measured.
 
     Raises:
         CannotRun: if another rank stops.
@@ -77,17 +89,17 @@ def measure(
         ranks.wait()  # its first call creates the world group, whose memory must not count here
         before = outside()
         group = ranks.group(count)
+        make = time_calls if ranks.device.type != "cpu" else time_handed_calls
         for kind in KINDS:
             told(f"measuring {kind} among {count} ranks")
             samples = []
+            chosen = sorted({min(sizes), max(sizes)}) if ranks.any(over()) else sizes
             if ranks.rank < count:
                 with ranks.answered():
-                    samples = [
-                        time_calls(ranks, call_of(kind, ranks, count, size, group), group, seconds) for size in sizes
-                    ]
+                    samples = [make(ranks, call_of(kind, ranks, count, size, group), group, seconds) for size in chosen]
             ranks.wait()
-            found = [ranks.slowest(samples[i] if samples else Sample(0.0, 0.0)) for i in range(len(sizes))]
-            tables.append(table_of(kind, count, dict(zip(sizes, found, strict=True)), source))
+            found = [ranks.slowest(samples[i] if samples else Sample(0.0, 0.0)) for i in range(len(chosen))]
+            tables.append(table_of(kind, count, dict(zip(chosen, found, strict=True)), source))
         taken[count] = max(0, outside() - before)
     return tables, taken
 
@@ -114,6 +126,30 @@ def time_calls(ranks: Ranks, call: Callable[[], None], group: Group, seconds: fl
     calls = max(1, min(MOST_CALLS, int(seconds / REPEATS / max(one, 1e-7))))
     durations = [_elapsed(call, calls, ranks.device) / calls for _ in range(REPEATS)]
     return ranks.slowest(sample_of(durations), group)
+
+
+def time_handed_calls(ranks: Ranks, call: Callable[[], None], group: Group, seconds: float) -> Sample:
+    """Return the time per call on CPUs as a step makes it, from the arrival of the last rank of the group."""
+    lanes = lane_threads((Lane.COMPUTE, Lane.P2P), ranks.device, sharing=ranks.world)
+    other = torch.zeros(core_cache_bytes() // 4)
+
+    def one() -> float:
+        other.sum()
+        begin = time.perf_counter()
+        lanes[Lane.P2P].submit(call).result()
+        return time.perf_counter() - begin
+
+    def several(calls: int) -> list[float]:
+        return [one() for _ in range(calls)]
+
+    try:
+        guess = lanes[Lane.COMPUTE].submit(several, 2).result()[-1]
+        calls = int(seconds / max(ranks.slowest(Sample(guess, 0.0), group).seconds, 1e-7))
+        durations = lanes[Lane.COMPUTE].submit(several, max(FEWEST_CALLS, min(MOST_CALLS, calls))).result()
+    finally:
+        for thread in lanes.values():
+            thread.shutdown()
+    return sample_of(ranks.shortest(durations, group))
 
 
 def _elapsed(call: Callable[[], None], calls: int, device: torch.device) -> float:

@@ -26,6 +26,8 @@ IN_A_ROUND = 2 + len(BOTH)
 """Measurements in a pass: both copies at once, compute alone, compute beside each copy."""
 
 Call = Callable[[int], None]
+Over = Callable[[], bool]
+"""Whether the time for copies is over."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ def rate_of(size_bytes: int, sample: Sample, source: str) -> Quantity:
     return Quantity(value=size_bytes / sample.seconds, source=source, spread=sample.spread)
 
 
-def all_devices(ranks: Ranks, lanes: Lanes, grid: Grid) -> AllDevices:
-    """Measure copies while all ranks copy; every rank calls this."""
+def all_devices(ranks: Ranks, lanes: Lanes, grid: Grid, *, over: Over = lambda: False) -> AllDevices:
+    """Measure copies while all ranks copy; every rank calls this. Each direction once if time is ``over``."""
     copiers = {lane: lanes.copier(lane, grid.copied_bytes) for lane in BOTH}
     one_way = {}
     for lane in BOTH:
@@ -68,6 +70,8 @@ def all_devices(ranks: Ranks, lanes: Lanes, grid: Grid) -> AllDevices:
         for _ in range(PASSES):
             ranks.wait()
             found.append(ranks.slowest(lanes.together(grid.beside_s, {lane: copiers[lane]})[lane]))
+            if ranks.any(over()):
+                break
         one_way[lane] = of_passes(found)
     ranks.wait()
     duplex = lanes.together(grid.beside_s, copiers)
@@ -81,27 +85,35 @@ def measurements(grid: Grid) -> int:
     return len(BOTH) * len(grid.copy_bytes) + PASSES * IN_A_ROUND
 
 
-def one_device(lanes: Lanes, grid: Grid, layer: Call, source: str, tell: Callable[[int], None]) -> Copies:
+def one_device(
+    lanes: Lanes, grid: Grid, layer: Call, source: str, tell: Callable[[int], None], *, over: Over = lambda: False
+) -> Copies:
     """Measure the copies of one device; compute repeats ``layer`` beside them.
 
-    ``tell`` receives the number of measurements done so far, out of ``measurements(grid)``.
+    ``tell`` receives the number of measurements done so far, out of ``measurements(grid)``. Once the time is ``over``,
+    only the ends of the curves are measured, and one pass of what runs at the same time.
     """
     numbers = count(1)
 
     def told() -> None:
         tell(next(numbers))
 
-    curves = {}
-    for lane in BOTH:
-        samples = []
-        for size in grid.copy_bytes:
-            samples.append(lanes.alone(lane, size, Effort(seconds=0.2)))
+    samples: dict[Lane, dict[int, Sample]] = {lane: {} for lane in BOTH}
+    ends = {min(grid.copy_bytes), max(grid.copy_bytes)}
+    for size in sorted(grid.copy_bytes, key=lambda size: size not in ends):
+        for lane in BOTH:
+            if size in ends or not over():
+                samples[lane][size] = lanes.alone(lane, size, Effort(seconds=0.2))
             told()
-        rates = [size / sample.seconds for size, sample in zip(grid.copy_bytes, samples, strict=True)]
-        spread = sum(sample.spread for sample in samples) / len(samples)
-        curves[lane] = Curve(x=[float(size) for size in grid.copy_bytes], y=rates, source=source, spread=spread)
+    curves = {lane: _curve(samples[lane], source) for lane in BOTH}
     copiers = {lane: lanes.copier(lane, grid.copied_bytes) for lane in BOTH}
-    rounds = [_round(lanes, grid, layer, copiers, told) for _ in range(PASSES)]
+    rounds: list[_Round] = []
+    for _ in range(PASSES):
+        if rounds and over():
+            for _ in range(IN_A_ROUND):
+                told()
+        else:
+            rounds.append(_round(lanes, grid, layer, copiers, told))
     duplex = {lane: of_passes([each.duplex[lane] for each in rounds]) for lane in BOTH}
     beside = {lane: of_passes([each.beside[lane] for each in rounds]) for lane in BOTH}
     slowed = sorted(each.slowdown for each in rounds)
@@ -118,6 +130,14 @@ def one_device(lanes: Lanes, grid: Grid, layer: Call, source: str, tell: Callabl
     }
     summed = sum(rates_by_lane[lane].duplex.value for lane in BOTH)
     return Copies(rates_by_lane, slowdown, max(summed, *(max(curve.y) for curve in curves.values())))
+
+
+def _curve(samples: dict[int, Sample], source: str) -> Curve:
+    """Return the rates by size, from the time of a copy of each size."""
+    sizes = sorted(samples)
+    spread = sum(sample.spread for sample in samples.values()) / len(samples)
+    rates = [size / samples[size].seconds for size in sizes]
+    return Curve(x=[float(size) for size in sizes], y=rates, source=source, spread=spread)
 
 
 @dataclass(frozen=True)

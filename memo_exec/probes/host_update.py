@@ -27,8 +27,13 @@ PASSES = 3
 OP = "adamw.decay"
 
 
-def measure(ranks: Ranks, decisions: Decisions, grid: Grid, source: str) -> Quantity:
-    """Return the rate of all ranks together, in bytes/s of the update's operands; every rank calls this."""
+def measure(
+    ranks: Ranks, decisions: Decisions, grid: Grid, source: str, *, over: Callable[[], bool] = lambda: False
+) -> Quantity:
+    """Return the rate of all ranks together, in bytes/s of the update's operands; every rank calls this.
+
+    ``over`` says whether time is short, so that it is not measured again.
+    """
     update, moved_bytes = _update(decisions, ranks.device, grid.updated_elements)
     lane = lane_threads((Lane.HOST,), ranks.device, sharing=ranks.world)[Lane.HOST]
     found = []
@@ -36,6 +41,8 @@ def measure(ranks: Ranks, decisions: Decisions, grid: Grid, source: str) -> Quan
         for _ in range(PASSES):
             ranks.wait()
             found.append(ranks.slowest(lane.submit(_timed, update).result()))
+            if ranks.any(over()):
+                break
     finally:
         lane.shutdown()
     slowest = of_passes(found)

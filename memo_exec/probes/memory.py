@@ -6,11 +6,15 @@ import ctypes
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
+import msgspec
 import torch
 
 from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.interpreter.lanes import intra_op_threads
 from memo_exec.kernels import KERNELS, Call, StepScalars
 from memo_exec.memory.pinned import mapping, pin, unpin
 from memo_exec.probes.timing import Effort, Sample, sample_of, time_call
@@ -27,24 +31,43 @@ REPEATS = 7
 BURST = 100
 """Kernels between two events; there are so many that the cost of the events is negligible."""
 
-CPU_CACHE_BYTES = 2**25
-"""Assumed size of a CPU's last-level cache if the system does not report it."""
+CPU_CACHE_BYTES, CORE_CACHE_BYTES = 2**25, 2**20
+"""Assumed sizes of a CPU's last-level cache, and of the largest one of a core alone, if the system reports none."""
+
+CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+CORE_LEVEL = 2
+"""Last level of cache that each core has of its own."""
 
 
 def dispatch(decisions: Decisions, device: torch.device) -> Sample:
-    """Return the interpreter's time for one compute instruction whose kernel does nothing."""
-    (program,) = lower(decisions)
-    count = sum(1 for _, instruction in program.walk() if instruction.lane is Lane.COMPUTE)
-    idle = dict.fromkeys(KERNELS, _nothing)
+    """Return the interpreter's time between two instructions of the compute lane.
+
+    On a CPU the kernels read other bytes, so that the interpreter finds its own as cold as behind real kernels. The
+    other lanes have nothing to wait for, because everything is kept. The median over steps of each instruction counts,
+    which other load of the machine changes less than that of whole steps.
+    """
+    kept = msgspec.structs.replace(decisions, swapped_tokens=0, subsequence_swapped_tokens=())
+    (program,) = lower(kept)
+    cached = intra_op_threads(Lane.COMPUTE, device) * core_cache_bytes()
+    other = torch.zeros(cached // 4) if device.type == "cpu" else None
+    kernels = dict.fromkeys(KERNELS, partial(_read, other))
+    compute = [i for i, (_, instruction) in enumerate(program.walk()) if instruction.lane is Lane.COMPUTE]
     tokens = torch.zeros(decisions.micro_batch, decisions.seq_tokens, dtype=torch.int64)
     batch = [(tokens, tokens)] * program.micro_batches
-    with Interpreter(decisions, program, device=device, kernels=idle) as interpreter:
-        steps = [interpreter.run_step(batch, StepScalars()).step_s / count for _ in range(REPEATS + 2)]
-    return sample_of(steps[2:])
+    steps = []
+    with Interpreter(kept, program, device=device, kernels=kernels) as interpreter:
+        for _ in range(REPEATS + 2):
+            record = interpreter.run_step(batch, StepScalars())
+            steps.append((record.start_s[compute[1:]] - record.end_s[compute[:-1]]).tolist())
+    between = [sample_of(list(found)) for found in zip(*steps[2:], strict=True)]
+    return Sample(fmean(each.seconds for each in between), fmean(each.spread for each in between))
 
 
-def _nothing(call: Call) -> None:
+def _read(other: torch.Tensor | None, call: Call) -> None:
     del call
+    if other is not None:
+        other.sum()
 
 
 def launch_floor(device: torch.device) -> Sample:
@@ -151,6 +174,15 @@ def _empty_cache(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def resident_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Return the bytes of this process that are in memory, its libraries included; 0 where the system does not say."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
+
+
 def return_freed() -> None:
     """Return freed host memory to the system, which the C library may keep for reuse; do nothing if it cannot."""
     with suppress(OSError, AttributeError):  # only glibc can
@@ -161,11 +193,24 @@ def cache_bytes(device: torch.device) -> int:
     """Return the size of the device's last-level cache."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text[:-1]) * {"K": 2**10, "M": 2**20}[text[-1]] if text[-1] in "KM" else int(text))
-    return max(sizes, default=CPU_CACHE_BYTES)
+    return max(_cpu_caches().values(), default=CPU_CACHE_BYTES)
+
+
+def core_cache_bytes() -> int:
+    """Return the size of the largest cache that a core of the CPU has of its own."""
+    own = [size for level, size in _cpu_caches().items() if level <= CORE_LEVEL]
+    return max(own, default=CORE_CACHE_BYTES)
+
+
+def _cpu_caches() -> dict[int, int]:
+    """Return the bytes of the largest cache of each level; empty if the system does not report them."""
+    sizes: dict[int, int] = {}
+    for index in CPU_CACHES.glob("index*"):
+        with suppress(OSError, ValueError):
+            level, text = int((index / "level").read_text()), (index / "size").read_text().strip()
+            size = int(text[:-1]) * {"K": 2**10, "M": 2**20}[text[-1]] if text[-1] in "KM" else int(text)
+            sizes[level] = max(size, sizes.get(level, 0))
+    return sizes
 
 
 def _wait(device: torch.device) -> None:

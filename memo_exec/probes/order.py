@@ -15,7 +15,7 @@ from memo_exec.probes.operators import Operator
 from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, Rowwise
 
 ENDS = 2
-"""Points of every table that are timed whatever the budget: without both ends it says nothing about sizes."""
+"""Points of every table that are timed before any other: without both ends it says nothing about sizes."""
 
 Table = tuple[object, ...]
 
@@ -24,7 +24,14 @@ def table_of(operator: Operator) -> Table:
     """Return the table or curve of a profile that an operator gives a point of."""
     work = operator.instruction.work
     if isinstance(work, Attention):
-        return "attention", work.kernel, "backward" if work.backward else "forward", work.head_dim, work.mask
+        return (
+            "attention",
+            work.kernel,
+            work.dtype,
+            "backward" if work.backward else "forward",
+            work.head_dim,
+            work.mask,
+        )
     if isinstance(work, Gemm):
         return "products", work.dtype, work.gemm_pass
     if isinstance(work, GroupedGemm):
@@ -33,13 +40,16 @@ def table_of(operator: Operator) -> Table:
 
 
 def by_decision(operators: Iterable[Operator]) -> tuple[list[Operator], int]:
-    """Return the operators in the order of what they decide, and how many of them are ends of their tables."""
+    """Return the operators in the order of what they decide, and how many tables there are.
+
+    So many come first that every table has one point.
+    """
     tables: dict[Table, list[Operator]] = defaultdict(list)
     for operator in operators:
         tables[table_of(operator)].append(operator)
     ranked = [_ends_then_middles(sorted(found, key=_size)) for found in tables.values()]
     ordered = [found[i] for i in range(max(map(len, ranked), default=0)) for found in ranked if i < len(found)]
-    return ordered, sum(min(ENDS, len(found)) for found in ranked)
+    return ordered, len(ranked)
 
 
 def _ends_then_middles(found: list[Operator]) -> list[Operator]:

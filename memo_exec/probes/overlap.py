@@ -33,9 +33,17 @@ COVER = 1.5
 
 
 def slowdowns(
-    ranks: Ranks, lanes: Lanes, grid: Grid, layer: Callable[[int], None], source: str
+    ranks: Ranks,
+    lanes: Lanes,
+    grid: Grid,
+    layer: Callable[[int], None],
+    source: str,
+    *,
+    over: Callable[[], bool] = lambda: False,
 ) -> dict[Slowed, Quantity]:
     """Return the factor by which each kind lengthens compute; every rank calls this.
+
+    ``over`` says whether time is short, so that it is measured once.
 
     Raises:
         CannotRun: if another rank stops.
@@ -46,10 +54,11 @@ def slowdowns(
         call = collectives.call_of(kind, ranks, ranks.world, grid.copied_bytes, group)
         with ranks.answered():
             one_call = collectives.time_calls(ranks, call, group, grid.message_s).seconds
-        ratios = sorted(
-            _ratio(ranks, lanes, grid.beside_s, layer, partial(_repeat, call, one_call)) for _ in range(PASSES)
-        )
-        middle = ratios[PASSES // 2]
+        ratios: list[float] = []
+        while len(ratios) < PASSES and not (ratios and ranks.any(over())):
+            ratios.append(_ratio(ranks, lanes, grid.beside_s, layer, partial(_repeat, call, one_call)))
+        ratios.sort()
+        middle = ratios[len(ratios) // 2]
         found[name] = Quantity(value=max(1.0, middle), source=source, spread=(ratios[-1] - ratios[0]) / 2 / middle)
     return found
 

@@ -146,9 +146,10 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
     else:
         text = f"all_devices already includes the cost of a link shared by {shared.world} devices"
         over = "gloo" if cpu else "NCCL"
+        calls = "calls from a lane's thread behind compute, last rank" if cpu else "calls back to back, slowest rank"
         sources[COLLECTIVES] = Source(
             kind="measured",
-            text=f"{where}: {over} between {shared.world} ranks of one node, calls back to back, slowest rank, median; "
+            text=f"{where}: {over} between {shared.world} ranks of one node, {calls}, median; "
             "alpha is the shortest time of any size; compute_slowdown is measured on a layer's operators beside them; "
             "a communicator's bytes are those outside torch's allocator after one call of every kind",
         )

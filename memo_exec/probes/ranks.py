@@ -59,6 +59,20 @@ class Ranks:
             self._reduced(sample.spread, dist.ReduceOp.MAX, group),
         )
 
+    def shortest(self, durations: list[float], group: dist.ProcessGroup | None = None) -> list[float]:
+        """Return the shortest of the ranks' (of ``group``) durations for each of equally many calls."""
+        if self.world == 1:
+            return durations
+        numbers = torch.tensor(durations, dtype=torch.float64, device=self.device)
+        with self.answered():
+            dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
+            found: list[float] = numbers.tolist()
+        return found
+
+    def any(self, value: bool) -> bool:
+        """Return whether ``value`` is true on any rank; every rank calls this, and all get the same."""
+        return self._reduced(float(value), dist.ReduceOp.MAX) > 0
+
     def total(self, value: float) -> float:
         """Return the sum over all ranks."""
         return self._reduced(value, dist.ReduceOp.SUM)

@@ -43,7 +43,7 @@ from memo_sim.views.pictures import FORMATS
 from memo_sim.views.plan_table import step_line
 from memo_sim.views.report.page import check_page
 
-LEAST_EXACT = 3
+LEAST_EXACT = 2
 """How many ranks are exact at least: the best plan, the runner-up, and one more in case the best one's arena does not
 fit. With subsequences, and with more than ``MOST_LAYOUTS_AT_ONCE`` layouts, no more ranks are exact: ten exact ranks
 take three times as long."""

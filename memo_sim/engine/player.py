@@ -29,9 +29,9 @@ from memo_sim.contract.errors import MemoError
 from memo_sim.engine.event_loop import Clock, Groups, Rates, UsedRates, run
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
-from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.columns import InstructionColumns, Ints
 from memo_sim.program.analysis.edges import Edges, sorted_with_places
-from memo_sim.program.analysis.rendezvous import Rendezvous
+from memo_sim.program.analysis.rendezvous import AllRendezvous, all_rendezvous
 
 Loop = Callable[[Segments, Floats, UsedRates, Groups], Clock]
 """A loop over segments: SimPy's (``event_loop.py``) or one that gives the same (``fast_loop.py``)."""
@@ -41,7 +41,7 @@ Loop = Callable[[Segments, Floats, UsedRates, Groups], Clock]
 class Part:
     """One pipeline stage to play: its instructions, the edges between them, and their durations alone."""
 
-    columns: Columns
+    columns: InstructionColumns
     edges: Edges
     seconds: Floats
     name: Callable[[int], str] = str
@@ -49,7 +49,7 @@ class Part:
 
 
 def play(
-    columns: Columns, edges: Edges, seconds: Floats, rates: Rates, *, name: Callable[[int], str] = str
+    columns: InstructionColumns, edges: Edges, seconds: Floats, rates: Rates, *, name: Callable[[int], str] = str
 ) -> Playback:
     """Return when every instruction of a single stage starts and ends; ``seconds`` are their durations alone.
 
@@ -60,7 +60,7 @@ def play(
 
 
 def play_stages(
-    parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Rendezvous] = (), *, loop: Loop = run
+    parts: Sequence[Part], rates: Rates, matched: AllRendezvous | None = None, *, loop: Loop = run
 ) -> list[Playback]:
     """Return the playback of each stage; lanes contend only with lanes of the same stage.
 
@@ -76,11 +76,11 @@ def play_stages(
     used, of_used = np.unique(every, return_inverse=True)
     lanes: Ints = of_used + len(used) * np.repeat(np.arange(len(parts)), np.diff(first))
     seconds: Floats = np.concatenate([part.seconds for part in parts])
-    met: Ints = np.array([each for rendezvous in all_rendezvous for each in rendezvous], dtype=np.int64).reshape(-1, 2)
-    met = first[met[:, 0]] + met[:, 1]
+    matched = matched or all_rendezvous(())
+    met: Ints = first[matched.stage] + matched.instruction
     segments = cut(lanes, joined, len(used) * len(parts), met)
     work = np.add.reduceat(seconds[segments.order], segments.first) if len(seconds) else np.zeros(0)
-    groups = _groups(segments, met, [len(rendezvous) for rendezvous in all_rendezvous])
+    groups = _groups(segments, met, matched.bounds)
     clock = loop(segments, work, UsedRates(used.tolist(), rates), groups)
 
     def name(i: int) -> str:
@@ -102,11 +102,11 @@ def play_stages(
     ]
 
 
-def _groups(segments: Segments, met: Ints, sizes: list[int]) -> Groups:
-    """Return the segments that are matched with other stages; ``sizes``: how many of ``met`` each group has."""
+def _groups(segments: Segments, met: Ints, bounds: Ints) -> Groups:
+    """Return the segments that are matched with other stages; group g has ``met[bounds[g] : bounds[g + 1]]``."""
     segment = np.empty(len(segments.order), dtype=np.int64)
     segment[segments.order] = segments.of
-    return Groups.of_sizes(len(segments.first), segment[met], sizes)
+    return Groups.of_bounds(len(segments.first), segment[met], bounds)
 
 
 def _spans(segments: Segments, work: Floats, clock: Clock, seconds: Floats) -> tuple[Floats, Floats]:

@@ -25,7 +25,7 @@ import numpy as np
 from memo_sim.contract.plan import Stall
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.program.analysis.columns import Ints
-from memo_sim.program.analysis.rendezvous import Rendezvous
+from memo_sim.program.analysis.rendezvous import AllRendezvous
 from memo_sim.program.ir.instruction import Lane
 
 ROUNDING = 1e-12
@@ -64,22 +64,30 @@ class Peers:
     latest: dict[int, int]
 
 
-def peers(playbacks: Sequence[Playback], all_rendezvous: Sequence[Rendezvous]) -> list[Peers]:
-    """Return the matched instructions of each stage."""
-    ready = [_ready_s(playback) for playback in playbacks]
-    found = [Peers({}, {}) for _ in playbacks]
-    for rendezvous in all_rendezvous:
-        came = [float(ready[stage][i]) for stage, i in rendezvous]
-        latest = rendezvous[came.index(max(came))][0]
-        for (stage, i), at in zip(rendezvous, came, strict=True):
-            found[stage].own_ready_s[i] = at
-            found[stage].latest[i] = latest
-    return found
+def peers(playbacks: Sequence[Playback], matched: AllRendezvous, number: int) -> Peers:
+    """Return the matched instructions of stage ``number``."""
+    if not len(matched):
+        return Peers({}, {})
+    came = np.empty(len(matched.stage))
+    for stage, playback in enumerate(playbacks):
+        mine = matched.stage == stage
+        came[mine] = _ready_s(playback, matched.instruction[mine])
+    firsts, sizes = matched.bounds[:-1], np.diff(matched.bounds)
+    last = came == np.repeat(np.maximum.reduceat(came, firsts), sizes)
+    # The first of several stages that were ready last; stages of a rendezvous come in order.
+    latest = np.minimum.reduceat(np.where(last, matched.stage, len(playbacks)), firsts)
+    mine = matched.stage == number
+    numbers = matched.instruction[mine].tolist()
+    return Peers(
+        own_ready_s=dict(zip(numbers, came[mine].tolist(), strict=True)),
+        latest=dict(zip(numbers, np.repeat(latest, sizes)[mine].tolist(), strict=True)),
+    )
 
 
-def _ready_s(playback: Playback) -> Floats:
-    """Return when everything that each instruction waits for on its own stage has ended."""
-    ready: Floats = np.where(playback.binds >= 0, playback.end_s[playback.binds], 0.0)
+def _ready_s(playback: Playback, instructions: Ints) -> Floats:
+    """Return when everything that ``instructions`` wait for on their own stage has ended."""
+    binds = playback.binds[instructions]
+    ready: Floats = np.where(binds >= 0, playback.end_s[binds], 0.0)
     return ready
 
 

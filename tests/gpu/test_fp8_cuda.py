@@ -11,29 +11,38 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Kernels
 from tests.exec_cpu.small import batch, decide, llama, one_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs an H100 or H200"
-    ),
-]
+pytestmark = pytest.mark.gpu
+CAPABILITY = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
 IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
 
 
 PARTS = {"recompute": "tokenwise", "swapped_tokens": 128}
 
 
-SIZES: dict[str, dict[str, int]] = {"tensor": {}, "block": {"hidden": 256, "head_dim": 64, "ffn_hidden": 512}}
+IN_BLOCKS = {"hidden": 256, "head_dim": 64, "ffn_hidden": 512}
+SIZES: dict[str, dict[str, int]] = {"tensor": {}, "delayed": {}, "block": IN_BLOCKS, "mx": IN_BLOCKS}
+HOPPER = pytest.mark.skipif(CAPABILITY != 9, reason="needs an H100 or H200")
+BLACKWELL = pytest.mark.skipif(CAPABILITY < 10, reason="needs a B200")
 
 
 @pytest.mark.parametrize("policy", [{}, PARTS], ids=["kept", "rows with two scales"])
-@pytest.mark.parametrize("recipe", ["tensor", "block"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("tensor", marks=HOPPER),
+        pytest.param("delayed", marks=HOPPER),
+        pytest.param("block", marks=HOPPER),
+        pytest.param("mx", marks=BLACKWELL),
+    ],
+)
 def test_a_step_in_fp8_is_that_of_the_cpu(recipe: str, policy: dict[str, Any]) -> None:
-    compare(llama(layers=2, **SIZES[recipe]), IN_FP8 | {"fp8": recipe} | policy)
+    layouts = {"fp8_layouts": "any"} if recipe == "mx" else {}
+    compare(llama(layers=2, **SIZES[recipe]), IN_FP8 | {"fp8": recipe} | policy | layouts)
 
 
 @pytest.mark.parametrize("q_rank", [128, 0])
 @pytest.mark.parametrize("recipe", ["tensor", "block"])
+@HOPPER
 def test_latents_in_fp8_are_those_of_the_cpu(recipe: str, q_rank: int) -> None:
     latent = LatentAttention(q_rank=q_rank, kv_rank=128, nope_dim=32, rope_dim=32, value_dim=64)
     sizes = SIZES["block"] | {"kv_heads": 4, "head_dim": latent.head_dim}
@@ -41,12 +50,14 @@ def test_latents_in_fp8_are_those_of_the_cpu(recipe: str, q_rank: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensor", "block"])
+@HOPPER
 def test_experts_in_fp8_are_those_of_the_cpu(recipe: str) -> None:
     experts = Experts(count=4, per_token=2, hidden=128, shared=128, shared_gate=True)
     compare(llama(layers=1, experts=experts, **SIZES["block"]), IN_FP8 | {"fp8": recipe, "fp8_experts": True})
 
 
 @pytest.mark.parametrize("recipe", ["tensor", "block"])
+@HOPPER
 def test_weights_in_fp8_alone_are_those_of_the_cpu(recipe: str) -> None:
     compare(llama(layers=2, **SIZES["block"]), IN_FP8 | {"fp8": recipe, "fp8_params": True})
 

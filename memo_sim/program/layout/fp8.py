@@ -35,16 +35,20 @@ That is right for scales of 128 x 128 values too: the transposed weight has the 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 from memo_sim.contract.knobs import Fp8Recipe, ProductDtype
 from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.layout.parameters import Block, Parameter
+from memo_sim.program.layout.parameters import Block, Parameter, layer_block
 from memo_sim.program.layout.skeletal import Fate, Skeletal
 
 ACTIVATIONS = "e4m3"
 """Dtype of FP8 activations and weights."""
+FURTHER: tuple[Fp8Recipe, ...] = ("tensor", "block")
+"""Recipes that memo-exec has for more than the products of dense layers (``further``)."""
 SCALE_SHARE = 32
 """Values whose scale takes one byte: 128 values with an fp32 scale, or 32 with one of 8 bits."""
 PRODUCTS: dict[Fp8Recipe, ProductDtype] = {
@@ -66,6 +70,11 @@ GATHERED = ("norm1", "norm2", *LATENTS)
 """The inputs that sequence parallelism gathers."""
 ATTENTION_OUTPUT = "attn_fp8"
 """The projection's input in FP8, which is kept beside attention's output in bf16."""
+HISTORY = 1024
+"""Steps whose largest values delayed scaling keeps, of which it uses the largest (Transformer Engine's default)."""
+Scaled = Literal["input", "weight", "gradient"]
+"""The operands of a product and its gradients that have a scale each."""
+SCALED: tuple[Scaled, ...] = ("input", "weight", "gradient")
 
 
 def by_blocks(recipe: Fp8Recipe) -> bool:
@@ -74,12 +83,54 @@ def by_blocks(recipe: Fp8Recipe) -> bool:
 
 
 def played(decisions: Decisions) -> bool:
-    """Return whether memo-exec has kernels for the products of a plan, all of which read FP8 on Hopper alone."""
+    """Return whether memo-exec has kernels for the products of a plan: those of Hopper, and MXFP8 of Blackwell."""
     if decisions.fp8 == "none":
         return True
-    known = decisions.fp8 in ("tensor", "block") and decisions.fp8_layouts == "tn"
+    known = (decisions.fp8, decisions.fp8_layouts) in (
+        ("tensor", "tn"),
+        ("delayed", "tn"),
+        ("block", "tn"),
+        ("mx", "any"),
+    )
     layout = decisions.layout
+    if further(decisions) and decisions.fp8 not in FURTHER:
+        return False
     return known and not (decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1)
+
+
+def further(decisions: Decisions) -> list[str]:
+    """Return what a plan has in FP8 beside the products of dense layers, in words."""
+    every = {
+        "weights alone": decisions.fp8_params,
+        "experts": decisions.fp8_experts,
+        "latent attention": decisions.fp8 != "none" and decisions.model.latent is not None,
+    }
+    return [name for name, chosen in every.items() if chosen]
+
+
+def delayed(decisions: Decisions) -> bool:
+    """Return whether scales follow from the largest values of earlier steps, which are then states."""
+    return decisions.fp8 == "delayed"
+
+
+def scaled_operands(decisions: Decisions) -> tuple[tuple[str, Scaled], ...]:
+    """Return (product, operand) of all scales that a layer of any kind has with delayed scaling, in order."""
+    return tuple((product, operand) for product in _products(decisions.model, decisions) for operand in SCALED)
+
+
+def scaled_row(decisions: Decisions, product: str, operand: Scaled) -> int:
+    """Return the number of an operand among ``scaled_operands``."""
+    return _products(decisions.model, decisions).index(product) * len(SCALED) + SCALED.index(operand)
+
+
+def _products(model: Model, decisions: Decisions) -> tuple[str, ...]:
+    return _products_of(model, (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ())))
+
+
+@lru_cache(maxsize=64)
+def _products_of(model: Model, names: tuple[str, ...]) -> tuple[str, ...]:
+    blocks = [layer_block(model, 1, shape) for shape in model.layer_shapes]
+    return tuple(name for name in names if any(block.find(f"{name}.weight") for block in blocks))
 
 
 def gradients(recipe: Fp8Recipe) -> Literal["e4m3", "e5m2"]:

@@ -24,6 +24,16 @@ E4M3, E5M2 = "*fp8e4nv", "*fp8e5"
 EXPERT_ROWS = [FP32, "*i32", BF16, *[INT] * 14]
 EXPERT_GRADIENTS = [FP32, "*i32", FP32, *[INT] * 10]
 TILES = {"TILE": 128, "DEPTH": 128}
+LINEAR_LOSS = {
+    (part, operand): types
+    for operand in (BF16, FP32)
+    for part, types in {
+        "statistics": [operand, operand, "*i64", FP32, FP32, FP32, *[INT] * 5],
+        "gradient": [operand, operand, "*i64", FP32, FP32, operand, *[INT] * 6],
+    }.items()
+}
+LINEAR_LOSS_BLOCK = {"ROWS": 128, "COLUMNS": 128, "FEATURES": 64, "WIDEN": False}
+LINEAR_LOSS_CONSTANTS = {"statistics": {**LINEAR_LOSS_BLOCK, "SPLIT": 2048}, "gradient": LINEAR_LOSS_BLOCK}
 KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
     ("norm._forward_kernel", NORM, {"CENTRED": True, "BIASED": True, "BLOCK": 8192}, 16),
     ("norm._forward_kernel", NORM, {"CENTRED": False, "BIASED": False, "BLOCK": 4096}, 8),
@@ -44,6 +54,11 @@ KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
     ("fp8_experts._rows_kernel", [E5M2, FP32, E4M3, *EXPERT_ROWS], {"BLOCKS": False, **TILES}, 8),
     ("fp8_experts._gradients_kernel", [E4M3, FP32, E4M3, *EXPERT_GRADIENTS], {"BLOCKS": True, **TILES}, 8),
     ("fp8_experts._gradients_kernel", [E5M2, FP32, E4M3, *EXPERT_GRADIENTS], {"BLOCKS": False, **TILES}, 8),
+    *(
+        (f"linear_loss._{part}_kernel", LINEAR_LOSS[part, operand], constants, 8)
+        for operand in (BF16, FP32)
+        for part, constants in LINEAR_LOSS_CONSTANTS.items()
+    ),
 ]
 
 

@@ -24,6 +24,7 @@ from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.latent_attention import LatentAttention
 from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.program.layout.fp8 import played
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
 from tests.exec_cpu.small import decide, gpt, llama
@@ -78,11 +79,11 @@ def test_dtypes_the_device_does_not_compute_in() -> None:
 IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
 
 
-@pytest.mark.parametrize("changes", [{"fp8": "delayed"}, {"fp8": "mx"}, {"fp8_layouts": "any"}])
+@pytest.mark.parametrize("changes", [{"fp8_layouts": "any"}])
 def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]) -> None:
     plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | changes)))
     ((name, value),) = changes.items()
-    wanted = {"fp8": "tensor, block", "fp8_layouts": "tn"}[name]
+    wanted = {"fp8_layouts": "tn"}[name]
     with refused(
         CannotRun, where=f"plan.json: $.decisions.{name}", got=str(value).lower(), wanted=wanted, hint="--fp8"
     ):
@@ -107,11 +108,37 @@ def test_weights_in_fp8_alone_have_scales_before_the_first_step(recipe: str, nam
     check_operands(lower(decisions)[0], decisions)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "model", "changes", "got"),
+    [
+        ("delayed", "qwen3-moe-tiny", {"fp8_experts": True}, "experts"),
+        ("mx", "qwen3-moe-tiny", {"fp8_experts": True}, "experts"),
+        ("mx", "mla-tiny", {}, "latent attention"),
+        ("delayed", "llama-tiny", {"fp8_params": True}, "weights alone"),
+    ],
+)
+def test_other_recipes_have_products_of_dense_layers_alone(
+    recipe: str, model: str, changes: dict[str, Any], got: str
+) -> None:
+    layouts = "any" if recipe == "mx" else "tn"
+    decisions = decide(load_model(model), **(IN_FP8 | {"fp8": recipe, "fp8_layouts": layouts} | changes))
+    with refused(CannotRun, what=got, where="plan.json: $.decisions.fp8", got=recipe, wanted="tensor, block"):
+        check_recipe(decisions, "plan.json")
+    assert not played(decisions)
+    assert played(msgspec.structs.replace(decisions, fp8="block", fp8_layouts="tn"))
+
+
 def test_experts_in_fp8_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     decisions = decide(load_model("qwen3-moe-tiny"), **(IN_FP8 | {"fp8_experts": True}))
     with refused(CannotRun, where="$.decisions.fp8_experts", got="triton is not installed", hint="--fp8-experts"):
         check_kernels(decisions, lower(decisions)[0], GPU)
+
+
+def test_mxfp8_with_layouts_of_hopper_is_refused() -> None:
+    plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | {"fp8": "mx"})))
+    with refused(CannotRun, where="plan.json: $.decisions.fp8_layouts", got="tn", wanted="any", hint="b200"):
+        preflight.checked_program(plan, where="plan.json")
 
 
 def test_a_cpu_runs_no_products_in_fp8(tmp_path: Path) -> None:
@@ -129,6 +156,19 @@ def test_gpus_other_than_hopper_run_no_products_in_fp8(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     found = refusal(byte_decisions(swapped_tokens=0, **IN_FP8), GPU)
     check_fields(found, CannotRun, got=".".join(map(str, capability)), wanted="H100")
+
+
+IN_MX = IN_FP8 | {"fp8": "mx", "fp8_layouts": "any"}
+
+
+def test_gpus_before_blackwell_run_no_products_in_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    found = refusal(byte_decisions(swapped_tokens=0, **IN_MX), GPU)
+    check_fields(found, CannotRun, got="9.0, and kernels of MXFP8 need 10.0", wanted="B200")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr("torch.version.cuda", "12.6")
+    found = refusal(byte_decisions(swapped_tokens=0, **IN_MX), GPU)
+    check_fields(found, CannotRun, got="12.6", wanted="12.8", hint="without --fp8")
 
 
 EXPERTS = Experts(count=4, per_token=2, hidden=256, shared=256)
@@ -150,9 +190,10 @@ FP8_PROGRAMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FP8_PROGRAMS)
-@pytest.mark.parametrize("recipe", ["tensor", "block"])
+@pytest.mark.parametrize("recipe", ["tensor", "delayed", "block", "mx"])
 def test_every_operand_in_fp8_has_scales(recipe: str, name: str) -> None:
-    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe} | FP8_PROGRAMS[name]
+    layouts = "any" if recipe == "mx" else "tn"
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe, "fp8_layouts": layouts} | FP8_PROGRAMS[name]
     model = gpt(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn_hidden=512)
     decisions = byte_decisions(model=model, **fields)
     check_operands(lower(decisions)[0], decisions)

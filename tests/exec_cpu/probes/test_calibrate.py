@@ -34,6 +34,7 @@ from memo_sim.contract.attention_kernels import PRICED_ONLY
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.arena.library_workspaces import IN_USE
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, Gemm, Rowwise
 from memo_sim.program.lower import lower
@@ -187,8 +188,8 @@ def test_a_pass_slowed_by_other_load_does_not_count() -> None:
     assert sample.spread == pytest.approx(1.5 / 1.1)
 
 
-def test_without_time_only_the_ends_of_every_table_are_measured() -> None:
-    few, told = replace(FEW, copy_bytes=(2**14,), beside_s=0.02, lengths=(128, 256, 512)), list[str]()
+def test_without_time_one_point_of_every_table_is_measured() -> None:
+    few, told = replace(FEW, copy_bytes=(2**14, 2**15, 2**16), beside_s=0.02, lengths=(128, 256, 512)), list[str]()
     short = calibrate(grid=few, budget_s=0.001, note=told.append)
     assert short is not None
     assert short.provenance["passes"] == "1"
@@ -196,7 +197,8 @@ def test_without_time_only_the_ends_of_every_table_are_measured() -> None:
     missing = short.provenance["not measured: operators"]
     assert re.fullmatch(r"[\d,]+ of [\d,]+ points, for want of time; most of them: .*", missing)
     assert f"not measured: {missing}" in told
-    assert all(len(curve.x) <= 2 for curve in short.rowwise_bytes_per_s.values())
+    assert all(len(curve.x) == 1 for curve in short.rowwise_bytes_per_s.values())
+    assert [rates.alone.x for rates in (short.d2h, short.h2d)] == [[2**14, 2**16]] * 2
 
 
 def test_with_time_every_operator_is_measured_three_times(profile: Hardware) -> None:
@@ -207,14 +209,15 @@ def test_with_time_every_operator_is_measured_three_times(profile: Hardware) -> 
 def test_the_ends_of_a_table_come_first_then_the_middles() -> None:
     grid = replace(FEW, widths=(64, 128), lengths=(128, 256, 512, 1024))
     operators = _operators(grid, ["torch-flash-cpu"])
-    ordered, ends = by_decision(operators)
+    ordered, number = by_decision(operators)
     assert sorted(map(id, ordered)) == sorted(map(id, operators))
     copies = [o.instruction.work.moved_bytes for o in ordered if table_of(o)[1] == "copy"]  # type: ignore[union-attr]
     assert copies[:2] == [max(copies), min(copies)]
     assert sorted(copies).index(copies[2]) == (len(copies) - 1) // 2
     tables = [table_of(operator) for operator in ordered]
     assert len(set(tables[: len(set(tables))])) == len(set(tables))  # all have one point before one has two
-    assert set(tables[:ends]) == set(tables)
+    assert set(tables[:number]) == set(tables)
+    assert number == len(set(tables))
     assert left_out(ordered, len(ordered)) == ""
     assert left_out(ordered, len(ordered) - 1).startswith(f"1 of {len(ordered)} points")
 
@@ -230,14 +233,49 @@ def test_a_pass_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> 
 
     operators = cast("list[Operator]", [None] * 10)
 
-    def samples(until: float, ends: int = 3) -> list[int]:
+    def samples(until: float, tables: int = 3) -> list[int]:
         now[0] = 0.0
-        return [len(found) for found in commands._time_all(timed, operators, ends, until, lambda done: None)]
+        return [len(found) for found in commands._time_all(timed, operators, tables, until, lambda done: None)]
 
     assert samples(4.5) == [1] * 5
     assert samples(0.5) == [1] * 3
     assert samples(19.0) == [1] * 10
     assert samples(100.0) == [3] * 10
+
+
+def test_other_programs_memory_is_not_in_a_cpus_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = replace(this_machine(), device="cpu", device_free_bytes=2**20)
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 2**28)
+    assert commands._reserve(busy) == {commands.PROCESS: 2**28}
+    assert commands._reserve(replace(busy, device="cuda")) == {IN_USE: busy.device_memory_bytes - 2**20}
+
+
+def test_resident_bytes_are_those_that_the_system_reports(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("VmPeak:\t  9 kB\nVmRSS:\t  300 kB\n")
+    assert memory.resident_bytes(tmp_path / "status") == 300 * 1024
+    assert memory.resident_bytes(tmp_path / "none") == 0
+
+
+def test_operators_find_their_cores_cache_full_of_other_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for index, (level, size) in enumerate([(1, "32K"), (1, "48K"), (2, "2048K"), (3, "60M"), (4, "?")]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "level").write_text(f"{level}\n")
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(memory, "CPU_CACHES", tmp_path)
+    assert memory.core_cache_bytes() == 2**21
+    bench = Bench(torch.device("cpu"), 2**20)
+    other = bench._beside()
+    assert other is not None
+    assert other.nbytes == 2**21 * torch.get_num_threads()
+    assert bench._beside() is other
+    monkeypatch.setattr(memory, "CPU_CACHES", tmp_path / "none")
+    assert memory.core_cache_bytes() == memory.CORE_CACHE_BYTES
+
+
+def test_the_dispatch_does_not_contain_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that read 16 MiB each take milliseconds; an instruction's dispatch takes microseconds."""
+    monkeypatch.setattr(memory, "core_cache_bytes", lambda: 2**24)
+    assert memory.dispatch(next(grids.decisions(FEW, "torch-flash-cpu")), torch.device("cpu")).seconds < 1e-3
 
 
 def test_operand_sets_of_a_cpu_have_a_bound_together() -> None:
