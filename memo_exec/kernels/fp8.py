@@ -37,7 +37,7 @@ from memo_exec.kernels import fp8_blocks, fp8_delayed, fp8_mx
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.fp8_blocks import Blocks
 from memo_exec.kernels.fp8_mx import MxBlocks
-from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales
+from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales, Part
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.fp8 import by_blocks, weights
 from memo_sim.program.layout.parameters import Block, experts_block, layer_block
@@ -256,7 +256,10 @@ def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
     """Return the parts of an operand that were quantised together: (tokens, features), or the other way round."""
     scales, tensor, found = _scales(call), call.matrix(role), list[_Found]()
     width, whole = tensor.shape[1], by_columns or _by_blocks(call)
-    for part in scales.whole_parts(tensor) if whole else scales.parts(tensor):
+    parts = scales.whole_parts(tensor) if whole else scales.parts(tensor)
+    if _delayed(call) and not whole:  # all parts have the scale of the step before, so rows are one matrix
+        parts = [Part(0, tensor.numel(), parts[0].scale, whole=True)]
+    for part in parts:
         flat = tensor.view(-1)[part.first : part.first + part.elements]
         begin, end = part.first // width, (part.first + part.elements) // width
         if _in_mx(call):

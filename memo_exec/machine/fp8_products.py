@@ -57,7 +57,7 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             where=f"{where}: $.decisions.fp8",
             got=decisions.fp8,
             wanted=", ".join(FURTHER),
-            hint=f"make the plan with --fp8 {' or '.join(FURTHER)}; or {_EXPORT}",
+            hint=f"make the plan with --fp8 {' or '.join(FURTHER)} for an H100 or H200; or {_EXPORT}",
         )
     layout = decisions.layout
     if decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1:
@@ -67,7 +67,7 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             where=f"{where}: $.decisions.fp8_params",
             got=f"true with zero {layout.zero} over {max(layout.shards, layout.expert_shards)} ranks",
             wanted="false, or zero 0",
-            hint=f"make the plan with --zero 0 or without --fp8-params; or {_EXPORT}",
+            hint="make the plan with --zero 0, or without --fp8-params",
         )
     if decisions.fp8 == "mx" and decisions.fp8_layouts != "any":
         raise CannotRun(
@@ -75,7 +75,7 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             where=f"{where}: $.decisions.fp8_layouts",
             got=decisions.fp8_layouts,
             wanted="any",
-            hint="make the plan for a cluster of B200 (--cluster b200-1x8)",
+            hint="make the plan for a cluster of Blackwell GPUs; memo-sim list clusters names them",
         )
     if decisions.fp8 not in ("none", "mx") and decisions.fp8_layouts != "tn":
         raise CannotRun(
@@ -110,7 +110,7 @@ def check_fp8(decisions: Decisions, program: Program, machine: Machine) -> None:
         return
     check_recipe(decisions, "plan")
     if why := _device_lacks(machine, decisions):
-        wanted = "a B200" if decisions.fp8 == "mx" else "an H100 or H200"
+        wanted = "a Blackwell GPU" if decisions.fp8 == "mx" else "an H100 or H200"
         raise CannotRun(
             "products in FP8 cannot run here", where="$.decisions.fp8", got=why, wanted=wanted, hint=_EXPORT
         )

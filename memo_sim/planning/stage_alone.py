@@ -30,7 +30,7 @@ from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.memory import memory_of
 from memo_sim.engine.playback import Floats
 from memo_sim.engine.repetition import RECEIVED_AHEAD, Repetition, period_of, played_at_first, windows
-from memo_sim.program.analysis.columns import Columns, expand
+from memo_sim.program.analysis.columns import Columns, expand, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
@@ -125,7 +125,7 @@ class StagesAlone:
             Infeasible: when the plan cannot be lowered.
         """
         lowered = self._of(decisions, stage)
-        memory = memory_of(lowered.program, lowered.columns, decisions, self._hardware, self._cluster)
+        memory = memory_of(lowered.program, fold(lowered.program), decisions, self._hardware, self._cluster)
         return memory.device.bytes
 
     def _of(self, decisions: Decisions, stage: int) -> _Lowered:

@@ -174,8 +174,8 @@ LAYOUTS = {
 def test_largest_values_are_those_of_one_process(team: Team, name: str) -> None:
     """So a run goes on with the same scales on another layout: they are reduced over ranks with the same layers."""
     layout, apart = LAYOUTS[name]
-    fields = IN_FP8 | {"fp8": "delayed", "seq_tokens": 256, "swapped_tokens": 0, "global_batch": 2}
-    decisions = training(llama(layers=4 if layout.pp > 1 else 1), layout, **fields)
+    fields = IN_FP8 | {"fp8": "delayed", "seq_tokens": 128, "swapped_tokens": 0, "global_batch": 2}
+    decisions = training(llama(layers=layout.pp), layout, **fields)
     ranks = team.play(delayed, 2, decisions)
     alone_losses, wanted = delayed(Member(0, 1), one_process(decisions))
     found = {n: value for _, held in ranks for n, value in held.items()}

@@ -22,7 +22,8 @@ forward gathers those by rows and backward those by columns; gradients are gathe
 A copy by columns has the same size as one by rows, and a row block's part of it is contiguous: blocks have 128 or 32
 tokens, and row blocks end at multiples of 128. So rows can be swapped or recomputed. A scale of 4 bytes for
 128 values, or of one byte for 32, takes 1/32 of the values' bytes; it lies behind its row's values. One scale a tensor
-takes four bytes in all, which are not counted.
+takes four bytes in all, which are not counted. With delayed scaling, scales and the largest values of earlier steps are
+states (``operators/fp8_operands.py``).
 
 Forward keeps the FP8 copies of a product's input in place of the input itself: of the norms' results and of the MLP's
 activation. The projection's input is kept twice, because attention's backward reads its output in bf16.

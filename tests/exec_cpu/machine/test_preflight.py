@@ -137,7 +137,7 @@ def test_experts_in_fp8_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mxfp8_with_layouts_of_hopper_is_refused() -> None:
     plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | {"fp8": "mx"})))
-    with refused(CannotRun, where="plan.json: $.decisions.fp8_layouts", got="tn", wanted="any", hint="b200"):
+    with refused(CannotRun, where="plan.json: $.decisions.fp8_layouts", got="tn", wanted="any", hint="Blackwell"):
         preflight.checked_program(plan, where="plan.json")
 
 
@@ -164,7 +164,7 @@ IN_MX = IN_FP8 | {"fp8": "mx", "fp8_layouts": "any"}
 def test_gpus_before_blackwell_run_no_products_in_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     found = refusal(byte_decisions(swapped_tokens=0, **IN_MX), GPU)
-    check_fields(found, CannotRun, got="9.0, and kernels of MXFP8 need 10.0", wanted="B200")
+    check_fields(found, CannotRun, got="9.0, and kernels of MXFP8 need 10.0", wanted="Blackwell")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
     monkeypatch.setattr("torch.version.cuda", "12.6")
     found = refusal(byte_decisions(swapped_tokens=0, **IN_MX), GPU)
