@@ -7,7 +7,8 @@
   Only then are the previous ones of the same run removed (``run_folder``).
 - ``run.json`` has the SHA-256 of every stored file and of itself. All are compared before a checkpoint is used.
 - A state with a NaN or an infinity is never saved, so it cannot replace a good checkpoint.
-- Gradients are not saved, because a step starts by zeroing them.
+- Gradients are not saved, because a step starts by zeroing them. Nor are weights in FP8 alone: they are made again of
+  the fp32 masters.
 - Of a plan with delayed scaling in FP8, the scales and the largest values of earlier steps are saved too, by layer.
 - Of a run that trains adapters, only they are saved. A resumed run reads or draws the frozen weights again, and
   ``base`` tells whether they are the same.
@@ -395,6 +396,7 @@ def load_state(checkpoint: Path, interpreter: Interpreter, world: World) -> None
         CannotRun: when another rank has stopped.
     """
     state, scales = state_of(interpreter), scales_of(interpreter)
+    interpreter.weights_changed()
     if (old := checkpoint / FLAT_FILE).is_file():
         own = {name: held for name, held in state.items() if name not in scales}
         _load_flat(old, own, interpreter.decisions.model)
@@ -416,10 +418,18 @@ def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
 
     dtype, decisions = TORCH_DTYPES[interpreter.decisions.dtype], interpreter.decisions
     every = whole_parameters(decisions.model, decisions.lora)
-    found = {name: torch.empty(each.shape, dtype=dtype) for name, each in every.items() if not each.frozen}
-    held = {f"params/{name}": [Held(name, value.shape, (0,) * value.dim(), value)] for name, value in found.items()}
+    narrow = {name for name in every if weights.in_fp8_alone(decisions, name)}
+    found = {
+        name: torch.empty(each.shape, dtype=torch.float32 if name in narrow else dtype)
+        for name, each in every.items()
+        if not each.frozen
+    }
+    held = {
+        f"{'master' if name in narrow else 'params'}/{name}": [Held(name, value.shape, (0,) * value.dim(), value)]
+        for name, value in found.items()
+    }
     stored.read(checkpoint / STATE_DIRECTORY, held, World())
-    return found
+    return {name: value.to(dtype) for name, value in found.items()}
 
 
 def _load_flat(path: Path, state: Mapping[str, list[Held]], model: Model) -> None:

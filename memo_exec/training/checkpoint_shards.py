@@ -122,7 +122,8 @@ class _Reads(DefaultLoadPlanner):
         for name, found in self._state.items():
             there = stored.get(name)
             if not isinstance(there, TensorStorageMetadata):
-                raise ValueError(f"{name} is missing")  # noqa: TRY004 - the file is wrong, not an argument's type
+                why = ": the saved run has it in FP8 alone (--fp8-params)" if _master_of(name) in stored else ""
+                raise ValueError(f"{name} is missing{why}")  # noqa: TRY004 - the file is wrong, not an argument's type
             if (tuple(there.size), there.properties.dtype) != (found[0].whole, found[0].view.dtype):
                 got = f"{tuple(there.size)} {there.properties.dtype}"
                 raise ValueError(f"{name} is {got}, wanted {found[0].whole} {found[0].view.dtype}")
@@ -132,6 +133,10 @@ class _Reads(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return the tensor that receives a rectangle's values."""
         return self._held[index].view
+
+
+def _master_of(name: str) -> str:
+    return f"master/{name.partition('/')[2]}"
 
 
 def _named(state: State) -> dict[str, Tensor]:

@@ -839,16 +839,15 @@ class Chosen:
         False,
         Flag(),
         "With --fp8: the weights of its products are kept in FP8 alone, without a bf16 copy; the optimizer writes them"
-        " from fp32 master weights, and ranks gather them in FP8 (Megatron-LM's --fp8-param-gather). memo-exec does not"
-        " run it.",
+        " from fp32 master weights, and ranks gather them in FP8 (Megatron-LM's --fp8-param-gather). memo-exec runs it"
+        " without ZeRO.",
     )
     """Not searched: it changes what is learned."""
     fp8_experts: bool = _knob(
         False,
         Flag(),
         "With --fp8 and a model with experts: the grouped products of experts, and those of a shared expert, in FP8 too"
-        " (Megatron-LM's TEGroupedLinear, DeepSeek-V3's recipe with block). Rows are exchanged in bf16. memo-exec does"
-        " not run it.",
+        " (Megatron-LM's TEGroupedLinear, DeepSeek-V3's recipe with block). Rows are exchanged in bf16.",
     )
     """Not searched: it changes what is learned."""
     swap_dtype: SwapDtype = _knob(

@@ -563,7 +563,7 @@ class Optimizer:
         name = f"adamw.{fp8.NARROW}"
         builder.emit(name, "adamw.decay", Lane.COMPUTE, work, **share, norm=norm, workspace=scratch)
         builder.emit(
-            "quantize",
+            f"params.{self.name}",
             "params.quantize",
             Lane.COMPUTE,
             requantisation(self.decisions, length, shard=self.shards > 1),

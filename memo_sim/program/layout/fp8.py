@@ -48,6 +48,8 @@ from memo_sim.program.layout.skeletal import Fate, Skeletal
 
 ACTIVATIONS = "e4m3"
 """Dtype of FP8 activations and weights."""
+FURTHER: tuple[Fp8Recipe, ...] = ("tensor", "block")
+"""Recipes that memo-exec has for more than the products of dense layers (``further``)."""
 SCALE_SHARE = 32
 """Values whose scale takes one byte: 128 values with an fp32 scale, or 32 with one of 8 bits."""
 PRODUCTS: dict[Fp8Recipe, ProductDtype] = {
@@ -91,7 +93,20 @@ def played(decisions: Decisions) -> bool:
         ("block", "tn"),
         ("mx", "any"),
     )
-    return known and not (decisions.fp8_params or decisions.fp8_experts or decisions.model.latent)
+    layout = decisions.layout
+    if further(decisions) and decisions.fp8 not in FURTHER:
+        return False
+    return known and not (decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1)
+
+
+def further(decisions: Decisions) -> list[str]:
+    """Return what a plan has in FP8 beside the products of dense layers, in words."""
+    every = {
+        "weights alone": decisions.fp8_params,
+        "experts": decisions.fp8_experts,
+        "latent attention": decisions.fp8 != "none" and decisions.model.latent is not None,
+    }
+    return [name for name, chosen in every.items() if chosen]
 
 
 def delayed(decisions: Decisions) -> bool:

@@ -109,12 +109,14 @@ class Fp8Operands:
     def quantise_input(self, made: Rows, rows: Rows, suffix: str) -> None:
         """Quantise an input to the copy that is kept, ``rows``, and to the one that its product reads."""
         read = self.by_rows(rows.slot)
-        out = [Rows(each, rows.first, rows.tokens) for each in dict.fromkeys((read, rows.slot))]
+        copies = {"out": Rows(read, rows.first, rows.tokens)}
+        if read != rows.slot:
+            copies["columns"] = rows
         kept = self.builder.all(rows.slot).tokens
         if not self.builder.has(read):
             self.builder.own(read, BufferClass.TRANSIENT, fp8.ACTIVATIONS, kept, self.builder.features(rows.slot))
         product = self._read_by[rows.slot]
-        self._quantise(f"{rows.slot}.quantize{suffix}", made, *out, product=product, operand="input")
+        self._quantise(f"{rows.slot}.quantize{suffix}", made, copies, product=product, operand="input")
 
     def input(self, source: Rows, suffix: str, product: str, *, for_wgrad: bool = False) -> Rows:
         """Return an input as ``product`` reads it, or with ``for_wgrad`` the gradient of its weight.
@@ -129,8 +131,9 @@ class Fp8Operands:
             features = fp8.row_features(self.recipe, builder.features(source.slot))
             builder.own(name, BufferClass.TRANSIENT, fp8.ACTIVATIONS, builder.all(source.slot).tokens, features)
         copy = Rows(name, source.first, source.tokens)
+        copies = {"columns": copy} if for_wgrad else {"out": copy}
         label = f"{source.slot.rpartition('.')[2]}.{kind}.quantize{suffix}"
-        self._quantise(label, source, copy, product=product, operand="input")
+        self._quantise(label, source, copies, product=product, operand="input")
         return copy
 
     def before_gather(self, grad: Rows, suffix: str, product: str) -> Rows:
@@ -141,7 +144,7 @@ class Fp8Operands:
         if not self.shape.gathered or fp8.by_blocks(self.recipe):
             return grad
         copy = self._own(f"{grad.slot}.fp8", grad, self.builder.features(grad.slot))
-        self._quantise(f"{grad.slot}.quantize{suffix}", grad, copy, product=product, operand="gradient")
+        self._quantise(f"{grad.slot}.quantize{suffix}", grad, {"out": copy}, product=product, operand="gradient")
         return copy
 
     def gradient(self, grad: Rows, suffix: str, features: int, product: str, *, for_wgrad: bool = False) -> Rows:
@@ -153,12 +156,12 @@ class Fp8Operands:
             return self.transposed(grad, suffix) if for_wgrad else grad
         key = (suffix, grad)
         if key not in self._gradients:
-            copies = [self._own(f"{grad.slot}.fp8", grad, features)]
+            copies = {"out": self._own(f"{grad.slot}.fp8", grad, features)}
             if fp8.two_copies(self.decisions):
-                copies.append(self._own(f"{grad.slot}.fp8.columns", grad, features))
+                copies["columns"] = self._own(f"{grad.slot}.fp8.columns", grad, features)
             label = f"{grad.slot}.quantize{suffix}"
-            self._quantise(label, grad, *copies, product=product, operand="gradient", features=features)
-            self._gradients[key] = (copies[0], copies[-1])
+            self._quantise(label, grad, copies, product=product, operand="gradient", features=features)
+            self._gradients[key] = (copies["out"], copies.get("columns", copies["out"]))
         return self._gradients[key][for_wgrad]
 
     def transposed(self, rows: Rows, suffix: str) -> Rows:
@@ -202,22 +205,21 @@ class Fp8Operands:
         return Rows(name, 0, grad.tokens)
 
     def _quantise(
-        self, name: str, source: Rows, *copies: Rows, product: str, operand: fp8.Scaled, features: int = 0
+        self, name: str, source: Rows, copies: dict[str, Rows], *, product: str, operand: fp8.Scaled, features: int = 0
     ) -> None:
-        """Emit the quantisation of ``source`` to its copies: by rows first, by columns second.
+        """Emit the quantisation of ``source`` to its copies: by rows (``out``), by columns (``columns``), or both.
 
         ``product``, ``operand``: what it is, for its scale. ``features``: how many of a row are quantised; 0 for all.
         """
         builder = self.builder
         values = source.tokens * (features or builder.features(source.slot))
-        written = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in copies)
+        written = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in copies.values())
         work = quantisation(self.decisions, source.tokens, values, written)
-        columns = writes(copies[1]) if len(copies) > 1 else None
-        operands: dict[str, Access | None] = {"x": reads(source), "out": writes(copies[0]), "columns": columns}
+        operands: dict[str, Access] = {role: writes(rows) for role, rows in copies.items()}
         if fp8.delayed(self.decisions):
             row = fp8.scaled_row(self.decisions, product, operand)
             operands |= {"scale": reads(Rows(SCALES, row, 1)), "amax": accumulates(Rows(AMAXES, row, 1))}
-        builder.emit(name, "fp8.quantize", Lane.COMPUTE, work, **operands)
+        builder.emit(name, "fp8.quantize", Lane.COMPUTE, work, x=reads(source), **operands)
 
 
 def requantisation(decisions: Decisions, elements: int, *, shard: bool) -> Rowwise:

@@ -21,6 +21,10 @@ pytestmark = [
 BF16, FP32, INT, LONG = "*bf16", "*fp32", "i32", "i64"
 NORM = [BF16, BF16, BF16, BF16, FP32, INT, INT, INT, "fp32"]
 NORM_BACKWARD = [BF16, BF16, BF16, FP32, BF16, BF16, FP32, *[INT] * 7]
+E4M3, E5M2 = "*fp8e4nv", "*fp8e5"
+EXPERT_ROWS = [FP32, "*i32", BF16, *[INT] * 14]
+EXPERT_GRADIENTS = [FP32, "*i32", FP32, *[INT] * 10]
+TILES = {"TILE": 128, "DEPTH": 128}
 LINEAR_LOSS = {
     (part, operand): types
     for operand in (BF16, FP32)
@@ -54,6 +58,10 @@ KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
         4,
     ),
     ("swap_rounding._widen_kernel", ["*u8", FP32, BF16, *[INT] * 4], {"BLOCK": 4096}, 4),
+    ("fp8_experts._rows_kernel", [E4M3, FP32, E4M3, *EXPERT_ROWS], {"BLOCKS": True, **TILES}, 8),
+    ("fp8_experts._rows_kernel", [E5M2, FP32, E4M3, *EXPERT_ROWS], {"BLOCKS": False, **TILES}, 8),
+    ("fp8_experts._gradients_kernel", [E4M3, FP32, E4M3, *EXPERT_GRADIENTS], {"BLOCKS": True, **TILES}, 8),
+    ("fp8_experts._gradients_kernel", [E5M2, FP32, E4M3, *EXPERT_GRADIENTS], {"BLOCKS": False, **TILES}, 8),
     *(
         (f"linear_loss._{part}_kernel", LINEAR_LOSS[part, operand], constants, 8)
         for operand in (BF16, FP32)
