@@ -1,5 +1,7 @@
 """Products in FP8, and what quantises their operands: one scale a tensor, from its own values (current scaling).
 
+Scales from earlier steps are in ``fp8_delayed.py``; what follows is the same for both.
+
     scale = largest |x| / largest value of the format,  copy = round(x / scale),  x ~ copy * scale
 
 E4M3 and E5M2 are those of Micikevicius et al. (2022), "FP8 formats for deep learning". A copy by columns is the one by
@@ -31,11 +33,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import fp8_blocks, fp8_mx
+from memo_exec.kernels import fp8_blocks, fp8_delayed, fp8_mx
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.fp8_blocks import Blocks
 from memo_exec.kernels.fp8_mx import MxBlocks
-from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales
+from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales, Part
 from memo_sim.program.layout.fp8 import by_blocks, weights
 from memo_sim.program.layout.parameters import layer_block
 
@@ -55,7 +57,8 @@ def quantise(call: Call) -> None:
     elif _by_blocks(call):
         fp8_blocks.quantise(_scales(call), x, out, call.matrix("columns"))
     else:
-        _quantise(_scales(call), x, out, call.get("columns"))
+        given = fp8_delayed.scale_of(call, x) if _delayed(call) else None
+        _quantise(_scales(call), x, out, call.get("columns"), given)
 
 
 def quantise_weights(call: Call) -> None:
@@ -75,6 +78,13 @@ def quantise_weights(call: Call) -> None:
             first, end = part.start // fp8_mx.VALUES, part.stop // fp8_mx.VALUES
             tiles = behind[0, first:end], behind[1, first:end]
             fp8_mx.quantise_weight(_scales(call), x[part].view(weight.shape), out[part], turned, tiles)
+            continue
+        if _delayed(call):
+            matrix, given = (
+                x[part].view(weight.shape),
+                fp8_delayed.scale_of(call, x[part], weight.name[: -len(".weight")]),
+            )
+            _quantise(_scales(call), matrix, out[part].view(weight.shape), turned, given)
             continue
         to_fp8(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
 
@@ -149,6 +159,10 @@ def _by_blocks(call: Call) -> bool:
     return recipe != "none" and by_blocks(recipe)
 
 
+def _delayed(call: Call) -> bool:
+    return call.context.decisions.fp8 == "delayed"
+
+
 def _in_mx(call: Call) -> bool:
     return call.context.decisions.fp8 == "mx"
 
@@ -175,7 +189,10 @@ def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
     """Return the parts of an operand that were quantised together: (tokens, features), or the other way round."""
     scales, tensor, found = _scales(call), call.matrix(role), list[_Found]()
     width, whole = tensor.shape[1], by_columns or _by_blocks(call)
-    for part in scales.whole_parts(tensor) if whole else scales.parts(tensor):
+    parts = scales.whole_parts(tensor) if whole else scales.parts(tensor)
+    if _delayed(call) and not whole:  # all parts have the scale of the step before, so rows are one matrix
+        parts = [Part(0, tensor.numel(), parts[0].scale, whole=True)]
+    for part in parts:
         flat = tensor.view(-1)[part.first : part.first + part.elements]
         begin, end = part.first // width, (part.first + part.elements) // width
         if _in_mx(call):
@@ -246,12 +263,18 @@ def _apart(wide: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
     return wide[: high * broad].view(high, broad), wide[high * broad :]
 
 
-def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None) -> None:
-    """Write ``x`` (rows, features) in the dtype of ``out`` to it and, transposed, to ``columns``; keep their scale."""
+def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None, given: Tensor | None = None) -> None:
+    """Write ``x`` (rows, features) in the dtype of ``out`` to it and, transposed, to ``columns``; keep their scale.
+
+    ``given``: a scale from earlier steps; without it, current scaling.
+    """
     most = torch.finfo(out.dtype).max
     scale = scales.made(out)
-    torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32, out=scale[0])
-    scale.clamp_(min=LEAST_LARGEST).div_(most)
+    if given is None:
+        torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32, out=scale[0])
+        scale.clamp_(min=LEAST_LARGEST).div_(most)
+    else:
+        scale.copy_(given)
     turned = None
     if columns is not None:
         scales.made(columns).copy_(scale)

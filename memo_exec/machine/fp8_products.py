@@ -48,15 +48,6 @@ def check_recipe(decisions: Decisions, where: str) -> None:
     Raises:
         CannotRun: with what there is.
     """
-    if decisions.fp8 not in ("none", "tensor", "block", "mx"):
-        raise CannotRun(
-            "memo-exec has kernels for FP8 with scales from a tensor's own values: one, or of blocks of 128 or 32; "
-            "other recipes are priced only",
-            where=f"{where}: $.decisions.fp8",
-            got=decisions.fp8,
-            wanted="tensor, block, mx or none",
-            hint=f"make the plan with --fp8 tensor, block or mx; or {_EXPORT}",
-        )
     if decisions.fp8_params:
         raise CannotRun(
             "memo-exec keeps bf16 weights beside their FP8 copies; weights in FP8 alone are priced only",
@@ -87,7 +78,7 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             where=f"{where}: $.decisions.fp8_layouts",
             got=decisions.fp8_layouts,
             wanted="any",
-            hint="make the plan for a cluster of B200",
+            hint="make the plan for a cluster of Blackwell GPUs; memo-sim list clusters names them",
         )
     if decisions.fp8 not in ("none", "mx") and decisions.fp8_layouts != "tn":
         raise CannotRun(
@@ -122,7 +113,7 @@ def check_fp8(decisions: Decisions, program: Program, machine: Machine) -> None:
         return
     check_recipe(decisions, "plan")
     if why := _device_lacks(machine, decisions):
-        wanted = "a B200" if decisions.fp8 == "mx" else "an H100 or H200"
+        wanted = "a Blackwell GPU" if decisions.fp8 == "mx" else "an H100 or H200"
         raise CannotRun(
             "products in FP8 cannot run here", where="$.decisions.fp8", got=why, wanted=wanted, hint=_EXPORT
         )

@@ -831,8 +831,8 @@ class Chosen:
         _one_of(Fp8Recipe),
         "Linear products of layers in FP8, by Transformer Engine's recipes; attention, routers, experts, the embedding"
         " and the classifier stay in bf16. tensor: one scale a tensor, from its values (current scaling). delayed: from"
-        " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec runs tensor and"
-        " block on Hopper, and mx on Blackwell.",
+        " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec runs tensor,"
+        " delayed and block on Hopper, and mx on Blackwell.",
     )
     """Not searched: it changes what is learned."""
     fp8_params: bool = _knob(

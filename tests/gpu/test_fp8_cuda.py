@@ -17,7 +17,7 @@ PARTS = {"recompute": "tokenwise", "swapped_tokens": 128}
 
 
 IN_BLOCKS = {"hidden": 256, "head_dim": 64, "ffn_hidden": 512}
-SIZES: dict[str, dict[str, int]] = {"tensor": {}, "block": IN_BLOCKS, "mx": IN_BLOCKS}
+SIZES: dict[str, dict[str, int]] = {"tensor": {}, "delayed": {}, "block": IN_BLOCKS, "mx": IN_BLOCKS}
 HOPPER = pytest.mark.skipif(CAPABILITY != 9, reason="needs an H100 or H200")
 BLACKWELL = pytest.mark.skipif(CAPABILITY < 10, reason="needs a B200")
 
@@ -27,6 +27,7 @@ BLACKWELL = pytest.mark.skipif(CAPABILITY < 10, reason="needs a B200")
     "recipe",
     [
         pytest.param("tensor", marks=HOPPER),
+        pytest.param("delayed", marks=HOPPER),
         pytest.param("block", marks=HOPPER),
         pytest.param("mx", marks=BLACKWELL),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # Triton 3.9 announces a change in its next version
@@ -46,6 +47,13 @@ KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
         {"IGNORED": -100, "BLOCK": 4096},
         8,
     ),
+    (
+        "swap_rounding._round_kernel",
+        [BF16, "*u8", FP32, *[INT] * 4],
+        {"LEAST": 1e-30, "LARGEST": 448.0, "BLOCK": 4096},
+        4,
+    ),
+    ("swap_rounding._widen_kernel", ["*u8", FP32, BF16, *[INT] * 4], {"BLOCK": 4096}, 4),
     *(
         (f"linear_loss._{part}_kernel", LINEAR_LOSS[part, operand], constants, 8)
         for operand in (BF16, FP32)
