@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from memo_sim.answers.what_if import exact_ranks
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.planning.outcome import SearchResult
 from memo_sim.planning.processes import processes
@@ -71,8 +72,8 @@ QUESTIONS = {
 }
 
 
-class _TimeIsUp(BaseException):
-    pass
+class _TimeIsUp(KeyboardInterrupt):
+    """Raised out of whatever is computed; the compiled loop lets only interrupts through."""
 
 
 def _peak_mib(process: int | str = "self") -> int:
@@ -122,8 +123,8 @@ def _ask(name: str, limit_s: int, jobs: int, told: Connection) -> None:
     others: list[int] = []
     with processes(jobs):
         try:
-            found = search(question, keep=3, siblings=True, progress=progress)
-        except _TimeIsUp:
+            found = search(question, keep=exact_ranks(question, 1), siblings=True, progress=progress)
+        except KeyboardInterrupt:  # the compiled loop raises one of its own
             pass
         signal.alarm(0)
         others = [_peak_mib(each.pid or 0) for each in multiprocessing.active_children()]

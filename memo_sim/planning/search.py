@@ -561,7 +561,9 @@ class _Search:
         else:
             grid = Grid.of(base)
             partial = candidate.policy == PARTIAL_SWAP
-            low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
+            # Token-wise plans that swap every token are the full swap, a candidate of its own.
+            full_swap = partial or any(p == FULL_SWAP for p in policies(self.question))
+            low, high = int(partial), grid.steps - full_swap
             if high < low:
                 return bound
             if partial:
