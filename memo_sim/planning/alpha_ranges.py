@@ -48,7 +48,11 @@ def least_step_s(bounds: LowerBounds, grid: Grid, low: int, high: int, limit_s: 
 
 def _least_step_s(bounds: LowerBounds, grid: Grid, first: int, last: int, limit_s: float) -> float:
     low, high = grid.at(first), grid.at(last)
-    if last - first <= WIDEST:
+    if 0 < last - first <= WIDEST:
         return bounds.of_one_stage(low, high, limit_s)
     bound = bounds.between(low, high)
-    return float("inf") if bounds.shortfall_bytes(bound) else bound.step_s
+    if bounds.shortfall_bytes(bound):
+        return float("inf")
+    if bound.step_s >= limit_s or last > first:
+        return bound.step_s
+    return max(bound.step_s, bounds.of_one_stage(low, high, limit_s))

@@ -236,9 +236,9 @@ class LowerBounds:
     def lack_device(self, decisions: Decisions) -> bool:
         """Return whether the plan is known to need more device memory than there is."""
         room = self.device_room_bytes
-        if self.rough(decisions, keep=None).device_bytes > room or self.of(decisions).device_bytes > room:
+        if self.rough(decisions, keep=None).device_bytes > room:
             return True
-        return self._of_fullest_stage(decisions) > room
+        return (self._of_fullest_stage(decisions) or self.of(decisions).device_bytes) > room
 
     def _of_fullest_stage(self, decisions: Decisions) -> int:
         """Return the device bytes of the stage that is likely to need most, by itself; 0 where that gives no bound.

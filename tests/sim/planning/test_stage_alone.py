@@ -131,4 +131,4 @@ def test_random_pipelines_are_not_faster_than_one_of_their_stages_alone(seed: in
     layers = pp * chunks * chance.choice([2, 3, 5]) + chance.choice([0, 1])
     base = pipeline(schedule, pp=pp, chunks=chunks, layers=layers, batch=pp * chance.choice([1, 4, 16]), **fields)
     recompute, alpha = chance.choice(POLICIES)
-    check(with_alpha(base, recompute, chance.random() if alpha == 0.5 else alpha), cluster, hardware, least=0.6)
+    check(with_alpha(base, recompute, chance.random() if alpha == 0.5 else alpha), cluster, hardware, least=0.3)
