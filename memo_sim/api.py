@@ -48,6 +48,7 @@ from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import parse_duration, parse_tokens
 from memo_sim.planning.kernels_elsewhere import kernels_elsewhere
 from memo_sim.planning.plan_question import question_of_plan
+from memo_sim.planning.processes import processes
 from memo_sim.planning.question import Question
 from memo_sim.results.interchange import DoctorResult, ExportResult, ImportResult
 from memo_sim.results.memory import MemoryResult, OomResult
@@ -117,6 +118,7 @@ def what_if(
     pareto: bool = False,
     one_more_gib: bool = False,
     price_per_gpu_hour: float | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
     **knobs: Unpack[KnobsInALongRun],
 ) -> WhatIfResult: ...
@@ -132,6 +134,7 @@ def what_if(
     safety_gib: float | None = None,
     power_w: float | None = None,
     price_per_gpu_hour: Prices | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
     **knobs: Unpack[KnobsInALongRun],
 ) -> ClustersResult: ...
@@ -167,6 +170,7 @@ def what_if(
     pareto: bool = False,
     one_more_gib: bool = False,
     price_per_gpu_hour: Prices | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
     **knobs: Unpack[KnobsInALongRun],
 ) -> WhatIfResult | ClustersResult:
@@ -176,7 +180,8 @@ def what_if(
     ``cluster`` a name or a file, and ``from_datasheet`` a GPU in its place, as the option describes it. A list of
     clusters is asked about each of them, and ranked. ``price_per_gpu_hour`` is in any currency, and adds prices to
     ``summary``; of several clusters it may be a mapping from a GPU or a cluster to its price. ``mtbf_hours`` and its
-    neighbours (``LongRun``) add what failures leave of the speed. ``progress`` receives (plans done, plans in all).
+    neighbours (``LongRun``) add what failures leave of the speed. ``jobs`` processes share the search; the answer does
+    not depend on their number. ``progress`` receives (plans done, plans in all).
 
     With ``from_`` in place of ``model`` and ``seq_len``, the job of another framework is priced as it is: its script or
     configuration, several of them, or its command as text. ``set`` gives values that the files leave open.
@@ -191,6 +196,7 @@ def what_if(
     machine |= {name: values.pop(name) for name in OF_A_LONG_RUN if name in values}
     command = _call("what_if", {"from_": from_, "set": set, **values, **machine})
     wanted: dict[str, Any] = {"top": top, "pareto": pareto, "one_more_gib": one_more_gib}
+    told: dict[str, Any] = {"jobs": jobs, "progress": progress, "command": command}
     searched = [name for name, value in wanted.items() if value != _SEARCHED[name]]
 
     def ask(one: object, price: object) -> WhatIfResult:
@@ -199,12 +205,13 @@ def what_if(
             return _priced_job(from_, set, asked, price, command)
         question = named_values.question_of(asked)
         (per_hour,) = named_values.prices_of(price, [question.cluster.name])
-        return answered(question, **wanted, price_per_gpu_hour=per_hour, progress=progress, command=command)
+        return answered(question, **wanted, price_per_gpu_hour=per_hour, **told)
 
     if from_ is None and set is not None:
         raise UsageError("set is about the files of from_", got=repr(set), hint='what_if(from_="train.sh", set={...})')
     if from_ is not None:
         given = [name for name, value in values.items() if name != "cluster" and value not in (None, "any")]
+        searched += ["jobs"] if jobs != 1 else []
         if given or searched:
             hint = "leave these out: the files say them"
             raise UsageError("from_ is priced as it is", got=", ".join([*given, *searched]), hint=hint)
@@ -271,10 +278,13 @@ def longest(
     power_w: float | None = None,
     one_more_gib: bool = False,
     price_per_gpu_hour: float | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
     **knobs: Unpack[KnobsInALongRun],
 ) -> LongestResult:
     """Find the longest sequence that fits, to a multiple of ``step`` tokens, as ``memo-sim longest`` does.
+
+    ``jobs`` processes share every search; the answer does not depend on their number.
 
     Raises:
         UsageError: as in ``what_if``.
@@ -292,6 +302,7 @@ def longest(
         max_step_s=max_step_s,
         one_more_gib=one_more_gib,
         price_per_gpu_hour=price_per_gpu_hour,
+        jobs=jobs,
         progress=progress,
         command=_call("longest", named | {"max_step_s": max_step_s}),
     )
@@ -312,6 +323,7 @@ def gpus(
     safety_gib: float | None = None,
     power_w: float | None = None,
     price_per_gpu_hour: Prices | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
     **knobs: Unpack[KnobsInALongRun],
 ) -> GpusResult:
@@ -319,7 +331,8 @@ def gpus(
 
     ``cluster`` has one or several kinds of GPU: ``"h100"``, ``"h100-ndr4"``, a cluster's name or file, a profile file;
     without one, a800, h100, h200 and b200 are compared. ``within`` is the time that a step may take, in seconds or as
-    text such as ``"10m"``. ``progress`` receives (numbers of GPUs tried, most to try).
+    text such as ``"10m"``. ``jobs`` processes share every search; the answer does not depend on their number.
+    ``progress`` receives (numbers of GPUs tried, most to try).
 
     Raises:
         UsageError: as in ``what_if``.
@@ -335,6 +348,7 @@ def gpus(
         within=within,
         most_gpus=most_gpus,
         prices=named_values.prices_of(price_per_gpu_hour, [kind.name for kind in kinds]),
+        jobs=jobs,
         progress=progress,
         command=_call("gpus", {**values, **named}),
     )
@@ -759,10 +773,13 @@ def answered(
     pareto: bool = False,
     one_more_gib: bool = False,
     price_per_gpu_hour: float | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
     command: str = "",
 ) -> WhatIfResult:
-    """Return the answer to a question; ``command`` is what the plan's file says that made it.
+    """Return the answer to a question, searched by ``jobs`` processes.
+
+    ``command`` is what the plan's file says that made it.
 
     Raises:
         UsageError: when pinned knobs contradict each other or the cluster.
@@ -770,14 +787,14 @@ def answered(
     if top < 1:
         raise UsageError("not a number of plans", got=top, wanted="from 1")
     named_values.number("price_per_gpu_hour", price_per_gpu_hour, *named_values.PRICES)
-    try:
-        answer = what_if_answer.what_if(
-            question, top=top, pareto=pareto, price_per_device_hour=price_per_gpu_hour, progress=progress
-        )
-    except Infeasible as error:
-        return WhatIfResult(question, what_if_answer.without_answer(question, error), None, command, error)
-    if one_more_gib:
-        answer = more_memory.with_what_more_buys(question, answer)
+    wanted: dict[str, Any] = {"top": top, "pareto": pareto, "price_per_device_hour": price_per_gpu_hour}
+    with processes(jobs):
+        try:
+            answer = what_if_answer.what_if(question, **wanted, progress=progress)
+        except Infeasible as error:
+            return WhatIfResult(question, what_if_answer.without_answer(question, error), None, command, error)
+        if one_more_gib:
+            answer = more_memory.with_what_more_buys(question, answer)
     return WhatIfResult(question, answer.result, answer, command)
 
 
@@ -810,6 +827,7 @@ def longest_of(
     max_step_s: float | None = None,
     one_more_gib: bool = False,
     price_per_gpu_hour: float | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
     command: str = "",
 ) -> LongestResult:
@@ -822,9 +840,10 @@ def longest_of(
     named_values.number("max_step_s", max_step_s, *SECONDS)
     named_values.number("price_per_gpu_hour", price_per_gpu_hour, *named_values.PRICES)
     limits = {"most_step_s": max_step_s, "price_per_device_hour": price_per_gpu_hour}
-    found = longest_answer.longest(question, step_tokens=tokens, **limits, progress=progress)
-    if one_more_gib:
-        found = more_memory.with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
+    with processes(jobs):
+        found = longest_answer.longest(question, step_tokens=tokens, **limits, progress=progress)
+        if one_more_gib:
+            found = more_memory.with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
     if found.answer is None:
         return LongestResult(found.document, None, command)
     answer = WhatIfResult(found.question, found.answer.result, found.answer, command)
@@ -837,6 +856,7 @@ def gpus_of(
     within: float | str | None = None,
     most_gpus: int = gpus_answer.MOST_DEVICES,
     prices: Sequence[float | None] = (),
+    jobs: int = 1,
     progress: Progress | None = None,
     command: str = "",
 ) -> GpusResult:
@@ -849,7 +869,8 @@ def gpus_of(
         raise UsageError("not a number of GPUs", got=most_gpus, wanted="from 1")
     text = parse_duration(within, option="--within") if isinstance(within, str) else within
     limits: dict[str, Any] = {"within_s": named_values.number("within", text, *SECONDS), "most_devices": most_gpus}
-    found = gpus_answer.gpus(questions, **limits, prices=prices, progress=progress)
+    with processes(jobs):
+        found = gpus_answer.gpus(questions, **limits, prices=prices, progress=progress)
     if found.answer is None or found.question is None:
         return GpusResult(found.document, None, command)
     answer = WhatIfResult(found.question, found.answer.result, found.answer, command)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +23,7 @@ from memo_sim.commands.understand import compare_command, explain_command, oom_c
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import MEMORY_GIB
 from memo_sim.question_options import (
+    JOBS,
     PRICE,
     Options,
     asked,
@@ -89,6 +89,7 @@ IN_JSON, IN_TEXT = 10, 3
 @question_options
 @long_run_options
 @PRICE
+@JOBS
 @WHY
 @click.option(
     "--top",
@@ -150,6 +151,7 @@ def what_if_command(**options: Any) -> None:
 @question_options
 @long_run_options
 @PRICE
+@JOBS
 @WHY
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
 @click.option("--plot", type=click.Path(), help="Draw its timeline (.png, .svg, .pdf).")
@@ -169,8 +171,8 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     outputs, _, question = asked({**options, "plan_path": None, "seq_len": step}, fill=False)
     (price,) = prices_of(options, [question.cluster.name])
     wanted: Options = {"step": step, "max_step_s": max_step_s, "one_more_gib": one_more_gib}
-    ask = partial(longest_of, question, **wanted, price_per_gpu_hour=price, command=command_line("memo-sim"))
-    found = with_progress("lengths", lambda tell: ask(progress=tell))
+    wanted |= {"jobs": options["jobs"], "price_per_gpu_hour": price, "command": command_line("memo-sim")}
+    found = with_progress("lengths", lambda tell: longest_of(question, **wanted, progress=tell))
     if found.at_longest is not None:
         found.at_longest.write(replace(outputs, report=None))
     if outputs.report is not None:
@@ -193,7 +195,7 @@ def _ask(plan: Plan | None, question: Question, options: Options, price: float |
         where = options["plan_path"] or options["job_paths"][0]
         return priced(plan, question, where=where, price_per_gpu_hour=price, command=command)
     top = options["top"] or (IN_JSON if options["as_json"] or options["report"] else IN_TEXT)
-    wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib")}
+    wanted: Options = {name: options[name] for name in ("pareto", "one_more_gib", "jobs")}
     wanted |= {"top": top, "price_per_gpu_hour": price, "command": command}
     return with_progress("plans", lambda tell: answered(question, **wanted, progress=tell))
 

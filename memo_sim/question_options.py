@@ -100,6 +100,13 @@ PRICE = click.option(
     help="Price of a GPU for an hour, in any currency, or one for each kind or cluster: h100=2.5,h200=3.5. The answer"
     " then has prices of a step and of a billion tokens.",
 )
+JOBS = click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes that share the search; the answer is the same.",
+)
 METAVARS: dict[type, str] = {
     LowRank: "r=N,...",
     CountOrAuto: "N|auto",
@@ -260,7 +267,7 @@ def question_of(options: Options, *, fill: bool = True) -> tuple[Plan | None, Qu
     if given := typed(*(name for name in decided if name not in beside)):
         hint = "leave those out; --attention and --rowwise may stay" if beside else "leave those out"
         raise UsageError(f"{option} brings its own knobs", got=", ".join(given), hint=hint)
-    if given := typed(*OF_A_SEARCH):
+    if given := typed(*OF_A_SEARCH, "jobs"):
         hint = f"leave it out, or ask with MODEL and --seq-len in place of {option}"
         raise UsageError(f"{option} is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     values = {name: options[name] for name in (*OF_A_MACHINE, *OF_A_LONG_RUN) if name in options}

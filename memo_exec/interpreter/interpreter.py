@@ -47,6 +47,8 @@ from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.ir.instruction import Lane, Mode
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Copy
+from memo_sim.program.layout.fp8 import delayed
+from memo_sim.program.operators.fp8_operands import SCALES
 
 STUCK_S = 10.0
 """How long the other lanes may continue after one lane has failed. They may wait for a rank that never answers."""
@@ -105,6 +107,8 @@ class Interpreter:
         self.store = store(self.schedule, self.device, poison=debug)
         pinned = self.device.type == "cuda"
         self.slab = HostSlab(program, self.schedule.columns, self.schedule.slab, pinned=pinned)
+        if delayed(decisions):
+            self.buffer(SCALES).fill_(1.0)  # until a step has seen values
         self.probe = Probe(self.schedule, self.store, decisions, program) if debug else None
         self._timekeeper: Timekeeper = (
             StreamTimekeeper(self.schedule.lanes, self.device) if pinned else HostTimekeeper()

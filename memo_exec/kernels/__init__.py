@@ -26,9 +26,11 @@ from memo_exec.kernels import (
     expert_exchange,
     experts,
     fp8,
+    fp8_delayed,
     framework_loss,
     latent,
     linear,
+    linear_loss,
     loss,
     merge,
     move,
@@ -46,7 +48,8 @@ from memo_exec.kernels import (
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
-from memo_sim.program.ir.work import Fp8Gemm
+from memo_sim.program.ir.work import Fp8Gemm, LinearLoss
+from memo_sim.program.operators.workspaces import ROUNDED_KINDS
 
 Kernel = Callable[[Call], None]
 
@@ -92,6 +95,18 @@ def _fused_loss(call: Call) -> None:
     (_fused("triton_loss", "cross_entropy") if fused else loss.cross_entropy)(call)
 
 
+def _linear_loss(plain: Kernel) -> Kernel:
+    """Return a kernel that calls the one which the instruction's work names: ``plain``, or Triton's."""
+    name = plain.__name__
+
+    def play(call: Call) -> None:
+        work = call.instruction.work
+        triton = isinstance(work, LinearLoss) and work.kernel == "triton"
+        (_fused("triton_linear_loss", name) if triton else plain)(call)
+
+    return play
+
+
 _PLAIN: Mapping[str, Kernel] = {
     "embed": _divided(embedding.embed, embedding.divided_embed),
     "positions.add": embedding.positions_add,
@@ -110,6 +125,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "fp8.quantize": fp8.quantise,
     "fp8.transpose": fp8.transpose,
     "params.quantize": fp8.quantise_weights,
+    "fp8.max_reduce": collective.max_reduce,
+    "fp8.history": fp8_delayed.enter_history,
     "lora.a": linear.lora_a,
     "lora.b": linear.lora_b,
     "lora.b.dgrad": linear.lora_b_dgrad,
@@ -203,6 +220,12 @@ _PLAIN: Mapping[str, Kernel] = {
     "cross_entropy.exponentials": framework_loss.exponentials,
     "cross_entropy.softmax": framework_loss.softmax,
     "cross_entropy.gradient": framework_loss.gradient,
+    "linear_loss.statistics": _linear_loss(linear_loss.statistics),
+    "linear_loss.sum": linear_loss.add_losses,
+    "linear_loss.gradient": _linear_loss(linear_loss.gradient),
+    "linear_loss.dgrad": linear_loss.dgrad,
+    "linear_loss.dgrad.add": linear_loss.dgrad_add,
+    "linear_loss.wgrad": linear_loss.wgrad,
     "copy": move.copy,
     "d2h": move.transfer,
     "h2d": move.transfer,
@@ -218,7 +241,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "heads.reduce_scatter": collective.heads_reduce_scatter,
     "all_reduce": collective.all_reduce,
     "loss.all_reduce": collective.loss_all_reduce,
-    "loss.max_reduce": collective.loss_max_reduce,
+    "loss.max_reduce": collective.max_reduce,
     "all_to_all": collective.all_to_all,
     "broadcast": collective.broadcast,
     "reduce": collective.reduce,
@@ -232,7 +255,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "params.all_gather": collective.params_all_gather,
 }
 
-FUSED: Mapping[str, str] = {
+FUSED: dict[str, str] = {
     "layer_norm": "triton_norm",
     "layer_norm.bwd": "triton_norm",
     "rms_norm": "triton_norm",
@@ -247,12 +270,16 @@ FUSED: Mapping[str, str] = {
 }
 """Module of each op's Triton kernel; the function there has the same name as the plain kernel."""
 
+ROUNDING: dict[str, str] = dict.fromkeys(ROUNDED_KINDS, "triton_swap_rounding")
+"""The same of the ops on copy lanes, whose price is torch's where a profile has not measured them."""
+
 KERNELS: Mapping[str, Kernel] = {
-    op: _plain_or_fused(plain, FUSED[op]) if op in FUSED else plain for op, plain in _PLAIN.items()
+    op: _plain_or_fused(plain, (FUSED | ROUNDING)[op]) if op in FUSED | ROUNDING else plain
+    for op, plain in _PLAIN.items()
 } | {"cross_entropy": _divided(_plain_or_fused(loss.cross_entropy, "triton_loss"), divided_loss.divided_cross_entropy)}
 """The kernel of every op."""
 
 LIBRARY_SCRATCH = LIBRARY_OPS
 """Ops whose library allocates the workspace that the program declares for them."""
 
-__all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "Call", "Context", "Kernel", "Scratch", "StepScalars"]
+__all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "ROUNDING", "Call", "Context", "Kernel", "Scratch", "StepScalars"]

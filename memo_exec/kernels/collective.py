@@ -31,7 +31,7 @@ def all_gather(call: Call) -> None:
             continue
         scales = call.context.fp8
         assert scales is not None  # a program gathers in FP8 with FP8 alone
-        if call.context.decisions.fp8 == "block":
+        if call.context.decisions.fp8 in ("block", "mx"):
             scales.whole_parts(shard[part])  # scales are among the bytes of a whole part
         _all_gather(full[whole].view(torch.uint8), shard[part].view(torch.uint8), group)
         _all_gather(scales.made(full[whole], dist.get_world_size(group)), scales.of(shard[part]), group)
@@ -79,7 +79,7 @@ def loss_all_reduce(call: Call) -> None:
     dist.all_reduce(numbers[1:], group=group)
 
 
-def loss_max_reduce(call: Call) -> None:
+def max_reduce(call: Call) -> None:
     """Replace ``tensor`` by its largest value over the ranks."""
     dist.all_reduce(call["tensor"], op=dist.ReduceOp.MAX, group=_group(call))
 

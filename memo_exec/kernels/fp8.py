@@ -1,5 +1,7 @@
 """Products in FP8, and what quantises their operands: one scale a tensor, from its own values (current scaling).
 
+Scales from earlier steps are in ``fp8_delayed.py``; what follows is the same for both.
+
     scale = largest |x| / largest value of the format,  copy = round(x / scale),  x ~ copy * scale
 
 E4M3 and E5M2 are those of Micikevicius et al. (2022), "FP8 formats for deep learning". A copy by columns is the one by
@@ -16,10 +18,11 @@ of each block, and a product multiplies each such part by itself: rows one after
 terms of each part. A part's copy by columns is a matrix of its own, (features, its tokens).
 ``machine/fp8_products.py`` checks before a run that all that products read was quantised.
 
-Scales of blocks (``fp8_blocks.py``) move with the values. Each part is then one matrix too, by rows and by columns, and
-a copy by columns that was gathered becomes one matrix again before its product.
+Scales of blocks (``fp8_blocks.py``, ``fp8_mx.py``) move with the values. Each part is then one matrix too, by rows and
+by columns. On Hopper a copy by columns that was gathered becomes one matrix again before its product; on Blackwell the
+program has no such kernel, and a weight's gradient sums the products of its parts.
 
-``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in blocks of rows in fp32, and added.
+``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in pieces in fp32, and added.
 """
 
 from __future__ import annotations
@@ -30,24 +33,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import fp8_blocks
+from memo_exec.kernels import fp8_blocks, fp8_delayed, fp8_mx
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.fp8_blocks import Blocks
-from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales
-from memo_sim.program.layout.fp8 import weights
+from memo_exec.kernels.fp8_mx import MxBlocks
+from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales, Part
+from memo_sim.program.layout.fp8 import by_blocks, weights
 from memo_sim.program.layout.parameters import layer_block
 
 WHOLE = 16
 """Hopper multiplies rows and columns in multiples of this."""
+WHOLE_MX = fp8_mx.TILE
+"""Pieces of a gradient in MXFP8 have multiples of this, so that tiles of scales are whole."""
+MX_TOKENS, MX_COLUMNS = 2**15, 2**13
+"""Most tokens of a term, and columns of a piece, whose scales of MXFP8 may have to be copied to scratch: 8 MiB."""
 
 
 def quantise(call: Call) -> None:
     """Quantise ``x`` to ``out``, and to its copy by columns ``columns`` where there is one."""
     x, out = call.matrix("x"), call.matrix("out")
-    if _by_blocks(call):
+    if _in_mx(call):
+        fp8_mx.quantise(_scales(call), x, rows=out, columns=call.matrix("columns"))
+    elif _by_blocks(call):
         fp8_blocks.quantise(_scales(call), x, out, call.matrix("columns"))
     else:
-        _quantise(_scales(call), x, out, call.get("columns"))
+        given = fp8_delayed.scale_of(call, x) if _delayed(call) else None
+        _quantise(_scales(call), x, out, call.get("columns"), given)
 
 
 def quantise_weights(call: Call) -> None:
@@ -60,6 +71,21 @@ def quantise_weights(call: Call) -> None:
     ):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
+        if _in_mx(call):
+            assert columns is not None  # MXFP8's copies have a direction, so there are two
+            assert turned is not None
+            behind = columns[out.numel() :].view(2, -1)  # the scales of all matrices by rows, and by columns
+            first, end = part.start // fp8_mx.VALUES, part.stop // fp8_mx.VALUES
+            tiles = behind[0, first:end], behind[1, first:end]
+            fp8_mx.quantise_weight(_scales(call), x[part].view(weight.shape), out[part], turned, tiles)
+            continue
+        if _delayed(call):
+            matrix, given = (
+                x[part].view(weight.shape),
+                fp8_delayed.scale_of(call, x[part], weight.name[: -len(".weight")]),
+            )
+            _quantise(_scales(call), matrix, out[part].view(weight.shape), turned, given)
+            continue
         to_fp8(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
 
 
@@ -96,11 +122,11 @@ def linear_wgrad(call: Call) -> None:
     wide, terms = _scales(call).wide, _terms(call)
     m, n = (len(operand.matrix) for operand in terms[0])
     out = call["out"].view(m, n)
-    for rows in _blocks(m, wide.numel() // (n + _scales_of_a_row(terms))):
-        part, scratch = _apart(wide, rows.stop - rows.start, n)
+    for rows, columns in _pieces(m, n, terms, wide.numel()):
+        part, scratch = _apart(wide, rows, columns)
         for grad, x in terms:
-            _multiply(grad.rows(rows, scratch), x, part)
-            out[rows].add_(part)
+            _multiply(grad.rows(rows, scratch), _some(x, columns, scratch), part, scratch=scratch)
+            out[rows, columns].add_(part)
 
 
 def linear_wgrad_product(call: Call) -> None:
@@ -109,16 +135,17 @@ def linear_wgrad_product(call: Call) -> None:
     m, n = (len(operand.matrix) for operand in first)
     out = call["out"].view(m, n)
     if not others:
-        _multiply(*first, out)
+        _multiply(*first, out, scratch=wide)
         return
-    for rows in _blocks(m, wide.numel() // (2 * n + _scales_of_a_row([first, *others]))):
-        both, scratch = _apart(wide, 2 * (rows.stop - rows.start), n)
-        summed, part = both.view(2, -1, n)
+    for rows, columns in _pieces(m, n, [first, *others], wide.numel(), results=2):
+        summed, left = _apart(wide, rows, columns)
+        part, scratch = _apart(left, rows, columns)
         for number, (grad, x) in enumerate((first, *others)):
-            _multiply(grad.rows(rows, scratch), x, part if number else summed)
+            result = part if number else summed
+            _multiply(grad.rows(rows, scratch), _some(x, columns, scratch), result, scratch=scratch)
             if number:
                 summed.add_(part)
-        out[rows].copy_(summed)
+        out[rows, columns].copy_(summed)
 
 
 def _scales(call: Call) -> Fp8Scales:
@@ -128,7 +155,16 @@ def _scales(call: Call) -> Fp8Scales:
 
 
 def _by_blocks(call: Call) -> bool:
-    return call.context.decisions.fp8 == "block"
+    recipe = call.context.decisions.fp8
+    return recipe != "none" and by_blocks(recipe)
+
+
+def _delayed(call: Call) -> bool:
+    return call.context.decisions.fp8 == "delayed"
+
+
+def _in_mx(call: Call) -> bool:
+    return call.context.decisions.fp8 == "mx"
 
 
 class _Scaled(NamedTuple):
@@ -144,7 +180,7 @@ class _Scaled(NamedTuple):
         return _Scaled(self.matrix[rows], self.scale)
 
 
-_Operand = _Scaled | Blocks
+_Operand = _Scaled | Blocks | MxBlocks
 _Found = tuple[int, int, _Operand]
 """Tokens [begin, end) of an operand, as one matrix."""
 
@@ -153,10 +189,15 @@ def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
     """Return the parts of an operand that were quantised together: (tokens, features), or the other way round."""
     scales, tensor, found = _scales(call), call.matrix(role), list[_Found]()
     width, whole = tensor.shape[1], by_columns or _by_blocks(call)
-    for part in scales.whole_parts(tensor) if whole else scales.parts(tensor):
+    parts = scales.whole_parts(tensor) if whole else scales.parts(tensor)
+    if _delayed(call) and not whole:  # all parts have the scale of the step before, so rows are one matrix
+        parts = [Part(0, tensor.numel(), parts[0].scale, whole=True)]
+    for part in parts:
         flat = tensor.view(-1)[part.first : part.first + part.elements]
         begin, end = part.first // width, (part.first + part.elements) // width
-        if _by_blocks(call):
+        if _in_mx(call):
+            found.append((begin, end, fp8_mx.blocks(flat, width, by_columns=by_columns)))
+        elif _by_blocks(call):
             found.append((begin, end, fp8_blocks.blocks(flat, width, by_columns=by_columns)))
         else:
             matrix = flat.view(width, -1) if by_columns else flat.view(-1, width)
@@ -169,10 +210,18 @@ def _terms(call: Call) -> list[tuple[_Operand, _Operand]]:
     both = [_parts(call, role, by_columns=True) for role in ("grad", "x")]
     terms, begun = list[tuple[_Operand, _Operand]](), 0
     for stop in sorted({end for found in both for _, end, _ in found}):
-        grad, x = (_tokens(found, begun, stop) for found in both)
-        terms.append((grad, x))
+        for first, end in _cut(both, begun, stop):
+            grad, x = (_tokens(found, first, end) for found in both)
+            terms.append((grad, x))
         begun = stop
     return terms
+
+
+def _cut(both: list[list[_Found]], begin: int, end: int) -> list[tuple[int, int]]:
+    """Return tokens [begin, end) as one piece, or as several whose scales of MXFP8 fit into scratch."""
+    if not any(_scales_of_a_row(_tokens(found, begin, end)) for found in both if isinstance(found[0][2], MxBlocks)):
+        return [(begin, end)]
+    return [(first, min(end, first + MX_TOKENS)) for first in range(begin, end, MX_TOKENS)]
 
 
 def _tokens(parts: list[_Found], begin: int, end: int) -> _Operand:
@@ -181,22 +230,51 @@ def _tokens(parts: list[_Found], begin: int, end: int) -> _Operand:
     return part.tokens(begin - first, end - first)
 
 
-def _scales_of_a_row(terms: list[tuple[_Operand, _Operand]]) -> int:
-    """Return the most scales of a row of a gradient, which may have to be copied."""
-    return max(grad.scale.shape[-1] if isinstance(grad, Blocks) else 0 for grad, _ in terms)
+def _scales_of_a_row(operand: _Operand) -> int:
+    """Return how many numbers in fp32 the scales of a row take that may have to be copied."""
+    if isinstance(operand, MxBlocks):
+        return 0 if operand.tiles.is_contiguous() else operand.tiles.shape[1]
+    return operand.scale.shape[-1] if isinstance(operand, Blocks) else 0
 
 
-def _apart(wide: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+def _some(operand: _Operand, rows: slice, scratch: Tensor) -> _Operand:
+    """Return some rows of an operand, or itself if they are all."""
+    return operand if rows == slice(0, len(operand.matrix)) else operand.rows(rows, scratch)
+
+
+def _pieces(
+    m: int, n: int, terms: list[tuple[_Operand, _Operand]], room: int, results: int = 1
+) -> Iterator[tuple[slice, slice]]:
+    """Yield pieces of an (m, n) gradient, ``results`` of which fit into scratch with the scales that are copied."""
+    of_grad, of_x = (max(_scales_of_a_row(each) for each in operands) for operands in zip(*terms, strict=True))
+    broad, multiple = n, WHOLE
+    if isinstance(terms[0][0], MxBlocks):
+        fits = (room - WHOLE_MX * of_grad) // (WHOLE_MX * results + of_x)
+        broad, multiple = min(n, MX_COLUMNS, fits // WHOLE_MX * WHOLE_MX), WHOLE_MX
+    for first in range(0, n, broad):
+        columns = slice(first, min(n, first + broad))
+        for rows in _blocks(m, (room - broad * of_x) // (results * broad + of_grad), multiple):
+            yield rows, columns
+
+
+def _apart(wide: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
     """Return a matrix in scratch, and what is left of it."""
-    return wide[: rows * columns].view(rows, columns), wide[rows * columns :]
+    high, broad = rows.stop - rows.start, columns.stop - columns.start
+    return wide[: high * broad].view(high, broad), wide[high * broad :]
 
 
-def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None) -> None:
-    """Write ``x`` (rows, features) in the dtype of ``out`` to it and, transposed, to ``columns``; keep their scale."""
+def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None, given: Tensor | None = None) -> None:
+    """Write ``x`` (rows, features) in the dtype of ``out`` to it and, transposed, to ``columns``; keep their scale.
+
+    ``given``: a scale from earlier steps; without it, current scaling.
+    """
     most = torch.finfo(out.dtype).max
     scale = scales.made(out)
-    torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32, out=scale[0])
-    scale.clamp_(min=LEAST_LARGEST).div_(most)
+    if given is None:
+        torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32, out=scale[0])
+        scale.clamp_(min=LEAST_LARGEST).div_(most)
+    else:
+        scale.copy_(given)
     turned = None
     if columns is not None:
         scales.made(columns).copy_(scale)
@@ -213,25 +291,35 @@ def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: b
     """``out = rows @ weight.T (+ bias)``, part by part."""
     scales, out, width = _scales(call), call.matrix("out"), call.matrix(role).shape[1]
     weight: _Operand
-    if _by_blocks(call):
+    if _in_mx(call):
+        features = fp8_mx.features_of(width)
+        weight = fp8_mx.weight_blocks(scales, call["weight"], out.shape[1], features)
+    elif _by_blocks(call):
         features = fp8_blocks.features_of(width)
         weight = fp8_blocks.weight_blocks(scales, call["weight"], out.shape[1], features)
     else:
         weight = _Scaled(call["weight"].view(out.shape[1], width), scales.of(call["weight"]))
     for begin, end, rows in _parts(call, role, by_columns=False):
-        _multiply(rows, weight, out[begin:end], bias=bias, fast=fast)
+        _multiply(rows, weight, out[begin:end], scratch=scales.wide, bias=bias, fast=fast)
 
 
-def _multiply(one: _Operand, two: _Operand, out: Tensor, *, bias: Tensor | None = None, fast: bool = False) -> None:
+def _multiply(
+    one: _Operand, two: _Operand, out: Tensor, *, scratch: Tensor, bias: Tensor | None = None, fast: bool = False
+) -> None:
     """``out = one @ two.T (+ bias)``.
 
-    ``fast``: with one scale a tensor, sums of Hopper's matrix units are not promoted to fp32, as Transformer Engine has
-    it in forward alone.
+    ``scratch``: for scales of MXFP8. ``fast``: with one scale a tensor, sums of Hopper's matrix units are not promoted
+    to fp32, as Transformer Engine has it in forward alone.
     """
+    if isinstance(one, MxBlocks):
+        assert isinstance(two, MxBlocks)
+        fp8_mx.multiply(one, two, out, bias, scratch)
+        return
     if isinstance(one, Blocks):
         assert isinstance(two, Blocks)
         fp8_blocks.multiply(one, two, out, bias)
         return
+    assert isinstance(two, _Scaled)
     torch._scaled_mm(  # the public scaled_mm writes no tensor that is given
         one.matrix,
         two.matrix.t(),
@@ -244,8 +332,8 @@ def _multiply(one: _Operand, two: _Operand, out: Tensor, *, bias: Tensor | None 
     )
 
 
-def _blocks(rows: int, most: int) -> Iterator[slice]:
-    """Yield the rows in blocks of at most ``most``, and a multiple of ``WHOLE`` where that allows it."""
-    size = max(1, most - most % WHOLE or most)
+def _blocks(rows: int, most: int, multiple: int = WHOLE) -> Iterator[slice]:
+    """Yield the rows in blocks of at most ``most``, and a multiple of ``multiple`` where that allows it."""
+    size = max(1, most - most % multiple or most)
     for first in range(0, rows, size):
         yield slice(first, min(rows, first + size))

@@ -60,6 +60,8 @@ class Fp8Scales:
         """By first address, which ``_starts`` has in order."""
         self._grids: dict[tuple[int, int, int], Tensor] = {}
         """By address and shape: scales of a weight's blocks."""
+        self._tiles: dict[int, Tensor] = {}
+        """By address: where the program's buffers have the tiles of a weight's scales (MXFP8)."""
         self._lock = threading.Lock()
 
     def made(self, copy: Tensor, parts: int = 1) -> Tensor:
@@ -73,6 +75,19 @@ class Fp8Scales:
         if key not in self._grids:
             self._grids[key] = self.wide.new_ones(rows, columns)
         return self._grids[key]
+
+    def stand_in(self, copy: Tensor) -> None:
+        """Give a copy that nothing quantised scales of its own, for a kernel that is tried outside a step."""
+        self.made(copy)
+        self.keep_tiles(copy, torch.zeros(copy.numel() // 32, dtype=torch.uint8, device=copy.device))
+
+    def keep_tiles(self, copy: Tensor, tiles: Tensor) -> None:
+        """Note where the tiles of the scales of a weight's copy lie, for the kernel that writes both."""
+        self._tiles[copy.data_ptr()] = tiles
+
+    def tiles_of(self, copy: Tensor) -> Tensor:
+        """Return the tiles of the scales of a weight's copy, which ``keep_tiles`` noted."""
+        return self._tiles[copy.data_ptr()]
 
     def _hold(self, copy: Tensor, parts: int, first: int, of: int) -> Tensor:
         begin, elements = copy.data_ptr(), copy.numel()

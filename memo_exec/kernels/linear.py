@@ -70,11 +70,14 @@ def linear_wgrad(call: Call) -> None:
 
 def add_weight_gradient(call: Call, grad: Tensor, x: Tensor) -> None:
     """Add the gradient of a weight to the call's ``out``, as ``linear_wgrad`` does."""
-    _add_products(call, grad, x, [(slice(None), slice(None), call["out"].view(grad.shape[1], x.shape[1]))])
+    add_products(call, grad, x, [(slice(None), slice(None), call["out"].view(grad.shape[1], x.shape[1]))])
 
 
-def _add_products(call: Call, grad: Tensor, x: Tensor, parts: list[tuple[slice, slice, Tensor]]) -> None:
-    """Add ``grad.T @ x`` of some features of both to an output for each part, (features of grad, of x, output)."""
+def add_products(call: Call, grad: Tensor, x: Tensor, parts: list[tuple[slice, slice, Tensor]]) -> None:
+    """Add ``grad.T @ x`` of some features of both to an output for each part, (features of grad, of x, output).
+
+    Sums are in the dtype of the output.
+    """
     if grad.dtype == parts[0][2].dtype:
         for of_grad, of_x, out in parts:
             out.addmm_(grad[:, of_grad].t(), x[:, of_x])
@@ -139,7 +142,7 @@ def lora_b_dgrad(call: Call) -> None:
 
 def lora_b_wgrad(call: Call) -> None:
     """``out += grad.T @ x`` for each target."""
-    _add_products(call, call.matrix("grad"), call.matrix("x"), list(_targets(call, call["out"])))
+    add_products(call, call.matrix("grad"), call.matrix("x"), list(_targets(call, call["out"])))
 
 
 def _adapters(call: Call) -> Adapters:

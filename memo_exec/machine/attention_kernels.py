@@ -16,7 +16,7 @@ from memo_exec.machine.machine import Machine
 from memo_exec.machine.rowwise_kernels import rowwise_kernels
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun
-from memo_sim.contract.knobs import DtypeName, RowwiseKernel
+from memo_sim.contract.knobs import DtypeName, Loss, RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.program import Program
 from memo_sim.program.operators.framework_kernels import library_of
@@ -48,8 +48,8 @@ def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> N
     reason = rowwise_kernels(machine).get(rowwise, "memo-exec has no such kernels; a framework's can only be simulated")
     if reason:
         raise _refused_rowwise(rowwise, reason)
-    if _needs_fused_loss(decisions, machine) and (reason := rowwise_kernels(machine)["triton"]):
-        raise _refused_loss(reason)
+    if _needs_triton_loss(decisions, machine) and (reason := rowwise_kernels(machine)["triton"]):
+        raise _refused_loss(decisions.loss, reason)
     available = attention_kernels(machine)
     reason = available.get(kernel, "no such kernel in this version") or _unsupported(decisions)
     if reason:
@@ -70,8 +70,8 @@ def try_kernels(decisions: Decisions, machine: Machine) -> None:
             raise _refused_attention(kernel, reason, attention_kernels(machine) | {kernel: reason})
     if rowwise == "triton" and (reason := triton_fails(device)):
         raise _refused_rowwise(rowwise, reason)
-    if _needs_fused_loss(decisions, machine) and (reason := triton_fails(device)):
-        raise _refused_loss(reason)
+    if _needs_triton_loss(decisions, machine) and (reason := triton_fails(device, decisions.loss)):
+        raise _refused_loss(decisions.loss, reason)
 
 
 def tried_attention_kernels(machine: Machine, dtype: DtypeName, head_dims: Iterable[int]) -> dict[str, dict[int, str]]:
@@ -93,18 +93,20 @@ def _refused_rowwise(kernel: RowwiseKernel, reason: str) -> CannotRun:
     )
 
 
-def _needs_fused_loss(decisions: Decisions, machine: Machine) -> bool:
-    """Return whether the loss is one Triton kernel; on a CPU, and over a divided vocabulary, torch plays it."""
-    return decisions.loss == "fused" and decisions.layout.tp == 1 and machine.device == "cuda"
+def _needs_triton_loss(decisions: Decisions, machine: Machine) -> bool:
+    """Return whether the loss has Triton's kernels: linear-triton always; fused on CUDA, with a whole vocabulary."""
+    fused = decisions.loss == "fused" and decisions.layout.tp == 1 and machine.device == "cuda"
+    return fused or decisions.loss == "linear-triton"
 
 
-def _refused_loss(reason: str) -> CannotRun:
+def _refused_loss(loss: Loss, reason: str) -> CannotRun:
+    own = "linear" if loss == "linear-triton" else "blocks"
     return CannotRun(
-        "the plan's fused loss cannot be used here",
+        "the plan's loss cannot be used here",
         where="$.decisions.loss",
-        got=f"fused: {reason}",
-        wanted="auto, blocks, eager-fp32, vocab-parallel, checkpointed or checkpointed-fp32",
-        hint="make the plan with memo-sim what-if --loss blocks",
+        got=f"{loss}: {reason}",
+        wanted="auto, blocks, eager-fp32, vocab-parallel, checkpointed, checkpointed-fp32 or linear",
+        hint=f"make the plan with memo-sim what-if --loss {own}",
     )
 
 

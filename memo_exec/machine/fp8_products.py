@@ -22,16 +22,21 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Fp8Gemm
+from memo_sim.program.layout.fp8 import by_blocks
 
 LEAST_CAPABILITY: Final = (9, 0)
 """Hopper: the first device with FP8 that memo has rates for. Ada (8.9) has the products, and no plan is made for it."""
 MOST_CAPABILITY: Final = (9, 9)
-"""Plans for Blackwell (10.0) have one copy for every layout of operands, which no kernel here reads."""
+"""Plans for Blackwell (10.0) with one scale have one copy for every layout of operands, which no kernel here reads."""
+MX_CAPABILITY: Final = (10, 0)
+"""Blackwell: the first device whose matrix units read scales of 32 values (MXFP8)."""
 
-BLOCK_CUDA: Final = (12, 9)
-"""The first CUDA whose cuBLAS has products with scales of blocks of 128 values."""
+LEAST_CUDA: Final[dict[str, tuple[int, int]]] = {"block": (12, 9), "mx": (12, 8)}
+"""The first CUDA whose cuBLAS has products with scales of blocks of 128 values, and of 32."""
 
 _EXPORT = "make the plan without --fp8, or memo-sim export PLAN --to megatron-lm, which runs FP8"
+_FINER = {"block": "--fp8 tensor, "}
+"""Recipes with smaller multiples on the same device, as a hint names them."""
 _OPERANDS = ("x", "grad", "weight")
 
 Range = tuple[int, int]
@@ -43,15 +48,6 @@ def check_recipe(decisions: Decisions, where: str) -> None:
     Raises:
         CannotRun: with what there is.
     """
-    if decisions.fp8 not in ("none", "tensor", "block"):
-        raise CannotRun(
-            "memo-exec has kernels for FP8 with scales from a tensor's own values, one or of blocks of 128; "
-            "other recipes are priced only",
-            where=f"{where}: $.decisions.fp8",
-            got=decisions.fp8,
-            wanted="tensor, block or none",
-            hint=f"make the plan with --fp8 tensor or block; or {_EXPORT}",
-        )
     if decisions.fp8_params:
         raise CannotRun(
             "memo-exec keeps bf16 weights beside their FP8 copies; weights in FP8 alone are priced only",
@@ -76,13 +72,22 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             wanted="none",
             hint="make the plan without --fp8",
         )
-    if decisions.fp8 != "none" and decisions.fp8_layouts != "tn":
+    if decisions.fp8 == "mx" and decisions.fp8_layouts != "any":
         raise CannotRun(
-            "memo-exec has kernels for FP8 with Hopper's layout of operands alone; other layouts are priced only",
+            "memo-exec has kernels for MXFP8 with Blackwell's layouts of operands alone",
+            where=f"{where}: $.decisions.fp8_layouts",
+            got=decisions.fp8_layouts,
+            wanted="any",
+            hint="make the plan for a cluster of Blackwell GPUs; memo-sim list clusters names them",
+        )
+    if decisions.fp8 not in ("none", "mx") and decisions.fp8_layouts != "tn":
+        raise CannotRun(
+            f"memo-exec has kernels for FP8 ({decisions.fp8}) with Hopper's layout of operands alone; "
+            "other layouts are priced only",
             where=f"{where}: $.decisions.fp8_layouts",
             got=decisions.fp8_layouts,
             wanted="tn",
-            hint=f"make the plan for a cluster of H100 or H200; or {_EXPORT}",
+            hint=f"make the plan with --fp8 mx, or for a cluster of H100 or H200; or {_EXPORT}",
         )
 
 
@@ -107,18 +112,20 @@ def check_fp8(decisions: Decisions, program: Program, machine: Machine) -> None:
     if decisions.fp8 == "none":
         return
     check_recipe(decisions, "plan")
-    if why := _device_lacks(machine):
+    if why := _device_lacks(machine, decisions):
+        wanted = "a Blackwell GPU" if decisions.fp8 == "mx" else "an H100 or H200"
         raise CannotRun(
-            "products in FP8 cannot run here", where="$.decisions.fp8", got=why, wanted="an H100 or H200", hint=_EXPORT
+            "products in FP8 cannot run here", where="$.decisions.fp8", got=why, wanted=wanted, hint=_EXPORT
         )
-    version = torch.version.cuda or "none"
-    if decisions.fp8 == "block" and _version(version) < BLOCK_CUDA:
+    version, least = torch.version.cuda or "none", LEAST_CUDA.get(decisions.fp8, (0, 0))
+    if _version(version) < least:
         raise CannotRun(
             "this torch has no products in FP8 with scales of blocks",
             where="$.decisions.fp8",
             got=f"torch for CUDA {version}",
-            wanted="torch for CUDA 12.9 or newer, whose cuBLAS has them",
-            hint="install such a torch, or make the plan with --fp8 tensor",
+            wanted=f"torch for CUDA {least[0]}.{least[1]} or newer, whose cuBLAS has them",
+            hint="install such a torch, or make the plan "
+            + ("without --fp8" if decisions.fp8 == "mx" else "with --fp8 tensor"),
         )
     check_operands(program, decisions)
 
@@ -127,13 +134,14 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in text.split(".") if each.isdigit())
 
 
-def _device_lacks(machine: Machine) -> str:
+def _device_lacks(machine: Machine, decisions: Decisions) -> str:
     if machine.device == "cpu":
         return "a CPU, for which they are not supported"
     capability = torch.cuda.get_device_capability()
-    if LEAST_CAPABILITY <= capability <= MOST_CAPABILITY:
-        return ""
-    return f"a GPU of compute capability {capability[0]}.{capability[1]}, and kernels need 9.0"
+    found = f"a GPU of compute capability {capability[0]}.{capability[1]}"
+    if decisions.fp8 == "mx":
+        return "" if capability >= MX_CAPABILITY else f"{found}, and kernels of MXFP8 need 10.0 or newer"
+    return "" if LEAST_CAPABILITY <= capability <= MOST_CAPABILITY else f"{found}, and kernels need 9.0"
 
 
 def check_operands(program: Program, decisions: Decisions) -> None:
@@ -142,7 +150,7 @@ def check_operands(program: Program, decisions: Decisions) -> None:
     Raises:
         CannotRun: with the first such product.
     """
-    blocks = decisions.fp8 == "block"
+    blocks = decisions.fp8 != "none" and by_blocks(decisions.fp8)
     multiple = BLOCK if blocks else WHOLE
     for template in program.templates:
         for instruction in template.instructions:
@@ -153,7 +161,7 @@ def check_operands(program: Program, decisions: Decisions) -> None:
                     where="$.decisions.fp8",
                     got=f"{instruction.name}: {work.m} x {work.n} x {work.k}",
                     wanted=f"multiples of {multiple}",
-                    hint=f"another --tp, {'--fp8 tensor, ' if blocks else ''}or make the plan without --fp8",
+                    hint=f"another --tp, {_FINER.get(decisions.fp8, '')}or make the plan without --fp8",
                 )
     if found := _without_scale(program, multiple, blocks=blocks):
         raise CannotRun(

@@ -24,14 +24,16 @@ from memo_exec.kernels.attention_backend import CAUSAL, WHOLE, AttentionBackward
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_sim.contract.attention_kernels import pads_values
 from memo_sim.contract.catalog import load_model
-from memo_sim.contract.knobs import DtypeName, RowwiseKernel
+from memo_sim.contract.hardware import LinearLossKernel
+from memo_sim.contract.knobs import DtypeName, Loss, RowwiseKernel
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.contract.units import format_percent
 from memo_sim.program.attention.rsa import writes_scores
 from memo_sim.program.ir.instruction import Instruction, Lane
-from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.ir.work import LinearLoss, Rowwise, Work
 from memo_sim.program.layout.rules.windows import windowed
+from memo_sim.program.operators.workspaces import linear_loss_workspace_bytes, loss_tiles
 
 TOKENS = 256
 EARLIER = 320
@@ -174,22 +176,60 @@ def _random(shape: Sequence[int], device: torch.device, dtype: DtypeName) -> Ten
     return torch.randn(*shape, generator=generator).to(device, TORCH_DTYPES[dtype])
 
 
-def triton_fails(device: torch.device) -> str:
-    """Return why Triton's kernels cannot be compiled and run on ``device``; "" when they can."""
+def triton_fails(device: torch.device, loss: Loss = "auto") -> str:
+    """Return why Triton's kernels cannot be compiled and run on ``device``; "" when they can.
 
-    def play() -> str:
-        results: list[Tensor] = []
-        x = torch.linspace(-3, 3, TOKENS * 64).view(TOKENS, 64).to(device, torch.bfloat16)
-        model = load_model("gpt-tiny")  # the kernel reads the kind of activation from it
-        choices: tuple[RowwiseKernel, ...] = ("torch", "triton")
-        for rowwise in choices:
-            decisions = Decisions(model=model, seq_tokens=TOKENS, kernels=Kernels(rowwise=rowwise))
-            instruction = Instruction("trial", "gelu", Lane.COMPUTE, Rowwise("gelu", TOKENS, 0, 0), ())
-            results.append(torch.empty_like(x))
-            KERNELS["gelu"](Call(instruction, Context(decisions, device), {"x": x, "out": results[-1]}))
-        return _difference(results[1:], results[:1])
+    ``loss``: the plan's; those of linear-triton are tried too, which need far more registers and shared memory.
+    """
+    return _tried(lambda: _linear_loss_differs(device)) if loss == "linear-triton" else _tried(lambda: _gelu(device))
 
-    return _tried(play)
+
+def _gelu(device: torch.device) -> str:
+    results: list[Tensor] = []
+    x = torch.linspace(-3, 3, TOKENS * 64).view(TOKENS, 64).to(device, torch.bfloat16)
+    model = load_model("gpt-tiny")  # the kernel reads the kind of activation from it
+    choices: tuple[RowwiseKernel, ...] = ("torch", "triton")
+    for rowwise in choices:
+        decisions = Decisions(model=model, seq_tokens=TOKENS, kernels=Kernels(rowwise=rowwise))
+        instruction = Instruction("trial", "gelu", Lane.COMPUTE, Rowwise("gelu", TOKENS, 0, 0), ())
+        results.append(torch.empty_like(x))
+        KERNELS["gelu"](Call(instruction, Context(decisions, device), {"x": x, "out": results[-1]}))
+    return _difference(results[1:], results[:1])
+
+
+def _linear_loss_differs(device: torch.device) -> str:
+    """Play a loss with the classifier's product inside and its gradient, and compare both with torch's operators."""
+    decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=TOKENS)
+    context, vocab, features = Context(decisions, device), decisions.model.vocab, decisions.model.hidden
+    width = loss_tiles(vocab)[0][1]
+    x = _random((TOKENS, features), device, "bf16") * features**-0.5
+    given = {
+        "x": x,
+        "weight": _random((vocab, features), device, "bf16").flatten(),
+        "labels": (TOKENS - torch.arange(TOKENS, device=device)) % vocab,
+    }
+
+    def played(kernel: LinearLossKernel) -> list[Tensor]:
+        size = linear_loss_workspace_bytes(TOKENS, vocab, "bf16", features, triton=kernel == "triton")
+        stats, loss = torch.empty(TOKENS, 3, device=device), torch.zeros(1, device=device)
+        tile = torch.empty(TOKENS, width, device=device, dtype=x.dtype)
+        own = {
+            "logits": tile,
+            "stats": stats,
+            "loss": loss,
+            "workspace": torch.empty(size, dtype=torch.uint8, device=device),
+        }
+
+        def play(op: str, work: Work, **more: Tensor) -> None:
+            instruction = Instruction("trial", f"linear_loss.{op}", Lane.COMPUTE, work, ())
+            KERNELS[instruction.op](Call(instruction, context, given | own | more))
+
+        play("statistics", LinearLoss("statistics", kernel, TOKENS, vocab, features, "bf16", width), out=stats)
+        play("sum", Rowwise("linear_loss.sum", TOKENS, 0, 0))
+        play("gradient", LinearLoss("gradient", kernel, TOKENS, width, features, "bf16", width), out=tile)
+        return [loss, tile]
+
+    return _difference(played("triton"), played("torch"))
 
 
 def _tried(play: Callable[[], str]) -> str:

@@ -30,9 +30,9 @@ from memo_exec.machine.distinct_instructions import call_on_zeros, distinct_inst
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Family, Instruction
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Attention, BatchedGemm, Gemm, GroupedGemm
+from memo_sim.program.ir.work import Attention, BatchedGemm, Gemm, GroupedGemm, LinearLoss
 
-MEASURED = Gemm | BatchedGemm | GroupedGemm | Attention
+MEASURED = Gemm | BatchedGemm | GroupedGemm | LinearLoss | Attention
 """Works that a matrix library plays."""
 
 OTHER_ROWS_BYTES = 4096

@@ -117,5 +117,5 @@ def _requests(program: Program, *, slots: bool) -> Requests:
     columns = expand(program)
     lives = liveness(program, columns)
     if not slots:
-        lives = without_library(program, columns, lives)
+        lives = without_library(program, lives)
     return requests_of(program, columns, lives=lives)

@@ -109,7 +109,7 @@ def schedule(program: Program, *, placement: Placement | None = None, edges: Edg
         bound[consumer].waits.append((bound[producer].instruction.lane, producer))
         bound[producer].awaited = True
     _add_lives(bound, columns, lives)
-    library = library_workspaces(program, columns)
+    library = library_workspaces(program)
     return Schedule(program, columns, lives, slab, edges, lanes, program.all_families, library, arena)
 
 

@@ -61,6 +61,15 @@ def files_of(directory: Path, rank: int) -> list[Path]:
     return [directory / FILE, *own] if rank == 0 else own
 
 
+def names(directory: Path) -> frozenset[str]:
+    """Return the names of the whole tensors in a checkpoint.
+
+    Raises:
+        BadInput: when its metadata cannot be read.
+    """
+    return frozenset(CheckedReader(directory).read_metadata().state_dict_metadata)
+
+
 def read(directory: Path, state: State, world: World) -> None:
     """Fill the rectangles of ``state`` from the checkpoint in ``directory``.
 

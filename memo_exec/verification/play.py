@@ -138,7 +138,7 @@ class Play:
         placement = None
         if decisions.memory_policy == "planned":
             columns = expand(program)
-            lives = without_library(program, columns, liveness(program, columns))
+            lives = without_library(program, liveness(program, columns))
             placement = first_fit_placement(requests_of(program, columns, lives=lives))
         kernels, recorder = {**KERNELS, **self.kernels}, None
         if rounds_routes(decisions):

@@ -519,9 +519,7 @@ def _with_tokens(plan: Decisions, here: Decisions) -> Decisions:
     here = msgspec.structs.replace(
         here,
         mlp_chunk_tokens=_cut(plan.mlp_chunk_tokens, blocks, blocks_granules, granule, rows),
-        attention_chunk_tokens=_cut(
-            plan.attention_chunk_tokens, chunks, chunk_granules, granule * layout.ulysses, tokens
-        ),
+        attention_chunk_tokens=_cut(plan.attention_chunk_tokens, chunks, chunk_granules, granule * ranks, tokens),
         loss_chunk_tokens=ceil(rows / loss) if plan.loss_chunk_tokens else 0,
         offload_window=min(MOST_WINDOW, plan.offload_window),
     )

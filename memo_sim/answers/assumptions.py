@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
-from memo_sim.contract.knobs import RowwiseKernel, States
+from memo_sim.contract.knobs import LINEAR_LOSSES, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.summary import NOT_READ, Assumption
 from memo_sim.contract.units import DTYPE_BYTES, counted, format_bytes, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
+from memo_sim.program.layers.linear_loss import kernel_of
 from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
 from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
 from memo_sim.program.layout.fp8 import played
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.operators.workspaces import FUSED_KINDS
+from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS, loss_tiles
 from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
@@ -89,7 +90,8 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_windows(decisions),
         *_documents(decisions),
         *_fp8(decisions),
-        *_swaps(decisions),
+        *_swaps(question, decisions),
+        *_linear_loss(question, decisions),
         *_adapters(decisions),
         *_objective(decisions),
         *_not_read(question),
@@ -229,14 +231,19 @@ def _fp8(decisions: Decisions) -> list[Assumption]:
     return [Assumption(name="FP8", value=value, option="--fp8")]
 
 
-def _swaps(decisions: Decisions) -> list[Assumption]:
+def _swaps(question: Question, decisions: Decisions) -> list[Assumption]:
     """Return what it means that activations are swapped in FP8."""
     if decisions.swap_dtype == "same" or not swaps(decisions):
         return []
+    own, hardware = decisions.kernels.rowwise == "triton", question.hardware
+    kernels = "memo-exec's Triton kernels" if own else "plain kernels of torch"
+    curves = hardware.fused_rowwise_bytes_per_s.get("triton", {}) if own else hardware.rowwise_bytes_per_s
+    measured = curves.keys() >= ROUNDED_KINDS
+    priced = "as the profile measured them" if measured else "priced as torch's at the rate of memory-bound kernels"
     value = (
-        "E4M3 with a scale for each row, rounded on the copy lanes by plain kernels of torch at the rate of"
-        " memory-bound kernels; what these take from compute beside them is not priced, and whether training converges"
-        " as without rounding is not predicted; no GPU has run it yet"
+        f"E4M3 with a scale for each row, rounded on the copy lanes by {kernels}, {priced}; what these take from"
+        " compute beside them is not priced, and whether training converges as without rounding is not predicted; no"
+        " GPU has run it yet"
     )
     return [Assumption(name="swaps in FP8", value=value, option="--swap-dtype")]
 
@@ -254,16 +261,33 @@ def _adapters(decisions: Decisions) -> list[Assumption]:
     return [Assumption(name="adapters", value=value, option="--lora")]
 
 
+def _linear_loss(question: Question, decisions: Decisions) -> list[Assumption]:
+    """Return whose kernels play a loss with the classifier's product inside, and whether they were measured."""
+    if decisions.loss not in LINEAR_LOSSES:
+        return []
+    own = kernel_of(decisions), decisions.dtype
+    measured = any((table.kernel, table.dtype) == own for table in question.hardware.linear_loss)
+    shape = shape_of(decisions)
+    chunk = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
+    columns = loss_tiles(shape.vocab)[0][1]
+    kernels = "torch's operators" if decisions.loss == "linear" else "memo-exec's Triton kernels"
+    rates = "as the profile measured them" if measured else "priced as products and passes over logits"
+    value = (
+        f"with the classifier's product inside, by {kernels}, {rates}: logits of {columns:,} of {shape.vocab:,} columns"
+        f" and {format_tokens(chunk)} tokens at once; backward computes them again; no GPU has run it yet"
+    )
+    return [Assumption(name="loss", value=value, option="--loss, --loss-chunk")]
+
+
 def _objective(decisions: Decisions) -> list[Assumption]:
     """Return what a policy's objective needs of a step, and what the logits take in chunks and whole."""
     if decisions.objective == "next-token":
         return []
     shape = shape_of(decisions)
     chunk = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
-    whole, held = (
-        format_bytes(tokens * shape.vocab * DTYPE_BYTES[dtype])
-        for tokens, dtype in ((shape.tokens, "fp32"), (chunk, decisions.dtype))
-    )
+    columns = loss_tiles(shape.vocab)[0][1] if decisions.loss in LINEAR_LOSSES else shape.vocab
+    whole = format_bytes(shape.tokens * shape.vocab * DTYPE_BYTES["fp32"])
+    held = format_bytes(chunk * columns * DTYPE_BYTES[decisions.dtype])
     share = ", of its part of the vocabulary" if shape.tp > 1 else ""
     tokens = format_tokens(shape.tokens)
     if chunk < shape.tokens:

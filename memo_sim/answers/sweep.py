@@ -14,9 +14,6 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-import signal
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +37,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.sweep import Failure, Named, SweepLine
 from memo_sim.planning.default_batch import with_filling_batch
+from memo_sim.planning.processes import begin_process, without_main
 from memo_sim.planning.question import Question
 
 MOST_TRIES = 2
@@ -287,24 +285,8 @@ def _answers(missing: list[Asked], workers: list[_Worker], unit: Unit) -> Iterat
 def _submitted(worker: _Worker, unit: Unit, asked: Asked) -> Future[SweepLine]:
     if worker.make is None:
         return _passed_on(worker, unit, asked)
-    with _without_main():
+    with without_main():
         return _passed_on(worker, unit, asked)
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the user's script from processes that start here, which would run it again; they need nothing of it.
-
-    multiprocessing finds the script by these two attributes (``multiprocessing.spawn.get_preparation_data``).
-    """
-    main = sys.modules["__main__"]
-    hidden: dict[str, Any] = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
-    main.__dict__.pop("__file__", None)
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        main.__dict__.update(hidden)
 
 
 def _passed_on(worker: _Worker, unit: Unit, asked: Asked) -> Future[SweepLine]:
@@ -348,19 +330,7 @@ def _process() -> ProcessPoolExecutor:
     """Return an executor of one process, which is forked from a server that has no threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["memo_sim.answers.sweep"])
-    return ProcessPoolExecutor(1, mp_context=context, initializer=_begin_worker)
-
-
-def _begin_worker() -> None:
-    """Leave Ctrl-C to the process that asks, and end with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if parent := multiprocessing.parent_process():
-
-        def end_with_parent() -> None:
-            parent.join()
-            os._exit(1)
-
-        threading.Thread(target=end_with_parent, daemon=True).start()
+    return ProcessPoolExecutor(1, mp_context=context, initializer=begin_process)
 
 
 @contextmanager

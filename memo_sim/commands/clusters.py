@@ -12,6 +12,7 @@ import click
 from memo_sim.contract.errors import Infeasible
 from memo_sim.question_options import (
     FROM_DATASHEET,
+    JOBS,
     OF_A_SEARCH,
     PRICE,
     Options,
@@ -143,6 +144,7 @@ def compare_clusters(
 @question_options
 @long_run_options
 @PRICE
+@JOBS
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the chosen plan, its trace and placement.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write the answer as one HTML page that opens offline.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.gpus/1 document.")
@@ -165,6 +167,7 @@ def gpus_command(**options: Any) -> None:
     outputs = Outputs(plan=options["output"], report=options["report"], read=read)
     outputs.check()
     limits = Options(within=options["within"], most_gpus=options["most_gpus"], command=command_line("memo-sim"))
+    limits["jobs"] = options["jobs"]
     limits["prices"] = prices_of(options, [kind.name for kind in kinds])
     questions = [(kind, question_on(options, kind.cluster, kind.hardware, fill=False)) for kind in kinds]
     found = with_progress("gpus", lambda tell: gpus_of(questions, **limits, progress=tell), told="numbers of GPUs")

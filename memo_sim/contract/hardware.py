@@ -19,6 +19,9 @@ LEAST_DIVISOR = 1e-30
 SourceKind = Literal["measured", "datasheet", "derived", "fitted", "assumed"]
 GemmPass = Literal["fprop", "dgrad", "wgrad"]
 AttentionPass = Literal["forward", "backward"]
+LinearLossPart = Literal["statistics", "gradient"]
+LinearLossKernel = Literal["torch", "triton"]
+"""Whose kernels play the loss with the classifier's product inside (``knobs.Loss``: linear, linear-triton)."""
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "reduce"]
 FusedKernel = Literal["triton"]
 """Fused implementations of row-wise operators that can replace torch's own."""
@@ -133,6 +136,20 @@ class GroupedGemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=T
     spread: NonNegative = 0.0
 
 
+class LinearLossTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured parts of a loss with the classifier's product inside; each row is [tokens, columns, features, FLOP/s].
+
+    FLOPs are those of the product: 2 x tokens x columns x features (``program/ir/work.py``, LinearLoss).
+    """
+
+    kernel: LinearLossKernel
+    dtype: DtypeName
+    part: LinearLossPart
+    rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=4, max_length=4)]], msgspec.Meta(min_length=1)]
+    source: str
+    spread: NonNegative = 0.0
+
+
 class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured rates of causal attention by length, for one kernel, pass and head size.
 
@@ -222,6 +239,8 @@ class Hardware(
     attention: list[AttentionTable]
     grouped_gemm: list[GroupedGemmTable] = []
     """Products of several experts; empty: their price is derived from ``gemm`` (``costs/grouped.py``)."""
+    linear_loss: list[LinearLossTable] = []
+    """Losses with the classifier's product inside; torch's without a table are priced as products and passes."""
     sustained_gemm: Quantity | None = None
     """Rate of products inside a training step over that of ``gemm``'s rows, which were measured alone; null: 1.
 

@@ -116,7 +116,17 @@ GradSums = Literal["auto", "params", "fp32", "autocast"]
   ``--accumulate-allreduce-grads-in-fp32``).
 - autocast: in fp32, because parameters are fp32, whole on every rank: torch.autocast casts a layer's weights in every
   forward, and a product's gradient is a narrow tensor that is cast and added (flash-attention's training code)."""
-Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel", "checkpointed", "checkpointed-fp32"]
+Loss = Literal[
+    "auto",
+    "blocks",
+    "fused",
+    "eager-fp32",
+    "vocab-parallel",
+    "checkpointed",
+    "checkpointed-fp32",
+    "linear",
+    "linear-triton",
+]
 """How the loss and the gradient of the logits are computed (``program/layers/loss.py``).
 
 - auto: as the memory policy does. Planned and caching: blocks. Eager: as its libraries do (``Hardware.eager_libraries``
@@ -128,10 +138,15 @@ Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel", "check
 - checkpointed: each chunk under torch.utils.checkpoint, so its product and its log-softmax of an fp32 copy run twice,
   with accuracy and entropy (TRL's chunked_nll since 1.13).
 - checkpointed-fp32: the same with an fp32 product of fp32 copies of weight and input (TRL before 1.13).
+- linear: classifier and loss together, a tile of the vocabulary at a time, so the logits of all tokens and all columns
+  never exist; backward computes each tile's product again (``program/layers/linear_loss.py``). In torch's operators.
+- linear-triton: the same with memo-exec's Triton kernels, which keep the logits of forward in registers.
 
 With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32 and the checkpointed ones,
 which have no such form.
 ``loss_chunk_tokens`` applies to each."""
+LINEAR_LOSSES: tuple[Loss, ...] = ("linear", "linear-triton")
+"""Forms whose product with the classifier is a part of them."""
 Objective = Literal["next-token", "grpo"]
 """What the loss is of the targets' log-probabilities.
 
@@ -816,8 +831,8 @@ class Chosen:
         _one_of(Fp8Recipe),
         "Linear products of layers in FP8, by Transformer Engine's recipes; attention, routers, experts, the embedding"
         " and the classifier stay in bf16. tensor: one scale a tensor, from its values (current scaling). delayed: from"
-        " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec runs tensor and"
-        " block, on Hopper.",
+        " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec runs tensor,"
+        " delayed and block on Hopper, and mx on Blackwell.",
     )
     """Not searched: it changes what is learned."""
     fp8_params: bool = _knob(
@@ -849,8 +864,10 @@ class Chosen:
         "How the loss is computed. blocks: in row blocks, the gradient in its own buffer. fused: one kernel, the"
         " gradient over the logits. eager-fp32: torch's cross_entropy of an fp32 copy under autograd. vocab-parallel:"
         " Megatron-LM's, in place in an fp32 copy. checkpointed: TRL's chunked_nll, each chunk under checkpoint, with"
-        " accuracy and entropy. checkpointed-fp32: the same with an fp32 product, as before TRL 1.13. auto: blocks, or"
-        " with memory policy eager what its libraries do.",
+        " accuracy and entropy. checkpointed-fp32: the same with an fp32 product, as before TRL 1.13. linear: the"
+        " classifier's product inside the loss, a tile of the vocabulary at a time, in torch's operators; backward"
+        " computes it again. linear-triton: the same in Triton kernels. auto: blocks, or with memory policy eager what"
+        " its libraries do.",
     )
     loss_metrics: int = _knob(
         0,

@@ -7,6 +7,7 @@ busy at the same time. Work objects compare by value, so equal work is priced on
 from __future__ import annotations
 
 from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import GroupedGemmTable, Hardware
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Layout
@@ -17,6 +18,7 @@ from memo_sim.costs.contention import Demands, NodeRates
 from memo_sim.costs.gemm import GemmRates
 from memo_sim.costs.grouped import GroupedRates
 from memo_sim.costs.host_update import HostUpdateTimes
+from memo_sim.costs.linear_loss import LinearLossRates
 from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
@@ -32,8 +34,10 @@ from memo_sim.program.ir.work import (
     Gemm,
     GroupedGemm,
     HostUpdate,
+    LinearLoss,
     PointToPoint,
     Rowwise,
+    TileGemm,
     WidenedGemm,
     Work,
 )
@@ -62,6 +66,7 @@ class _Kernels:
         tables = of_year(hardware.attention, hardware.eager_libraries)
         self.attention = AttentionRates(tables, wave_tokens=wave_tokens)
         self.rowwise = RowwiseRates(hardware)
+        self.linear_loss = LinearLossRates(hardware)
         directions = {"d2h": hardware.d2h, "h2d": hardware.h2d}
         self.copies = {
             name: CopyTimes(name, rates, hardware.launch_floor_s.value) for name, rates in directions.items()
@@ -131,6 +136,8 @@ class Pricer:
                 return self._pace * self._widened(work)
             case Fp8Gemm():
                 return self._pace * self._in_fp8(work)
+            case TileGemm():
+                return self._pace * self._gemm(work) + self._wide_sum(work)
             case AdapterGemm():
                 return self._pace * self._adapter(work)
             case Gemm():
@@ -141,6 +148,8 @@ class Pricer:
                 return self._pace * self._grouped_in_fp8(work)
             case GroupedGemm():
                 return self._pace * self._grouped(work)
+            case LinearLoss():
+                return self._linear_loss(work)
             case Attention():
                 seconds = max(self._floor_s, kernels.attention.seconds(work, self.outside))
                 return self._pace * seconds + self._repeated(work)
@@ -274,6 +283,46 @@ class Pricer:
             product = Fp8Gemm(rows, work.n, work.k, work.gemm_pass, work.dtype, work.operands)
             moved_bytes = work.experts * work.n * work.k + rows * (work.k + size * work.n)
         return max(self._in_fp8(product), self._kernels.rowwise.stream_seconds(moved_bytes))
+
+    def _wide_sum(self, work: TileGemm) -> float:
+        """Return the seconds in which an input's gradient is summed over tiles in fp32, beyond the product's result.
+
+        The first tile writes the sum, every further one reads and writes it. A weight's gradient is measured as a sum.
+        """
+        size = DTYPE_BYTES[work.dtype]
+        if work.gemm_pass != "dgrad" or size == DTYPE_BYTES["fp32"]:
+            return 0.0
+        passes = 2 if work.column else 1
+        return self._kernels.rowwise.stream_seconds(work.m * work.n * (passes * DTYPE_BYTES["fp32"] - size))
+
+    def _linear_loss(self, work: LinearLoss) -> float:
+        """Return the seconds of a part of a loss with the classifier's product inside.
+
+        torch's operators without a table are what they consist of: for each tile the product, and a pass over its
+        logits that reads them (statistics), or reads them and writes their gradient.
+
+        Raises:
+            Infeasible: when the profile has not measured Triton's kernels.
+        """
+        if (found := self._kernels.linear_loss.seconds(work, self._sustained, self.outside)) is not None:
+            return self._pace * found
+        if work.kernel != "torch":
+            raise Infeasible(
+                f"the profile has not measured {work.kernel}'s loss with the classifier's product inside",
+                where=self._hardware.name,
+                got=f"linear-{work.kernel} in {work.dtype}",
+                hint="memo-exec calibrate on a machine with Triton, or --loss linear or blocks",
+            )
+        whole, rest = divmod(work.n, work.tile)
+        seconds = 0.0
+        for columns, times in ((work.tile, whole), (rest, 1 if rest else 0)):
+            if times:
+                product = self._gemm(Gemm(work.m, columns, work.k, "fprop", work.dtype))
+                size = work.m * columns * DTYPE_BYTES[work.dtype]
+                kind, written = ("stats", 0) if work.part == "statistics" else ("divided", size)
+                logits = Rowwise(f"cross_entropy.{kind}", work.m, size, written)
+                seconds += times * (self._pace * product + self._kernels.rowwise.seconds(logits, self.outside))
+        return seconds
 
     def _gemm(self, work: Gemm) -> float:
         """Return a product's seconds; for a shape thinner than any measured one, at least the time to move operands."""

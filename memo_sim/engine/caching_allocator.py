@@ -18,7 +18,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.initial_states import Beginning, without_states
 from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs, replay
-from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.columns import InstructionColumns, Ints
 from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.ir.instruction import Lane
@@ -63,7 +63,7 @@ class CachingMemory:
 
 def caching_memory(
     program: Program,
-    columns: Columns,
+    columns: InstructionColumns,
     lives: Liveness,
     hardware: Hardware,
     *,

@@ -7,7 +7,7 @@ installed; both give the same numbers to the last bit.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -34,11 +34,11 @@ class Groups:
     members: Ints
 
     @classmethod
-    def of_sizes(cls, segments: int, members: Ints, sizes: Sequence[int]) -> Groups:
-        """Return the groups among ``segments`` segments, whose ``members`` are listed one group after another."""
+    def of_bounds(cls, segments: int, members: Ints, bounds: Ints) -> Groups:
+        """Return the groups among ``segments`` segments."""
         of = np.full(segments, -1, dtype=np.int64)
-        of[members] = np.repeat(np.arange(len(sizes)), sizes)
-        return cls(of, np.cumsum([0, *sizes]), members)
+        of[members] = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+        return cls(of, bounds, members)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,12 @@ class FastLoop:
         """Whether the compiled loop plays by now."""
         return self._compiled is not run
 
+    def beside(self, compiled: bool) -> None:
+        """Follow another process: import numba if it plays compiled there, where it is in the cache; else do not."""
+        self._left = 0
+        if compiled and not self.compiled:
+            self._import()
+
     def __call__(self, segments: Segments, work: Floats, rates_of: UsedRates, groups: Groups) -> Clock:
         """Play the segments."""
         before, self._left = self._left, self._left - len(work)

@@ -37,7 +37,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.eager_framework import KERNELS
-from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.columns import InstructionColumns, Ints
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Instance, Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import FRESH, Rowwise
@@ -53,16 +53,16 @@ _REPLICAS = frozenset(
 
 
 def launch_waits(
-    program: Program, columns: Columns, seconds: Floats, decisions: Decisions, hardware: Hardware
+    program: Program, columns: InstructionColumns, seconds: Floats, decisions: Decisions, hardware: Hardware
 ) -> Floats:
     """Return the seconds that each instruction of one stage waits for its launch; ``seconds`` are durations alone.
 
     All zero when the framework is not eager or replays CUDA graphs, or when the profile does not know its host's times.
     """
-    waits = np.zeros(len(seconds))
     launched = decisions.memory_policy == "eager" and not decisions.cuda_graphs
     if not launched or hardware.host_launch_s is None or not len(seconds):
-        return waits
+        return np.broadcast_to(0.0, len(seconds))  # one number, however many there are
+    waits = np.zeros(len(seconds))
     beside = _REPLICAS if decisions.overlap != "none" else frozenset[Lane]()
     lanes = [Lane.COMPUTE, *(lane for lane in COLLECTIVE_LANES.values() if lane not in beside)]
     serial = np.flatnonzero(np.isin(columns.lane, lanes))
@@ -82,7 +82,7 @@ def launch_waits(
     return waits
 
 
-def _kernels(program: Program, columns: Columns, decisions: Decisions) -> Ints:
+def _kernels(program: Program, columns: InstructionColumns, decisions: Decisions) -> Ints:
     """Return the number of kernels that the host launches for each instruction; one for a collective."""
     library = library_of(decisions.kernels.rowwise)
     longest = max((len(template.instructions) for template in program.templates), default=0)
@@ -102,7 +102,7 @@ def _kernels(program: Program, columns: Columns, decisions: Decisions) -> Ints:
     return found
 
 
-def _windows(program: Program, columns: Columns) -> Ints:
+def _windows(program: Program, columns: InstructionColumns) -> Ints:
     """Return the window of every instruction; a new window begins wherever the host has waited for the device."""
     keys = [_key(program, instance) for instance in program.instances]
     changed = np.array([a != b for a, b in pairwise(keys)], dtype=np.int64)

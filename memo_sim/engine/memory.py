@@ -39,9 +39,9 @@ from memo_sim.memory.huggingface import module_buffers
 from memo_sim.memory.initial_states import Beginning, beginning_of
 from memo_sim.memory.pinned_allocator import pinned_bytes
 from memo_sim.memory.replay import RunAhead
-from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.columns import FoldedColumns, Ints, expand
 from memo_sim.program.analysis.communicators import communicators
-from memo_sim.program.analysis.liveness import Liveness, Peak, live_bytes, liveness, peak
+from memo_sim.program.analysis.liveness import Liveness, Peak, live_bytes, liveness, peak_of
 from memo_sim.program.arena.library_workspaces import COMMUNICATORS, lives_in_arena, reserve_of
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.program import Program
@@ -116,12 +116,12 @@ class Memory:
     @cached_property
     def device(self) -> Peak:
         """The program's peak on the device, without the reserve."""
-        return peak(self.device_curves)
+        return peak_of(self.device_lives, device=True)
 
     @cached_property
     def host(self) -> Peak:
         """One rank's peak on the host."""
-        return peak(self.host_curves)
+        return peak_of(self.host_lives, device=False)
 
     @property
     def reserve_bytes(self) -> int:
@@ -196,13 +196,15 @@ class Memory:
         return _host_over_time(self.host_lives, playback)
 
 
-def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware: Hardware, cluster: Cluster) -> Memory:
+def memory_of(
+    program: Program, columns: FoldedColumns, decisions: Decisions, hardware: Hardware, cluster: Cluster
+) -> Memory:
     """Return what ``program`` needs and what ``cluster`` has.
 
     ``program`` may hold fewer micro-batches than ``decisions``, because the others repeat them. Input buffers count for
     all micro-batches of the step.
     """
-    lives = liveness(program, columns)
+    known = lives = liveness(program, columns)
     sizes = lives.bytes.copy()
     for family, base in zip(program.all_families, program.family_bases.values(), strict=True):
         if family.buffer_class is BufferClass.INPUT and family.lifetime == "step" and family.count:
@@ -214,9 +216,10 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     reserve = _known_reserve(program, decisions, hardware)
     if decisions.memory_policy == "eager":
         libraries, workspace_bytes = libraries_of(decisions, hardware), reserve.pop(WORKSPACES, 0)
+        every = expand(program)
         lives, names = eager_buffers(
             program,
-            columns,
+            every,
             lives,
             libraries=libraries,
             workspace_bytes=workspace_bytes,
@@ -224,9 +227,9 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
             holds_outputs=decisions.modules != "huggingface",
         )
         if decisions.modules == "huggingface":
-            lives, names = module_buffers(program, columns, lives, names, decisions)
+            lives, names = module_buffers(program, every, lives, names, decisions)
         recorded, one_queue = records_streams(decisions, libraries), one_work_queue(decisions.layout)
-        ahead = run_ahead(program, columns, lives, one_queue=one_queue) if recorded else None
+        ahead = run_ahead(program, every, lives, one_queue=one_queue) if recorded else None
         beginning = beginning_of(program, decisions)
     caching = decisions.memory_policy != "planned"
     capacity_bytes = int(hardware.device_memory_bytes.value)
@@ -235,9 +238,9 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
     return Memory(
         program=program,
-        device_lives=lives_in_arena(program, columns, lives, decisions),
+        device_lives=lives_in_arena(program, lives, decisions),
         host_lives=_pinned_blocks(lives, program, decisions) if decisions.host_allocator == "power_of_two" else lives,
-        reserve=reserve_of(program, columns, decisions, reserve),
+        reserve=reserve_of(program, known, decisions, reserve),
         device_capacity_bytes=capacity_bytes,
         host_capacity_bytes=int(host_memory.value),
         local_ranks=min(cluster.devices_per_node, decisions.layout.devices // decisions.layout.pp),

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.columns import InstructionColumns, Ints
 from memo_sim.program.analysis.edges import Edges, sorted_with_places
 from memo_sim.program.ir.instruction import Lane
 
@@ -34,7 +34,7 @@ class Waits:
 class Playback:
     """Start and end of every instruction in program order, in seconds from the step's start."""
 
-    columns: Columns
+    columns: InstructionColumns
     edges: Edges
     start_s: Floats
     end_s: Floats

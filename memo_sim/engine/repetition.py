@@ -16,14 +16,14 @@ stage's window gives an estimate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
 
 from memo_sim.contract.plan import Layout
 from memo_sim.engine.playback import Floats, Playback
-from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.columns import InstructionColumns, Ints
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.schedule import Kind, Pass
 
@@ -67,7 +67,7 @@ def played_at_first(layout: Layout, micro_batches: int) -> int:
 
 def whole_windows(layout: Layout, micro_batches: int, played: int) -> int:
     """Return ``played`` or a few more, so that the other micro-batches fill windows of any length."""
-    most = _group(layout) * (2 if layout.virtual_stages > 1 else max(LENGTHS))
+    most = period_of(layout) * (2 if layout.virtual_stages > 1 else max(LENGTHS))
     return micro_batches - max(0, micro_batches - played) // most * most
 
 
@@ -80,9 +80,9 @@ def windows(layout: Layout, stages: Sequence[Sequence[Pass]], beyond: int) -> li
     marks = [[n for n, each in enumerate(passes) if each.kind is kind] for passes in stages]
     every = []
     for length in LENGTHS[:1] if layout.pp == 1 else LENGTHS:
-        group = _group(layout) * length
+        group = period_of(layout) * length
         # A window may end at any backward that begins a group; the last one that all stages have is best.
-        one = _group(layout) * layout.virtual_stages * layout.subsequences
+        one = period_of(layout) * layout.virtual_stages * layout.subsequences
         step = one * length
         for last in range(min(len(m) - 1 for m in marks) // one * one, 2 * step - 1, -one):
             found = [Window(m[last - 2 * step], m[last - step], m[last], group) for m in marks]
@@ -92,7 +92,7 @@ def windows(layout: Layout, stages: Sequence[Sequence[Pass]], beyond: int) -> li
     return every
 
 
-def _group(layout: Layout) -> int:
+def period_of(layout: Layout) -> int:
     """Return the number of micro-batches after which a schedule's order repeats."""
     alone = layout.schedule != "interleaved" or layout.pp == 1
     return 1 if alone else layout.pp // gcd(layout.pp, layout.subsequences)
@@ -101,14 +101,20 @@ def _group(layout: Layout) -> int:
 def _repeats(passes: Sequence[Pass], window: Window) -> bool:
     """Return whether the window's passes, and those it receives for, equal the passes one window earlier."""
     before = passes[window.before : window.first + RECEIVED_AHEAD]
-    earlier = [replace(each, micro_batch=each.micro_batch + window.micro_batches) for each in before]
-    return earlier == list(passes[window.first : window.end + RECEIVED_AHEAD])
+    later = passes[window.first : window.end + RECEIVED_AHEAD]
+    return len(before) == len(later) and all(
+        one.kind is other.kind
+        and one.micro_batch + window.micro_batches == other.micro_batch
+        and one.chunk == other.chunk
+        and one.subsequence == other.subsequence
+        for one, other in zip(before, later, strict=True)
+    )
 
 
 class Repetition:
     """``times`` repetitions of one stage's window; zero without a window."""
 
-    def __init__(self, program: Program, columns: Columns, window: Window | None, beyond: int) -> None:
+    def __init__(self, program: Program, columns: InstructionColumns, window: Window | None, beyond: int) -> None:
         """``beyond``: number of micro-batches of the step that are not played; a multiple of the window's."""
         self.times = beyond // window.micro_batches if window else 0
         marks = [program.passes[p][1] for p in (window.before, window.first, window.end)] if window else [0, 0, 0]
@@ -118,6 +124,8 @@ class Repetition:
 
     def weights(self) -> Ints:
         """Return how many times the step contains each instruction of the played program."""
+        if not self.times:
+            return np.broadcast_to(np.int64(1), self._instructions)  # one number, however many there are
         weights = np.ones(self._instructions, dtype=np.int64)
         weights[self.first : self.end] += self.times
         return weights

@@ -30,8 +30,8 @@ from memo_sim.engine.player import Loop, play_stages
 from memo_sim.engine.repetition import played_at_first, whole_windows, windows
 from memo_sim.engine.stage_run import ALLOCATOR, HOST, Prices, StageRun
 from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
-from memo_sim.program.analysis.columns import Columns
-from memo_sim.program.analysis.rendezvous import Rendezvous, all_rendezvous
+from memo_sim.program.analysis.columns import InstructionColumns
+from memo_sim.program.analysis.rendezvous import AllRendezvous, all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower, program_sha256
@@ -127,18 +127,21 @@ class Simulation:
         self._pricer = pricer
         self._rates = rates
         self._loop = loop
-        self.stages = tuple(
-            StageRun(
-                program,
-                decisions,
-                hardware,
-                cluster,
-                pricer=pricer,
-                playbacks=lambda: self.playbacks,
-                number=number,
+        stages = list[StageRun]()
+        for number, program in enumerate(programs):
+            stages.append(
+                StageRun(
+                    program,
+                    decisions,
+                    hardware,
+                    cluster,
+                    pricer=pricer,
+                    playbacks=lambda: self.playbacks,
+                    number=number,
+                    plays=not stages or stages[-1].memory.fault is None,
+                )
             )
-            for number, program in enumerate(programs)
-        )
+        self.stages = tuple(stages)
         self._share_host()
         self.steady = self._repeat()
 
@@ -227,7 +230,7 @@ class Simulation:
         return self.pace.program
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> InstructionColumns:
         """The instructions of that program as columns."""
         return self.pace.columns
 
@@ -275,7 +278,7 @@ class Simulation:
         return play_stages([stage.part for stage in self.stages], self._rates, self._matched, loop=loop)
 
     @cached_property
-    def _matched(self) -> list[Rendezvous]:
+    def _matched(self) -> AllRendezvous:
         """The matched instructions of all stages, as they are played."""
         return all_rendezvous([stage.program for stage in self.stages])
 
@@ -317,7 +320,7 @@ class Simulation:
     def _stalls(self, step_s: float) -> list[Stall]:
         """Return the waits of the pace-setting stage until the step's end, the longest first."""
         stage, number = self.pace, self.stages.index(self.pace)
-        met = peers(self.playbacks, self._matched)[number]
+        met = peers(self.playbacks, self._matched, number)
         found = [*stage.stalls(met), *stage.after_compute(met)]
         if (left_s := step_s - stage.ended_s) > ROUNDING * step_s:
             others = [each for each in range(len(self.stages)) if each != number]

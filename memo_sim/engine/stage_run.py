@@ -23,7 +23,7 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Part
 from memo_sim.engine.repetition import Repetition, Window
 from memo_sim.engine.stalls import Kinds, Late, Peers, after_compute, stalls_of
-from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.columns import fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
@@ -35,6 +35,7 @@ from memo_sim.program.ir.work import (
     Copy,
     Gemm,
     GroupedGemm,
+    LinearLoss,
     PointToPoint,
     Rowwise,
     Work,
@@ -74,12 +75,19 @@ class StageRun:
         pricer: Prices,
         playbacks: Callable[[], list[Playback]],
         number: int = 0,
+        plays: bool = True,
     ) -> None:
+        """``plays``: whether the stage is likely to be played; its edges are then derived while its operands are there.
+
+        Operands are most of a program's bytes, so they are not kept.
+        """
         self.program = program
         self.decisions = decisions
         self.hardware = hardware
-        self.columns = expand(program)
-        self.memory: Memory = memory_of(program, self.columns, decisions, hardware, cluster)
+        columns = fold(program)
+        self.columns = columns.of_instructions
+        self.memory: Memory = memory_of(program, columns, decisions, hardware, cluster)
+        self._edges = derive_edges(columns) if plays and self.memory.fault is None else None
         self.repeat(None)
         self._pricer = pricer
         self._playbacks = playbacks
@@ -100,19 +108,23 @@ class StageRun:
     def waits_outside(self) -> dict[str, Floats]:
         """Seconds that every played instruction waits for the allocator, and for the host's launch."""
         caching = self.memory.caching
-        none = np.zeros(len(self.seconds))
+        none = np.broadcast_to(0.0, len(self.seconds))  # one number, however many there are
         launches = launch_waits(self.program, self.columns, self.seconds, self.decisions, self.hardware)
         return {ALLOCATOR: none if caching is None else caching.stall_s, HOST: launches}
 
-    @cached_property
+    @property
     def edges(self) -> Edges:
         """The edges between the stage's lanes."""
-        return derive_edges(self.columns)
+        if self._edges is None:
+            self._edges = derive_edges(fold(self.program))
+        return self._edges
 
     @property
     def part(self) -> Part:
         """The stage as the player's input."""
-        seconds = self.seconds + self.waits_outside[ALLOCATOR] + self.waits_outside[HOST]
+        seconds = self.seconds
+        for waits in self.waits_outside.values():
+            seconds = seconds + waits if waits.any() else seconds
         return Part(self.columns, self.edges, seconds, self.memory.program_id)
 
     @property
@@ -134,7 +146,7 @@ class StageRun:
     @property
     def flops(self) -> float:
         """FLOPs that the whole step computes, recompute included."""
-        products = Gemm | BatchedGemm | GroupedGemm | Attention
+        products = Gemm | BatchedGemm | GroupedGemm | LinearLoss | Attention
         each = self.per_instruction(lambda i: i.work.flops if isinstance(i.work, products) else 0)
         return float(np.sum(each * self.weights))
 

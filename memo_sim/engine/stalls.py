@@ -25,7 +25,7 @@ import numpy as np
 from memo_sim.contract.plan import Stall
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.program.analysis.columns import Ints
-from memo_sim.program.analysis.rendezvous import Rendezvous
+from memo_sim.program.analysis.rendezvous import AllRendezvous
 from memo_sim.program.ir.instruction import Lane
 
 ROUNDING = 1e-12
@@ -64,22 +64,30 @@ class Peers:
     latest: dict[int, int]
 
 
-def peers(playbacks: Sequence[Playback], all_rendezvous: Sequence[Rendezvous]) -> list[Peers]:
-    """Return the matched instructions of each stage."""
-    ready = [_ready_s(playback) for playback in playbacks]
-    found = [Peers({}, {}) for _ in playbacks]
-    for rendezvous in all_rendezvous:
-        came = [float(ready[stage][i]) for stage, i in rendezvous]
-        latest = rendezvous[came.index(max(came))][0]
-        for (stage, i), at in zip(rendezvous, came, strict=True):
-            found[stage].own_ready_s[i] = at
-            found[stage].latest[i] = latest
-    return found
+def peers(playbacks: Sequence[Playback], matched: AllRendezvous, number: int) -> Peers:
+    """Return the matched instructions of stage ``number``."""
+    if not len(matched):
+        return Peers({}, {})
+    came = np.empty(len(matched.stage))
+    for stage, playback in enumerate(playbacks):
+        mine = matched.stage == stage
+        came[mine] = _ready_s(playback, matched.instruction[mine])
+    firsts, sizes = matched.bounds[:-1], np.diff(matched.bounds)
+    last = came == np.repeat(np.maximum.reduceat(came, firsts), sizes)
+    # The first of several stages that were ready last; stages of a rendezvous come in order.
+    latest = np.minimum.reduceat(np.where(last, matched.stage, len(playbacks)), firsts)
+    mine = matched.stage == number
+    numbers = matched.instruction[mine].tolist()
+    return Peers(
+        own_ready_s=dict(zip(numbers, came[mine].tolist(), strict=True)),
+        latest=dict(zip(numbers, np.repeat(latest, sizes)[mine].tolist(), strict=True)),
+    )
 
 
-def _ready_s(playback: Playback) -> Floats:
-    """Return when everything that each instruction waits for on its own stage has ended."""
-    ready: Floats = np.where(playback.binds >= 0, playback.end_s[playback.binds], 0.0)
+def _ready_s(playback: Playback, instructions: Ints) -> Floats:
+    """Return when everything that ``instructions`` wait for on their own stage has ended."""
+    binds = playback.binds[instructions]
+    ready: Floats = np.where(binds >= 0, playback.end_s[binds], 0.0)
     return ready
 
 
@@ -104,11 +112,11 @@ def stalls_of(
         rest[n] -= part
         own[n] = rest[n] > ROUNDING * playback.span_s
 
-    rows = zip(waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)
-    chain = _Chain.of(playback, kinds)
-    for n, wait in enumerate(rows if met.latest else ()):
-        for name, part in chain.attribute(met, wait).items():
-            attribute(n, name, part)
+    if met.latest:
+        chain = _Chain.listed(playback, kinds)
+        for n, wait in enumerate(zip(waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)):
+            for name, part in chain.attribute(met, wait).items():
+                attribute(n, name, part)
     begun = playback.start_s[waits.waits_for]
     held = np.minimum(begun + late.seconds[waits.waits_for] - np.maximum(waits.start_s, begun), rest)
     for n in np.flatnonzero(held > ROUNDING * playback.span_s).tolist():
@@ -148,25 +156,40 @@ def after_compute(playback: Playback, met: Peers, kinds: Kinds) -> dict[str, flo
 
 @dataclass(frozen=True)
 class _Chain:
-    """The instruction that binds each instruction, as plain lists, because chains are followed step by step."""
+    """The instruction that binds each instruction, as arrays, or as plain lists where many chains are followed."""
 
-    binds: list[int]
-    start_s: list[float]
-    end_s: list[float]
-    lane: list[int]
-    kind: list[str]
+    binds: Sequence[int] | Ints
+    start_s: Sequence[float] | Floats
+    end_s: Sequence[float] | Floats
+    lane: Sequence[int] | Ints
+    kind: Sequence[int] | Ints
+    names: list[str]
     least_s: float
     """Instants closer than this are the same instant."""
 
     @classmethod
     def of(cls, playback: Playback, kinds: Kinds) -> _Chain:
-        """Return the chains of a playback."""
+        """Return the chains of a playback, of which few are followed."""
+        return cls(
+            binds=playback.binds,
+            start_s=playback.start_s,
+            end_s=playback.end_s,
+            lane=playback.columns.lane,
+            kind=kinds.of,
+            names=kinds.names,
+            least_s=ROUNDING * playback.span_s,
+        )
+
+    @classmethod
+    def listed(cls, playback: Playback, kinds: Kinds) -> _Chain:
+        """Return the chains of a playback, of which many are followed, step by step."""
         return cls(
             binds=playback.binds.tolist(),
             start_s=playback.start_s.tolist(),
             end_s=playback.end_s.tolist(),
             lane=playback.columns.lane.tolist(),
-            kind=[kinds.names[k] for k in kinds.of.tolist()],
+            kind=kinds.of.tolist(),
+            names=kinds.names,
             least_s=ROUNDING * playback.span_s,
         )
 
@@ -181,8 +204,8 @@ class _Chain:
             begun = start_s[at]
             played = end_s[at] - max(begun, since)
             if self.lane[at] in lanes and played > self.least_s:
-                found[self.kind[at]] += played
+                found[self.names[self.kind[at]]] += float(played)
             if at in latest and (held := begun - max(met.own_ready_s[at], since)) > self.least_s:
-                found[bubble(latest[at])] += held
-            at = binds[at]
+                found[bubble(latest[at])] += float(held)
+            at = int(binds[at])
         return found

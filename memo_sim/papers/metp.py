@@ -39,7 +39,7 @@ from memo_sim.engine.memory import Memory, memory_of
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.space import candidates
-from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.columns import fold
 from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.lower import lower
 from memo_sim.views.plan_table import short_of
@@ -119,7 +119,7 @@ class Job:
         decisions = self.decisions(seq_tokens, sequences)
         cluster, hardware = load_cluster(f"a100-1x{self.devices}")
         (program,) = lower(decisions)
-        return memory_of(program, expand(program), decisions, hardware, cluster)
+        return memory_of(program, fold(program), decisions, hardware, cluster)
 
     def longest(self) -> int:
         """Return the longest sequence that fits, in tokens, to within ``FINE``; 0 where ``STEP_TOKENS`` do not fit."""

@@ -84,10 +84,14 @@ class _Scan:
 
     def time_of(self, step: int, *, limit_s: float = float("inf")) -> float:
         """Return the step time; infinite for plans that do not fit, or that cannot be faster than ``limit_s``."""
-        if step not in self._seen and self._bounds and self._bounds.reach(self.grid.at(step), limit_s):
+        if step not in self._seen and self._is_no_faster(step, limit_s):
             return float("inf")
         step_s = self.at(step)[1].step_s
         return step_s if step_s is not None else float("inf")
+
+    def _is_no_faster(self, step: int, limit_s: float) -> bool:
+        grid, bounds = self.grid, self._bounds
+        return bounds is not None and bounds.reach(grid.at(step), limit_s, base=grid.base)
 
     def device_refuses(self, step: int) -> bool:
         """Return whether the plan at a grid step needs more device memory than there is."""
@@ -137,6 +141,17 @@ def best_alpha(
     return scan.result(found if scan.time_of(found) < float("inf") else 0)
 
 
+def least_that_fits(refuses: Callable[[int], bool], lowest: int, highest: int) -> int:
+    """Return the smallest grid step that is not refused, or ``highest``; with more swapped rows, nothing needs more."""
+    while lowest < highest:
+        middle = (lowest + highest) // 2
+        if refuses(middle):
+            lowest = middle + 1
+        else:
+            highest = middle
+    return lowest
+
+
 def best_partial_swap(
     base: Decisions, predict: Predict, *, bounds: LowerBounds | None = None, resolution: int = RESOLUTION
 ) -> AlphaSearch | None:
@@ -149,12 +164,7 @@ def best_partial_swap(
     lowest, highest = 1, scan.grid.steps - 1
     if highest < lowest:
         return None
-    while lowest < highest:
-        middle = (lowest + highest) // 2
-        if scan.device_refuses(middle):
-            lowest = middle + 1
-        else:
-            highest = middle
+    lowest = least_that_fits(scan.device_refuses, lowest, highest)
     if scan.at(lowest)[1].status != "ok":
         return scan.result(lowest)
     return scan.result(scan.descend((lowest,), lowest, scan.grid.steps - 1))

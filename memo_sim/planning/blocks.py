@@ -15,13 +15,14 @@ from dataclasses import replace
 import msgspec
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.knobs import LINEAR_LOSSES
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES, KIB
 from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.planning.contradictions import check_rules
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
-from memo_sim.program.layout.attention_chunks import MOST_CHUNKS, check_attention_chunks
+from memo_sim.program.layout.attention_chunks import check_attention_chunks, most_chunks, ranks_of_a_chunk
 from memo_sim.program.layout.compatibility import check_compatible, goes_together
 from memo_sim.program.layout.rowwise_blocks import ROWWISE, is_rowwise
 from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_FULL_RECOMPUTE
@@ -30,6 +31,7 @@ from memo_sim.program.layout.rules.metp import METP_WHOLE_MLP
 from memo_sim.program.layout.rules.mlp_blocks import MLP_BLOCKS_UNDER_FULL_RECOMPUTE, MLP_BLOCKS_UNDER_ZERO_BUBBLE
 from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.layout.shape import Shape, shape_of
+from memo_sim.program.operators.workspaces import loss_tiles
 
 BLOCKS = 8
 """Default number of blocks or chunks. With this many, one needs less memory than the rest of a layer."""
@@ -47,6 +49,9 @@ LEAST_CHUNK_TOKENS = 64 * KIB
 """Smallest attention chunk. Shorter calls are slower, and fetch as many bytes for a fraction of the products."""
 LEAST_CHUNKS = 4
 """Smallest number of attention chunks; with fewer, the double buffers need what chunks save (reports/sppo.md)."""
+LEAST_SAVED = 0.1
+"""Least fraction of a device that attention of all rows needs, where chunks beside a ring are tried: they cost time,
+and their programs have a call for every pair of chunks and rank."""
 
 
 def pinned(found: tuple[Policy, ...], question: Question) -> tuple[Policy, ...]:
@@ -149,7 +154,7 @@ def mlp_chunk(question: Question, base: Decisions) -> int:
 def _rows_of_a_chunk(question: Question, base: Decisions) -> int:
     """Return a rank's rows of one attention chunk when the system fixes the chunk's length; else 0."""
     own = question.preset.chunk_tokens
-    return (attention_chunk(question, base) or own) // base.layout.ulysses if own else 0
+    return (attention_chunk(question, base) or own) // ranks_of_a_chunk(base) if own else 0
 
 
 def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
@@ -171,8 +176,15 @@ def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
 
 
 def default_loss_chunk(decisions: Decisions, shape: Shape) -> int:
-    """Return the largest power of two whose logits and gradient stay below 1 GiB; 0 when all tokens' do."""
-    per_token = 2 * shape.vocab * DTYPE_BYTES[decisions.dtype]
+    """Return the largest power of two whose logits and gradient stay below 1 GiB; 0 when all tokens' do.
+
+    With the classifier's product inside the loss, these are the logits of a tile, and the input's gradient in fp32.
+    """
+    size = DTYPE_BYTES[decisions.dtype]
+    per_token = 2 * shape.vocab * size
+    if decisions.loss in LINEAR_LOSSES:
+        wide = 0 if decisions.dtype == "fp32" else DTYPE_BYTES["fp32"] * shape.hidden
+        per_token = loss_tiles(shape.vocab)[0][1] * size + wide
     return 0 if shape.tokens * per_token <= LOGIT_BYTES else 1 << (LOGIT_BYTES // per_token).bit_length() - 1
 
 
@@ -180,12 +192,22 @@ def attention_chunk(question: Question, base: Decisions) -> int:
     """Return the tokens of an attention chunk: the pinned number, the system's, or an eighth of the sequence.
 
     A chunk consists of whole row blocks on every rank, and the number of chunks is limited. 0 when one chunk would hold
-    the whole sequence, or when chunks would save no memory and the system does not fix their length.
+    the whole sequence, or when chunks would save no memory and the system does not fix their length. Beside a ring,
+    which divides attention's rows already, chunks are tried only where these rows still need much of a device.
     """
-    asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * base.layout.ulysses
+    asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * ranks_of_a_chunk(base)
     own, tokens = question.preset.chunk_tokens, question.seq_tokens
     if asked is not None:
         return asked if asked < tokens else 0
     wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // BLOCKS))
-    chunk = max(wanted // granule, -(-tokens // (MOST_CHUNKS * granule)), 1) * granule
+    if base.layout.ring > 1 and _attention_bytes(base) < LEAST_SAVED * question.hardware.device_memory_bytes.value:
+        return 0
+    most = most_chunks(base.layout.ring)
+    chunk = max(wanted // granule, -(-tokens // (most * granule)), 1) * granule
     return chunk if (1 if own else LEAST_CHUNKS - 1) * chunk < tokens else 0
+
+
+def _attention_bytes(base: Decisions) -> float:
+    """Return the bytes that attention of all rows needs in backward: Q, K and V, the output, and their gradients."""
+    width = 2 * (2 * base.model.q_width + 2 * base.model.kv_width) / base.layout.tp
+    return base.local_tokens * width * DTYPE_BYTES[base.dtype]

@@ -24,7 +24,8 @@ from memo_sim.contract.knobs import MOST_ZERO
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
-from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
+from memo_sim.planning.recent import Recent
+from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness
 from memo_sim.program.arena.library_workspaces import lives_in_arena
@@ -40,6 +41,9 @@ from memo_sim.program.lower import lower
 
 ENDS = 2
 """Layers at each end of the model that no window stands for: two that are swapped, and the last two, which are not."""
+
+MOST_LOWERED = 500_000
+"""Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 200 MB."""
 
 Floats = NDArray[np.float64]
 
@@ -91,9 +95,10 @@ class Passes:
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
         self._hardware = hardware
         self._cluster = cluster
-        self._lowered: dict[Decisions, _FewLayers] = {}
-        self._known: dict[tuple[_FewLayers, int], Pass] = {}
-        self._computed: dict[tuple[_FewLayers, int], Pass] = {}
+        self._lowered: Recent[_Question, _FewLayers] = Recent(MOST_LOWERED, _FewLayers.size)
+        self._numbers: dict[_Question, int] = {}
+        self._known: dict[tuple[int, int], Pass] = {}
+        self._computed: dict[tuple[int, int], Pass] = {}
 
     def of(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return the pass of one micro-batch through ``layers``.
@@ -101,10 +106,11 @@ class Passes:
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
-        times, lowered = self._lower(decisions, layers)
-        if (lowered, times) not in self._known:
-            self._known[lowered, times] = lowered.repeated(times)
-        return self._known[lowered, times]
+        times, question = self._few(decisions, layers)
+        key = self._numbers.setdefault(question, len(self._numbers)), times
+        if key not in self._known:
+            self._known[key] = self._lower(question).repeated(times)
+        return self._known[key]
 
     def computed(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
@@ -112,13 +118,14 @@ class Passes:
         Raises:
             Infeasible: see ``of``.
         """
-        times, lowered = self._lower(decisions, layers)
-        if (lowered, times) not in self._computed:
-            self._computed[lowered, times] = lowered.computed(times)
-        return self._computed[lowered, times]
+        times, question = self._few(decisions, layers)
+        key = self._numbers.setdefault(question, len(self._numbers)), times
+        if key not in self._computed:
+            self._computed[key] = self._lower(question).computed(times)
+        return self._computed[key]
 
-    def _lower(self, decisions: Decisions, layers: Sequence[LayerShape]) -> tuple[int, _FewLayers]:
-        """Return how often the window of the lowered layers was left out, and the lowered layers."""
+    def _few(self, decisions: Decisions, layers: Sequence[LayerShape]) -> tuple[int, _Question]:
+        """Return how often the window of the lowered layers is left out, and what is lowered."""
         few = repeated_layers(layers, windows=1, beside=2 * ENDS)
         if decisions.recompute_layers != ALL or not few.times:
             few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
@@ -148,9 +155,9 @@ class Passes:
             memory_policy="eager" if decisions.memory_policy == "eager" else "planned",
             host_allocator="exact",
         )
-        return few.times, self._few_layers(alone, few)
+        return few.times, _question(alone, few)
 
-    def _of_gathered(self, decisions: Decisions, few: RepeatedLayers) -> _FewLayers:
+    def _of_gathered(self, decisions: Decisions, few: RepeatedLayers) -> _Question:
         """Return the lowered layers of a plan whose every micro-batch gathers parameters and scatters gradients."""
         dp = decisions.layout.dp
         alone = msgspec.structs.replace(
@@ -161,14 +168,24 @@ class Passes:
             memory_policy="planned",
             host_allocator="exact",
         )
-        return self._few_layers(alone, few)
+        return _question(alone, few)
 
-    def _few_layers(self, alone: Decisions, few: RepeatedLayers) -> _FewLayers:
-        if alone not in self._lowered:
+    def _lower(self, question: _Question) -> _FewLayers:
+        def lowered() -> _FewLayers:
+            alone, middle = question
             pricer = Pricer(self._hardware, self._cluster, alone.layout, rowwise=alone.kernels.rowwise)
-            first = max(ENDS, few.first)
-            self._lowered[alone] = _FewLayers(alone, pricer, range(first, first + few.window))
-        return self._lowered[alone]
+            return _FewLayers(alone, pricer, middle)
+
+        return self._lowered.of(question, lowered)
+
+
+_Question = tuple[Decisions, range]
+"""The plan of a few layers, and those of them that can be repeated."""
+
+
+def _question(alone: Decisions, few: RepeatedLayers) -> _Question:
+    first = max(ENDS, few.first)
+    return alone, range(first, first + few.window)
 
 
 def gathers(decisions: Decisions) -> bool:
@@ -197,18 +214,22 @@ class _FewLayers:
         self._attention = self._forward * _by_instruction(program, lambda _, i: float(isinstance(i.work, Attention)))
         self._rebuilt = _by_instruction(program, lambda _, i: float(i.phase is Phase.RECOMPUTE))
 
+    def size(self) -> int:
+        """Return what it takes in memory, in instructions: one of a template is some ten in the arrays."""
+        return len(self._lane) + 10 * sum(len(t.instructions) for t in self._program.templates)
+
     def _of_instances(self, flags: list[bool]) -> Flags:
         found: Flags = np.array(flags, dtype=np.bool_)[self._instance]
         return found
 
     @cached_property
-    def _columns(self) -> Columns:
-        return expand(self._program)
+    def _columns(self) -> FoldedColumns:
+        return fold(self._program)
 
     @cached_property
     def _lives(self) -> Liveness:
         lives = liveness(self._program, self._columns)
-        return lives_in_arena(self._program, self._columns, lives, self._decisions)
+        return lives_in_arena(self._program, lives, self._decisions)
 
     @cached_property
     def _idle_s(self) -> Floats:
@@ -312,7 +333,7 @@ def _live(lives: Liveness, sizes: Ints, *, device: bool) -> Ints:
     return total
 
 
-def _idle_s(columns: Columns, seconds: Floats) -> Floats:
+def _idle_s(columns: FoldedColumns, seconds: Floats) -> Floats:
     """Return for each kernel a lower bound of the time that compute waits before it, however far other lanes run ahead.
 
     Between kernel A and the next kernel B lies the work of other lanes that needs A and that B needs:

@@ -11,6 +11,7 @@ its first input to pass the earlier stages; after, those have the last backward 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
@@ -20,7 +21,7 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.layer_shape import LayerShape
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
@@ -28,6 +29,7 @@ from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
+from memo_sim.planning.stage_alone import StagesAlone, stands_alone
 from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
@@ -59,6 +61,15 @@ class LowerBound:
 
 
 @dataclass(frozen=True, slots=True)
+class _Around:
+    """Lower bounds of the seconds before a stage's first pass, and after its last one: in other stages, and its own."""
+
+    before_s: float
+    after_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Parts:
     """Passes of one micro-batch from which bounds are made."""
 
@@ -82,10 +93,12 @@ class LowerBounds:
         self.passes = passes or Passes(hardware, cluster)
         self._prices = part_prices(hardware, cluster)
         self._ends = StepEnds(hardware, cluster)
+        self._alone = StagesAlone(hardware, cluster)
+        self._stage_bytes: dict[Decisions, int] = {}
         self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
-        self._not_repeated: set[Layout] = set()
-        """Layouts whose layers were not seen to repeat; they are not lowered for that again."""
+        self._not_repeated: set[Decisions] = set()
+        """Plans of which an alpha's layers were not seen to repeat; others of their alphas are not lowered for that."""
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.TP, "p2p_s": Lane.P2P}
@@ -115,10 +128,35 @@ class LowerBounds:
         With more swapped rows, fewer rows are recomputed and copied, device memory does not grow, and host memory
         grows. A forward that is cut into two row blocks is no faster than a whole one.
         """
+        return self._bound(low, self._either(low, high), self._ends.of(low))
+
+    def _either(self, low: Decisions, high: Decisions) -> _Parts:
         few, many = self._parts(low), self._parts(high)
         layers = tuple(_either(*each) for each in zip(few.layers, many.layers, strict=True))
-        parts = _Parts(_either(few.whole, many.whole), _either(few.stage, many.stage), layers)
-        return self._bound(low, parts, self._ends.of(low))
+        return _Parts(_either(few.whole, many.whole), _either(few.stage, many.stage), layers)
+
+    def of_one_stage(self, low: Decisions, high: Decisions, enough_s: float = inf) -> float:
+        """Return a lower bound of the step seconds of the plans of ``between``, from a stage that is played alone.
+
+        Played are the last stage, which has the head, and the stage with most to compute, until a bound reaches
+        ``enough_s``. 0 where that gives no bound (``stage_alone.py``).
+
+        Raises:
+            Infeasible: when a plan cannot be lowered, or the profile has not measured its work.
+        """
+        if not stands_alone(low):
+            return 0.0
+        parts = self._parts(kept(low), self.passes.computed)
+        around, last = self._around_stages(low, parts.layers, ()), low.layout.pp - 1
+        of_stages = self._of_stages(kept(low), parts.whole, parts.layers, ())
+        found_s = 0.0
+        for stage in dict.fromkeys((last, of_stages.index(max(of_stages)))):
+            each = around[stage]
+            alone_s = self._alone.step_s(low, high, stage, before_s=each.before_s, after_s=each.after_s)
+            found_s = max(found_s, alone_s or 0.0)
+            if found_s >= enough_s:
+                break
+        return found_s
 
     def rough(self, decisions: Decisions, *, keep: Decisions | None, any_alpha: bool = False) -> LowerBound:
         """Return lower bounds that are cheap: from states, kept and swapped tensors, and ``keep``'s compute lane.
@@ -180,23 +218,41 @@ class LowerBounds:
         """Return the bytes of one rank's states in host memory."""
         return self._states(decisions)[1]
 
-    def reach(self, decisions: Decisions, limit_s: float) -> bool:
-        """Return whether the plan is known not to fit, or to take at least ``limit_s``."""
+    def reach(self, decisions: Decisions, limit_s: float, *, base: Decisions) -> bool:
+        """Return whether the plan, an alpha of ``base``, is known not to fit, or to take at least ``limit_s``."""
         if self.lack_host(decisions):
             return True
-        if limit_s < inf and decisions.layout not in self._not_repeated:
+        if limit_s < inf and base not in self._not_repeated:
             repeated_s = step_s_of_few_layers(decisions, self._hardware, self._cluster)
             if repeated_s is None:
-                self._not_repeated.add(decisions.layout)
+                self._not_repeated.add(base)
             elif repeated_s * (1 - ROUNDING) >= limit_s:
                 return True
         bound = self.of(decisions)
-        return bound.step_s >= limit_s or self.shortfall_bytes(bound) > 0
+        if bound.step_s >= limit_s or self.shortfall_bytes(bound) > 0:
+            return True
+        return limit_s < inf and self.of_one_stage(decisions, decisions, limit_s) >= limit_s
 
     def lack_device(self, decisions: Decisions) -> bool:
         """Return whether the plan is known to need more device memory than there is."""
         room = self.device_room_bytes
-        return self.rough(decisions, keep=None).device_bytes > room or self.of(decisions).device_bytes > room
+        if self.rough(decisions, keep=None).device_bytes > room:
+            return True
+        return (self._of_fullest_stage(decisions) or self.of(decisions).device_bytes) > room
+
+    def _of_fullest_stage(self, decisions: Decisions) -> int:
+        """Return the device bytes of the stage that is likely to need most, by itself; 0 where that gives no bound.
+
+        The first stage is ahead of its first backward by most micro-batches. Zero-bubble's last one defers most W
+        passes.
+        """
+        if not stands_alone(decisions) or decisions.memory_policy != "planned":
+            return 0
+        if decisions not in self._stage_bytes:
+            layout = decisions.layout
+            fullest = layout.pp - 1 if layout.schedule == "zero-bubble" else 0
+            self._stage_bytes[decisions] = self._alone.device_bytes(decisions, fullest)
+        return self._stage_bytes[decisions]
 
     def lack_host(self, decisions: Decisions) -> bool:
         """Return whether host memory is known to be too small for the states and what one micro-batch swaps."""
@@ -355,18 +411,20 @@ class LowerBounds:
 
         ``layers``: the pass of one more layer, by kind. ``ends``: the end of the step, by kind, where it is counted.
         """
-        times, stages, kinds = decisions.micro_batches, stages_of(decisions), decisions.model.layer_kinds
-        rounding = _rounding(decisions)
-        if len(stages) == 1:
+        if decisions.layout.pp == 1:
             # The layers that stay in a rounding buffer are not among the copies of a whole model.
-            pass_s = max(self._busy_s(whole), _with_copies_s(whole) if rounding else 0.0)
-            return pass_s * times + _ends_s(ends, kinds)
+            pass_s = max(self._busy_s(whole), _with_copies_s(whole) if _rounding(decisions) else 0.0)
+            return pass_s * decisions.micro_batches + _ends_s(ends, decisions.model.layer_kinds)
+        return max(self._of_stages(decisions, whole, layers, ends))
+
+    def _of_stages(
+        self, decisions: Decisions, whole: Pass, layers: Sequence[Pass], ends: Sequence[StepEnd]
+    ) -> list[float]:
+        """Return the lower bound of the step seconds that each of several stages gives."""
+        times, kinds, rounding = decisions.micro_batches, decisions.model.layer_kinds, _rounding(decisions)
         of = {number: layers[kind if len(layers) > 1 else 0] for number, kind in enumerate(kinds)}
-        found_s = before_s = after_s = 0.0
-        for stage in stages:
-            # A stage has the work of its layers, and waits for the stages before it: for their first chunk's forward
-            # before its first pass, and for that chunk's backward after its last one. The chunks are those of one
-            # subsequence: the first one both comes first in forward and leaves last in backward.
+        found = []
+        for stage, around in zip(stages_of(decisions), self._around_stages(decisions, layers, ends), strict=True):
             own = _sum([of[layer] for layer in stage.layers])
             if resident := _most_resident(decisions, stage):
                 own = _with_resident(own, [of[layer] for layer in stage.layers], resident)
@@ -376,16 +434,30 @@ class LowerBounds:
             if rounding:
                 runs = [[of[layer] for layer in run] for run in stage.runs]
                 own_s = max(own_s, times * own.compute_s + _waits_for_copies_s(decisions, stage, runs))
+            found.append(around.before_s + own_s + max(around.after_s, around.end_s))
+        return found
+
+    def _around_stages(self, decisions: Decisions, layers: Sequence[Pass], ends: Sequence[StepEnd]) -> list[_Around]:
+        """Return lower bounds of what each stage waits for before its first pass and after its last one.
+
+        A stage waits for the stages before it: for their first chunk's forward before its first pass, and for that
+        chunk's backward after its last one. The chunks are those of one subsequence: the first one both comes first in
+        forward and leaves last in backward.
+        """
+        kinds = decisions.model.layer_kinds
+        found: list[_Around] = []
+        before_s = after_s = 0.0
+        for stage in stages_of(decisions):
             end_s = _ends_s(ends, [kinds[layer] for layer in stage.layers])
-            found_s = max(found_s, before_s + own_s + max(after_s, end_s))
+            found.append(_Around(before_s, after_s, end_s))
             for layer in stage.runs[0]:
-                one = of[layer]
+                one = layers[kinds[layer] if len(layers) > 1 else 0]
                 before_s += one.first_forward_s
                 # A layer's gradient leaves its pass before the pass has ended, so the wait has one layer less. And
                 # zero-bubble's last W passes fill that wait.
                 if layer and decisions.layout.schedule != "zero-bubble":
                     after_s += max(0.0, one.first_compute_s - one.first_forward_s - one.first_rebuild_s)
-        return found_s
+        return found
 
     def _shared_s(self, whole: Pass, stages: int) -> float:
         """Return a lower bound of the compute seconds of stages that share rows or attention chunks, cut anywhere.
@@ -563,8 +635,10 @@ def _most(values: Sequence[float], count: int) -> float:
 
 
 def _sum(passes: Sequence[Pass]) -> Pass:
-    """Return the pass of layers one after the other."""
-    return Pass(**{f.name: sum(getattr(each, f.name) for each in passes) for f in fields(Pass)})
+    """Return the pass of layers one after the other; layers of a kind share one pass."""
+    kinds = {id(each): each for each in passes}
+    counts = [(kinds[key], count) for key, count in Counter(map(id, passes)).items()]
+    return Pass(**{f.name: sum(count * getattr(each, f.name) for each, count in counts) for f in fields(Pass)})
 
 
 def _added(more: Pass, fewer: Pass, layers: int) -> Pass:

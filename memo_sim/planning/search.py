@@ -29,20 +29,22 @@ a little more memory, in which another plan just fits, may have a slower best pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.engine.fast_loop import run_fast
 from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.planning.ahead import OUTCOME, Ahead, Number, Offer
 from memo_sim.planning.allocator_limits import least_limited_s, may_gain, with_best_limit
 from memo_sim.planning.alpha_linear_program import LinearProgram, linear_program
-from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
+from memo_sim.planning.alpha_ranges import least_step_s as least_step_s_of_alphas
+from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap, least_that_fits
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
@@ -58,6 +60,7 @@ from memo_sim.planning.presets import (
     ROWWISE_SWAPPED,
     Policy,
 )
+from memo_sim.planning.processes import Team, current_team
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, Space, last_resorts, policies, with_alpha
 from memo_sim.planning.subsequences import swap_each
@@ -93,7 +96,8 @@ def search(
     - The ``keep`` best plans are exact.
     - ``front``: the Pareto front is exact too; candidates with open alpha are then evaluated at every eighth as well.
     - ``prune``: without it, everything is evaluated.
-    - ``siblings``: all policies on the best plan's layout are evaluated, for the explanation.
+    - ``siblings``: all policies on the best plan's layout are evaluated, for the explanation, but for attention in
+      chunks beside a ring, which is played only where it may win.
     - ``enough_s``: the search ends at the first plan that fits and takes no longer; all others count as pruned.
 
     Raises:
@@ -103,7 +107,14 @@ def search(
 
     def made(passes: Passes | None = None) -> _Search:
         return _Search(
-            question, keep=keep, front=front, prune=prune, siblings=siblings, enough_s=enough_s, passes=passes
+            question,
+            keep=keep,
+            front=front,
+            prune=prune,
+            siblings=siblings,
+            enough_s=enough_s,
+            passes=passes,
+            team=current_team(),
         )
 
     result, tried = made().run(Space(question), progress), last_resorts(question)
@@ -147,12 +158,26 @@ def search_beside(
     except (Infeasible, UsageError):
         return SearchResult([], 0, 0)
     space.layouts = [layout for layout in space.layouts if layout in tried]
-    made = _Search(question, keep=1, front=False, prune=True, siblings=siblings, enough_s=None, passes=before.passes)
+    made = _beside(question, before, siblings=siblings)
     made.limit = None if siblings else best
     made.known = {e.decisions: e.prediction for e in before.ranked}
     made.fastest = before.fastest
     made.chosen = lambda one: siblings or one.policy == tried[one.base.layout]
     return made.run(space)
+
+
+def _beside(question: Question, before: SearchResult, *, siblings: bool) -> _Search:
+    """Return a search for plans beside those of a search, whose passes it uses again."""
+    return _Search(
+        question,
+        keep=1,
+        front=False,
+        prune=True,
+        siblings=siblings,
+        enough_s=None,
+        passes=before.passes,
+        team=current_team(),
+    )
 
 
 def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated | None:
@@ -165,7 +190,7 @@ def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated
     """
     if before.best is not None:  # which may have a larger micro-batch than the question
         question = replace(question, micro_batch=before.best.decisions.micro_batch)
-    made = _Search(question, keep=1, front=False, prune=True, siblings=False, enough_s=None, passes=before.passes)
+    made = _beside(question, before, siblings=False)
     made.limit = before.best
     found = made.run(Space(question)).best
     fitting = [e for e in (before.best, found) if e is not None]
@@ -186,6 +211,9 @@ def _eighths(candidate: Candidate) -> list[Candidate]:
     return made
 
 
+NextBound = Literal["pipeline", "layers", "wide", "narrow", "alone", ""]
+
+
 @dataclass(frozen=True, slots=True)
 class _Bounded:
     """A candidate with its lower bounds; None when they cannot be computed, which the evaluation will explain."""
@@ -193,14 +221,19 @@ class _Bounded:
     candidate: Candidate
     bound: LowerBound | None
     shortfall_bytes: int
-    next_bound: Literal["pipeline", "layers", "wide", "narrow", ""] = ""
+    next_bound: NextBound = ""
     """The tighter bounds that come next, at the cost of some lowerings: from the layout's kernels and waits, from a few
-    of its layers, or from these for each of some ranges of alpha (``RANGES``)."""
+    of its layers, from these for each of some ranges of alpha (``RANGES``), or from one stage that is played alone."""
 
     @property
     def least_key(self) -> tuple[bool, bool, float]:
         """No outcome of the candidate ranks before this key (``Evaluated.rank_key``)."""
         return (False, False, 0.0) if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
+
+
+def _is_small(candidate: Candidate) -> bool:
+    """Return whether a plan that cannot win is soon played: chunks in a ring have a call for every pair and rank."""
+    return not (candidate.policy.attention_chunks and candidate.base.layout.cp > 1)
 
 
 def _least_key(bound: LowerBound, shortfall_bytes: int) -> tuple[bool, bool, float]:
@@ -209,8 +242,55 @@ def _least_key(bound: LowerBound, shortfall_bytes: int) -> tuple[bool, bool, flo
     return (short, False, float(shortfall_bytes) if short else ranked_s(bound.step_s))
 
 
-_Waiting = tuple[tuple[bool, bool, float], tuple[int, int], _Bounded | Layout]
+_Waiting = tuple[tuple[bool, bool, float], Number, _Bounded | Layout]
 """What may still be the best: its least key, its number, and a candidate, or a layout whose candidates are not made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What another process needs to know to evaluate a candidate."""
+
+    kept: Decisions | None
+    """The plan that swaps nothing, when it is a candidate."""
+    hiding: Decisions | None
+    """See ``_Search.hiding``."""
+    known: dict[Decisions, Prediction]
+    """Plans that need not be played again."""
+    limit_s: float
+    """See ``_Search._limit_s``."""
+    compiled: bool
+    """Whether to play in the compiled loop (``fast_loop.py``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedBeside:
+    """A candidate's outcome, and the predictions that its evaluation asked for, in this order."""
+
+    outcome: Evaluated | None
+    used: dict[Decisions, Prediction]
+
+
+def begin_beside(
+    here: dict[str, Any], question: Question, settings: Mapping[str, Any], goes_on: bool
+) -> Iterator[object]:
+    """Begin a search in another process, which computes bounds and plays plans for it.
+
+    ``goes_on``: whether the search uses the passes of an earlier one, as it then does there.
+    """
+    before: _Search | None = here.pop("search", None)
+    passes = before.bounds.passes if goes_on and before is not None and before.has_devices_of(question) else None
+    here["search"] = _Search(question, **settings, passes=passes)
+    return iter(())
+
+
+def work_beside(
+    here: dict[str, Any], one: _Bounded, last: tuple[bool, bool, float], told: Beside
+) -> Iterator[tuple[Hashable, object]]:
+    """Tighten a candidate's bounds, then evaluate it; end where its bounds pass ``last``."""
+    search: _Search = here["search"]
+    search.fastest = None
+    run_fast.beside(told.compiled)
+    return search.beside(one, last, told)
 
 
 class _Search:
@@ -226,6 +306,7 @@ class _Search:
         siblings: bool,
         enough_s: float | None,
         passes: Passes | None = None,
+        team: Team | None = None,
     ) -> None:
         self.question = question
         self.keep = keep
@@ -239,8 +320,9 @@ class _Search:
         self.least_s: dict[Decisions, float] = {}
         """By plan that keeps everything: the lower bound of its layout's step time (``pipeline_lower_bound.py``)."""
         self.known: dict[Decisions, Prediction] = {}
+        """Predictions that need not be made again, those of other processes included."""
         self.fastest: Simulation | None = None
-        """The simulation of the fastest plan that was played."""
+        """The simulation of the best plan that was played here."""
         self.ranked: list[Evaluated] = []
         self.places: dict[Decisions, int] = {}
         """The index in ``ranked`` of each plan, until ``ranked`` is sorted."""
@@ -249,6 +331,24 @@ class _Search:
         """By layout: the plan that swaps what hides under the next subsequence (SPPO 5.2), when it is a candidate."""
         self.chosen: Callable[[Candidate], bool] | None = None
         """The candidates to look at, when not all."""
+        self.used: dict[Decisions, None] = {}
+        """The plans whose predictions the candidates asked for, in this order."""
+        self.ranks: tuple[int, tuple[bool, bool, float, int, int, str] | None] = (-1, None)
+        """How many plans are known, and the rank key of the last of the ``keep`` best."""
+        self.told_limit_s: float | None = None
+        """In another process: what ``_limit_s`` is in the search."""
+        self.waiting: list[_Waiting] = []
+        """What is still to be looked at, as a heap."""
+        self.ahead = self._begin_ahead(team, goes_on=passes is not None) if team else None
+        """What other processes find out meanwhile, where there are any."""
+        self.all_matter = False
+        """Whether what waits is evaluated whatever was found."""
+        self.at: Collection[Decisions] = ()
+        """The plans of the candidate that is being evaluated, as ``_shared_plans`` returns them."""
+
+    def has_devices_of(self, question: Question) -> bool:
+        """Return whether passes that this search has lowered serve another question."""
+        return self.question.hardware == question.hardware and self.question.cluster == question.cluster
 
     def run(self, space: Space, progress: Progress | None = None) -> SearchResult:
         """Return the candidates of ``space`` evaluated or pruned.
@@ -256,14 +356,14 @@ class _Search:
         Raises:
             Infeasible: when there are none.
         """
-        waiting: list[_Waiting] = []
+        waiting = self.waiting
         lazily = self.prune and not self.front and len(space.layouts) > MOST_LAYOUTS_AT_ONCE
         for place, layout in enumerate(space.layouts):
             if lazily:
                 heappush(waiting, (self._least_key_of_layout(space, layout), (place, -1), layout))
             else:
                 self._open(space, layout, place, waiting)
-        pruned: list[Candidate] = []
+        pruned: list[tuple[Number, Candidate]] = []
         done = stood_for = unopened = 0
         every = sum(len(space.policies) if isinstance(one, Layout) else 1 for _, _, one in waiting)
         while waiting:
@@ -277,24 +377,27 @@ class _Search:
                     every += self._open(space, one, number[0], waiting)
                 continue
             if one.next_bound and self.prune and not beyond:
-                one = self._with_next_bounds(one)
+                one = self._tightened(number, one)
                 heappush(waiting, (one.least_key, number, one))
                 continue
             if beyond:
-                pruned.append(one.candidate)
+                pruned.append((number, one.candidate))
             else:
-                stood_for += not self._add(one.candidate)
+                stood_for += not self._add(number, one.candidate)
             done += 1
             if progress:
                 progress(done, max(done, every))
         refused = space.refused(none_found=not (self.bases or unopened) and self.chosen is None)
         if not self.ranked:
+            self._end_ahead()
             return SearchResult([], 0, len(pruned) + stood_for + unopened, refused, self.bounds.passes)
         self._limit_the_allocator()
         self._widen_the_window()
         best = min(self.ranked, key=lambda e: e.rank_key)
-        beside = [c for c in pruned if c.base.layout == best.decisions.layout] if self.siblings else []
-        stood_for += sum(not self._add(candidate) for candidate in beside)
+        layout = best.decisions.layout
+        beside = [(n, c) for n, c in pruned if c.base.layout == layout and _is_small(c)] if self.siblings else []
+        stood_for += self._add_all(beside)
+        self._end_ahead()
         self.ranked.sort(key=lambda e: e.rank_key)
         self.ranked[0] = self._with_refusals(self.ranked[0])
         left = len(pruned) - len(beside) + stood_for + unopened
@@ -304,7 +407,7 @@ class _Search:
             left,
             refused,
             self.bounds.passes,
-            played=self.known.values(),
+            played=[self.known[plan] for plan in self.used],
             fastest=self.fastest,
         )
 
@@ -369,13 +472,23 @@ class _Search:
     def _enough(self, prediction: Prediction) -> bool:
         return self.enough_s is not None and prediction.step_s is not None and prediction.step_s <= self.enough_s
 
-    def _add(self, candidate: Candidate) -> bool:
+    def _add_all(self, candidates: list[tuple[Number, Candidate]]) -> int:
+        """Evaluate candidates in their order; return of how many another candidate gives the same plan."""
+        same, waiting, self.all_matter = 0, self.waiting, True
+        for place, (number, candidate) in enumerate(candidates):
+            waiting.append(((False, False, float(place)), number, _Bounded(candidate, None, 0)))
+        while waiting:
+            _, number, one = heappop(waiting)
+            same += isinstance(one, _Bounded) and not self._add(number, one.candidate)
+        return same
+
+    def _add(self, number: Number, candidate: Candidate) -> bool:
         """Evaluate a candidate; return False when another candidate gives the same plan.
 
         That happens when the alpha found by a search is an eighth that a front asks for. The outcome of the search is
         kept, because it knows the neighbouring alphas.
         """
-        outcome = self._outcome(candidate)
+        outcome = self._found_outcome(number, candidate)
         if outcome is None:
             return False
         at = self.places.setdefault(outcome.decisions, len(self.ranked))
@@ -416,17 +529,62 @@ class _Search:
             if one.next_bound == "pipeline":
                 bound = replace(bound, step_s=max(bound.step_s, self._least_s(kept(candidate.base))))
                 return replace(one, bound=bound, next_bound="layers")
+            if one.next_bound == "alone":
+                return replace(one, bound=self._bound_of_one_stage(candidate, bound), next_bound="")
             width = RANGES.get(one.next_bound)
             higher = self._bound(candidate) if width is None else self._bound_of_ranges(candidate, width)
         except Infeasible:
             return _Bounded(candidate, None, 0)
         higher = replace(higher, step_s=max(higher.step_s, bound.step_s))
-        after: Literal["wide", "narrow", ""] = "narrow" if one.next_bound == "wide" else ""
-        layout = candidate.base.layout
-        # Without stages, a few plays take no longer than these bounds.
-        if one.next_bound == "layers" and candidate.policy.alpha is None and layout.pp > 1 and layout.subsequences == 1:
-            after = "wide"
-        return _Bounded(candidate, higher, self.bounds.shortfall_bytes(higher), after)
+        return _Bounded(candidate, higher, self.bounds.shortfall_bytes(higher), self._after(one))
+
+    def _after(self, one: _Bounded) -> NextBound:
+        """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
+        layout = one.candidate.base.layout
+        alone: NextBound = "" if self.front else "alone"
+        if one.next_bound == "wide":
+            return "narrow" if self.front else alone
+        if one.next_bound == "layers" and layout.pp > 1 and layout.subsequences == 1:
+            return "wide" if one.candidate.policy.alpha is None else alone
+        return ""
+
+    def _bound_of_one_stage(self, candidate: Candidate, bound: LowerBound) -> LowerBound:
+        """Return a bound that no alpha of the candidate is below, if one stage shows that none ranks among the best.
+
+        Else return ``bound``.
+        """
+        limit_s, base = self._limit_s(), candidate.base
+        if limit_s == float("inf"):
+            return bound
+        if candidate.policy.alpha is not None:
+            found_s = self.bounds.of_one_stage(base, base, limit_s)
+        else:
+            grid = Grid.of(base)
+            partial = candidate.policy == PARTIAL_SWAP
+            # Token-wise plans that swap every token are the full swap, a candidate of its own.
+            full_swap = partial or any(p == FULL_SWAP for p in policies(self.question))
+            low, high = int(partial), grid.steps - full_swap
+            if high < low:
+                return bound
+            if partial:
+                low = least_that_fits(lambda step: self.bounds.lack_device(grid.at(step)), low, high)
+            found_s = least_step_s_of_alphas(self.bounds, grid, low, max(low, self._most(grid, low, high)), limit_s)
+        return replace(bound, step_s=max(bound.step_s, found_s))
+
+    def _limit_s(self) -> float:
+        """Return the step seconds of the last of the ``keep`` best plans so far; infinite if it does not fit."""
+        if self.told_limit_s is not None:
+            return self.told_limit_s
+        last = self._last_kept()
+        return float("inf") if last is None or last[0] else last[2]
+
+    def _last_kept(self) -> tuple[bool, bool, float, int, int, str] | None:
+        """Return the rank key of the last of the ``keep`` best plans so far; None where there are fewer."""
+        known = [*self.ranked, self.limit] if self.limit else self.ranked
+        if len(known) != self.ranks[0]:
+            keys = sorted(e.rank_key for e in known)
+            self.ranks = len(known), keys[self.keep - 1] if len(keys) >= self.keep else None
+        return self.ranks[1]
 
     def _least_s(self, keeping: Decisions) -> float:
         if keeping not in self.least_s:
@@ -480,15 +638,14 @@ class _Search:
         if self.front and bound is not None and not least_key[0]:
             least = (bound.step_s, bound.device_bytes, bound.host_bytes_per_node)
             return any(as_good(e.costs, least) for e in self.ranked if e.prediction.status == "ok")
-        known = [*self.ranked, self.limit] if self.limit else self.ranked
-        if len(known) < self.keep:
-            return False
-        return sorted(e.rank_key for e in known)[self.keep - 1] < least_key
+        last = self._last_kept()
+        return last is not None and last < least_key
 
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the engine's prediction; each plan is played once."""
         if decisions not in self.known:
             self._play(decisions)
+        self.used[decisions] = None
         return self.known[decisions]
 
     def _play(self, decisions: Decisions) -> Simulation:
@@ -500,9 +657,114 @@ class _Search:
             self.fastest = None
         simulation = simulate(decisions, self.question.hardware, self.question.cluster, loop=run_fast)
         self.known[decisions] = simulation.prediction
-        if self.fastest is None or _is_faster(simulation, self.fastest):
+        self.used[decisions] = None
+        self._give_ahead()
+        if self.fastest is None or _ranks_before(simulation, self.fastest):
             self.fastest = simulation
         return simulation
+
+    def _begin_ahead(self, team: Team, *, goes_on: bool) -> Ahead:
+        """Return what other processes find out, before they begin."""
+        settings = {name: getattr(self, name) for name in ("keep", "front", "prune", "siblings", "enough_s")}
+        begin = (begin_beside, (self.question, settings, goes_on))
+        return Ahead(team, self, begin=begin, task=work_beside, taken=_Bounded)
+
+    def hear(self, found: PlayedBeside) -> None:
+        """Keep the predictions that another process has made."""
+        self.known.update(found.used)
+
+    def _give_ahead(self) -> None:
+        """Let other processes begin with the next candidates."""
+        if self.ahead is not None:
+            self.ahead.give()
+
+    def _end_ahead(self) -> None:
+        if self.ahead is not None:
+            self.ahead.end()
+
+    def limit_key(self) -> tuple[bool, bool, float]:
+        """Return the largest key of a candidate that may matter."""
+        last = self._last_kept()
+        if self.front or self.all_matter or not self.prune or last is None:
+            return (True, True, float("inf"))
+        return last[:3]
+
+    def offered(self, one: _Bounded, last: tuple[bool, bool, float]) -> Offer:
+        """Return a candidate as a task of another process, which ends where the candidate's bounds pass ``last``."""
+        candidate = one.candidate
+        plays, keeping = self._shared_plans(candidate), swap_each(candidate.base, 0)
+        known = {plan: self.known[plan] for plan in plays if plan in self.known}
+        hiding = self.hiding.get(candidate.base.layout)
+        told = Beside(
+            kept=keeping if keeping in self.bases else None,
+            hiding=hiding,
+            known=known,
+            limit_s=self._limit_s(),
+            compiled=run_fast.compiled,
+        )
+        return Offer((one, last, told), plays - known.keys())
+
+    def _shared_plans(self, candidate: Candidate) -> set[Decisions]:
+        """Return plans that the candidate's evaluation may play, and that of another candidate as well."""
+        policy, base = candidate.policy, candidate.base
+        found = {base} if policy.alpha is not None else set()
+        if self.front:
+            return found
+        if policy in STAND_BACK or candidate.narrow is not None:
+            found.add(swap_each(base, 0))
+        if candidate.narrow is not None:
+            found |= {candidate.narrow, self.hiding.get(base.layout, base)}
+        return found
+
+    def next_name(self, one: _Bounded) -> Hashable:
+        """Return the name of a candidate's next bounds, with what they depend on beside the candidate."""
+        return (one.next_bound, self._limit_s()) if one.next_bound == "alone" else one.next_bound
+
+    def _tightened(self, number: Number, one: _Bounded) -> _Bounded:
+        """Return the next tighter lower bounds of a candidate, which another process may have computed."""
+        self.at = ()
+        self._give_ahead()
+        found = self.ahead.bounded(number, one) if self.ahead else None
+        return self._with_next_bounds(one) if found is None else replace(found, candidate=one.candidate)
+
+    def _found_outcome(self, number: Number, candidate: Candidate) -> Evaluated | None:
+        """Return the outcome of one candidate, as ``_outcome``; another process may have evaluated it."""
+        if self.ahead is None:
+            return self._outcome(candidate)
+        self.at = self._shared_plans(candidate)
+        self._give_ahead()
+        found: PlayedBeside | None = self.ahead.outcome(number)
+        if found is None:
+            return self._outcome(candidate)
+        self.used.update(dict.fromkeys(found.used))
+        return found.outcome
+
+    def beside(self, one: _Bounded, last: tuple[bool, bool, float], told: Beside) -> Iterator[tuple[Hashable, object]]:
+        """Yield what is found out for the same search in another process (``work_beside``)."""
+        self.told_limit_s = told.limit_s
+        while one.next_bound and one.least_key <= last:
+            name = self.next_name(one)
+            one = self._with_next_bounds(one)
+            yield name, one
+        if one.next_bound or one.least_key > last:
+            return
+        self.known.update(told.known)
+        if told.kept is not None:
+            self.bases.add(told.kept)
+        if told.hiding is not None:
+            self.hiding[told.hiding.layout] = told.hiding
+        self.used.clear()
+        outcome = self._outcome(one.candidate)
+        yield OUTCOME, PlayedBeside(outcome, {plan: self.known[plan] for plan in self.used})
+
+    def beside_itself(self, one: _Bounded, last: tuple[bool, bool, float], told: Beside) -> Iterator[Any]:
+        """Yield the same in this process: only predictions and the simulation of the best plan are kept."""
+        used, at = self.used, self.at
+        self.used, self.at = {}, {*at, *self._shared_plans(one.candidate)}
+        try:
+            yield from self.beside(one, last, told)
+        finally:
+            self.used, self.at, self.told_limit_s = used, at, None
 
     def _outcome(self, candidate: Candidate) -> Evaluated | None:
         try:
@@ -578,9 +840,15 @@ class _Search:
         return simulation.prediction if simulation.memory.fault else None
 
 
-def _is_faster(simulation: Simulation, other: Simulation) -> bool:
+def _ranks_before(simulation: Simulation, other: Simulation) -> bool:
+    """Return whether a plan ranks before another one; of equally fast ones the best is kept, too."""
     mine_s, other_s = simulation.prediction.step_s, other.prediction.step_s
-    return mine_s is not None and (other_s is None or mine_s < other_s)
+    if mine_s is None or other_s is None:
+        return mine_s is not None
+    if ranked_s(mine_s) != ranked_s(other_s):
+        return mine_s < other_s
+    pair = (Evaluated(KEEP, each.decisions, each.prediction).rank_key for each in (simulation, other))
+    return next(pair) < next(pair)
 
 
 def play(question: Question, decisions: Decisions, found: SearchResult | None = None) -> Simulation:

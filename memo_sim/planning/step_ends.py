@@ -17,7 +17,6 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Lane, Template
 from memo_sim.program.ir.kinds import TemplateKind
-from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.lower import lower
 
@@ -51,7 +50,8 @@ class StepEnds:
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
         self._hardware, self._cluster = hardware, cluster
-        self._lowered: dict[Decisions, Program] = {}
+        self._lowered: dict[Decisions, list[Template]] = {}
+        """The templates of the steps' ends."""
         self._known: dict[tuple[Decisions, Layout], tuple[StepEnd, ...]] = {}
 
     def of(self, decisions: Decisions) -> tuple[StepEnd, ...]:
@@ -73,7 +73,8 @@ class StepEnds:
         placed = msgspec.structs.replace(layout, schedule="1f1b", virtual_stages=1, pp_layers=())
         if (alone, placed) not in self._known:
             if alone not in self._lowered:
-                (self._lowered[alone],) = lower(alone)
+                (program,) = lower(alone)
+                self._lowered[alone] = [template for template in program.templates if template.kind.of_step]
             pricer = Pricer(self._hardware, self._cluster, layout, rowwise=decisions.kernels.rowwise)
             self._known[alone, placed] = tuple(
                 self._of_kind(alone, kind, pricer) for kind in range(len(model.layer_shapes))
@@ -83,8 +84,8 @@ class StepEnds:
     def _of_kind(self, alone: Decisions, kind: int, pricer: Pricer) -> StepEnd:
         reduced_s: dict[Lane, float] = {}
         compute_s = 0.0
-        for template in self._lowered[alone].templates:
-            if not _of_layer(template, kind) or not template.kind.of_step:
+        for template in self._lowered[alone]:
+            if not _of_layer(template, kind):
                 continue
             for instruction in template.instructions:
                 if instruction.lane is Lane.COMPUTE:

@@ -1,4 +1,4 @@
-"""Compares chunked attention under Ulysses, tensor parallelism and pipeline stages with one process."""
+"""Compares chunked attention under Ulysses, tensor parallelism, a ring and pipeline stages with one process."""
 
 from typing import Any
 
@@ -14,13 +14,19 @@ LAYOUTS = [
     Layout(ulysses=2, pp=2),
     Layout(ulysses=2, dp=2, zero=3),
     Layout(tp=2, sequence_parallel=True, ulysses=2),
+    Layout(cp=2),
+    Layout(cp=4),
+    Layout(cp=2, pp=2),
+    Layout(cp=2, ulysses=2, zero=3),
+    Layout(tp=2, sequence_parallel=True, cp=2),
 ]
-QUICK = LAYOUTS[:2]
+RINGS = [each for each in LAYOUTS if each.cp > 1]
+QUICK = [*LAYOUTS[:2], RINGS[0]]
 
 
 def chunks(layout: Layout) -> dict[str, Any]:
     """Return the options of chunked attention: three chunks, or two longer ones for more ranks; the last is shorter."""
-    chunk, tokens = (512, 896) if layout.tp * layout.ulysses > 2 else (256, 640)
+    chunk, tokens = (512, 896) if layout.tp * layout.ulysses * layout.cp > 2 else (256, 640)
     return {"recompute": "full", "attention_chunk_tokens": chunk, "seq_tokens": tokens}
 
 
@@ -35,7 +41,9 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, layout
 
 
 @pytest.mark.parametrize(
-    "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])], ids=label
+    "layout",
+    [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:] if each not in RINGS)],
+    ids=label,
 )
 def test_several_sequences_a_micro_batch(team: Team, layout: Layout) -> None:
     """Ranks of Ulysses hold different sequences of a chunk's rows; the exchange brings each one together."""

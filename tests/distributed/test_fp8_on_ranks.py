@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from memo_sim.contract.plan import Layout
-from tests.distributed.parity import one_process, play, whole_gradients
-from tests.distributed.team import Member, Team
+from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.kernels import StepScalars
+from memo_exec.training import checkpoint, weights
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.layout.fp8 import scaled_operands
+from memo_sim.program.lower import lower
+from memo_sim.program.operators.fp8_operands import HISTORY
+from tests.distributed.parity import one_process, own_batch, play, whole_gradients
+from tests.distributed.team import PATIENCE_S, Member, Team
 from tests.distributed.training import training
 from tests.exec_cpu.small import llama
 
@@ -17,7 +28,8 @@ NEAR = 0.25
 """Relative difference of a gradient: other scales round otherwise, as in ``test_gradients_in_fp8.py``."""
 
 
-SIZES: dict[str, dict[str, Any]] = {"tensor": {}, "block": {"hidden": 256, "head_dim": 64, "ffn_hidden": 256}}
+IN_BLOCKS = {"hidden": 256, "head_dim": 64, "ffn_hidden": 256}
+SIZES: dict[str, dict[str, Any]] = {"tensor": {}, "block": IN_BLOCKS, "mx": IN_BLOCKS}
 TOKENWISE = {"recompute": "tokenwise", "swapped_tokens": 256}
 
 
@@ -28,6 +40,8 @@ TOKENWISE = {"recompute": "tokenwise", "swapped_tokens": 256}
         pytest.param("tensor", TOKENWISE, marks=pytest.mark.slow, id="tokenwise"),
         pytest.param("block", {"seq_tokens": 256, "swapped_tokens": 0}, marks=pytest.mark.slow, id="kept, in blocks"),
         pytest.param("block", TOKENWISE, marks=pytest.mark.slow, id="tokenwise, in blocks"),
+        pytest.param("mx", {"seq_tokens": 256, "swapped_tokens": 0}, marks=pytest.mark.slow, id="kept, in mx"),
+        pytest.param("mx", TOKENWISE, marks=pytest.mark.slow, id="tokenwise, in mx"),
     ],
 )
 def test_gathered_rows_are_multiplied_with_the_scale_of_each_rank(
@@ -35,6 +49,7 @@ def test_gathered_rows_are_multiplied_with_the_scale_of_each_rank(
 ) -> None:
     """A rank's scales of blocks are those of one process for its rows, but heads and features are cut."""
     model, fields = llama(layers=1, **SIZES[recipe]), IN_FP8 | {"fp8": recipe} | policy
+    fields |= {"fp8_layouts": "any"} if recipe == "mx" else {}
     decisions = training(model, Layout(tp=2, sequence_parallel=True), **fields, global_batch=1)
     ranks = team.play(play, 2, decisions, 1, {})
     alone = play(Member(0, 1), one_process(decisions), 1, {})
@@ -44,3 +59,51 @@ def test_gathered_rows_are_multiplied_with_the_scale_of_each_rank(
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert float((found[name] - value).norm() / value.norm()) <= NEAR, name
+
+
+STEPS = 2
+
+
+def delayed(member: Member, decisions: Decisions) -> tuple[list[float], dict[str, Tensor]]:
+    """Play steps with delayed scaling; return their losses, and the largest values of this rank's layers in them."""
+    place = MeshCoordinates(decisions.layout, member.rank)
+    groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S) if member.world > 1 else {}
+    with Interpreter(decisions, rank_program(decisions, place), rank=member.rank, groups=groups) as interpreter:
+        weights.initialize(interpreter, seed=1)
+        losses = []
+        for step in range(1, STEPS + 1):
+            scalars = StepScalars(lr=1e-3, step=step, loss_scale=1 / (decisions.global_batch * decisions.seq_tokens))
+            losses.append(interpreter.run_step(own_batch(decisions, member.rank, step), scalars).loss)
+        held = checkpoint.scales_of(interpreter)
+        return losses, {n: h.view[:, :STEPS].clone() for n, (h,) in held.items() if n.startswith(HISTORY)}
+
+
+LAYOUTS = {
+    "pipeline": (Layout(pp=2), 0.0),
+    "data parallel": (Layout(dp=2, zero=1), 0.0),
+    "tensor parallel": (Layout(tp=2, sequence_parallel=True), 0.1),
+}
+"""Layouts, and how far largest values may differ from those of one process; of weights not at all, in the first step.
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["pipeline", *(pytest.param(n, marks=pytest.mark.slow) for n in ("data parallel", "tensor parallel"))]
+)
+def test_largest_values_are_those_of_one_process(team: Team, name: str) -> None:
+    """So a run goes on with the same scales on another layout: they are reduced over ranks with the same layers."""
+    layout, apart = LAYOUTS[name]
+    fields = IN_FP8 | {"fp8": "delayed", "seq_tokens": 64, "swapped_tokens": 0, "global_batch": 2}
+    decisions = training(llama(layers=layout.pp), layout, **fields)
+    ranks = team.play(delayed, 2, decisions)
+    alone_losses, wanted = delayed(Member(0, 1), one_process(decisions))
+    found = {n: value for _, held in ranks for n, value in held.items()}
+    assert found.keys() == wanted.keys()
+    if layout.pp == 1:
+        assert all(torch.equal(ranks[0][1][n], ranks[1][1][n]) for n in found)
+    weighed = [i for i, (_, operand) in enumerate(scaled_operands(decisions)) if operand == "weight"]
+    for n, value in wanted.items():
+        assert torch.equal(found[n][weighed, 0], value[weighed, 0])
+        torch.testing.assert_close(found[n], value, rtol=apart, atol=0.0)
+        assert value.all()
+    assert ranks[-1][0] == pytest.approx(alone_losses, rel=apart / 10)

@@ -69,7 +69,7 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, model:
 
 
 @pytest.mark.parametrize("chunk", [0, 128])
-@pytest.mark.parametrize("loss", ["fused", "vocab-parallel"])
+@pytest.mark.parametrize("loss", ["fused", "vocab-parallel", "linear"])
 def test_forms_of_the_loss_go_with_a_divided_vocabulary(team: Team, loss: str, chunk: int) -> None:
     """The vocabulary does not divide evenly, so the last rank has a column beyond it."""
     layout = Layout(tp=2, sequence_parallel=True)

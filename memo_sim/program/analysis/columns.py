@@ -1,6 +1,12 @@
-"""Expands a program to integer columns: one row per instruction, and one row per operand.
+"""Expands a program to integer columns: one row per instruction, and rows of operands.
 
 An operand in a part of a region (``Family.region``) is a range of the region's buffer. A region has rows of one byte.
+
+Instructions have one row each. Operands are many more, and those of a template's own buffers are the same in every
+instance but for the numbers of the instruction and of the buffer. So there are two forms:
+
+    expand    every operand of the step has a row: what looks at single operands
+    fold      a template's own operands have their rows once, for all of its instances: what looks at whole programs
 
 These arrays are the only form of a program that is as long as the step. Everything that looks at all instructions
 (edges, liveness, the engine) works on them.
@@ -8,13 +14,14 @@ These arrays are the only form of a program that is as long as the step. Everyth
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memo_sim.program.ir.instruction import Family, Operand
+from memo_sim.program.ir.instruction import Family, Operand, Template
 from memo_sim.program.ir.program import Program
 
 Ints = NDArray[np.int64]
@@ -22,13 +29,68 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Arrays over instructions (lane, instance, template, position in it) and over operands, in program order."""
+class Operands:
+    """Rows of operands in program order, which come again at each of ``starts``.
+
+    Repetition n has the same rows with its instructions counted from ``starts[n]``, in the n-th buffers after the
+    first repetition's.
+    """
+
+    instruction: Ints
+    """Number of the instruction, from the start of a repetition."""
+    buffer: Ints
+    """Number of the buffer among those of a repetition."""
+    first: Ints
+    end: Ints
+    mode: Ints
+    lane: Ints
+    """Lane of every instruction of a repetition, those without a row too."""
+    bases: Ints
+    """The buffers of the first repetition, numbered through the program."""
+    dynamic: Flags
+    """Whether their device memory is allocated and freed during the step."""
+    starts: Ints
+
+    def instructions(self, numbers: Ints) -> Ints:
+        """Return instructions of a repetition, numbered through the program, in every repetition."""
+        found: Ints = (self.starts[:, None] + numbers).ravel()
+        return found
+
+    def buffers(self, chosen: Flags) -> Ints:
+        """Return the chosen buffers of a repetition, numbered through the program, in every repetition."""
+        found: Ints = (np.arange(len(self.starts))[:, None] + self.bases[chosen]).ravel()
+        return found
+
+
+@dataclass(frozen=True)
+class InstructionColumns:
+    """Arrays over instructions: lane, instance, template and position in it, in program order."""
 
     lane: Ints
     instance: Ints
     template: Ints
     position: Ints
+
+    @property
+    def of_instructions(self) -> InstructionColumns:
+        """These arrays alone, without what a subclass adds."""
+        return InstructionColumns(self.lane, self.instance, self.template, self.position)
+
+
+@dataclass(frozen=True)
+class FoldedColumns(InstructionColumns):
+    """Arrays over instructions and over buffers, and operands with those of equal instances once."""
+
+    operands: tuple[Operands, ...]
+    buffer_bytes: Ints
+    buffer_family: Ints
+    buffer_dynamic: Flags
+
+
+@dataclass(frozen=True)
+class Columns(InstructionColumns):
+    """Arrays over instructions and over operands, in program order, and over buffers."""
+
     operand_instruction: Ints
     operand_buffer: Ints
     operand_first: Ints
@@ -39,9 +101,96 @@ class Columns:
     buffer_dynamic: Flags
     """Whether a buffer's device memory is allocated and freed during the step."""
 
+    @property
+    def operands(self) -> tuple[Operands, ...]:
+        """All operands, as rows that come once."""
+        return (
+            Operands(
+                instruction=self.operand_instruction,
+                buffer=self.operand_buffer,
+                first=self.operand_first,
+                end=self.operand_end,
+                mode=self.operand_mode,
+                lane=self.lane,
+                bases=np.arange(len(self.buffer_bytes), dtype=np.int64),
+                dynamic=self.buffer_dynamic,
+                starts=np.zeros(1, dtype=np.int64),
+            ),
+        )
+
 
 def expand(program: Program) -> Columns:
-    """Return the columns of ``program``."""
+    """Return the columns of ``program``, with a row for every operand of the step."""
+    laid, template_of, starts = _instructions(program)
+    sizes, families, dynamic = _buffers(program)
+    row = _rows_of(program, lambda template: [True] * len(template.slots))
+    taken, instance = _taken(row.lengths, template_of)
+    buffers, first_slot = _slots(program, template_of, own=True)
+    return Columns(
+        **vars(laid),
+        operand_instruction=starts[instance] + row.position[taken],
+        operand_buffer=buffers[first_slot[instance] + row.slot[taken]],
+        operand_first=row.first[taken],
+        operand_end=row.end[taken],
+        operand_mode=row.mode[taken],
+        buffer_bytes=sizes,
+        buffer_family=families,
+        buffer_dynamic=dynamic,
+    )
+
+
+def fold(program: Program) -> FoldedColumns:
+    """Return the columns of ``program``, with the operands of each template's own buffers once."""
+    laid, template_of, starts = _instructions(program)
+    sizes, families, dynamic = _buffers(program)
+    row = _rows_of(program, lambda template: [not own for own in _own_slots(template)])
+    taken, instance = _taken(row.lengths, template_of)
+    bound, first_slot = _slots(program, template_of, own=False)
+    used, number = np.unique(bound, return_inverse=True)
+    shared = Operands(
+        instruction=starts[instance] + row.position[taken],
+        buffer=number[first_slot[instance] + row.slot[taken]],
+        first=row.first[taken],
+        end=row.end[taken],
+        mode=row.mode[taken],
+        lane=laid.lane,
+        bases=used,
+        dynamic=dynamic[used],
+        starts=np.zeros(1, dtype=np.int64),
+    )
+    own = _rows_of(program, _own_slots)
+    ends = np.cumsum(own.lengths).tolist()
+    found = [shared]
+    for number_of_template, (template, end) in enumerate(zip(program.templates, ends, strict=True)):
+        mine, at = slice(end - own.lengths[number_of_template], end), starts[template_of == number_of_template]
+        if mine.start == end or not len(at):
+            continue
+        names = [slot for slot, is_own in zip(template.slots, _own_slots(template), strict=True) if is_own]
+        bases = np.array([program.family_bases[f"{template.name}/{name}"] for name in names], dtype=np.int64)
+        found.append(
+            Operands(
+                instruction=own.position[mine],
+                buffer=own.slot[mine],
+                first=own.first[mine],
+                end=own.end[mine],
+                mode=own.mode[mine],
+                lane=np.array([int(i.lane) for i in template.instructions], dtype=np.int64),
+                bases=bases,
+                dynamic=dynamic[bases],
+                starts=at,
+            )
+        )
+    return FoldedColumns(
+        **vars(laid),
+        operands=tuple(found),
+        buffer_bytes=sizes,
+        buffer_family=families,
+        buffer_dynamic=dynamic,
+    )
+
+
+def _instructions(program: Program) -> tuple[InstructionColumns, Ints, Ints]:
+    """Return the columns of instructions, the template of every instance, and each instance's first instruction."""
     templates = program.templates
     lengths = np.array([len(t.instructions) for t in templates], dtype=np.int64)
     template_of = np.array([i.template for i in program.instances], dtype=np.int64)
@@ -53,52 +202,57 @@ def expand(program: Program) -> Columns:
     lane_table = np.zeros((len(templates), int(lengths.max(initial=1))), dtype=np.int64)
     for t, template in enumerate(templates):
         lane_table[t, : len(template.instructions)] = [int(i.lane) for i in template.instructions]
-    template_column = template_of[instance]
+    column = template_of[instance]
+    return InstructionColumns(lane_table[column, position], instance, column, position), template_of, starts
 
-    operands = _operands(program, template_of, starts)
+
+def _buffers(program: Program) -> tuple[Ints, Ints, Flags]:
+    """Return the bytes and the family of every buffer, and whether it is dynamic."""
     families = program.all_families
     counts = [f.count for f in families]
-    return Columns(
-        lane=lane_table[template_column, position],
-        instance=instance,
-        template=template_column,
-        position=position,
-        operand_instruction=operands[0],
-        operand_buffer=operands[1],
-        operand_first=operands[2],
-        operand_end=operands[3],
-        operand_mode=operands[4],
-        buffer_bytes=np.repeat(np.array([f.bytes for f in families], dtype=np.int64), counts),
-        buffer_family=np.repeat(np.arange(len(families), dtype=np.int64), counts),
-        buffer_dynamic=np.repeat(
-            np.array([f.space == "device" and f.lifetime == "dynamic" for f in families], dtype=np.bool_), counts
-        ),
-    )
+    dynamic = np.array([f.space == "device" and f.lifetime == "dynamic" for f in families], dtype=np.bool_)
+    sizes = np.array([f.bytes for f in families], dtype=np.int64)
+    return np.repeat(sizes, counts), np.repeat(np.arange(len(families)), counts), np.repeat(dynamic, counts)
 
 
-def _operands(program: Program, template_of: Ints, starts: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return the operand columns of all instances in program order; ``starts`` are the instances' first instructions.
+@dataclass(frozen=True)
+class _Rows:
+    """The operands of all templates, one template after another; ``slot`` counts the chosen slots of a template."""
+
+    lengths: list[int]
+    """Rows of each template."""
+    position: Ints
+    slot: Ints
+    first: Ints
+    end: Ints
+    mode: Ints
+
+
+def _rows_of(program: Program, chosen: Callable[[Template], Sequence[bool]]) -> _Rows:
+    """Return the operands of the ``chosen`` slots of every template.
 
     One table holds the rows of all templates. Every instance takes the rows of its own template:
 
         templates   A: a0 a1 | B: b0 b1 b2        instances   A B A  ->  a0 a1 b0 b1 b2 a0 a1
     """
-    templates = program.templates
     parts = {f.name: f for f in program.families if f.region}
-    rows = [
-        (p, o.slot, *_rows(o, parts.get(template.slots[o.slot])), int(o.mode))
-        for template in templates
-        for p, i in enumerate(template.instructions)
-        for o in i.operands
-    ]
+    rows, lengths = list[tuple[int, ...]](), []
+    for template in program.templates:
+        flags = chosen(template)
+        number = np.cumsum([0, *flags]).tolist()
+        before = len(rows)
+        rows += [
+            (p, number[o.slot], *_range(o, parts.get(template.slots[o.slot])), int(o.mode))
+            for p, i in enumerate(template.instructions)
+            for o in i.operands
+            if flags[o.slot]
+        ]
+        lengths.append(len(rows) - before)
     table = np.array(rows, dtype=np.int64).reshape(-1, 5)
-    row, instance = _taken([sum(len(i.operands) for i in t.instructions) for t in templates], template_of)
-    position, slot, first, end, mode = (table[row, column] for column in range(5))
-    buffers, first_slot = _bound_buffers(program, template_of)
-    return starts[instance] + position, buffers[first_slot[instance] + slot], first, end, mode
+    return _Rows(lengths, *(np.ascontiguousarray(table[:, column]) for column in range(5)))
 
 
-def _rows(operand: Operand, part: Family | None) -> tuple[int, int]:
+def _range(operand: Operand, part: Family | None) -> tuple[int, int]:
     """Return the first row of an operand in its buffer, and the row after it."""
     if part is None:
         return operand.first, operand.first + operand.tokens
@@ -115,20 +269,27 @@ def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
     return np.arange(len(instance), dtype=np.int64) + shift[instance], instance
 
 
-def _bound_buffers(program: Program, template_of: Ints) -> tuple[Ints, Ints]:
+def _own_slots(template: Template) -> list[bool]:
+    """Return for each slot whether it has a buffer of the template's own families."""
+    own = {f.name for f in template.own}
+    return [s in own for s in template.slots]
+
+
+def _slots(program: Program, template_of: Ints, *, own: bool) -> tuple[Ints, Ints]:
     """Return the buffer of every slot of every instance, and the position of each instance's first slot.
 
     A slot of a shared family has the buffer that the instance names. A slot of the template's own family has the buffer
-    of this instance.
+    of this instance; without ``own``, these slots are left out.
     """
     templates, bases = program.templates, dict(program.family_bases)
     bases |= {f.name: bases[f.region] for f in program.families if f.region}
-    base, is_own = [], []
+    base, is_own, slots = list[int](), list[bool](), []
     for template in templates:
-        own = {f.name for f in template.own}
-        base += [bases[f"{template.name}/{s}" if s in own else s] for s in template.slots]
-        is_own += [s in own for s in template.slots]
-    slots = [len(t.slots) for t in templates]
+        flags = _own_slots(template)
+        chosen = [(s, mine) for s, mine in zip(template.slots, flags, strict=True) if own or not mine]
+        base += [bases[f"{template.name}/{s}" if mine else s] for s, mine in chosen]
+        is_own += [mine for _, mine in chosen]
+        slots.append(len(chosen))
     row, instance = _taken(slots, template_of)
     order = np.argsort(template_of, kind="stable")
     uses = np.bincount(template_of, minlength=len(templates))

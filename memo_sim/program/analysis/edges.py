@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.program.analysis.columns import Columns, Flags, Ints
+from memo_sim.program.analysis.columns import Columns, Flags, FoldedColumns, Ints, Operands
 from memo_sim.program.ir.instruction import Lane, Mode
 
 
@@ -36,85 +36,134 @@ class Edges:
     consumer: Ints
 
 
-def derive_edges(columns: Columns) -> Edges:
-    """Return the cross-lane edges of the program, without edges that others imply through lane order."""
-    shared = _shared(columns)
-    segment, instruction, mode = _segments(columns, shared)
-    lane = columns.lane[instruction]
+def derive_edges(columns: Columns | FoldedColumns) -> Edges:
+    """Return the cross-lane edges of the program, without edges that others imply through lane order.
+
+    Buffers of one set of operands are in no other. So what an equal repetition adds is the same, further on.
+    """
+    found, uses = list[tuple[Ints, Ints]](), list[_Uses]()
+    for operands in columns.operands:
+        shared = _shared(operands)
+        edges = _conflicts(operands, shared)
+        if len(operands.starts) > 1:  # what one repetition implies, each of them does
+            once = _reduced(*_concatenated(edges), operands.lane)
+            edges = [(once.producer, once.consumer)]
+        found += [(operands.instructions(producer), operands.instructions(consumer)) for producer, consumer in edges]
+        uses.append(_uses(operands, shared))
+    found += _memory_edges(columns.lane, _Uses.joined(uses))
+    return _reduced(*_concatenated(found), columns.lane)
+
+
+def _concatenated(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """Return the producers and the consumers of all edges."""
+    none = np.zeros(0, dtype=np.int64)
+    return np.concatenate([none, *(p for p, _ in edges)]), np.concatenate([none, *(c for _, c in edges)])
+
+
+def _conflicts(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
+    """Return the producers and consumers of what two lanes do to the same rows, in one repetition."""
+    segment, instruction, mode = _segments(operands, shared)
+    if not len(segment):
+        return []
+    lane = operands.lane[instruction]
     writes = (mode & Mode.WRITE) > 0
-    producers: list[Ints] = []
-    consumers: list[Ints] = []
     row = np.arange(len(segment), dtype=np.int64)
-    starts = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]]) if len(segment) else row
+    starts = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]])
     group_start = np.repeat(starts, np.diff(np.r_[starts, len(segment)]))
     last_write = _last_before(writes, row, group_start)
     # RAW and WAW: the last write before this access, when it was made on another lane.
-    found = (last_write >= 0) & (lane != lane[np.maximum(last_write, 0)]) if len(lane) else writes
-    producers.append(instruction[last_write[found]])
-    consumers.append(instruction[found])
+    found = (last_write >= 0) & (lane != lane[np.maximum(last_write, 0)])
+    edges = [(instruction[last_write[found]], instruction[found])]
     reading = (mode & Mode.READ) > 0
     for producer_lane in _distinct(lane[reading]):
         # WAR: the last read on the other lane since the last write.
         last_read = _last_before(reading & (lane == producer_lane), row, group_start)
         found = writes & (lane != producer_lane) & (last_read > last_write)
-        producers.append(instruction[last_read[found]])
-        consumers.append(instruction[found])
-    memory_producers, memory_consumers = _memory_edges(columns, shared)
-    return _reduced(
-        np.concatenate([*producers, memory_producers]), np.concatenate([*consumers, memory_consumers]), columns.lane
-    )
+        edges.append((instruction[last_read[found]], instruction[found]))
+    return edges
 
 
-def _shared(columns: Columns) -> Flags:
-    """Return a flag for each buffer: whether several lanes touch it."""
-    touching = np.zeros(len(columns.buffer_bytes), dtype=np.int64)
-    np.bitwise_or.at(touching, columns.operand_buffer, 1 << columns.lane[columns.operand_instruction])
+def _shared(operands: Operands) -> Flags:
+    """Return a flag for each buffer of a repetition: whether several lanes touch it."""
+    touching = np.zeros(len(operands.bases), dtype=np.int64)
+    np.bitwise_or.at(touching, operands.buffer, 1 << operands.lane[operands.instruction])
     found: Flags = (touching & (touching - 1)) > 0
     return found
 
 
-def _memory_edges(columns: Columns, shared: Flags) -> tuple[Ints, Ints]:
-    """Return the edges that allocation in program order needs, as (producers, consumers)."""
-    total = len(columns.lane)
-    birth = np.full(len(columns.buffer_bytes), total, dtype=np.int64)
-    death = np.full(len(columns.buffer_bytes), -1, dtype=np.int64)
-    np.minimum.at(birth, columns.operand_buffer, columns.operand_instruction)
-    np.maximum.at(death, columns.operand_buffer, columns.operand_instruction)
-    used = columns.buffer_dynamic & (death >= 0)
-    births, deaths = _distinct(birth[used]), _distinct(death[used])
-    kernels = np.flatnonzero(columns.lane == Lane.COMPUTE)
-    early = births[columns.lane[births] != Lane.COMPUTE]
-    before = np.searchsorted(kernels, early) - 1
-    producers, consumers = [kernels[before[before >= 0]]], [early[before >= 0]]
-    touches = np.flatnonzero((shared & columns.buffer_dynamic)[columns.operand_buffer])
-    buffer, instruction = columns.operand_buffer[touches], columns.operand_instruction[touches]
+@dataclass(frozen=True)
+class _Uses:
+    """How dynamic buffers are used: by buffer its birth and death, and by lane of one that several lanes touch."""
+
+    birth: Ints
+    death: Ints
+    first: Ints
+    """A lane's first use of a buffer."""
+    last: Ints
+    last_reads: Flags
+    """Whether a lane's last use only reads."""
+    born: Ints
+    """Birth and death of that buffer."""
+    dead: Ints
+
+    @classmethod
+    def joined(cls, uses: list[_Uses]) -> _Uses:
+        """Return the uses of several sets of operands."""
+        return cls(*(np.concatenate(each) for each in zip(*(vars(one).values() for one in uses), strict=True)))
+
+
+def _uses(operands: Operands, shared: Flags) -> _Uses:
+    """Return how the dynamic buffers of all repetitions are used."""
+    birth = np.full(len(operands.bases), len(operands.lane), dtype=np.int64)
+    death = np.full(len(operands.bases), -1, dtype=np.int64)
+    np.minimum.at(birth, operands.buffer, operands.instruction)
+    np.maximum.at(death, operands.buffer, operands.instruction)
+    used = operands.dynamic & (death >= 0)
+    touches = np.flatnonzero((shared & operands.dynamic)[operands.buffer])
+    buffer, instruction = operands.buffer[touches], operands.instruction[touches]
     # Operands are in program order, so the first row of a buffer and a lane is that lane's first touch.
-    place, order = sorted_with_places(buffer * len(Lane) + columns.lane[instruction])
+    place, order = sorted_with_places(buffer * len(Lane) + operands.lane[instruction])
     begins = np.append(True, place[1:] != place[:-1])[: len(place)]
     firsts, lasts = order[begins], order[np.append(begins[1:], True)[: len(place)]]
-    late, dead = deaths[columns.lane[deaths] != Lane.COMPUTE], death[buffer[lasts]]
+    every = operands.instructions
+    return _Uses(
+        birth=every(birth[used]),
+        death=every(death[used]),
+        first=every(instruction[firsts]),
+        last=every(instruction[lasts]),
+        last_reads=np.tile(operands.mode[touches][lasts] == Mode.READ, len(operands.starts)),
+        born=every(birth[buffer[lasts]]),
+        dead=every(death[buffer[lasts]]),
+    )
+
+
+def _memory_edges(lanes: Ints, uses: _Uses) -> list[tuple[Ints, Ints]]:
+    """Return the edges that allocation in program order needs, as (producers, consumers)."""
+    births, deaths = _distinct(uses.birth), _distinct(uses.death)
+    kernels = np.flatnonzero(lanes == Lane.COMPUTE)
+    early = births[lanes[births] != Lane.COMPUTE]
+    before = np.searchsorted(kernels, early) - 1
+    edges = [(kernels[before[before >= 0]], early[before >= 0])]
+    late = deaths[lanes[deaths] != Lane.COMPUTE]
     # A lane's last use may still be under way at the buffer's death if it is a read; the last user waits for writes.
-    under_way = (columns.lane[instruction[lasts]] != Lane.COMPUTE) & (instruction[lasts] < dead)
-    under_way &= columns.operand_mode[touches][lasts] == Mode.READ
-    late, dead = np.r_[late, instruction[lasts][under_way]], np.r_[late, dead[under_way]]
-    for lane in _distinct(columns.lane[births]):
-        here = births[columns.lane[births] == lane]
-        elsewhere = columns.lane[late] != lane
+    under_way = (lanes[uses.last] != Lane.COMPUTE) & (uses.last < uses.dead) & uses.last_reads
+    late, dead = np.r_[late, uses.last[under_way]], np.r_[late, uses.dead[under_way]]
+    for lane in _distinct(lanes[births]):
+        here = births[lanes[births] == lane]
+        elsewhere = lanes[late] != lane
         after = np.searchsorted(here, dead[elsewhere], side="right")
         found = after < len(here)
-        producers.append(late[elsewhere][found])
-        consumers.append(here[after[found]])
-    born, touched = birth[buffer[firsts]], instruction[firsts]
-    other = columns.lane[born] != columns.lane[touched]
-    return np.concatenate([*producers, born[other]]), np.concatenate([*consumers, touched[other]])
+        edges.append((late[elsewhere][found], here[after[found]]))
+    other = lanes[uses.born] != lanes[uses.first]
+    return [*edges, (uses.born[other], uses.first[other])]
 
 
-def _segments(columns: Columns, shared: Flags) -> tuple[Ints, Ints, Ints]:
+def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     """Cut the buffers that several lanes touch at every range boundary; return (segment, instruction, mode)."""
-    buffer = columns.operand_buffer
-    keep = shared[buffer] & (columns.operand_end > columns.operand_first)
-    buffer, instruction, mode = buffer[keep], columns.operand_instruction[keep], columns.operand_mode[keep]
-    first, end = columns.operand_first[keep], columns.operand_end[keep]
+    buffer = operands.buffer
+    keep = shared[buffer] & (operands.end > operands.first)
+    buffer, instruction, mode = buffer[keep], operands.instruction[keep], operands.mode[keep]
+    first, end = operands.first[keep], operands.end[keep]
     # Nearly every buffer is touched in one range only, and is one segment.
     count = len(shared)
     whole_first, whole_end = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)

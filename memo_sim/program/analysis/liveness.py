@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.columns import Columns, Flags, FoldedColumns, Ints
 from memo_sim.program.ir.program import Program
 
 
@@ -41,14 +41,20 @@ class Peak:
     by_class: dict[str, int]
 
 
-def liveness(program: Program, columns: Columns) -> Liveness:
+def liveness(program: Program, columns: Columns | FoldedColumns) -> Liveness:
     """Return the lives of all buffers of ``program``."""
     families = program.all_families
     count = len(columns.buffer_bytes)
     birth = np.full(count, columns.lane.size, dtype=np.int64)
     death = np.full(count, -1, dtype=np.int64)
-    np.minimum.at(birth, columns.operand_buffer, columns.operand_instruction)
-    np.maximum.at(death, columns.operand_buffer, columns.operand_instruction)
+    for operands in columns.operands:
+        first = np.full(len(operands.bases), columns.lane.size, dtype=np.int64)
+        last = np.full(len(operands.bases), -1, dtype=np.int64)
+        np.minimum.at(first, operands.buffer, operands.instruction)
+        np.maximum.at(last, operands.buffer, operands.instruction)
+        used = last >= 0
+        birth[operands.buffers(used)] = operands.instructions(first[used])
+        death[operands.buffers(used)] = operands.instructions(last[used])
     lasting = np.array([f.lifetime == "step" for f in families], dtype=bool)[columns.buffer_family]
     birth[lasting] = -1
     death[lasting] = columns.lane.size
@@ -76,11 +82,30 @@ def live_bytes(lives: Liveness, *, device: bool, sizes: Ints | None = None) -> d
         chosen = used & (lives.class_of == c)
         if not chosen.any():
             continue
-        change = np.zeros(lives.instructions + 2, dtype=np.int64)
-        np.add.at(change, np.maximum(lives.birth[chosen], 0), sizes[chosen])
-        np.add.at(change, np.minimum(lives.death[chosen] + 1, lives.instructions + 1), -sizes[chosen])
-        curves[name] = np.cumsum(change)[: lives.instructions]
+        curves[name] = _living(lives, chosen, sizes)
     return curves
+
+
+def _living(lives: Liveness, chosen: Flags, sizes: Ints) -> Ints:
+    """Return the live bytes of the chosen buffers at every instruction."""
+    change = np.zeros(lives.instructions + 2, dtype=np.int64)
+    np.add.at(change, np.maximum(lives.birth[chosen], 0), sizes[chosen])
+    np.add.at(change, np.minimum(lives.death[chosen] + 1, lives.instructions + 1), -sizes[chosen])
+    return np.cumsum(change, out=change)[: lives.instructions]
+
+
+def peak_of(lives: Liveness, *, device: bool) -> Peak:
+    """Return the peak of device or host memory; the same as that of ``live_bytes``, without a curve for each class."""
+    used = (lives.on_device == device) & (lives.death >= lives.birth)
+    total = _living(lives, used, lives.bytes)
+    at = int(np.argmax(total)) if len(total) else 0
+    alive = used & (lives.birth <= at) & (lives.death >= at)
+    by_class = np.bincount(lives.class_of[alive], weights=lives.bytes[alive], minlength=len(lives.class_names))
+    return Peak(
+        instruction=at,
+        bytes=int(total[at]) if len(total) else 0,
+        by_class={name: int(size) for name, size in zip(lives.class_names, by_class.tolist(), strict=True) if size},
+    )
 
 
 def peak(curves: dict[str, Ints]) -> Peak:

@@ -6,9 +6,13 @@ same call on all its stages. This module only counts; ``verify/stages.py`` check
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
+
+from memo_sim.program.analysis.columns import Ints
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, PointToPoint, Work
@@ -16,36 +20,64 @@ from memo_sim.program.ir.work import Collective, PointToPoint, Work
 SPANNING = ("pp", "tied")
 """Groups whose ranks belong to several stages."""
 
-Rendezvous = tuple[tuple[int, int], ...]
-"""Matched instructions of several stages that run at the same time: (stage, instruction) of each."""
+
+@dataclass(frozen=True)
+class AllRendezvous:
+    """Matched instructions of several stages that run at the same time.
+
+    Rendezvous r has the instructions ``bounds[r]`` to before ``bounds[r + 1]``, in the order of their stages.
+    """
+
+    stage: Ints
+    instruction: Ints
+    """Number of the instruction in its stage."""
+    bounds: Ints
+
+    def __len__(self) -> int:
+        """Return the number of rendezvous."""
+        return len(self.bounds) - 1
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, int], ...]]:
+        """Yield each rendezvous as pairs (stage, instruction)."""
+        pairs = list(zip(self.stage.tolist(), self.instruction.tolist(), strict=True))
+        for first, end in pairwise(self.bounds.tolist()):
+            yield tuple(pairs[first:end])
 
 
-def all_rendezvous(programs: Sequence[Program]) -> list[Rendezvous]:
+def all_rendezvous(programs: Sequence[Program]) -> AllRendezvous:
     """Return the matched instructions of all stages; unmatched calls are left out (``check_stages`` reports them)."""
-    found: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
-    if len(programs) > 1:
-        for stage, program in enumerate(programs):
-            for key, number in _calls(program):
-                found[key].append((stage, number))
-    return [tuple(each) for each in found.values() if len(each) > 1]
+    numbers: dict[tuple[object, ...], int] = {}
+    found = [_calls(stage, program, numbers) for stage, program in enumerate(programs if len(programs) > 1 else ())]
+    kind, count, stage, instruction = np.concatenate([np.zeros((4, 0), dtype=np.int64), *found], axis=1)
+    order = np.lexsort((stage, count, kind))
+    kind, count = kind[order], count[order]
+    begins = np.append(True, (kind[1:] != kind[:-1]) | (count[1:] != count[:-1]))[: len(order)]
+    size = np.diff(np.append(np.flatnonzero(begins), len(order)))
+    order = order[np.repeat(size > 1, size)]
+    return AllRendezvous(stage[order], instruction[order], np.append(0, np.cumsum(size[size > 1])))
 
 
-def _calls(program: Program) -> list[tuple[tuple[object, ...], int]]:
-    """Return a stage's calls that involve other stages, as (key of the call, instruction number)."""
-    shared = [
-        [(at, kind) for at, i in enumerate(t.instructions) if (kind := _kind(i.work, i.lane))]
-        for t in program.templates
-    ]
-    counts: dict[tuple[object, ...], int] = defaultdict(int)
-    calls, first = [], 0
-    for instance in program.instances:
-        for at, key in shared[instance.template]:
-            # Sends and receives are counted separately, but matched calls need the same key, so the key leaves out the
-            # lane.
-            calls.append(((*key[1:], counts[key]), first + at))
-            counts[key] += 1
-        first += len(program.templates[instance.template].instructions)
-    return calls
+def _calls(stage: int, program: Program, numbers: dict[tuple[object, ...], int]) -> Ints:
+    """Return a stage's calls that involve other stages, as rows (kind, how many came before, stage, instruction).
+
+    ``numbers``: of the kinds of calls seen so far; new ones are added.
+    """
+    lengths = np.array([len(t.instructions) for t in program.templates], dtype=np.int64)
+    template_of = np.array([i.template for i in program.instances], dtype=np.int64)
+    length = lengths[template_of]
+    starts = np.cumsum(length) - length
+    # Sends and receives are counted separately, but matched calls have the same number, so it leaves out the lane.
+    by_lane: dict[tuple[object, ...], list[Ints]] = {}
+    for number, template in enumerate(program.templates):
+        for at, each in enumerate(template.instructions):
+            if kind := _kind(each.work, each.lane):
+                by_lane.setdefault(kind, []).append(starts[template_of == number] + at)
+    rows = [np.zeros((4, 0), dtype=np.int64)]
+    for kind, places in by_lane.items():
+        calls = np.sort(np.concatenate(places))
+        number = numbers.setdefault(kind[1:], len(numbers))
+        rows.append(np.stack([np.full(len(calls), number), np.arange(len(calls)), np.full(len(calls), stage), calls]))
+    return np.concatenate(rows, axis=1)
 
 
 def _kind(work: Work, lane: Lane) -> tuple[object, ...]:

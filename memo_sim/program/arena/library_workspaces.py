@@ -13,13 +13,14 @@ declares scratch whose size depends on the processor's instruction set: the exec
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
 from memo_sim.contract.hardware import SAFETY
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.analysis.columns import Columns, Flags, expand
+from memo_sim.program.analysis.columns import Flags, fold
 from memo_sim.program.analysis.liveness import Liveness, liveness
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
@@ -63,8 +64,10 @@ def groups_beside(work: Attention, fewest: int) -> int:
     return next((count for count in groups if attention_workspace_bytes(work, count) <= MOST_BYTES), groups[-1])
 
 
-def reserve_of(program: Program, columns: Columns, decisions: Decisions, known: dict[str, int]) -> dict[str, int]:
+def reserve_of(program: Program, lives: Liveness, decisions: Decisions, known: dict[str, int]) -> dict[str, int]:
     """Return a plan's reserve by item: ``known`` items, the scratch of merges, library workspaces outside the arena.
+
+    ``lives``: of all of the program's buffers.
 
     ``known`` holds the items of the profile and the plan's communicators. For plans with libraries outside the
     arena, context and libraries count as at least ``LATER_BYTES``, as in the executor. Communicators, and what was in
@@ -76,7 +79,7 @@ def reserve_of(program: Program, columns: Columns, decisions: Decisions, known: 
         found[MERGES] = merges
     if not beside_arena(decisions):
         return found
-    found[RESULTS] = results_bytes(program, columns)
+    found[RESULTS] = results_bytes(program, lives)
     later = sum(size for item, size in known.items() if item not in (IN_USE, COMMUNICATORS, SAFETY))
     return found | {LATER: LATER_BYTES - later} if later < LATER_BYTES else found
 
@@ -90,44 +93,53 @@ def merging_bytes(program: Program) -> int:
     return max(merge_scratch_bytes(work.heads, work.value_dim, work.dtype) for work in works)
 
 
-def library_workspaces(program: Program, columns: Columns | None = None) -> frozenset[int]:
+def library_workspaces(program: Program) -> frozenset[int]:
     """Return the numbers of the buffers that libraries allocate themselves."""
-    columns = columns or expand(program)
-    asked = [
-        np.array([i.op in LIBRARY_OPS and o.role == "workspace" for i in t.instructions for o in i.operands], np.bool_)
-        for t in program.templates
-    ]
-    chosen = np.concatenate([asked[instance.template] for instance in program.instances])
-    return frozenset(columns.operand_buffer[chosen].tolist())
+    return frozenset(np.flatnonzero(_of_libraries(program)).tolist())
 
 
-def results_bytes(program: Program, columns: Columns | None = None) -> int:
+def results_bytes(program: Program, lives: Liveness | None = None) -> int:
     """Return the largest sum of library workspaces alive at once, which torch's allocator serves."""
-    columns = columns or expand(program)
-    lives = liveness(program, columns)
-    chosen = _chosen(program, columns, lives)
+    lives = lives or liveness(program, fold(program))
+    chosen = _of_libraries(program)
     change = np.zeros(lives.instructions + 2, dtype=np.int64)
     np.add.at(change, lives.birth[chosen], lives.bytes[chosen])
     np.add.at(change, lives.death[chosen] + 1, -lives.bytes[chosen])
     return int(np.cumsum(change).max(initial=0))
 
 
-def lives_in_arena(program: Program, columns: Columns, lives: Liveness, decisions: Decisions) -> Liveness:
+def lives_in_arena(program: Program, lives: Liveness, decisions: Decisions) -> Liveness:
     """Return the lives, with workspaces that lie outside the plan's arena marked as never used."""
-    if not beside_arena(decisions):
-        return lives
-    return without_library(program, columns, lives)
+    return without_library(program, lives) if beside_arena(decisions) else lives
 
 
-def without_library(program: Program, columns: Columns, lives: Liveness) -> Liveness:
+def without_library(program: Program, lives: Liveness) -> Liveness:
     """Return the lives, with every library workspace marked as never used."""
-    chosen = _chosen(program, columns, lives)
+    chosen = _of_libraries(program)
     return replace(
         lives, birth=np.where(chosen, lives.instructions, lives.birth), death=np.where(chosen, -1, lives.death)
     )
 
 
-def _chosen(program: Program, columns: Columns, lives: Liveness) -> Flags:
-    chosen: Flags = np.zeros(len(lives.bytes), dtype=np.bool_)
-    chosen[list(library_workspaces(program, columns))] = True
+def _of_libraries(program: Program) -> Flags:
+    """Return a flag for each buffer: whether a library allocates it."""
+    bases, uses = dict(program.family_bases), Counter(i.template for i in program.instances)
+    bases |= {f.name: bases[f.region] for f in program.families if f.region}
+    chosen: Flags = np.zeros(sum(f.count for f in program.all_families), dtype=np.bool_)
+    for number, template in enumerate(program.templates):
+        asked = {
+            o.slot for i in template.instructions if i.op in LIBRARY_OPS for o in i.operands if o.role == "workspace"
+        }
+        own = {f.name for f in template.own}
+        bound = [slot for slot, name in enumerate(template.slots) if name not in own]
+        for slot in asked:
+            name = template.slots[slot]
+            if name in own:
+                base = bases[f"{template.name}/{name}"]
+                chosen[base : base + uses[number]] = True
+                continue
+            at = bound.index(slot)
+            for instance in program.instances:
+                if instance.template == number:
+                    chosen[bases[name] + instance.indices[at]] = True
     return chosen

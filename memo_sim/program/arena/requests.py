@@ -10,7 +10,7 @@ import numpy as np
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.requests import ARENA_ALIGNMENT_BYTES, Phase, Requests
-from memo_sim.program.analysis.columns import Columns, expand
+from memo_sim.program.analysis.columns import InstructionColumns, fold
 from memo_sim.program.analysis.liveness import Liveness, liveness
 from memo_sim.program.arena.library_workspaces import lives_in_arena
 from memo_sim.program.ir.program import Program
@@ -30,7 +30,7 @@ def device_buffers(lives: Liveness) -> list[int]:
 
 def requests_of(
     program: Program,
-    columns: Columns | None = None,
+    columns: InstructionColumns | None = None,
     *,
     lives: Liveness | None = None,
     names: list[str] | None = None,
@@ -39,8 +39,9 @@ def requests_of(
 
     ``lives`` and ``names`` (by buffer number) replace those of the program, for buffers with other sizes or lives.
     """
-    columns = columns or expand(program)
-    lives = lives or liveness(program, columns)
+    if columns is None or lives is None:
+        folded = fold(program)
+        columns, lives = columns or folded, lives or liveness(program, folded)
     chosen = device_buffers(lives)
     names = names or buffer_names(program)
     return Requests(
@@ -58,12 +59,12 @@ def requests_of(
 
 def arena_requests(program: Program, decisions: Decisions) -> Requests:
     """Return the requests that the plan's arena serves: all but those of libraries outside it."""
-    columns = expand(program)
-    lives = lives_in_arena(program, columns, liveness(program, columns), decisions)
+    columns = fold(program)
+    lives = lives_in_arena(program, liveness(program, columns), decisions)
     return requests_of(program, columns, lives=lives)
 
 
-def _phases(program: Program, columns: Columns) -> list[Phase]:
+def _phases(program: Program, columns: InstructionColumns) -> list[Phase]:
     first = np.searchsorted(columns.instance, np.arange(len(program.instances) + 1)).tolist()
     return [
         Phase(

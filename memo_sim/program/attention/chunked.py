@@ -20,14 +20,18 @@ Ulysses, and passed back through product and norm.
 
 Fetches alternate between two buffers: one is read while the other is filled. The norm is recomputed for the product's
 weight gradient, not kept, like the norm of the MLP in row blocks (``layers/mlp.py``).
+
+Beside a ring every rank has its share of each chunk, and each pair of chunks passes its keys round (``chunk_ring.py``).
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import shared_heads
+from memo_sim.program.attention.chunk_ring import ChunkRing, Step
 from memo_sim.program.attention.partial import add, attention_work, join, merge_part, put, split, workspace
 from memo_sim.program.attention.projection import project
 from memo_sim.program.attention.ulysses import Ulysses
@@ -74,6 +78,9 @@ class ChunkedAttention:
         kv = self.inside.cache_width
         self.features = {"kv": kv, "d_kv": kv, "lse": self.inside.heads}
         """Features of a token, by tensor; tensors that are not listed have the queries' features."""
+        self.ring = ChunkRing(self.builder, self.decisions, self.inside, self._tokens("kv", 0))
+        self._due: tuple[str, Rows] | None = None
+        """The pair of chunks, and the gradients of its keys, that the last hop brings."""
         self.features["qk_raw"] = self.shape.q_width + self.shape.kv_width
 
     def forward(self, blocks: list[RowBlock]) -> None:
@@ -226,13 +233,27 @@ class ChunkedAttention:
     def _attend(self, c: int) -> None:
         """Write a chunk's attention: over its own keys, then over the keys of each earlier chunk."""
         out, lse = self._out(c), self._chunk("lse", c, f"lse.{c % DOUBLE_BUFFER_SLOTS}")
+        self.ring.start(f".c{c}", self._chunk("kv", c))
         self._call("attn", c, c, self._chunk("kv", c), out=out, lse=lse)
+        self._attend_round(c, c, (out, lse))
         for k in range(c):
             if k + 1 < c:
                 self._fetch_earlier(c, k + 1)
+            self.ring.start(f".c{c}.k{k}", self._earlier(k))
             part, part_lse = self._chunk("attn", c, "attn.part"), self._chunk("lse", c, "lse.part")
             self._call("attn.earlier", c, k, self._earlier(k), out=part, lse=part_lse)
             merge_part(self.builder, f"attn.merge.c{c}.k{k}", (part, part_lse), (out, lse))
+            self._attend_round(c, k, (out, lse))
+
+    def _attend_round(self, c: int, k: int, whole: tuple[Rows, Rows]) -> None:
+        """Write attention of a chunk to the keys of chunk ``k`` on other ranks, and merge it into ``whole``."""
+        name = f".c{c}" + (f".k{k}" if k != c else "")
+        for step in chain.from_iterable(self.ring.steps(name, self._tokens("kv", k), square=c == k)):
+            into = step.of(whole[0]), step.of(whole[1])
+            (part, part_lse) = (self._chunk(tensor, c, f"{tensor}.part") for tensor in ("attn", "lse"))
+            part, part_lse = (Rows(rows.slot, 0, into[0].tokens) for rows in (part, part_lse))
+            self._call(f"attn.ring{step.hops}", c, k, step.keys, out=part, lse=part_lse, step=step)
+            merge_part(self.builder, f"attn.merge{step.hops}{name}{step.suffix}", (part, part_lse), into)
 
     def _earlier(self, k: int) -> Rows:
         return self._chunk("kv", k, f"kv.earlier.{k % DOUBLE_BUFFER_SLOTS}")
@@ -240,15 +261,18 @@ class ChunkedAttention:
     def _fetch_earlier(self, c: int, k: int) -> None:
         self._fetch("kv", k, self._earlier(k), f".for.c{c}")
 
-    def _call(self, name: str, c: int, k: int, keys: Rows, *, out: Rows, lse: Rows) -> None:
-        """Write attention of chunk ``c``'s queries to ``keys``, which are those of chunk ``k``."""
-        queries = self._chunk("q", c)
+    def _call(self, name: str, c: int, k: int, keys: Rows, *, out: Rows, lse: Rows, step: Step | None = None) -> None:
+        """Write attention of chunk ``c``'s queries to ``keys``, which are those of chunk ``k``.
+
+        ``step``: the keys are another rank's, and ``out`` has the queries of this step.
+        """
+        mask = "none" if step else _mask(c, k)
         self.builder.emit(
-            f"{name}.c{c}" + (f".k{k}" if k != c else ""),
+            f"{name}.c{c}" + (f".k{k}" if k != c else "") + (step.suffix if step else ""),
             "attention",
             Lane.COMPUTE,
-            attention_work(self.decisions, self.inside, queries.tokens, keys.tokens, _mask(c, k), backward=False),
-            q=reads(queries),
+            attention_work(self.decisions, self.inside, out.tokens, keys.tokens, mask, backward=False),
+            q=reads(self._chunk("q", c)),
             kv=reads(keys),
             out=writes(out),
             lse=writes(lse),
@@ -277,7 +301,7 @@ class ChunkedAttention:
             sequence_sharded = head_sharded
             if shape.ulysses > 1:
                 sequence_sharded = Rows(writer.own("d_attn_seq", self.room, shape.q_width), 0, tokens)
-            shard = writer.before_gather(writer.shard_rows("d_resid", (first, tokens)))
+            shard = writer.before_gather(writer.shard_rows("d_resid", (first, tokens)), "proj")
             grad = writer.gather("proj.grad", shard, "d_proj_full", 0, tokens=self.room)
             attended = Rows(writer.attended(self.ulysses.sequence_sharded("attn"), kept=True), first, tokens)
             if self._by_chunks and not self._adapted:
@@ -334,17 +358,54 @@ class ChunkedAttention:
 
     def _pair_backward(self, n: int, k: int, c: int) -> None:
         """Write the backward of chunk ``c``'s queries and chunk ``k``'s keys, and add the results to the sums."""
-        keys, queries = self._keys(k), self._back("q", n, c)
         grad_q, grad_kv = self._chunk("d_q", c, "d_q.part"), self._chunk("d_kv", k, "d_kv.part")
-        out = self._back("attn", n, c) if self.shape.ulysses > 1 else self._out(c)
         name = f".c{c}.k{k}"
+        self.ring.start(name, self._keys(k))
+        self._call_backward(f"attn.bwd{name}", n, c, self._keys(k), _mask(c, k), grad_q, grad_kv)
+        self._sum("d_q", name, grad_q, self._back("d_q", n, c), first=k == 0)
+        first = c == k + 1 or (c == k and k + 1 == len(self.chunks))
+        self._sum("d_kv", name, grad_kv, self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE), first=first)
+        self._arrive(k)
+        self._round_backward(n, k, c)
+        if c != k:
+            self._store("d_q", c, f"d_q.back.{n % DOUBLE_BUFFER_SLOTS}", f".of.k{k}")
+
+    def _round_backward(self, n: int, k: int, c: int) -> None:
+        """Write the backward of chunk ``c``'s queries and the keys of chunk ``k`` on other ranks."""
+        name, tokens = f".c{c}.k{k}", self._tokens("kv", k)
+        if c == k and self.shape.cp > 1:
+            self.ring.begin_sums(name, tokens)
+        for steps in self.ring.steps(name, tokens, square=c == k):
+            for step in steps:
+                suffix, sums, d_q = f"{step.hops}{name}{step.suffix}", self.ring.sums(step), self._back("d_q", n, c)
+                grad_q = Rows("d_q.part", 0, step.of(d_q).tokens)
+                grad_kv = sums if step.hops == 1 else Rows("d_kv.part", 0, sums.tokens)
+                self._call_backward(f"attn.bwd.ring{suffix}", n, c, step.keys, "none", grad_q, grad_kv)
+                add(self.builder, self.decisions, f"d_q.add{suffix}", grad_q, step.of(d_q))
+                if step.hops > 1:
+                    add(self.builder, self.decisions, f"d_kv.add{suffix}", grad_kv, sums)
+            self._due = name, self.ring.pass_sums(name, steps[0].hops, tokens)
+
+    def _arrive(self, k: int) -> None:
+        """Add the gradients that other ranks computed for the keys of chunk ``k`` to their sum."""
+        if self._due is not None:
+            name, arrived = self._due
+            into = self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE)
+            add(self.builder, self.decisions, f"d_kv.return{name}", arrived, into)
+            self._due = None
+
+    def _call_backward(  # noqa: PLR0917 - the operands of one call
+        self, name: str, n: int, c: int, keys: Rows, mask: Mask, grad_q: Rows, grad_kv: Rows
+    ) -> None:
+        """Write the backward of one call: as many of chunk ``c``'s last queries as ``grad_q`` has, and ``keys``."""
+        out = self._back("attn", n, c) if self.shape.ulysses > 1 else self._out(c)
         self.builder.emit(
-            f"attn.bwd{name}",
+            name,
             "attention.bwd",
             Lane.COMPUTE,
-            attention_work(self.decisions, self.inside, queries.tokens, keys.tokens, _mask(c, k), backward=True),
+            attention_work(self.decisions, self.inside, grad_q.tokens, keys.tokens, mask, backward=True),
             grad=reads(self._back("d_attn", n, c)),
-            q=reads(queries),
+            q=reads(self._back("q", n, c)),
             kv=reads(keys),
             out=reads(out),
             lse=reads(self._back("lse", n, c)),
@@ -352,11 +413,6 @@ class ChunkedAttention:
             grad_kv=writes(grad_kv),
             workspace=self._workspace(backward=True),
         )
-        self._sum("d_q", name, grad_q, self._back("d_q", n, c), first=k == 0)
-        first = c == k + 1 or (c == k and k + 1 == len(self.chunks))
-        self._sum("d_kv", name, grad_kv, self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE), first=first)
-        if c != k:
-            self._store("d_q", c, f"d_q.back.{n % DOUBLE_BUFFER_SLOTS}", f".of.k{k}")
 
     def _sum(self, name: str, suffix: str, part: Rows, into: Rows, *, first: bool) -> None:
         """Write the result of a call into a sum: as its first term, or added to it."""
@@ -369,6 +425,7 @@ class ChunkedAttention:
         """Write the backward of product and norm for a chunk, once its gradients are complete."""
         writer, shape, builder = self.writer, self.shape, self.builder
         first, tokens = self.chunks[k]
+        self._arrive(k)
         writer.suffix = f".c{k}"
         sums = self._back("d_q", n, k), self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE)
         joined = Rows(self._packed("d_qkv", self.inside), 0, shape.ulysses * tokens)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from memo_sim.contract.attended_pairs import pairs_in_window
 from memo_sim.contract.attention_kernels import computes_values_wide, pads_values
-from memo_sim.contract.hardware import CollectiveKind, GemmPass
+from memo_sim.contract.hardware import CollectiveKind, GemmPass, LinearLossKernel, LinearLossPart
 from memo_sim.contract.knobs import DtypeName, ProductDtype
 
 Mask = Literal["none", "causal"]
@@ -67,6 +67,39 @@ class WidenedGemm(Gemm):
 
     narrow: DtypeName
     """Dtype of that operand in the plan's buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileGemm(Gemm):
+    """A product with a tile of a weight's rows, or of its gradient's."""
+
+    column: int = field(default=0, repr=False)
+    """The tile's first row of the weight; the instruction's name contains the tile, so the hash leaves it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLoss:
+    """A part of the loss with the product of the classifier inside: ``m`` tokens, ``n`` columns, ``k`` features.
+
+    - statistics: the product, and each token's log-sum-exp over the columns, and its target's logit.
+    - gradient: the product again, and the gradient of these logits, which is written.
+    """
+
+    part: LinearLossPart
+    kernel: LinearLossKernel
+    m: int
+    n: int
+    k: int
+    dtype: DtypeName
+    tile: int
+    """Columns whose logits exist at once."""
+    column: int = field(default=0, repr=False)
+    """The first of the columns; the instruction's name contains the tile, so the hash leaves it out."""
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the product."""
+        return 2.0 * self.m * self.n * self.k
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,4 +368,16 @@ class HostUpdate:
     moved_bytes: int
 
 
-Work = Gemm | BatchedGemm | GroupedGemm | Attention | Rowwise | Copy | Collective | Exchange | PointToPoint | HostUpdate
+Work = (
+    Gemm
+    | BatchedGemm
+    | GroupedGemm
+    | LinearLoss
+    | Attention
+    | Rowwise
+    | Copy
+    | Collective
+    | Exchange
+    | PointToPoint
+    | HostUpdate
+)

@@ -18,6 +18,7 @@ from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulat
 from memo_sim.program.ir.instruction import BufferClass, Families, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Gemm, Rowwise
+from memo_sim.program.layers.linear_loss import LinearClassifier, is_linear
 from memo_sim.program.layers.loss import ROLLOUT, LossWriter
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block, gradient_dtype, without_masters
@@ -137,7 +138,7 @@ def head(
     if tied:
         for name in ("params.embed", *["grads.embed"] * (not frozen)):
             builder.bind(families[name], slot=name)
-    classifier = _Classifier(builder, decisions, shape, embed_block if tied and embed_block else head_block, tied)
+    classifier = _classifier(builder, decisions, shape, embed_block if tied and embed_block else head_block, tied)
     norm = _FinalNorm(builder, decisions, shape, head_block)
     norm.forward()
     writer = OperatorWriter(builder, decisions, shape, head_block)
@@ -152,7 +153,7 @@ def head(
         for first in range(0, tokens, chunk):
             rows = Rows(full.slot, first, min(chunk, tokens - first))
             classifier.loss(rows, start + first)
-            if not decisions.loss_chunk_tokens and not frozen:
+            if not decisions.loss_chunk_tokens and not frozen and not is_linear(decisions):
                 # Here the gather is the shard's last reader. Memory peaks with whole logits, so it is more important to
                 # free the shard than to avoid a wait for this gather (``gather_again``).
                 rows = writer.gather_again("norm", shard, "final_again", 0, tokens=room)
@@ -221,16 +222,33 @@ class _FinalNorm:
         )
 
 
+def _classifier(
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block, tied: bool
+) -> _Classifier | LinearClassifier:
+    """Return the writer of classifier and loss in the plan's form; ``tied``: the weights are the embedding's."""
+    name = "tokens.weight" if tied else "classifier.weight"
+    weight = _param(block, name, "params.embed" if tied else "params.head")
+    grad = _param(block, name, "grads.embed" if tied else "grads.head", gradient=True)
+    most = gathered_blocks(decisions, shape)[0][1]
+    chunk = min(decisions.loss_chunk_tokens or most, most)
+    form = LinearClassifier if is_linear(decisions) else _Classifier
+    return form(builder, decisions, shape, weight, grad, chunk)
+
+
 class _Classifier:
     """Logits, loss and their gradients for one chunk of tokens at a time."""
 
-    def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block, tied: bool) -> None:
+    def __init__(  # noqa: PLR0917 - as LinearClassifier
+        self,
+        builder: TemplateBuilder,
+        decisions: Decisions,
+        shape: Shape,
+        weight: Access | None,
+        grad: Access | None,
+        chunk: int,
+    ) -> None:
         self.builder, self.decisions, self.shape = builder, decisions, shape
-        name = "tokens.weight" if tied else "classifier.weight"
-        self.weight = _param(block, name, "params.embed" if tied else "params.head")
-        self.grad = _param(block, name, "grads.embed" if tied else "grads.head", gradient=True)
-        most = gathered_blocks(decisions, shape)[0][1]
-        chunk = min(decisions.loss_chunk_tokens or most, most)
+        self.weight, self.grad = weight, grad
         self.chunks = 0
         """Number of chunks written so far."""
         several = bool(decisions.loss_chunk_tokens) or len(gathered_blocks(decisions, shape)) > 1

@@ -1,13 +1,13 @@
 """Boundaries of chunked attention (FPDT, Yao et al. 2024).
 
-A chunk is a run of ``attention_chunk_tokens`` tokens, divided over the ranks of Ulysses: each rank holds its share of
-every chunk. The last chunk may be shorter.
+A chunk is a run of ``attention_chunk_tokens`` tokens, divided over the ranks of Ulysses and of a ring: each rank holds
+its share of every chunk. The last chunk may be shorter.
 
       tokens     |      c0      |      c1      |   c2   |
       rank 0     | c0 | c1 | c2 |       rows [first, first + rows) of its own
 
 Of a micro-batch of several sequences, a chunk has these tokens of every sequence, one sequence after the other
-(``token_order.py``).
+(``token_order.py``). The ranks of a ring divide every chunk in zigzag order, as they divide a whole sequence.
 """
 
 from __future__ import annotations
@@ -20,12 +20,23 @@ MOST_CHUNKS = 64
 square: more chunks make programs of millions of instructions."""
 
 
+def most_chunks(ring: int) -> int:
+    """Return the most chunks beside a ring of ``ring`` ranks: no more calls than ``MOST_CHUNKS`` have without one."""
+    calls = MOST_CHUNKS * (MOST_CHUNKS + 1)
+    return max(n for n in range(1, MOST_CHUNKS + 1) if n * (n + 1) * ring <= calls)
+
+
 def attention_chunks(decisions: Decisions) -> list[tuple[int, int]]:
     """Return (first row, rows) of each chunk, in rows of a rank; one chunk of all rows when attention is whole."""
     total = decisions.local_tokens
-    chunk = decisions.micro_batch * decisions.attention_chunk_tokens // decisions.layout.ulysses
+    chunk = decisions.micro_batch * decisions.attention_chunk_tokens // ranks_of_a_chunk(decisions)
     rows = min(chunk or total, total)
     return [(first, min(rows, total - first)) for first in range(0, total, rows)]
+
+
+def ranks_of_a_chunk(decisions: Decisions) -> int:
+    """Return the number of ranks that divide every chunk."""
+    return decisions.layout.ulysses * decisions.layout.ring
 
 
 def in_chunks(decisions: Decisions) -> bool:
@@ -36,18 +47,22 @@ def in_chunks(decisions: Decisions) -> bool:
 def check_attention_chunks(decisions: Decisions) -> None:
     """Reject chunks that do not end at row blocks, and too many of them.
 
+    Beside a ring every pair of chunks has a call for each of its ranks, so there may be fewer chunks.
+
     Raises:
         Infeasible: with the chunks that are allowed.
     """
     if not in_chunks(decisions):
         return
+    most = most_chunks(decisions.layout.ring)
     chunk, tokens = decisions.attention_chunk_tokens, decisions.seq_tokens
-    granule = decisions.swap_granule * decisions.layout.ulysses
-    if chunk % granule or chunk * MOST_CHUNKS < tokens:
+    granule = decisions.swap_granule * ranks_of_a_chunk(decisions)
+    if chunk % granule or chunk * most < tokens:
+        beside = f" beside a ring of {decisions.layout.ring} ranks" if decisions.layout.ring > 1 else ""
         raise Infeasible(
-            f"chunks of attention have to be multiples of {granule} tokens, {MOST_CHUNKS} of them at most",
+            f"chunks of attention have to be multiples of {granule} tokens, {most} of them at most{beside}",
             where="decisions.attention_chunk_tokens",
             got=f"{chunk} of {tokens} tokens",
-            wanted=f"a multiple of {granule}, at least {-(-tokens // MOST_CHUNKS)}",
+            wanted=f"a multiple of {granule}, at least {-(-tokens // most)}",
             hint="another --attention-chunk, or leave it out",
         )

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.layout.attention_chunks import attention_chunks
+from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks, ranks_of_a_chunk
 from memo_sim.program.layout.multiplex import boundaries
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.rank_order import coordinate
@@ -139,10 +139,22 @@ def _ring_runs(decisions: Decisions, rank: int, ends: Ends) -> list[Run]:
     starts = range(0, decisions.micro_batch * length, length)
     if ranks == 1:
         return _in_parts(decisions) if len(starts) > 1 else [Run(0, 0, length)]
-    chunk = length // (2 * ranks)
-    places = (rank * chunk, (2 * ranks - 1 - rank) * chunk)
-    tokens = [start + place for start in starts for place in places]
-    return [Run(i * chunk, token, chunk) for i, token in enumerate(tokens)]
+    runs, row = list[Run](), 0
+    for start in starts:
+        for first, tokens in _divided(decisions):
+            chunk = tokens // (2 * ranks)
+            for place in (rank, 2 * ranks - 1 - rank):
+                runs.append(Run(row, start + first + place * chunk, chunk))
+                row += chunk
+    return runs
+
+
+def _divided(decisions: Decisions) -> list[tuple[int, int]]:
+    """Return (first token, tokens) of each part of a sequence that a ring divides: chunks of attention, or all."""
+    if not in_chunks(decisions):
+        return [(0, decisions.seq_tokens)]
+    ranks = ranks_of_a_chunk(decisions)
+    return [(first * ranks, rows * ranks) for first, rows in attention_chunks(decisions)]
 
 
 def _in_parts(decisions: Decisions) -> list[Run]:

@@ -35,6 +35,9 @@ FUSED_KINDS = frozenset(
 ) | {"cross_entropy"}
 """Row-wise works that run as fused kernels when the plan asks for them; all others run in torch in every plan."""
 
+ROUNDED_KINDS = frozenset({"swap.round", "swap.widen"})
+"""Row-wise works on copy lanes that run as fused kernels in the same plans; their workspace and bytes are torch's."""
+
 FLASH_TILE_TOKENS, FLASH_LEAST_TILE_TOKENS = 128, 64
 """The largest and the smallest tile of tokens in the backward of flash-attn 3 and 4, which round up to whole tiles."""
 
@@ -43,6 +46,16 @@ MULTIPROCESSORS = 148
 
 LOSS_ROWS = 1024
 """Rows in one block of the loss kernel."""
+
+LOSS_COLUMNS = 8192
+"""Largest tile of the vocabulary in a loss with the classifier's product inside: a product with so many columns reaches
+its full rate."""
+
+LOSS_COLUMNS_GRANULE = 64
+"""Tiles of the vocabulary are multiples of this many columns, apart from the last."""
+
+LOSS_SPLIT_COLUMNS = 2048
+"""Columns of one Triton program of such a loss, which leaves three numbers a row; they are combined in their order."""
 
 NORM_ROWS = 4096
 """Rows in one block of norms, rotary embeddings and casts."""
@@ -205,6 +218,38 @@ def loss_workspace_bytes(
     block = min(rows, LOSS_ROWS)
     wide = (4 * block * vocab,) if in_place else _wide(block * vocab, dtype)
     return _pieces(8 * block, block, *[4 * block] * 4, 4, *wide, *policy_columns(block, policy=policy))
+
+
+def loss_tiles(vocab: int) -> list[tuple[int, int]]:
+    """Return (first column, columns) of each tile of a rank's vocabulary; tiles are equal, but for the last."""
+    granule = LOSS_COLUMNS_GRANULE
+    width = min(vocab, -(-vocab // -(-vocab // LOSS_COLUMNS) // granule) * granule)
+    return [(first, min(width, vocab - first)) for first in range(0, vocab, width)]
+
+
+def linear_loss_workspace_bytes(
+    rows: int, vocab: int, dtype: str, hidden: int, *, triton: bool, policy: bool = False, on_cpu: bool = False
+) -> int:
+    """Return the scratch of a loss with the classifier's product inside, which its instructions share.
+
+    torch: for a block of rows, four columns (indices, a mask and two in fp32) and the tile's logits in fp32.
+    Triton: three numbers of each row for every split of the vocabulary.
+    Of both, for the sum of losses: two columns and one number, with the columns of a policy's objective. CUDA
+    multiplies bf16 into fp32 sums; a CPU first widens a block of the tile's gradient and the tile of the weight.
+    """
+    block, tile = min(rows, LOSS_ROWS), loss_tiles(vocab)[0][1]
+    if triton:
+        parts = _pieces(*[4 * rows * loss_splits(vocab)] * 3)
+    else:
+        parts = _pieces(8 * block, block, *[4 * block] * 2, *_wide(block * tile, dtype))
+    summed = _pieces(4 * rows, rows, 4, *policy_columns(rows, policy=policy))
+    products = _pieces(4 * min(rows, NORM_ROWS) * tile, 4 * tile * hidden) if on_cpu and dtype != "fp32" else 0
+    return max(parts, summed, products)
+
+
+def loss_splits(vocab: int) -> int:
+    """Return the number of Triton programs that share the vocabulary of a row."""
+    return -(-vocab // LOSS_SPLIT_COLUMNS)
 
 
 POLICY_COLUMNS = 4

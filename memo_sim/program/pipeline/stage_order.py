@@ -10,6 +10,7 @@ placed in waves (``wave_order.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from operator import itemgetter
 
 from memo_sim.program.data_parallel.sharding import NOTHING, Placed
 from memo_sim.program.ir.instruction import Instance
@@ -53,8 +54,8 @@ class Repeats:
         if known is None or at in self._unlike:
             return False
         self._instances += [
-            Instance(number, at + rest, tuple([a + micro_batch * b for a, b in line]), micro_batch, layer, part, first)
-            for number, rest, line, layer, part, first in known
+            Instance(number, at + rest, of_slots([a + micro_batch * b for a, b in line]), micro_batch, *place)
+            for number, rest, line, of_slots, place in known
         ]
         return True
 
@@ -68,9 +69,9 @@ class Repeats:
             self._known[of] = [_line(a, b) for a, b in zip(theirs, mine, strict=True)]
 
 
-_Line = tuple[int, str, list[tuple[int, int]], int, int, int]
-"""An instance for any micro-batch: its template, its place without the micro-batch, the index and its step for each
-slot, and its layer, subsequence and first row."""
+_Line = tuple[int, str, list[tuple[int, int]], Callable[[list[int]], tuple[int, ...]], tuple[int, int, int]]
+"""An instance for any micro-batch: its template, its place without the micro-batch, the different indices with their
+steps, what gives each slot its index, and its layer, subsequence and first row."""
 
 
 def _line(one: Instance, other: Instance) -> _Line:
@@ -78,7 +79,11 @@ def _line(one: Instance, other: Instance) -> _Line:
     apart = other.micro_batch - one.micro_batch
     steps = [(b - a) // apart for a, b in zip(one.indices, other.indices, strict=True)]
     line = [(index - step * one.micro_batch, step) for index, step in zip(one.indices, steps, strict=True)]
-    return one.template, one.place[len(f"m{one.micro_batch}") :], line, one.layer, one.subsequence, one.first
+    different = list(dict.fromkeys(line))
+    numbers = [different.index(each) for each in line]
+    of_slots: Callable[[list[int]], tuple[int, ...]] = itemgetter(*numbers) if len(numbers) > 1 else tuple
+    rest = one.place[len(f"m{one.micro_batch}") :]
+    return one.template, rest, different, of_slots, (one.layer, one.subsequence, one.first)
 
 
 class StageOrder:
@@ -205,12 +210,15 @@ class StageOrder:
                 self._place_layer(self._named(template, layer), each.micro_batch, layer, each.subsequence)
 
     def _place_transfers(self, number: int) -> None:
-        for transfer in self._parts.subsequences[0].p2p.behind(self._parts.passes, number):
-            of = (transfer.template, transfer.layer, transfer.subsequence)
-            if not (self._repeats and self._repeats.repeat(of, transfer.micro_batch)):
-                self.place_transfer(transfer)
+        p2p = self._parts.subsequences[0].p2p
+        for side, each in p2p.behind(self._parts.passes, number):
+            of = (side, each.kind, each.chunk, each.subsequence)
+            if not (self._repeats and self._repeats.repeat(of, each.micro_batch)):
+                begin = len(self.instances)
+                for transfer in p2p.transfers(side, each):
+                    self.place_transfer(transfer)
                 if self._repeats:
-                    self._repeats.record(of, transfer.micro_batch, len(self.instances) - 1)
+                    self._repeats.record(of, each.micro_batch, begin)
 
     def _place_reductions(self, blocks: list[tuple[str, str, int]]) -> None:
         templates, tied = self._templates, self._parts.tied_with_another

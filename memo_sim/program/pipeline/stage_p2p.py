@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
@@ -142,13 +143,19 @@ class StageP2P:
         )
         return builder
 
-    def behind(self, passes: list[Pass], number: int) -> Iterator[StageTransfer]:
-        """Yield the transfers after a pass (-1: before the first); receives come first and never wait for sends."""
-        for wanted in range(0 if number < 0 else number + 1 + self.ahead, number + 2 + self.ahead):
-            yield from self._received(passes, wanted)
-        last = number if number == len(passes) - 1 else number - self.ahead
-        for made in range(number - self.ahead, last + 1):
-            yield from self._sent(passes, made)
+    def behind(self, passes: list[Pass], number: int) -> list[tuple[Literal["received", "sent"], Pass]]:
+        """Return whose transfers come after a pass (-1: before the first).
+
+        What other passes receive comes first, and never waits for what passes send.
+        """
+        ahead, count = self.ahead, len(passes)
+        wanted = passes[0 if number < 0 else number + 1 + ahead : number + 2 + ahead]
+        made = passes[max(0, number - ahead) : count if number == count - 1 else max(0, number - ahead + 1)]
+        return [("received", each) for each in wanted] + [("sent", each) for each in made]
+
+    def transfers(self, side: Literal["received", "sent"], each: Pass) -> Iterator[StageTransfer]:
+        """Yield what a pass receives or sends; what depends on no micro-batch is the same for all of them."""
+        return self._received(each) if side == "received" else self._sent(each)
 
     def entered(self, each: Pass) -> Iterator[StageTransfer]:
         """Yield what a pass begins with: the gather of a received tensor, and its copy into the first layer's buffer.
@@ -164,19 +171,15 @@ class StageP2P:
         if self.enters and forward:
             yield StageTransfer("stage.enter", each.micro_batch, layers[0], each.subsequence)
 
-    def _received(self, passes: list[Pass], number: int) -> Iterator[StageTransfer]:
-        if number >= len(passes):
-            return
-        each, layers = passes[number], self.stage.chunk(passes[number].chunk)
+    def _received(self, each: Pass) -> Iterator[StageTransfer]:
+        layers = self.stage.chunk(each.chunk)
         if each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None:
             yield StageTransfer("stage.recv.x", each.micro_batch, layers[0], each.subsequence)
         if each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
             yield StageTransfer("stage.recv.grad", each.micro_batch, layers[-1], each.subsequence)
 
-    def _sent(self, passes: list[Pass], number: int) -> Iterator[StageTransfer]:
-        if number < 0:
-            return
-        each, layers = passes[number], self.stage.chunk(passes[number].chunk)
+    def _sent(self, each: Pass) -> Iterator[StageTransfer]:
+        layers = self.stage.chunk(each.chunk)
         if each.kind is Kind.FORWARD and self.stage.target(each.chunk) is not None:
             yield StageTransfer("stage.send.x", each.micro_batch, layers[-1], each.subsequence)
         if each.kind is Kind.BACKWARD and self.stage.source(each.chunk) is not None:

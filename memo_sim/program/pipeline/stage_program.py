@@ -8,13 +8,14 @@ sum its gradient between them. Every subsequence has its own buffers and templat
 from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.ir.instruction import Family, Template
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
-from memo_sim.program.layout.swap_schedule import buffer_slots
+from memo_sim.program.layout.swap_schedule import Key, buffer_slots
 from memo_sim.program.pipeline.stage_families import StageFamilies
 from memo_sim.program.pipeline.stage_order import StageOrder, layer_passes
-from memo_sim.program.pipeline.stage_parts import parts_of
+from memo_sim.program.pipeline.stage_parts import StageParts, parts_of
 from memo_sim.program.pipeline.stage_templates import StageTemplates
 from memo_sim.program.pipeline.subsequence_templates import Made
 
@@ -25,12 +26,7 @@ def stage_program(decisions: Decisions, shape: Shape, stage: Stage, micro_batche
     ``made``: the layer templates that stages share; those written here are added.
     """
     parts = parts_of(decisions, shape, stage, micro_batches, made)
-    slots = {}
-    if parts.subsequences[0].activations.rounding:
-        order = [each for passed in layer_passes(parts) for each in passed]
-        slots = buffer_slots(order, len(parts.subsequences))
-    families = StageFamilies(parts)
-    templates = StageTemplates(parts, families, slots)
+    families, templates, slots = _written(parts)
     order_of_stage = StageOrder(parts, templates, slots)
     order_of_stage.place()
     return Program(
@@ -41,3 +37,21 @@ def stage_program(decisions: Decisions, shape: Shape, stage: Stage, micro_batche
         micro_batches=micro_batches,
         passes=tuple(zip(parts.passes, order_of_stage.first_instances, strict=True)),
     )
+
+
+def stage_templates(
+    decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, *, made: Made
+) -> tuple[tuple[Family, ...], tuple[Template, ...]]:
+    """Return the families and templates of ``stage_program`` alone; its instances take most of its time."""
+    families, templates, _ = _written(parts_of(decisions, shape, stage, micro_batches, made))
+    return tuple(families.all.values()), tuple(templates.all)
+
+
+def _written(parts: StageParts) -> tuple[StageFamilies, StageTemplates, dict[Key, int]]:
+    """Return the families and templates, and the rounding buffer of each layer's activations."""
+    slots = {}
+    if parts.subsequences[0].activations.rounding:
+        order = [each for passed in layer_passes(parts) for each in passed]
+        slots = buffer_slots(order, len(parts.subsequences))
+    families = StageFamilies(parts)
+    return families, StageTemplates(parts, families, slots), slots

@@ -32,7 +32,7 @@ def cached_templates(decisions: Decisions, shape: Shape) -> Made:
     """
     if decisions.layout.subsequences == 1:
         return {}
-    key = _seen_by_layers(decisions), (shape.cp_rank, shape.ulysses_rank, shape.tp_rank)
+    key = seen_by_layers(decisions), (shape.cp_rank, shape.ulysses_rank, shape.tp_rank)
     made = _kept.setdefault(key, {})
     _kept.move_to_end(key)
     while len(_kept) > 1 and sum(len(each) for each in _kept.values()) > MOST_TEMPLATES:
@@ -45,7 +45,7 @@ def forget() -> None:
     _kept.clear()
 
 
-def _seen_by_layers(decisions: Decisions) -> Decisions:
+def seen_by_layers(decisions: Decisions) -> Decisions:
     """Return the plan with defaults in the fields that no layer template reads.
 
     These are the numbers of layers beside their kinds, of stages and micro-batches, the layers of each stage, the

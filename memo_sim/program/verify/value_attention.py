@@ -18,6 +18,8 @@ from memo_sim.program.verify.value_terms import (
     Packed,
     Spans,
     chain,
+    chunk_at,
+    halves_of_chunks,
     inside,
     joined,
     keys_needed,
@@ -89,8 +91,12 @@ def _keys(  # noqa: PLR0911 - one return per kind of keys
         return None, None, 0
     end = first + call.tokens("kv")
     if value.terms is None:
-        if work.mask == "causal" and (row, row + tokens) != (first, end):
+        # Halves of a ring's chunk may have outputs with different terms, and are then looked at one by one.
+        fits = first <= row < row + tokens <= end if v.ring_chunks else (row, row + tokens) == (first, end)
+        if work.mask == "causal" and not fits:
             call.fault(f"a causal square of queries [{row}, {row + tokens}) and keys [{first}, {end})")
+        if v.ring_chunks:
+            return _chunks_keys(call, 0, first, end), value, first
         return Spans((), (first, end)) if work.mask == "causal" else Spans(((first, end),)), value, first
     return _ranks_keys(call, value, first, end), value, first
 
@@ -133,6 +139,9 @@ def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[obj
     v, half, ring = call.values, call.values.attended // 2, call.values.layout.ring
     if isinstance(call.work, Attention) and call.work.mask != "none":
         call.fault("keys of other ranks have a causal mask")
+    if v.ring_chunks:
+        assert isinstance(value.terms, tuple)
+        return _chunks_keys(call, value.terms[1], first, end)
     terms: set[object] = set()
     for n in range(first // half, -(-end // half)):
         if not first <= n * half <= (n + 1) * half <= end:
@@ -143,6 +152,21 @@ def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[obj
             assert isinstance(value.terms, tuple)
             terms.add(("hop", value.terms[1], n))
     return frozenset(terms)
+
+
+def _chunks_keys(call: Call, hops: int, first: int, end: int) -> frozenset[object]:
+    """Return the terms that keys [first, end) of chunks are, which were computed ``hops`` ranks before."""
+    v, work = call.values, call.work
+    chunk = chunk_at(v, first)
+    low, high = v.ring_chunks[chunk]
+    middle = (low + high) // 2
+    if first not in (low, middle) or end not in (middle, high):
+        call.fault(f"keys [{first}, {end}) are not whole halves of the chunk [{low}, {high})")
+    if isinstance(work, Attention) and work.mask == "causal":
+        if (first, end) != (low, high):
+            call.fault(f"the causal square of keys [{first}, {end}) is not that of the chunk [{low}, {high})")
+        return frozenset({("square", chunk)})
+    return frozenset(("hop", hops, n) for n in halves_of_chunks(v, first, end))
 
 
 def _query_role(call: Call) -> str:
@@ -217,11 +241,19 @@ def _sum(  # noqa: PLR0911 - one return per kind of sum
         return None
     if isinstance(old.value.terms, tuple) and isinstance(new.terms, tuple) and old.value.terms[:1] == ("from",):
         return _ring_sum(call, old.value, new)
-    terms = joined(old.value.terms, new.terms)
+    terms = joined(old.value.terms, _returned(call, new.terms))
     if terms is None:
         call.fault(f"{role} has {shown(old.value.terms)} already; {shown(new.terms)} is not one more term")
         return None
     return old.value._replace(terms=terms)
+
+
+def _returned(call: Call, terms: object) -> object:
+    """Return the terms of gradients of a chunk's keys that came back from all other ranks; other terms as they are."""
+    ring = call.values.layout.ring
+    if not call.values.ring_chunks or not isinstance(terms, tuple) or terms[:2] != ("from", ring):
+        return terms
+    return frozenset({("others", terms[3])}) if len(terms[2]) == ring - 1 else terms
 
 
 def backward(call: Call) -> None:
@@ -297,7 +329,11 @@ def _gradient_of_keys(
         return
     if keys is not None and terms is not None:
         made: object
-        if isinstance(terms, Spans) or terms == {WINDOW}:
+        if call.values.ring_chunks:
+            chunk = chunk_at(call.values, queries[0][0])
+            hops = keys.terms[1] if isinstance(keys.terms, tuple) else 0
+            made = ("from", hops, frozenset({hops}), chunk) if hops else frozenset({("by", chunk)})
+        elif isinstance(terms, Spans) or terms == {WINDOW}:
             made = terms if isinstance(terms, Spans) and terms.square else _spans(queries)
         elif keys.terms == "all":
             made = "all"
@@ -397,7 +433,7 @@ def send_gradients(call: Call, rows: list[Held]) -> None:
     if window_of(v, call.instance.layer):
         _send_windows_gradients(call, work, rows)
         return
-    half, ring = v.attended // 2, work.ranks
+    ring = work.ranks
     known = next((each.value for each in rows if each.value is not None and each.value.name == "d_kv"), None)
     terms = None if known is None else known.terms
     if any(each.value is None for each in rows) or known is None or not isinstance(terms, tuple):
@@ -405,11 +441,18 @@ def send_gradients(call: Call, rows: list[Held]) -> None:
             call.fault("sends zeros in place of gradients of keys")
         call.put("recv", 0, call.tokens("recv"), None)
         return
-    hop = terms[1]
+    hop, base, end_of_keys, all_needed = terms[1], 0, v.attended, False
+    if v.ring_chunks:
+        number = chunk_at(v, next(each.row for each in rows if each.value is known))
+        base, end_of_keys = v.ring_chunks[number]
+        all_needed = terms[3] != number  # the queries are of a later chunk
+    half = (end_of_keys - base) // 2
     have: dict[int, frozenset[int]] = {}
     for first, end, value, row in rows:
         assert value is not None
-        same = value.name == "zero" or (value._replace(terms=None) == known._replace(terms=None) and row == first)
+        same = value.name == "zero" or (
+            value._replace(terms=None) == known._replace(terms=None) and row == first + base
+        )
         if not same or (value.name != "zero" and (not isinstance(value.terms, tuple) or value.terms[1] != hop)):
             call.wrong("send", value, row, f"{known} (row {first})")
             continue
@@ -421,15 +464,15 @@ def send_gradients(call: Call, rows: list[Held]) -> None:
     for rank in v.ring_ranks:
         needed = keys_needed(v, rank, 0) | keys_needed(v, rank, 1)
         owner = (rank - hop) % ring
-        wanted = {n: earlier | {hop} if ("rank", owner, n) in needed else earlier for n in (0, 1)}
+        wanted = {n: earlier | {hop} if all_needed or ("rank", owner, n) in needed else earlier for n in (0, 1)}
         if wanted == have:
             fits.add(rank)
     if not fits:
         shown = {n: sorted(of) for n, of in have.items()}
         call.fault(f"send has the gradients of keys {hop} ranks before with the terms of ranks {shown} places on")
     v.ring_ranks = fits or v.ring_ranks
-    value = known._replace(terms=("from", hop + 1, frozenset(range(1, hop + 1)))) if fits else None
-    call.put("recv", 0, call.tokens("recv"), value, 0)
+    value = known._replace(terms=("from", hop + 1, frozenset(range(1, hop + 1)), *terms[3:])) if fits else None
+    call.put("recv", 0, call.tokens("recv"), value, base)
 
 
 def _send_windows_gradients(call: Call, work: Exchange, rows: list[Held]) -> None:
@@ -449,10 +492,10 @@ def _ring_sum(call: Call, old: Value, new: Value) -> Value | None:
     """Return the sum of gradients of keys that come from ranks of the ring."""
     assert isinstance(old.terms, tuple)
     assert isinstance(new.terms, tuple)
-    if old.terms[1] != new.terms[1] or old.terms[2] & new.terms[2]:
+    if old.terms[1] != new.terms[1] or old.terms[2] & new.terms[2] or old.terms[3:] != new.terms[3:]:
         call.fault(f"gradients of keys {old.terms[1]} ranks before get those of keys {new.terms[1]} before")
         return None
-    return old._replace(terms=("from", old.terms[1], old.terms[2] | new.terms[2]))
+    return old._replace(terms=("from", old.terms[1], old.terms[2] | new.terms[2], *old.terms[3:]))
 
 
 def accumulate(call: Call) -> None:

@@ -64,15 +64,15 @@ def gradient_of(call: Call, value: Value) -> ProductBehind | None:
         "d_proj" if behind else "d_resid": ("proj", LAYER, "d_attn", 0, "attn"),
         "d_up": ("ffn_up", LAYER, f"d_norm2{partial}", 0, "norm2"),
         "d_shared_up": ("shared_up", LAYER, shared_norm(v), 0, "norm2"),
-        "d_logits": (
-            "tokens" if v.model.tied_embeddings else "classifier",
-            EMBED if v.model.tied_embeddings else HEAD,
-            f"d_final{partial}",
-            0,
-            "final",
-        ),
+        "d_logits": classifier_gradient(call),
     }
     return products.get(base)
+
+
+def classifier_gradient(call: Call) -> ProductBehind:
+    """Return the product of whose result the gradient of the logits is the gradient."""
+    tied, partial = call.values.model.tied_embeddings, "~" if call.values.tp > 1 else ""
+    return "tokens" if tied else "classifier", EMBED if tied else HEAD, f"d_final{partial}", 0, "final"
 
 
 def read_by_product(call: Call, given: Value | None, row: int, tokens: int) -> tuple[Value, Product] | None:

@@ -100,6 +100,8 @@ class Values:
         self.offloaded: dict[int, int] = {}
         """Host buffers, with the number of rows that were copied there and did not come back."""
         self.loss: dict[tuple[int, object], list[tuple[int, int]]] = {}
+        self.tiles: dict[tuple[int, int], int] = {}
+        """By micro-batch and row: columns of the classifier's gradient that tiles have added so far."""
         self.ring_ranks = set(range(self.layout.ring))
         """The ranks of the ring whose masks fit all attention so far."""
         self._measure()
@@ -137,8 +139,11 @@ class Values:
         """Rows of which this rank chooses the experts."""
         self.routed_full = "" if layout.whole_experts else self.full
         """End of the name of a tensor as the router reads it."""
+        self.vocab = -(-model.vocab // self.tp)
+        """Columns of this rank's logits."""
         self.attended = self.tokens * layout.ulysses
         """Rows inside attention."""
+        self.ring_chunks = self._chunks_of_a_ring()
         self.starts = (0, *accumulate(partition(decisions)))
         runs = layout.pp * layout.virtual_stages
         given = layout.pp_layers or _nearly_equal(model.layers, runs)
@@ -159,6 +164,13 @@ class Values:
         self._expert_blocks = [
             experts_block(model, layout.expert_divided, ep, s.experts, lora) for s in model.layer_shapes
         ]
+
+    def _chunks_of_a_ring(self) -> tuple[tuple[int, int], ...]:
+        """Return the rows inside attention of each chunk that a ring divides; none where it divides whole sequences."""
+        chunk, total, ring = self.decisions.attention_chunk_tokens, self.decisions.seq_tokens, self.layout.ring
+        if ring == 1 or not 0 < chunk < total:
+            return ()
+        return tuple((first // ring, min(first + chunk, total) // ring) for first in range(0, total, chunk))
 
     def block(self, kind: BlockKind, layer: int) -> Block:
         """Return the parameters of the embedding, of the head, or of a layer."""

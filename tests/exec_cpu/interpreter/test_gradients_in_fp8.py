@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import KERNELS, Call, fp8_blocks
+from memo_exec.kernels import KERNELS, Call, fp8_blocks, fp8_mx
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.program.ir.work import Fp8Gemm
@@ -27,18 +27,31 @@ BLOCKS = {"hidden": 128, "head_dim": 32, "ffn_hidden": 256}
 """Sizes that are multiples of 128."""
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x`` in fp32, rounded to FP8 with one scale and back."""
-    scale = x.float().abs().max() / torch.finfo(dtype).max
-    return (x.float() / scale).to(dtype).float() * scale
+def rounded(x: Tensor, dtype: torch.dtype, given: float | None = None) -> Tensor:
+    """Return ``x`` in fp32, rounded to FP8 with one scale and back; ``given``: a scale that may clip it."""
+    most = torch.finfo(dtype).max
+    scale = x.float().abs().max() / most if given is None else torch.tensor(given)
+    return (x.float() / scale).clamp(-most, most).to(dtype).float() * scale
 
 
-def rounded_in_blocks(x: Tensor) -> Tensor:
-    """Return ``x`` in fp32, rounded to E4M3 with a power of two for each 128 values of a row, and back."""
-    groups = x.float().reshape(len(x), -1, 128)
+ONE_SCALE = ("tensor", "delayed")
+LAYOUTS = {"mx": "any"}
+"""Layouts of operands other than Hopper's, by recipe."""
+OF_ONE_SCALE = {"block": 128, "mx": 32}
+"""Values of a row with one scale, by recipe."""
+
+
+def rounded_in_blocks(x: Tensor, size: int) -> Tensor:
+    """Return ``x`` in fp32, rounded to E4M3 with a power of two for each ``size`` values of a row, and back."""
+    groups = x.float().reshape(len(x), -1, size)
     scale = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448)))
     values: Tensor = (groups / scale).to(E4M3).float() * scale
     return values.flatten(1)
+
+
+def in_fp8(recipe: str) -> dict[str, Any]:
+    """Return the fields of a plan with a recipe."""
+    return IN_FP8 | {"fp8": recipe, "fp8_layouts": LAYOUTS.get(recipe, "tn")}
 
 
 class Watched:
@@ -46,6 +59,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.sources: dict[int, Tensor] = {}
+        self.scales: dict[int, float] = {}
+        """Those of earlier steps, by address of the copy."""
         self.compared: Counter[str] = Counter()
         of = {"linear": self.product, "linear.dgrad": self.product, "linear.wgrad": self.product}
         of |= {"fp8.quantize": self.quantise}
@@ -55,6 +70,8 @@ class Watched:
         KERNELS["fp8.quantize"](call)
         for copy in ("out", "columns"):
             self.sources[call[copy].data_ptr()] = call.matrix("x").clone()
+            if call.context.decisions.fp8 == "delayed":
+                self.scales[call[copy].data_ptr()] = float(call.matrix("scale")[0, call.layer])
 
     def product(self, call: Call) -> None:
         op = call.instruction.op
@@ -67,13 +84,19 @@ class Watched:
             self.sources.get(call[role].data_ptr()) for role in ("x" if op == "linear" else "grad", _SECOND[op])
         )
         assert one is not None
-        if recipe == "tensor":
-            one = rounded(one, E4M3 if op == "linear" else E5M2)
+        scales = [self.scales.get(call[role].data_ptr()) for role in ("x" if op == "linear" else "grad", _SECOND[op])]
+        if recipe in ONE_SCALE:
+            one = rounded(one, E4M3 if op == "linear" else E5M2, scales[0])
         else:
-            one = rounded_in_blocks(one) if op != "linear.wgrad" else rounded_in_blocks(one.t()).t()
+            size = OF_ONE_SCALE[recipe]
+            one = rounded_in_blocks(one, size) if op != "linear.wgrad" else rounded_in_blocks(one.t(), size).t()
         if op == "linear.wgrad":
             assert two is not None
-            two = rounded(two, E4M3) if recipe == "tensor" else rounded_in_blocks(two.t()).t()
+            two = (
+                rounded(two, E4M3, scales[1])
+                if recipe in ONE_SCALE
+                else rounded_in_blocks(two.t(), OF_ONE_SCALE[recipe]).t()
+            )
             wanted = before.view(one.shape[1], -1) + one.t() @ two
             out = call["out"].view(wanted.shape)
         else:
@@ -88,8 +111,10 @@ class Watched:
         """Return a weight's copy as (out, in), or (in, out) for the gradient of the input, with its scale."""
         assert call.context.fp8 is not None
         values = call["weight"].view(rows, columns).float()
-        if call.context.decisions.fp8 == "tensor":
+        if call.context.decisions.fp8 in ONE_SCALE:
             return values * call.context.fp8.of(call["weight"])
+        if call.context.decisions.fp8 == "mx":
+            return fp8_mx.values(fp8_mx.weight_blocks(call.context.fp8, call["weight"], rows, columns))
         scale = fp8_blocks.weight_blocks(call.context.fp8, call["weight"], rows, columns).scale[:, : columns // 128]
         return values * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
 
@@ -104,14 +129,19 @@ _SECOND = {"linear": "weight", "linear.dgrad": "weight", "linear.wgrad": "x"}
         pytest.param(gpt(layers=1), "tensor", id="gpt2"),
         pytest.param(llama(layers=1, **BLOCKS), "block", id="llama in blocks"),
         pytest.param(gpt(layers=1, **BLOCKS), "block", id="gpt2 in blocks"),
+        pytest.param(llama(layers=1, **BLOCKS), "mx", id="llama in mx"),
+        pytest.param(llama(layers=1), "delayed", id="llama with scales of the step before"),
     ],
 )
 def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: Any, recipe: str) -> None:
-    decisions, watched = decide(model, **(IN_FP8 | {"fp8": recipe})), Watched()
+    decisions, watched = decide(model, **in_fp8(recipe)), Watched()
     ((ids, labels),) = batches = batch(decisions)
     with play(decisions, kernels=watched.kernels) as interpreter:
         reference = AutogradModel(model, weights.named_parameters(interpreter), dtype=torch.float32)
-        record = interpreter.run_step(batches, scalars(batches, lr=0.0))
+        if recipe == "delayed":  # products of the first step have the scale 1
+            interpreter.run_step(batches, scalars(batches, lr=0.0))
+            watched.compared.clear()
+        record = interpreter.run_step(batches, scalars(batches, lr=0.0, step=2))
         found = gradients(interpreter)
     assert watched.compared == {"linear": 4, "linear.dgrad": 4, "linear.wgrad": 4}
     loss = reference.loss(ids.view(2, -1), labels.view(2, -1), scalars(batches).loss_scale)
@@ -127,6 +157,8 @@ RECIPES = pytest.mark.parametrize(
     [
         pytest.param(llama(layers=2), "tensor", id="tensor"),
         pytest.param(llama(layers=2, **BLOCKS), "block", id="block"),
+        pytest.param(llama(layers=2, **BLOCKS), "mx", id="mx"),
+        pytest.param(llama(layers=2), "delayed", id="delayed"),
     ],
 )
 
@@ -137,7 +169,7 @@ RECIPES = pytest.mark.parametrize(
 def test_what_is_rebuilt_or_swapped_has_the_bits_of_what_is_kept(
     model: Any, recipe: str, policy: dict[str, Any]
 ) -> None:
-    fields = IN_FP8 | {"fp8": recipe}
+    fields = in_fp8(recipe)
     kept, wanted = one_step(decide(model, **fields))
     record, found = one_step(decide(model, **(fields | policy)), debug=True)
     assert record.loss == kept.loss
@@ -148,7 +180,7 @@ def test_what_is_rebuilt_or_swapped_has_the_bits_of_what_is_kept(
 @RECIPES
 def test_rows_that_are_moved_in_part_have_the_bits_of_those_that_are_kept(model: Any, recipe: str) -> None:
     """Swapping half of the rows moves halves of copies by columns, which are matrices only as a whole."""
-    fields = IN_FP8 | {"fp8": recipe}
+    fields = in_fp8(recipe)
     kept, wanted = one_step(decide(model, **fields))
     record, found = one_step(decide(model, **(fields | {"swapped_tokens": 128})))
     assert record.loss == kept.loss
@@ -164,9 +196,10 @@ def test_rows_that_are_rebuilt_in_part_have_a_scale_of_each_block() -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_are_rebuilt_in_part_have_the_same_scales_of_blocks() -> None:
+@pytest.mark.parametrize("recipe", ["block", "mx"])
+def test_rows_that_are_rebuilt_in_part_have_the_same_scales_of_blocks(recipe: str) -> None:
     """Row blocks end where blocks of 128 tokens do, so only sums differ: a weight's gradient has a term of each."""
-    fields = IN_FP8 | {"fp8": "block"}
+    fields = in_fp8(recipe)
     kept, wanted = one_step(decide(llama(layers=2, **BLOCKS), **fields))
     parts = {"recompute": "tokenwise", "swapped_tokens": 128}
     record, found = one_step(decide(llama(layers=2, **BLOCKS), **(fields | parts)))

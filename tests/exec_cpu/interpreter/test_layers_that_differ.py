@@ -46,7 +46,7 @@ def compare(model: Model, policy: dict[str, Any], **options: Any) -> None:
     if decisions.memory_policy == "planned" and options.pop("placed", False):
         (program,) = lower(decisions)
         columns = expand(program)
-        lives = without_library(program, columns, liveness(program, columns))
+        lives = without_library(program, liveness(program, columns))
         options["placement"] = first_fit_placement(requests_of(program, columns, lives=lives))
     with play(decisions, **options) as interpreter:
         reference = AutogradModel(model, weights.named_parameters(interpreter))

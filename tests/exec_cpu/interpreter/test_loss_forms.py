@@ -7,12 +7,28 @@ import pytest
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.knobs import Loss
+from memo_sim.program.operators import workspaces as table
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds
 from tests.exec_cpu.small import MODELS, batch, decide, gradients, play, scalars
 
 ROUNDING = 2**-8
 """Half the distance of two bf16 numbers, relative: all forms compute in fp32 and round the gradient once."""
-FORMS: tuple[Loss, ...] = ("blocks", "fused", "eager-fp32", "vocab-parallel", "checkpointed", "checkpointed-fp32")
+FORMS: tuple[Loss, ...] = (
+    "blocks",
+    "fused",
+    "eager-fp32",
+    "vocab-parallel",
+    "checkpointed",
+    "checkpointed-fp32",
+    "linear",
+)
+
+
+@pytest.fixture(autouse=True)
+def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let linear have three tiles, the last one of a single column."""
+    monkeypatch.setattr(table, "LOSS_COLUMNS", 40)
+    monkeypatch.setattr(table, "LOSS_COLUMNS_GRANULE", 16)
 
 
 @pytest.mark.parametrize("chunk", [0, 48])

@@ -15,15 +15,23 @@ import pytest
 import torch
 
 from memo_exec.kernels import KERNELS
+from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Kernels
+from memo_sim.program.layout.swap_format import packed_features
 from memo_sim.program.operators import workspaces as table
 from tests.exec_cpu.kernels import rowwise_comparison as comparison
+from tests.exec_cpu.kernels.hand_call import play
+from tests.exec_cpu.kernels.linear_loss_comparison import Trial
 from tests.exec_cpu.small import decide, gpt, llama, one_step
 
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
 ]
+CUT_TWICE = 2.0**-6
+"""Error of a bf16 gradient: its logits' are cut by Triton's interpreter, and their products rounded on a CPU."""
 
 
 @pytest.mark.parametrize("name", comparison.NAMES)
@@ -73,3 +81,63 @@ def test_the_fused_loss_writes_its_gradient_over_the_logits(dtype: str, chunk: i
     assert fused.loss == pytest.approx(plain.loss, rel=1e-5)
     for name, value in wanted.items():
         assert float((found[name] - value).norm() / value.norm()) < (1e-4 if dtype == "fp32" else 1e-2), name
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of the vocabulary, splits and blocks that small operands have several of, the last ones cut off."""
+    kernels = importlib.import_module("memo_exec.kernels.triton_linear_loss")
+    monkeypatch.setattr(table, "LOSS_COLUMNS", 40)
+    monkeypatch.setattr(table, "LOSS_COLUMNS_GRANULE", 16)
+    for module in (table, kernels):
+        monkeypatch.setattr(module, "LOSS_SPLIT_COLUMNS", 32)
+    for size in ("ROWS", "COLUMNS", "FEATURES"):
+        monkeypatch.setattr(kernels, size, 16)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, CUT_TWICE)])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+@pytest.mark.parametrize(("vocab", "tp"), [(97, 1), (64, 2), (97, 4), (5, 4), (3, 8)])
+def test_a_loss_with_the_classifier_inside_is_autograds(
+    vocab: int, tp: int, size: float, dtype: torch.dtype, most: float
+) -> None:
+    """Over a divided vocabulary, with masked tokens, and with logits whose exponentials overflow."""
+    found = Trial("triton", vocab, tp, dtype, size).errors()
+    assert max(found.values()) < most, found
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("chunk", [0, 48])
+@pytest.mark.parametrize("model", [gpt(layers=1), llama(layers=1)], ids=["tied", "untied"])
+def test_a_step_whose_loss_has_the_classifier_inside_has_the_gradients_of_one_without(model: Model, chunk: int) -> None:
+    fields = {"micro_batch": 1, "loss_chunk_tokens": chunk}
+    plain, wanted = one_step(decide(model, **fields))
+    inside, found = one_step(decide(model, loss="linear-triton", **fields))
+    assert inside.loss == pytest.approx(plain.loss, rel=1e-6)
+    for name, value in wanted.items():
+        assert float((found[name] - value).norm() / value.norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("features", [1, 5, 64, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_rounded_for_the_host_have_torchs_bits(
+    features: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers over ten decades, subnormal ones, rows of zeros and of tiny numbers; several blocks a row."""
+    monkeypatch.setattr(importlib.import_module("memo_exec.kernels.triton_swap_rounding"), "COLUMNS", 64)
+    generator = torch.Generator().manual_seed(features)
+    x = torch.randn(50, features, generator=generator) * 10 ** (6 * torch.rand(50, features, generator=generator) - 5)
+    x[3], x[4], x[5, 0] = 0.0, 1e-30, -1e30
+    found: dict[RowwiseKernel, tuple[torch.Tensor, torch.Tensor]] = {}
+    for rowwise in ("torch", "triton"):
+        decisions = decide(llama(), kernels=Kernels(attention="torch-flash-cpu", rowwise=rowwise))
+        packed = torch.zeros(50, packed_features(features), dtype=torch.uint8)
+        back, room = torch.zeros(50, features, dtype=dtype), 4 * 50 * features
+        play("swap.round", decisions, {"x": x.to(dtype), "out": packed}, workspace_bytes=room)
+        play("swap.widen", decisions, {"x": packed, "out": back}, workspace_bytes=room)
+        found[rowwise] = packed, back
+    assert torch.equal(found["triton"][0], found["torch"][0])
+    wanted, back = (found[rowwise][1].float() for rowwise in ("torch", "triton"))
+    # Triton's interpreter cuts bf16 numbers, whereas a GPU rounds them.
+    assert bool(((back - wanted).abs() <= wanted.abs() * (0 if dtype == torch.float32 else 2.0**-7)).all())

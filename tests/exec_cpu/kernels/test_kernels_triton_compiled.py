@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # Triton 3.9 announces a change in its next version
@@ -20,6 +21,16 @@ pytestmark = [
 BF16, FP32, INT, LONG = "*bf16", "*fp32", "i32", "i64"
 NORM = [BF16, BF16, BF16, BF16, FP32, INT, INT, INT, "fp32"]
 NORM_BACKWARD = [BF16, BF16, BF16, FP32, BF16, BF16, FP32, *[INT] * 7]
+LINEAR_LOSS = {
+    (part, operand): types
+    for operand in (BF16, FP32)
+    for part, types in {
+        "statistics": [operand, operand, "*i64", FP32, FP32, FP32, *[INT] * 5],
+        "gradient": [operand, operand, "*i64", FP32, FP32, operand, *[INT] * 6],
+    }.items()
+}
+LINEAR_LOSS_BLOCK = {"ROWS": 128, "COLUMNS": 128, "FEATURES": 64, "WIDEN": False}
+LINEAR_LOSS_CONSTANTS = {"statistics": {**LINEAR_LOSS_BLOCK, "SPLIT": 2048}, "gradient": LINEAR_LOSS_BLOCK}
 KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
     ("norm._forward_kernel", NORM, {"CENTRED": True, "BIASED": True, "BLOCK": 8192}, 16),
     ("norm._forward_kernel", NORM, {"CENTRED": False, "BIASED": False, "BLOCK": 4096}, 8),
@@ -35,6 +46,18 @@ KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
         [BF16, "*i64", BF16, FP32, INT, INT, INT, "fp32"],
         {"IGNORED": -100, "BLOCK": 4096},
         8,
+    ),
+    (
+        "swap_rounding._round_kernel",
+        [BF16, "*u8", FP32, *[INT] * 4],
+        {"LEAST": 1e-30, "LARGEST": 448.0, "BLOCK": 4096},
+        4,
+    ),
+    ("swap_rounding._widen_kernel", ["*u8", FP32, BF16, *[INT] * 4], {"BLOCK": 4096}, 4),
+    *(
+        (f"linear_loss._{part}_kernel", LINEAR_LOSS[part, operand], constants, 8)
+        for operand in (BF16, FP32)
+        for part, constants in LINEAR_LOSS_CONSTANTS.items()
     ),
 ]
 

@@ -44,6 +44,7 @@ FORMS = {
     "eager-fp32": {"loss": "eager-fp32"},
     "checkpointed": {"loss": "checkpointed", "loss_chunk_tokens": 64},
     "vocab-parallel": {"loss": "vocab-parallel"},
+    "linear": {"loss": "linear", "loss_chunk_tokens": 64},
 }
 
 

@@ -59,6 +59,16 @@ def test_every_compute_kernel_is_played_in_the_shapes_of_the_step(layout: Layout
     assert max(Counter(op for op, _ in played).values()) < 20
 
 
+@pytest.mark.parametrize(("recipe", "layouts"), [("tensor", "tn"), ("delayed", "tn"), ("block", "tn"), ("mx", "any")])
+def test_products_in_fp8_are_played_without_what_quantises_their_operands(recipe: str, layouts: str) -> None:
+    layout = Layout(tp=2, sequence_parallel=True, pp=2)
+    in_blocks = {"hidden": 256, "head_dim": 64, "ffn_hidden": 256} if recipe in ("block", "mx") else {}
+    model = llama(layers=2, **in_blocks)
+    fields = {"dtype": "bf16", "fp8": recipe, "fp8_layouts": layouts, "seq_tokens": 256, "recompute": "none"}
+    decisions, program, mesh = of_rank(3, layout, model=model, **fields)
+    assert play_first_calls(decisions, program, mesh, CPU)
+
+
 def test_ranks_play_them_before_they_make_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU only: a CPU loads no kernels."""
     decisions, program, _ = of_rank(0, Layout(tp=2))

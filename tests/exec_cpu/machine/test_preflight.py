@@ -76,11 +76,11 @@ def test_dtypes_the_device_does_not_compute_in() -> None:
 IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
 
 
-@pytest.mark.parametrize("changes", [{"fp8": "delayed"}, {"fp8": "mx"}, {"fp8_layouts": "any"}, {"fp8_params": True}])
+@pytest.mark.parametrize("changes", [{"fp8_layouts": "any"}, {"fp8_params": True}])
 def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]) -> None:
     plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | changes)))
     ((name, value),) = changes.items()
-    wanted = {"fp8": "tensor, block", "fp8_layouts": "tn", "fp8_params": "false"}[name]
+    wanted = {"fp8_layouts": "tn", "fp8_params": "false"}[name]
     with refused(
         CannotRun, where=f"plan.json: $.decisions.{name}", got=str(value).lower(), wanted=wanted, hint="--fp8"
     ):
@@ -95,6 +95,12 @@ def test_experts_and_latents_in_fp8_are_refused(model: str, changes: dict[str, A
     decisions = decide(load_model(model), **(IN_FP8 | changes))
     with refused(CannotRun, where=f"plan.json: $.decisions.{where}", hint="--fp8"):
         check_recipe(decisions, "plan.json")
+
+
+def test_mxfp8_with_layouts_of_hopper_is_refused() -> None:
+    plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | {"fp8": "mx"})))
+    with refused(CannotRun, where="plan.json: $.decisions.fp8_layouts", got="tn", wanted="any", hint="Blackwell"):
+        preflight.checked_program(plan, where="plan.json")
 
 
 def test_a_cpu_runs_no_products_in_fp8(tmp_path: Path) -> None:
@@ -112,6 +118,19 @@ def test_gpus_other_than_hopper_run_no_products_in_fp8(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     found = refusal(byte_decisions(swapped_tokens=0, **IN_FP8), GPU)
     check_fields(found, CannotRun, got=".".join(map(str, capability)), wanted="H100")
+
+
+IN_MX = IN_FP8 | {"fp8": "mx", "fp8_layouts": "any"}
+
+
+def test_gpus_before_blackwell_run_no_products_in_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    found = refusal(byte_decisions(swapped_tokens=0, **IN_MX), GPU)
+    check_fields(found, CannotRun, got="9.0, and kernels of MXFP8 need 10.0", wanted="Blackwell")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr("torch.version.cuda", "12.6")
+    found = refusal(byte_decisions(swapped_tokens=0, **IN_MX), GPU)
+    check_fields(found, CannotRun, got="12.6", wanted="12.8", hint="without --fp8")
 
 
 FP8_PROGRAMS: dict[str, dict[str, Any]] = {
@@ -132,9 +151,10 @@ FP8_PROGRAMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FP8_PROGRAMS)
-@pytest.mark.parametrize("recipe", ["tensor", "block"])
+@pytest.mark.parametrize("recipe", ["tensor", "delayed", "block", "mx"])
 def test_every_operand_in_fp8_has_scales(recipe: str, name: str) -> None:
-    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe} | FP8_PROGRAMS[name]
+    layouts = "any" if recipe == "mx" else "tn"
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe, "fp8_layouts": layouts} | FP8_PROGRAMS[name]
     model = gpt(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn_hidden=512)
     decisions = byte_decisions(model=model, **fields)
     check_operands(lower(decisions)[0], decisions)

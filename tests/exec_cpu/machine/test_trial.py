@@ -180,12 +180,14 @@ def test_a_plan_whose_triton_fails_here_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_fused_loss_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch, *, installed: bool) -> None:
     """A CPU plays it with torch; on a GPU no other kernel takes its place."""
     monkeypatch.setattr(kernels, "attention_fails", lambda *given, **named: "")
-    monkeypatch.setattr(kernels, "triton_fails", lambda device: "a trial call failed: no compiler")
+    monkeypatch.setattr(kernels, "triton_fails", lambda device, loss: "a trial call failed: no compiler")
     missing = "" if installed else "triton is not installed"
     monkeypatch.setattr(kernels, "rowwise_kernels", lambda machine: {"torch": "", "triton": missing})
-    found = on_gpu(monkeypatch, attention="torch-flash", loss="fused")
     why = "no compiler" if installed else "not installed"
+    found = on_gpu(monkeypatch, attention="torch-flash", loss="fused")
     check_fields(found, CannotRun, where="$.decisions.loss", got=("fused", why), wanted="blocks")
+    found = on_gpu(monkeypatch, attention="torch-flash", loss="linear-triton")
+    check_fields(found, CannotRun, where="$.decisions.loss", got=("linear-triton", why), wanted="linear")
 
 
 def test_a_device_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,9 +236,10 @@ def test_calibration_leaves_out_what_fails_and_says_so(monkeypatch: pytest.Monke
 def test_calibration_measures_triton_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "attention_fails", lambda kernel, *given, **named: "no" * (kernel == "torch-cudnn"))
     monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
-    monkeypatch.setattr(rowwise_kernels, "triton_fails", lambda device: "")
+    monkeypatch.setattr(rowwise_kernels, "triton_fails", lambda device, loss="auto": "no" * (loss != "auto"))
     with fakes.installed({"triton": {}}):
         found = usables.usable(GPU, grids.CUDA)
     assert found.rowwise == ["torch", "triton"]
     assert found.attention == ["torch-flash"]
-    assert found.left_out == {"torch-cudnn": "heads of 64: no"}
+    assert found.left_out == {"torch-cudnn": "heads of 64: no", "linear-triton": "no"}
+    assert found.losses == []

@@ -84,7 +84,11 @@ def test_the_table_knows_every_word_of_the_knobs() -> None:
     ("names", "together", "words"),
     [
         (("metp", "tp"), False, "tp 2 has no lowering beside METP"),
-        (("attention-chunks", "cp-ring"), False, "cp 2 has no lowering with attention in chunks"),
+        (
+            ("attention-chunks", "cp-all-gather"),
+            False,
+            "cp_exchange all_gather has no lowering with attention in chunks",
+        ),
         (("attention-chunks", "recompute-tokenwise"), False, "attention in chunks needs full recompute"),
         (("latents", "windows"), False, "latent attention has no windows"),
         (("zero-1", "zero-3"), False, "both are values of --zero"),

@@ -65,7 +65,7 @@ def run(decisions: Decisions, device_bytes: float = 80 * GIB, host_bytes: float 
 def test_the_peak_is_the_programs_own(decisions: Decisions) -> None:
     (program,) = lower(decisions)
     lives = liveness(program, expand(program))
-    wanted = peak(live_bytes(lives_in_arena(program, expand(program), lives, decisions), device=True))
+    wanted = peak(live_bytes(lives_in_arena(program, lives, decisions), device=True))
     prediction = run(decisions).prediction
     assert prediction.peak_device_bytes == wanted.bytes == sum(prediction.peak_by_class.values())
     assert prediction.peak_by_class == wanted.by_class

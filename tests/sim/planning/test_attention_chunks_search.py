@@ -51,12 +51,14 @@ def test_fpdt_has_no_chunks_when_one_block_holds_all() -> None:
     assert found.base.loss_chunk_tokens == found.base.mlp_chunk_tokens == found.base.attention_chunk_tokens == 0
 
 
-def test_others_have_eight_chunks_of_long_sequences_on_layouts_that_do_not_divide_them() -> None:
-    found, reasons = candidates(ask(1024 * K, devices=8))
+@pytest.mark.parametrize(("tokens", "rings"), [(1024 * K, {1}), (2048 * K, {1, 2, 4, 8})])
+def test_others_have_eight_chunks_of_long_sequences(tokens: int, rings: set[int]) -> None:
+    """At 1M tokens attention of a rank's rows of eight needs 6 % of a device, too little for chunks beside a ring."""
+    found, reasons = candidates(ask(tokens, devices=8))
     chunked = [c.base for c in found if c.policy.attention_chunks]
-    assert {base.attention_chunk_tokens for base in chunked} == {128 * K}
-    assert {base.layout.cp for base in chunked} == {1}
-    assert {c.base.layout.cp for c in found} > {1}
+    assert {base.attention_chunk_tokens for base in chunked} == {tokens // 8}
+    assert {base.layout.cp for base in chunked} == rings
+    assert {c.base.layout.cp for c in found} == {1, 2, 4, 8}
     assert not any("chunk" in reason for reason in reasons)
     assert not any(c.policy.attention_chunks for c in candidates(ask(128 * K))[0])
 
@@ -102,10 +104,18 @@ def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
     chunk = "decisions.attention_chunk_tokens"
     with refused(Infeasible, where=chunk, got=("1000", "131072"), wanted=("128", "2048"), hint="--attention-chunk"):
         candidates(ask(128 * K, attention_chunk_tokens=1000))
-    with refused(Infeasible, where=chunk, wanted=("128", "8192"), hint="--attention-chunk"):
+    with refused(Infeasible, where=chunk, wanted="a multiple of 1024", hint="--attention-chunk"):
         candidates(ask(512 * K, devices=8, attention_chunk_tokens=1000))
-    _, reasons = candidates(ask(512 * K, devices=8, attention_chunk_tokens=64 * K))
-    assert any(": cp 8 " in reason for reason in reasons)
+    found, reasons = candidates(ask(512 * K, devices=8, attention_chunk_tokens=16 * K))
+    assert {c.base.layout.cp for c in found} == {1, 2}
+    assert any("22 of them at most beside a ring of 8 ranks" in reason for reason in reasons)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_ring_go_further_than_with_attention_whole() -> None:
+    best = {e.policy: e.prediction.status for e in search(ask(1536 * K, devices=2, cp=2), prune=False).ranked}
+    assert best[LEAST_MEMORY] == "ok"
+    assert {status for policy, status in best.items() if policy != LEAST_MEMORY} == {"gpu_oom"}
 
 
 def test_one_device_goes_further_than_with_attention_whole() -> None:
@@ -127,12 +137,12 @@ def test_the_answer_names_the_gain() -> None:
     assert "6.00 GiB per step" in line
 
 
-@pytest.mark.parametrize("tokens", [192 * K, 256 * K])
-def test_the_lower_bound_is_below_the_played_step(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "cp"), [(192 * K, 1), (256 * K, 1), (256 * K, 2)])
+def test_the_lower_bound_is_below_the_played_step(tokens: int, cp: int) -> None:
     """Calls without a mask may be faster than the causal call, whose time is known."""
-    question = ask(tokens, attention_chunk_tokens=tokens // 4)
+    question = ask(tokens, devices=cp, cp=cp, attention_chunk_tokens=tokens // 4)
     bounds = LowerBounds(question.hardware, question.cluster)
-    keep = next(c.base for c in candidates(ask(tokens, recompute="none", alpha=0.0))[0])
+    keep = next(c.base for c in candidates(ask(tokens, devices=cp, cp=cp, recompute="none", alpha=0.0))[0])
     for candidate in candidates(question)[0]:
         played = play(question, candidate.base).prediction
         rough = bounds.rough(candidate.base, keep=msgspec.structs.replace(keep, kernels=candidate.base.kernels))
@@ -144,8 +154,9 @@ def test_the_lower_bound_is_below_the_played_step(tokens: int) -> None:
         assert max(rough.host_bytes_per_node, exact.host_bytes_per_node) <= played.peak_host_bytes_per_node
 
 
-def test_pruning_loses_nothing() -> None:
-    question = ask(320 * K, recompute=None)
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_pruning_loses_nothing(cp: int) -> None:
+    question = ask(cp * 320 * K, devices=cp, cp=cp, recompute=None)
     pruned, every = search(question), search(question, prune=False)
     assert pruned.best is not None
     assert every.best is not None

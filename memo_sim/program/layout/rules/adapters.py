@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memo_sim.contract.knobs import LINEAR_LOSSES
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
@@ -73,7 +74,7 @@ ADAPTERS = (
     ),
     _ADAPTERS.allows(
         "decisions.loss",
-        *("auto", "blocks", "fused", "eager-fp32", "vocab-parallel"),
+        *("auto", "blocks", "fused", "eager-fp32", "vocab-parallel", *LINEAR_LOSSES),
         because="checkpointed losses make the gradient of a classifier, which is frozen",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
@@ -12,8 +13,14 @@ _CHUNKS = Feature(
     chosen=in_chunks,
     beside="with attention in chunks",
     setting=lambda d: f"chunks of {d.attention_chunk_tokens} tokens",
-    hint="leave --attention-chunk out; tp, ulysses, dp, pp and ZeRO go with it, under full recompute",
+    hint="leave --attention-chunk out; tp, ulysses, cp, dp, pp and ZeRO go with it, under full recompute",
 )
+
+
+def _in_a_ring(decisions: Decisions) -> bool:
+    """Return whether ranks of context parallelism divide every chunk."""
+    return in_chunks(decisions) and decisions.layout.cp > 1
+
 
 CHUNKS_UNDER_FULL_RECOMPUTE = Rule(
     name="attention in chunks: recompute",
@@ -35,7 +42,23 @@ ATTENTION_CHUNKS = (
     CHUNKS_UNDER_FULL_RECOMPUTE,
     _CHUNKS.allows("layout.subsequences", 1),
     _CHUNKS.allows("layout.schedule", "1f1b", "gpipe", "interleaved", when=lambda d: in_chunks(d) and staged(d)),
-    _CHUNKS.allows("layout.cp_exchange", "ring", "all_gather"),
-    _CHUNKS.allows("layout.cp", 1),
+    _CHUNKS.allows(
+        "layout.cp_exchange",
+        "ring",
+        because="--cp-exchange ring passes the keys of a chunk from rank to rank",
+        when=lambda d: _in_a_ring(d) or (in_chunks(d) and d.layout.cp_exchange == "rsa"),
+    ),
+    _CHUNKS.allows(
+        "decisions.micro_batch",
+        1,
+        because="beside a ring the halves of several sequences' chunks lie apart",
+        when=lambda d: _in_a_ring(d) and d.micro_batch > 1,
+    ),
+    _CHUNKS.allows(
+        "decisions.memory_policy",
+        *("planned", "caching"),
+        because="no framework has chunks beside a ring",
+        when=lambda d: _in_a_ring(d) and d.memory_policy == "eager",
+    ),
     _CHUNKS.allows("layout.metp", 1),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memo_sim.contract.knobs import LINEAR_LOSSES
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.rule import Rule
 
@@ -16,7 +17,21 @@ _METRICS = Feature(
     hint="leave --loss-metrics out",
 )
 
+_LINEAR = Feature(
+    name="loss with the classifier's product inside",
+    chosen=lambda d: d.loss in LINEAR_LOSSES,
+    beside="beside a loss with the classifier's product inside",
+    setting=lambda d: f"loss {d.loss}",
+    hint="--loss blocks, with --loss-chunk where logits are too large",
+)
+
 LOSS = (
+    _LINEAR.allows(
+        "decisions.memory_policy", "planned", "caching", because="no framework's kernels of such a loss are known"
+    ),
+    _LINEAR.allows(
+        "decisions.kernels.rowwise", "torch", "triton", because="no framework's kernels of such a loss are known"
+    ),
     _METRICS.allows("decisions.memory_policy", "eager", because="memo-exec computes no metrics"),
     _METRICS.allows("layout.tp", 1, because="ranks of tp hold parts of the logits"),
     _METRICS.allows("layout.pp", 1, because="stages have no metrics here"),

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.analysis.columns import Columns, expand
+from memo_sim.program.analysis.columns import Columns, expand, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.analysis.liveness import live_bytes, liveness, peak, peak_of
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower
 from tests.sim.engine.test_engine_player import conflicts
@@ -61,6 +62,24 @@ def memory_orders(columns: Columns) -> list[tuple[int, int]]:
             if own != Lane.COMPUTE and birth > max(u) and lane[birth] != own
         ]
     return wanted
+
+
+@given(decisions=small_decisions())
+@settings(max_examples=30, deadline=None)
+def test_operands_that_repeat_give_the_edges_and_lives_of_all_operands(decisions: Decisions) -> None:
+    for program in lower(decisions):
+        every, once = expand(program), fold(program)
+        assert sum(len(operands.mode) for operands in once.operands) <= len(every.operand_mode)
+        edges, folded = derive_edges(every), derive_edges(once)
+        assert (edges.producer.tolist(), edges.consumer.tolist()) == (
+            folded.producer.tolist(),
+            folded.consumer.tolist(),
+        )
+        lives = liveness(program, every)
+        assert (lives.birth == liveness(program, once).birth).all()
+        assert (lives.death == liveness(program, once).death).all()
+        for device in (True, False):
+            assert peak_of(lives, device=device) == peak(live_bytes(lives, device=device))
 
 
 def test_no_lane_touches_a_buffer_before_its_birth() -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
-from memo_sim.contract.knobs import Loss
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.knobs import LINEAR_LOSSES, Loss
 from memo_sim.contract.plan import Kernels, Layout
 from memo_sim.memory.eager_framework import eager_buffers
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import liveness
 from memo_sim.program.ir.instruction import Template
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Gemm, Rowwise
+from memo_sim.program.ir.work import Collective, Gemm, LinearLoss, Rowwise, TileGemm
+from memo_sim.program.layout.compatibility import check_compatible
 from memo_sim.program.layout.rules.loss import UNDIVIDED_LOSSES
 from memo_sim.program.lower import lower
+from memo_sim.program.operators import workspaces
 from memo_sim.program.operators.framework_kernels import framework_kernels
+from memo_sim.program.verify.values import check_values
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 
 TOKENS = 2048
@@ -110,6 +117,75 @@ def test_checkers_pass(form: Loss, chunk: int, layout: Layout) -> None:
     if form in UNDIVIDED_LOSSES and layout.tp > 1:
         pytest.skip("refused")
     assert faults_of(decide(LLAMA, layout, loss=form, loss_chunk_tokens=chunk)) == []
+
+
+LINEAR = pytest.mark.parametrize("form", LINEAR_LOSSES)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a vocabulary of 100 columns have four tiles, the last one narrower."""
+    monkeypatch.setattr(workspaces, "LOSS_COLUMNS", 32)
+    monkeypatch.setattr(workspaces, "LOSS_COLUMNS_GRANULE", 8)
+
+
+@LINEAR
+@pytest.mark.usefixtures("small_tiles")
+def test_a_loss_with_the_classifier_inside_has_no_logits_but_a_tile(form: Loss) -> None:
+    """Products: forward, and for each tile again, the input's gradient and the weight's."""
+    head = head_of(program(form))
+    inner = [i.work for i in head.instructions if isinstance(i.work, LinearLoss)]
+    outer = [i.work for i in head.instructions if isinstance(i.work, TileGemm)]
+    whole = 2.0 * LOGITS * GPT.hidden
+    assert [w.part for w in inner] == ["statistics", *4 * ["gradient"]]
+    assert sum(w.flops for w in inner if w.part == "gradient") == whole == inner[0].flops
+    assert [sum(w.flops for w in outer if w.gemm_pass == p) for p in ("dgrad", "wgrad")] == 2 * [whole]
+    assert [w.column for w in inner[1:]] == [0, 32, 64, 96]
+    sizes = {f.name: f.bytes // TOKENS for f in head.own}
+    assert (sizes["logits"], sizes["d_final.fp32"], sizes["loss_stats"]) == (2 * 32, 4 * GPT.hidden, 12)
+    assert not [f for f in head.own if f.features == GPT.vocab]
+
+
+@LINEAR
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("changes", [{}, {"objective": "grpo"}, {"adapters": "r=4,alpha=4,targets=qkv"}], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sequence_parallel=True), Layout(pp=2, subsequences=2)])
+def test_checkers_pass_with_the_classifier_inside(form: Loss, layout: Layout, changes: dict[str, str]) -> None:
+    for chunk, dtype in ((0, "bf16"), (512, "fp32")):
+        found = decide(LLAMA, layout, loss=form, loss_chunk_tokens=chunk, dtype=dtype, **changes)
+        assert faults_of(found) == []
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("classifier.dgrad.c0.t1", "grad"),
+        ("classifier.wgrad.c0.t1", "after those before"),
+        ("loss.bwd.c0.t2", "grad"),
+    ],
+)
+def test_a_tile_that_is_left_out_is_a_fault(name: str, fault: str) -> None:
+    found = program("linear", dtype="fp32")
+    head = head_of(found)
+    kept = tuple(i for i in head.instructions if not i.name.endswith(name))
+    assert len(kept) == len(head.instructions) - 1
+    templates = tuple(replace(t, instructions=kept) if t is head else t for t in found.templates)
+    decisions = decide(GPT, seq_tokens=TOKENS, loss="linear", loss_chunk_tokens=0, dtype="fp32", global_batch=1)
+    broken = replace(found, templates=templates)
+    faults = check_values(broken, expand(broken), decisions)
+    assert any(fault in each for each in faults), faults
+
+
+@LINEAR
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [({"memory_policy": "eager"}, "memory_policy"), ({"kernels": Kernels(rowwise="compiled")}, "rowwise")],
+)
+def test_frameworks_are_refused_beside_the_classifier_inside(form: Loss, changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(Infeasible, match="classifier's product inside") as caught:
+        check_compatible(decide(GPT, loss=form, **changes))
+    assert where in caught.value.where
 
 
 @pytest.mark.parametrize("library", ["eager", "compiled", "fused"])

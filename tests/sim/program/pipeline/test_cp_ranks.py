@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import msgspec
@@ -17,14 +18,22 @@ from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.arena.check_placement import check_placement
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention, Collective, Exchange, PointToPoint
+from memo_sim.program.layout.attention_chunks import attention_chunks
+from memo_sim.program.layout.token_order import token_runs
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.stages import check_deadlock, check_stages
+from memo_sim.program.verify.values import check_values
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
 EXCHANGES: list[CpExchange] = ["ring", "all_gather"]
+CHUNKED = decide(
+    LLAMA.of_layers([LLAMA.layer(0)]), Layout(cp=4), ("full", 0.0), attention_chunk_tokens=1024, global_batch=1
+)
+"""Two chunks of attention, which a ring divides."""
 
 
 def ranks(decisions: Decisions) -> tuple[Program, ...]:
@@ -55,6 +64,16 @@ def test_every_rank_passes_the_checkers_and_matches_the_others(
     for program, mine, orders in zip(programs, columns, edges, strict=True):
         assert check_program(program, mine) == []
         assert check_edges(mine, orders) == []
+
+
+def test_ranks_of_a_ring_divide_chunks_of_attention() -> None:
+    programs = ranks(CHUNKED)
+    columns = [expand(program) for program in programs]
+    assert check_stages(programs) == []
+    assert check_deadlock(programs, columns, [derive_edges(each) for each in columns], ("cp", "grads")) == []
+    for program, mine in zip(programs, columns, strict=True):
+        assert check_program(program, mine) == []
+        assert check_values(program, mine, CHUNKED) == []
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -90,7 +109,14 @@ def test_a_hop_in_the_wrong_order_is_a_deadlock() -> None:
 @pytest.mark.parametrize("policy", [("none", 0.0), ("tokenwise", 0.5), ("full", 0.0)], ids=lambda p: p[0])
 def test_the_representatives_arena_serves_every_rank(policy: tuple[str, float], exchange: CpExchange) -> None:
     """All ranks have the same buffers, sizes and addresses; only the lifetimes differ."""
-    decisions = decide(LLAMA, Layout(cp=4, cp_exchange=exchange), policy)
+    _serves_every_rank(decide(LLAMA, Layout(cp=4, cp_exchange=exchange), policy))
+
+
+def test_the_representatives_arena_serves_every_rank_of_divided_chunks() -> None:
+    _serves_every_rank(CHUNKED)
+
+
+def _serves_every_rank(decisions: Decisions) -> None:
     placement = place(requests_of(lower(decisions)[0]), solver="greedy")
     offsets = dict(zip(placement.ids, placement.offset_bytes, strict=True))
     for program in ranks(decisions):
@@ -131,6 +157,29 @@ def test_every_query_attends_to_every_earlier_key_once(cp: int, batch: int, exch
         wanted = {(s, q, k) for s in range(batch) for q in range(seq) for k in range(q + 1)}
         assert set(met.values()) == {1}, phase
         assert met.keys() == wanted, phase
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD])
+def test_every_query_in_a_divided_chunk_attends_to_every_earlier_key_once(phase: Phase) -> None:
+    """Count the pairs in the calls of both ranks, by the places of their rows in the sequence."""
+    decisions = decide(GPT, Layout(cp=2), ("full", 0.0), seq_tokens=640, attention_chunk_tokens=256, global_batch=1)
+    held = [
+        np.concatenate([np.arange(run.token, run.token + run.tokens) for run in token_runs(decisions, rank)])
+        for rank in range(2)
+    ]
+    rows, met = attention_chunks(decisions), np.zeros((640, 640), dtype=int)
+    for rank, program in enumerate(ranks(decisions)):
+        for call in (i for t in program.templates for i in t.instructions if t.name in ("layer.fwd", "layer.bwd")):
+            if not isinstance(call.work, Attention) or call.phase is not phase:
+                continue
+            numbers = [int(n) for n in re.findall(r"\.[ck](\d+)", call.name)]
+            hops = int("".join(re.findall(r"ring(\d+)", call.name)) or 0)
+            (of,) = (o for o in call.operands if o.role == "kv")
+            first, count = rows[numbers[0]]
+            queries = held[rank][first : first + count][-call.work.q_tokens :]
+            keys = held[(rank - hops) % 2][rows[numbers[-1]][0] + of.first :][: of.tokens]
+            met[np.ix_(queries, keys)] += 1 if call.work.mask == "none" else keys <= queries[:, None]
+    assert np.array_equal(met, np.tri(640, dtype=int))
 
 
 def _own(rank: int, cp: int, chunk: int) -> np.ndarray:

@@ -45,6 +45,9 @@ PLANS: dict[str, Decisions] = {
     "selective": decide(LLAMA, policy=("selective", 0.0)),
     "operators": decide(LLAMA, policy=("operators", 0.0)),
     "attention chunks": decide(LLAMA, Layout(ulysses=2), ("full", 0.0), attention_chunk_tokens=256),
+    "chunks in a ring": decide(
+        LLAMA.of_layers([LLAMA.layer(0)]), Layout(cp=4), ("full", 0.0), attention_chunk_tokens=1024, global_batch=1
+    ),
 }
 
 
@@ -177,7 +180,7 @@ def test_a_weight_gradient_that_is_left_out_or_added_twice(plan: str) -> None:
     expect(plan, planted.twice(program, number, chosen), "twice")
 
 
-@pytest.mark.parametrize("plan", each("subsequences", "ring", "all-gather", "attention chunks"))
+@pytest.mark.parametrize("plan", each("subsequences", "ring", "all-gather", "attention chunks", "chunks in a ring"))
 def test_a_term_of_a_sum_of_gradients_that_is_missing(plan: str) -> None:
     program = rank(plan)
     chosen: Chosen = lambda each: each.op == "grad.accumulate" and each.phase is Phase.BACKWARD  # noqa: E731
@@ -200,6 +203,10 @@ def test_the_gradient_of_the_residual_branch_that_is_missing() -> None:
         ("tp chunked", op("send_recv"), "hold nothing"),
         ("ring", op("attention.merge"), "not the whole sum"),
         ("ring", op("send_recv"), ""),
+        ("chunks in a ring", op("send_recv"), ""),
+        ("chunks in a ring", op("send_recv", phase=Phase.BACKWARD), ""),
+        ("chunks in a ring", op("attention.merge"), "not the whole sum"),
+        ("chunks in a ring", op("zero", phase=Phase.BACKWARD), "not d_kv of layer 0"),
         ("ulysses", op("all_to_all"), "d_attn^ of layer 0"),
         ("subsequences", op("attention.merge"), "not the whole sum"),
         ("1F1B", op("recv"), "hold nothing"),

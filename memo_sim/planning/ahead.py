@@ -1,0 +1,260 @@
+"""What other processes find out for a search before the search asks for it.
+
+A search takes its candidates in the order of their lower bounds, one after the other. Other processes take the next
+ones meanwhile: they compute tighter bounds, and evaluate candidates that then still are among the next.
+
+    search     candidate 1          2: known    3: known    4
+    process    candidate 2    candidate 3   candidate 5 ...
+
+The search decides as it does alone: it asks for the same bounds and outcomes in the same order, and takes those that
+are known. So its answer is the same to the last byte, whatever the number of processes. What was found out about
+candidates that turn out to be pruned is left out of it.
+
+Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, Protocol
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.planning.processes import Helper, Kind, Message, Task, Team
+
+QUEUE = 3
+"""Tasks that a process has at once, so that it need not wait for one while the search plays a plan."""
+NEXT = 8
+"""Candidates for each process that count as the next ones."""
+
+OUTCOME = "outcome"
+"""Name of what a task yields last."""
+
+Key = tuple[bool, bool, float]
+Number = tuple[int, int]
+Entry = tuple[Key, Number, Any]
+"""What a search has to look at: its least key, its number, and a candidate with its bounds, or something else."""
+
+
+class Bounded(Protocol):
+    """A candidate with lower bounds."""
+
+    @property
+    def least_key(self) -> Key:
+        """No outcome of the candidate ranks before this key."""
+
+
+class Searching(Protocol):
+    """The search that processes work for."""
+
+    waiting: list[Any]
+    """What is still to be looked at: a heap of ``Entry``."""
+    at: Collection[Decisions]
+    """Plans that the search itself plays, which others do not play at the same time."""
+
+    def limit_key(self) -> Key:
+        """Return the largest key of a candidate that may matter."""
+
+    def next_name(self, one: Any) -> Hashable:
+        """Return the name of a candidate's next bounds, with what they depend on; empty where there are none."""
+
+    def offered(self, one: Any, last: Key) -> Offer:
+        """Return a candidate as a task that ends where its bounds pass ``last``."""
+
+    def beside_itself(self, *arguments: Any) -> Iterator[tuple[Hashable, Any]]:
+        """Do a task in this process, without a change to the search."""
+
+    def hear(self, found: Any) -> None:
+        """Take note of an outcome that has arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A candidate as a task: its arguments, and the plans that it plays and that other candidates play as well."""
+
+    arguments: tuple[object, ...]
+    plays: Collection[Decisions]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known about a candidate: it with tighter bounds, by their names; and its outcome."""
+
+    bounds: dict[Hashable, Any] = field(default_factory=dict)
+    outcome: Any = None
+    lost: bool = False
+    """Whether a process did not finish it; it is not given to another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A task that a process has: the candidate's number and key, and the plans that it plays."""
+
+    number: Number
+    key: Key
+    helper: Helper
+    plays: Collection[Decisions]
+
+
+class Ahead:
+    """What other processes find out for one search.
+
+    A task yields names of tighter bounds with the candidate that has them, and then ``OUTCOME`` with its outcome.
+    """
+
+    def __init__(
+        self, team: Team, search: Searching, *, begin: tuple[Task, tuple[object, ...]], task: Task, taken: type
+    ) -> None:
+        """``begin``: the first task of a process, with its arguments. ``taken``: the type of what tasks are about."""
+        self._team = team
+        self._search = search
+        self._begin = begin
+        self._task = task
+        self._taken = taken
+        self._told: set[Helper] = set()
+        self._known: dict[Number, _Known] = {}
+        self._begun: dict[int, _Begun] = {}
+
+    def give(self) -> None:
+        """Give the next candidates to processes that have room for tasks."""
+        self._receive(block=False)
+        helpers = self._team.helpers(self._task.__module__)
+        if not any(len(helper.tasks) < QUEUE for helper in helpers):
+            return
+        most = self._search.limit_key()
+        for name, begun in list(self._begun.items()):
+            if begun.key > most and self._waits(name, begun):
+                self._take_back(name)
+        for number, one, made in self._offers(most):
+            helper = min(helpers, key=lambda each: len(each.tasks), default=None)
+            if helper is None or len(helper.tasks) >= QUEUE:
+                return
+            if helper not in self._told:
+                self._told.add(helper)
+                helper.give(self._team.next_name(), self._begin[0], *self._begin[1])
+            name = self._team.next_name()
+            if helper.give(name, self._task, *made.arguments):
+                self._begun[name] = _Begun(number, one.least_key, helper, made.plays)
+
+    def _offers(self, most: Key) -> Iterator[tuple[Number, Bounded, Offer]]:
+        """Yield the next candidates that no process is at; none plays what another one plays."""
+        found, last = self._next(most, NEXT * (self._team.others + 1))
+        played = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
+        busy = {begun.number for begun in self._begun.values()}
+        for number, one in found:
+            made = self._search.offered(one, last)
+            if number not in busy and played.isdisjoint(made.plays):
+                played.update(made.plays)
+                yield number, one, made
+
+    def _next(self, most: Key, count: int) -> tuple[list[tuple[Number, Any]], Key]:
+        """Return the next candidates that are not known, and the key that the last of the next ones has."""
+        found, last = list[tuple[Number, Any]](), most
+        seen = 0
+        for key, number, one in _in_order(self._search.waiting):
+            if key > most or seen == count:
+                last = min(most, key)
+                break
+            if not isinstance(one, self._taken):
+                continue
+            seen += 1
+            known = self._known.get(number)
+            if known is None:
+                found.append((number, one))
+            elif known.outcome is None and not known.lost:
+                found.append((number, self._tightest(known, one)))
+        return [(number, one) for number, one in found if one.least_key <= last], last
+
+    def _tightest(self, known: _Known, one: Any) -> Any:
+        while (name := self._search.next_name(one)) in known.bounds:
+            one = known.bounds[name]
+        return one
+
+    def bounded(self, number: Number, one: Bounded) -> Any:
+        """Return a candidate with its next bounds; None where no process has computed them or is about to."""
+        name = self._search.next_name(one)
+        self._await(number, lambda known: name in known.bounds)
+        known = self._known.get(number)
+        return known.bounds.get(name) if known else None
+
+    def outcome(self, number: Number) -> Any:
+        """Return a candidate's outcome; None where no process has evaluated it or is about to."""
+        self._await(number, lambda known: known.outcome is not None, working=True)
+        known = self._known.get(number)
+        return known.outcome if known else None
+
+    def end(self) -> None:
+        """Take back all tasks that have not begun."""
+        for name, begun in list(self._begun.items()):
+            if self._waits(name, begun):
+                self._take_back(name)
+
+    def _await(self, number: Number, enough: Callable[[_Known], bool], *, working: bool = False) -> None:
+        """Wait while a process is at a candidate and it is not known enough; take back what no process has begun.
+
+        With ``working``, do other tasks meanwhile: an outcome takes long, a bound does not.
+        """
+        self._receive(block=False)
+        while not ((known := self._known.get(number)) and enough(known)):
+            at = next((name for name, begun in self._begun.items() if begun.number == number), None)
+            if at is None:
+                return
+            if self._waits(at, self._begun[at]):
+                self._take_back(at)
+                return
+            self._receive(block=not (working and self._work()))
+
+    def _work(self) -> bool:
+        """Do the next task in this process, which waits for another one; return whether there was one."""
+        for number, _, made in self._offers(self._search.limit_key()):
+            try:
+                for name, part in self._search.beside_itself(*made.arguments):
+                    self._keep(number, name, part)
+            except Exception:  # it is raised again if the search comes to this candidate
+                self._known.setdefault(number, _Known()).lost = True
+            return True
+        return False
+
+    @staticmethod
+    def _waits(name: int, begun: _Begun) -> bool:
+        """Return whether a task waits for another one of its process."""
+        return bool(begun.helper.tasks) and begun.helper.tasks[0] != name
+
+    def _take_back(self, name: int) -> None:
+        begun = self._begun.pop(name)
+        begun.helper.drop(name)
+
+    def _receive(self, *, block: bool) -> None:
+        for message in self._team.messages(block=block):
+            self._note(message)
+
+    def _note(self, message: Message) -> None:
+        begun = self._begun.get(message.name)
+        if begun is None:  # a task of an earlier search, or one that was taken back
+            return
+        if message.kind is not Kind.PART:
+            del self._begun[message.name]
+        if message.kind is Kind.LOST:
+            self._known.setdefault(begun.number, _Known()).lost = True
+        if message.kind is Kind.PART:
+            self._keep(begun.number, *message.part)
+
+    def _keep(self, number: Number, name: Hashable, part: Any) -> None:
+        known = self._known.setdefault(number, _Known())
+        if name == OUTCOME:
+            known.outcome = part
+            self._search.hear(part)
+        else:
+            known.bounds[name] = part
+
+
+def _in_order(heap: Sequence[Entry]) -> Iterator[Entry]:
+    """Yield the entries of a heap in their order, without changing it."""
+    at = [(heap[0][:2], 0)] if heap else []
+    while at:
+        _, place = heappop(at)
+        yield heap[place]
+        for child in (2 * place + 1, 2 * place + 2):
+            if child < len(heap):
+                heappush(at, (heap[child][:2], child))

@@ -1,0 +1,252 @@
+"""Processes that work beside this one: it gives them tasks, and they send back what they find out, part by part.
+
+Nothing depends on them. What a process does not deliver, because it fails, dies or is too late, its caller does itself.
+So errors are raised where they are without other processes, and a process that is killed costs time alone.
+
+    with processes(3):                  this process and two others
+        what_if(question)               the searches inside use them (``search.py``)
+
+The others start when they first can be used. They end with the block, at once, whatever they are doing; and with this
+process, however it ends. Ctrl-C reaches this process alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum, auto
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+from memo_sim.contract.errors import CannotRun, UsageError
+
+MOST_JOBS = 64
+"""Largest number of processes of one search."""
+
+Task = Callable[..., Iterator[object]]
+"""A function of a module. Its first argument is a dictionary that a process keeps from one task to the next."""
+
+
+class Kind(Enum):
+    """What a message is about."""
+
+    PART = auto()
+    """Something that a task has found out."""
+    ENDED = auto()
+    """A task has ended: all its parts have arrived."""
+    LOST = auto()
+    """A task has ended without its other parts: it failed, or its process died."""
+
+
+class Message(NamedTuple):
+    """What has come from a process, with the name of the task."""
+
+    name: int
+    kind: Kind
+    part: Any = None
+
+
+class Helper:
+    """One process, and the names of its tasks; the first is the one that it is at."""
+
+    def __init__(self, module: str) -> None:
+        """Start a process that imports ``module`` before its first task."""
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, module), daemon=True)
+        with without_main():
+            self.process.start()
+        theirs.close()
+        self.tasks: deque[int] = deque()
+
+    def give(self, name: int, task: Task, *arguments: object) -> bool:
+        """Give a task, which waits for those before it; return False where the process has died."""
+        if not self._sent((name, task, arguments)):
+            return False
+        self.tasks.append(name)
+        return True
+
+    def drop(self, name: int) -> None:
+        """Take a task back, if it has not begun."""
+        self.tasks.remove(name)
+        self._sent((name, None, ()))
+
+    def _sent(self, message: tuple[int, Task | None, tuple[object, ...]]) -> bool:
+        try:
+            self.connection.send(message)
+        except OSError:
+            return False
+        return True
+
+    def received(self) -> Message | None:
+        """Return the message that has come; None where the process has died."""
+        try:
+            name, kind, part = self.connection.recv()
+        except (EOFError, OSError):
+            return None
+        if kind is not Kind.PART and name in self.tasks:
+            self.tasks.remove(name)
+        return Message(name, kind, part)
+
+
+class Team:
+    """The processes that work beside this one."""
+
+    def __init__(self, others: int) -> None:
+        self.others = others
+        self._helpers: list[Helper] | None = None
+        self._names = count()
+
+    def helpers(self, module: str) -> list[Helper]:
+        """Return the processes that are alive; the first call starts them, and they import ``module``."""
+        if self._helpers is None:
+            self._helpers = []
+            for _ in range(self.others):
+                self._helpers.append(Helper(module))
+        return self._helpers
+
+    def next_name(self) -> int:
+        """Return a name that no task has had."""
+        return next(self._names)
+
+    def messages(self, *, block: bool) -> Iterator[Message]:
+        """Yield what has come; with ``block``, wait for the next message where none has."""
+        helpers = self._helpers or []
+        ready = wait([one.connection for one in helpers], None if block else 0)
+        for helper in [one for one in helpers if one.connection in ready]:
+            while True:
+                message = helper.received()
+                if message is None:
+                    yield from self._without(helper)
+                    break
+                yield message
+                if not helper.connection.poll():
+                    break
+
+    def _without(self, helper: Helper) -> Iterator[Message]:
+        """Go on without a process that has died."""
+        assert self._helpers is not None
+        self._helpers.remove(helper)
+        helper.process.join()
+        code = helper.process.exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        told = "a process of the search ended (%s); the others go on, and the answer is the same"
+        logging.getLogger(__name__).warning(told, how)
+        for place, name in enumerate(helper.tasks):
+            yield Message(name, Kind.ENDED if place else Kind.LOST)  # the others have not begun
+
+    def end(self) -> None:
+        """End all processes at once."""
+        for helper in self._helpers or []:
+            helper.process.kill()
+        for helper in self._helpers or []:
+            helper.process.join()
+            helper.process.close()
+            helper.connection.close()
+        self._helpers = []
+
+
+_TEAM: ContextVar[Team | None] = ContextVar("team", default=None)
+
+
+def current_team() -> Team | None:
+    """Return the processes of the block around this call; None where there are none."""
+    return _TEAM.get()
+
+
+@contextmanager
+def processes(jobs: int) -> Iterator[None]:
+    """Let what is searched in this block use ``jobs`` processes, this one included.
+
+    Raises:
+        UsageError: when there cannot be so many.
+        CannotRun: when this process cannot have others.
+    """
+    if not 1 <= jobs <= MOST_JOBS:
+        raise UsageError("not a number of processes", got=jobs, wanted=f"from 1 to {MOST_JOBS}")
+    if jobs == 1:
+        yield
+        return
+    if multiprocessing.current_process().daemon:
+        raise CannotRun("a daemonic process cannot start others", got=f"{jobs} processes", hint="ask with jobs=1")
+    team = Team(jobs - 1)
+    try:
+        with working_with(team):
+            yield
+    finally:
+        team.end()
+
+
+@contextmanager
+def working_with(team: Team) -> Iterator[None]:
+    """Let what is searched in this block use the processes of ``team``."""
+    token = _TEAM.set(team)
+    try:
+        yield
+    finally:
+        _TEAM.reset(token)
+
+
+def begin_process() -> None:
+    """Leave Ctrl-C to the process that asks, and end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if parent := multiprocessing.parent_process():
+
+        def end_with_parent() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Hide the user's script from processes that start here, which would run it again; they need nothing of it.
+
+    multiprocessing finds the script by these two attributes (``multiprocessing.spawn.get_preparation_data``).
+    """
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
+def _serve(connection: Connection, module: str) -> None:
+    """Do the tasks that come, in their order, until the connection ends."""
+    begin_process()
+    importlib.import_module(module)
+    kept: dict[str, Any] = {}
+    tasks: dict[int, tuple[Task, tuple[object, ...]]] = {}
+    try:
+        while True:
+            while not tasks or connection.poll():
+                name, task, arguments = connection.recv()
+                if task is None:
+                    tasks.pop(name, None)
+                else:
+                    tasks[name] = task, arguments
+            name = next(iter(tasks))
+            task, arguments = tasks.pop(name)
+            try:
+                for part in task(kept, *arguments):
+                    connection.send((name, Kind.PART, part))
+            except Exception:  # the process that asks does the task itself, and raises what is to be raised
+                connection.send((name, Kind.LOST, None))
+            else:
+                connection.send((name, Kind.ENDED, None))
+    except (EOFError, OSError):
+        return

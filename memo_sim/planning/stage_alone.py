@@ -1,0 +1,285 @@
+"""Lower bounds from one pipeline stage that is lowered and played by itself: its step time and its device memory.
+
+Lanes play in program order. So a step whose instructions are shorter, or wait for less, does not end later. Played
+alone, a stage never waits for another one, except for its first input. And each instruction runs as if it were the only
+one on the machine: lanes that slow each other are left out, because they could make a step with fewer waits slower.
+
+      together   F0 F1 .  B0 F2 .  B1 .  B2        stage 1 waits for what stage 0 sends
+      alone      F0 F1 B0 F2 B1 B2                 copies, collectives and rounding buffers as in the whole pipeline
+
+A few micro-batches are played, and their period is repeated as the engine does (``engine/repetition.py``). The stage
+need not have become steady: from one period to the next, the shortest time that any instruction is delayed by never
+gets shorter.
+
+A range of alphas is played once. Each instruction then takes the shorter of its times at both ends. Plans inside of the
+range have the same instructions and edges, and no instruction is shorter than at both ends.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Decisions
+from memo_sim.costs.pricing import NodeRates, Pricer
+from memo_sim.engine.memory import memory_of
+from memo_sim.engine.playback import Floats
+from memo_sim.engine.repetition import RECEIVED_AHEAD, Repetition, period_of, played_at_first, windows
+from memo_sim.engine.segments import Segments, cut
+from memo_sim.program.analysis.columns import FoldedColumns, Ints, fold
+from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.ir.instruction import Family, Lane, Template
+from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.pipeline.stage_program import stage_program, stage_templates
+from memo_sim.program.pipeline.subsequence_templates import Made
+from memo_sim.program.pipeline.template_cache import seen_by_layers
+
+Form = tuple[tuple[object, ...], ...]
+"""What the plans of a range of alphas have in common (``_form``)."""
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+MOST_WRITTEN, MOST_ORDERS = 128, 8
+"""Number of alphas whose templates are kept, about 0.3 MiB each, and of orders, about 5 MiB each."""
+
+ROUNDING = 1e-9
+"""Relative rounding error of a step time whose terms are summed in another order than in the engine."""
+
+
+def stands_alone(decisions: Decisions) -> bool:
+    """Return whether a stage of the plan can be played by itself: one that does not run all forwards first (GPipe)."""
+    layout = decisions.layout
+    return layout.pp > 1 and layout.subsequences == 1 and layout.schedule != "gpipe"
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The families and templates of a stage at one alpha, which cost a third of a lowering."""
+
+    families: tuple[Family, ...]
+    templates: tuple[Template, ...]
+    seconds: Floats
+    """By instruction of the templates, each alone on the machine."""
+    form: Form
+
+
+class _Order:
+    """The order of a stage's instructions, which plans of one form share: as segments that wait for other lanes."""
+
+    def __init__(self, program: Program, decisions: Decisions) -> None:
+        self.program, self.columns = program, fold(program)
+        edges, lane = derive_edges(self.columns), self.columns.lane
+        starts = np.cumsum([0, *(len(template.instructions) for template in program.templates)])
+        self.of_template: Ints = starts[self.columns.template] + self.columns.position
+        """By instruction: its number among those of all templates."""
+        beyond = decisions.micro_batches - program.micro_batches
+        found = windows(decisions.layout, [[each for each, _ in program.passes]], beyond) if beyond else []
+        repeated = [Repetition(program, self.columns, window, beyond) for (window,) in found]
+        self.repeated = [each for each in repeated if _is_like_before(each, self.columns)]
+        self.plays_all = not beyond
+        of_step = np.array([template.kind.of_step for template in program.templates])[self.columns.template]
+        self.last_of_passes = int(np.flatnonzero(~of_step & (lane == Lane.COMPUTE))[-1])
+        anew = np.zeros(0, dtype=np.int64)
+        if self.repeated:
+            # What waits for more than a window, or for a lane that has no work in it, waits for nothing.
+            window = self.repeated[0]
+            near = edges.consumer - edges.producer <= window.end - window.first
+            edges = Edges(edges.producer[near], edges.consumer[near])
+            after = np.arange(len(lane)) >= window.end
+            idle = ~np.isin(lane, lane[window.first : window.end]) & after
+            anew = np.flatnonzero(idle)[np.unique(lane[idle], return_index=True)[1]]
+        self._segments = cut(lane, edges, len(Lane), anew)
+        self._steps = _steps(self._segments, lane, set(anew.tolist()))
+
+    def played(self, seconds: Floats, before_s: float) -> tuple[Floats, Floats]:
+        """Return when every instruction starts and ends, when its lane and its producers are all that it waits for.
+
+        The stage's first input arrives ``before_s`` after the step's start.
+        """
+        segments = self._segments
+        ordered = seconds[segments.order]
+        work = np.add.reduceat(ordered, segments.first).tolist()
+        free, start, end = [0.0] * len(Lane), [0.0] * len(work), [0.0] * len(work)
+        free[Lane.RECV] = before_s
+        for segment, lane, producers, anew in self._steps:
+            ready = 0.0 if anew else free[lane]
+            for producer in producers:
+                ready = max(ready, end[producer])
+            start[segment] = ready
+            free[lane] = end[segment] = ready + work[segment]
+        inside = np.cumsum(ordered)
+        before = inside - ordered
+        found = np.empty(len(ordered))
+        found[segments.order] = np.array(start)[segments.of] + (before - before[segments.first][segments.of])
+        return found, found + seconds
+
+
+_Step = tuple[int, int, list[int], bool]
+"""A segment, its lane, the segments that it waits for, and whether its lane starts anew."""
+
+
+def _steps(segments: Segments, lane: Ints, anew: set[int]) -> list[_Step]:
+    """Return the segments in program order of their first instructions; so each comes after those it waits for."""
+    bounds = segments.target_bounds
+    of_edge = np.repeat(np.arange(len(segments.first)), np.diff(bounds))
+    by_target = np.argsort(segments.targets, kind="stable")
+    waited = of_edge[by_target].tolist()
+    ends = np.searchsorted(segments.targets[by_target], np.arange(len(segments.first) + 1)).tolist()
+    firsts = segments.order[segments.first]
+    order = np.argsort(firsts)
+    found = zip(order.tolist(), lane[firsts[order]].tolist(), firsts[order].tolist(), strict=True)
+    return [(n, lane_of, waited[ends[n] : ends[n + 1]], first in anew) for n, lane_of, first in found]
+
+
+class StagesAlone:
+    """Stages played by themselves on one cluster."""
+
+    def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
+        self._hardware, self._cluster = hardware, cluster
+        self._written: OrderedDict[tuple[Decisions, int], _Written] = OrderedDict()
+        self._orders: OrderedDict[tuple[Decisions, int, Form], _Order] = OrderedDict()
+        self._made: OrderedDict[Decisions, Made] = OrderedDict()
+
+    def step_s(self, low: Decisions, high: Decisions, stage: int, *, before_s: float, after_s: float) -> float | None:
+        """Return a lower bound of the step seconds of plans that swap as many rows as ``low``, ``high``, or between.
+
+        - ``stage``: the stage that is played.
+        - ``before_s``: lower bound of the seconds before its first input arrives.
+        - ``after_s``: lower bound of the seconds of other stages after its last backward.
+
+        None when the two plans have other instructions, or when no period is seen.
+
+        Raises:
+            Infeasible: when a plan cannot be lowered, or the profile has not measured its work.
+        """
+        first, last = self._of(low, stage), self._of(high, stage)
+        if first.form != last.form:
+            return None
+        order = self._order(low, stage, first)
+        if not order.repeated and not order.plays_all:
+            return None
+        seconds = np.minimum(first.seconds, last.seconds)[order.of_template]
+        start_s, end_s = order.played(seconds, before_s)
+        added_s = max((each.times * _least_period_s(each, start_s) for each in order.repeated), default=0.0)
+        ended_s = max(float(end_s.max()), float(end_s[order.last_of_passes]) + after_s)
+        return (ended_s + added_s) * (1 - ROUNDING)
+
+    def device_bytes(self, decisions: Decisions, stage: int) -> int:
+        """Return a lower bound of a device's bytes, without the reserve: those of one stage.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered.
+        """
+        written = self._of(decisions, stage)
+        order = self._order(decisions, stage, written)
+        program = replace(order.program, families=written.families, templates=written.templates)
+        every = program.all_families
+        sizes = np.repeat(np.array([f.bytes for f in every], dtype=np.int64), [f.count for f in every])
+        columns = replace(order.columns, buffer_bytes=sizes)
+        return memory_of(program, columns, decisions, self._hardware, self._cluster).device.bytes
+
+    def _of(self, decisions: Decisions, stage: int) -> _Written:
+        key = decisions, stage
+        if key not in self._written:
+            self._written[key] = self._write(decisions, stage)
+        return _kept(self._written, key, MOST_WRITTEN)
+
+    def _order(self, decisions: Decisions, stage: int, written: _Written) -> _Order:
+        key = msgspec.structs.replace(decisions, swapped_tokens=0), stage, written.form
+        if key not in self._orders:
+            made = self._layers(decisions)
+            chosen = stages_of(decisions)[stage]
+            program = stage_program(decisions, shape_of(decisions), chosen, _micro_batches(decisions, stage), made=made)
+            self._orders[key] = _Order(program, decisions)
+        return _kept(self._orders, key, MOST_ORDERS)
+
+    def _layers(self, decisions: Decisions) -> Made:
+        """Return the layer templates that were written for plans that differ in stages or data parallelism."""
+        self._made.setdefault(key := seen_by_layers(decisions), {})
+        return _kept(self._made, key, MOST_WRITTEN)
+
+    def _write(self, decisions: Decisions, stage: int) -> _Written:
+        chosen, micro_batches = stages_of(decisions)[stage], _micro_batches(decisions, stage)
+        families, templates = stage_templates(
+            decisions, shape_of(decisions), chosen, micro_batches, made=self._layers(decisions)
+        )
+        layout = decisions.layout
+        pricer = Pricer(self._hardware, self._cluster, layout, rowwise=decisions.kernels.rowwise)
+        local_devices = min(self._cluster.devices_per_node, layout.devices)
+        rates = NodeRates(self._hardware, self._cluster, local_devices, demands=pricer.demands)
+        # No lane is faster than while no other lane is busy.
+        alone = {lane: rates.rates(1 << lane)[lane] for lane in Lane}
+        seconds = [pricer.seconds(i.work) / alone[i.lane] for template in templates for i in template.instructions]
+        return _Written(families, templates, np.array(seconds), _form(families, templates))
+
+
+def _kept(known: OrderedDict[K, V], key: K, most: int) -> V:
+    """Return a known value, and forget the one that was not asked for the longest if there are more than ``most``."""
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)
+    return known[key]
+
+
+def _form(families: Sequence[Family], templates: Sequence[Template]) -> Form:
+    """Return what two plans have in common whose instructions have the same edges.
+
+    In place of token numbers, operands have their order among all operands' first and last tokens in buffers of the
+    family, or among the bytes of the region that it lies in.
+    """
+    every = {family.name: family for family in families}
+    ranges: list[tuple[int, int, int, str, int, int]] = []
+    form: list[tuple[object, ...]] = [(f.name, f.count, f.space, f.lifetime, f.region) for f in families]
+    bounds: dict[str, set[int]] = {}
+    for number, template in enumerate(templates):
+        own = {family.name: family for family in template.own}
+        bound = [own.get(name) or every[name] for name in template.slots]
+        form.append((template.name, template.slots, tuple((f.name, f.count, f.space, f.region) for f in template.own)))
+        form += [(i.name, int(i.lane)) for i in template.instructions]
+        for at, instruction in enumerate(template.instructions):
+            for each in instruction.operands:
+                family = bound[each.slot]
+                size, first = (family.row_bytes, family.offset) if family.region else (1, 0)
+                low, high = first + each.first * size, first + (each.first + each.tokens) * size
+                name = family.region or family.name
+                bounds.setdefault(name, set()).update((low, high))
+                ranges.append((number, at, int(each.mode), name, low, high))
+    ranks = {name: {value: rank for rank, value in enumerate(sorted(values))} for name, values in bounds.items()}
+    form += [(n, at, mode, name, ranks[name][low], ranks[name][high]) for n, at, mode, name, low, high in ranges]
+    return tuple(form)
+
+
+def _micro_batches(decisions: Decisions, stage: int) -> int:
+    """Return how many micro-batches show the period of a stage that waits for no other."""
+    layout, times = decisions.layout, decisions.micro_batches
+    if layout.schedule != "interleaved":
+        return played_at_first(layout, times)
+    period, chunks = period_of(layout), layout.virtual_stages
+    warmup = 2 * (layout.pp - stage) + (chunks - 1) * layout.pp
+    least = -(-warmup // chunks) + 2 * period + RECEIVED_AHEAD
+    return times - max(0, times - least) // period * period
+
+
+def _is_like_before(repeated: Repetition, columns: FoldedColumns) -> bool:
+    """Return whether a window has the instructions of the window before it."""
+    window, before = slice(repeated.first, repeated.end), slice(repeated.before, repeated.first)
+    return all(np.array_equal(each[window], each[before]) for each in (columns.template, columns.position))
+
+
+def _least_period_s(repeated: Repetition, start_s: Floats) -> float:
+    """Return a lower bound of the seconds that each repetition of a window adds.
+
+    Let every instruction of a window start at least d later than its counterpart in the window before. All that the
+    next window waits for lies in this window and in itself. So it starts at least d later, too, and so on.
+    """
+    shifts = start_s[repeated.first : repeated.end] - start_s[repeated.before : repeated.first]
+    return float(shifts.min())

@@ -1,0 +1,151 @@
+"""A search with other processes gives what it gives alone, whatever they have found out and when it arrives."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+import memo_sim
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.plan import Decisions
+from memo_sim.engine.fast_loop import FastLoop
+from memo_sim.engine.simulate import simulate
+from memo_sim.planning import search as searching
+from memo_sim.planning.processes import Kind, Message, Task, Team, working_with
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import SearchResult, play, search
+
+
+class Slow:
+    """A process that works in this one, a few steps each time that messages are asked for."""
+
+    def __init__(self) -> None:
+        self.tasks: deque[int] = deque()
+        self.given: dict[int, Iterator[object]] = {}
+        self.here: dict[str, Any] = {}
+
+    def give(self, name: int, task: Task, *arguments: object) -> bool:
+        self.tasks.append(name)
+        self.given[name] = iter(task(self.here, *pickle.loads(pickle.dumps(arguments))))
+        return True
+
+    def drop(self, name: int) -> None:
+        self.tasks.remove(name)
+        del self.given[name]
+
+    def step(self, *, dies: bool) -> Message:
+        name = self.tasks[0]
+        part = None if dies else next(self.given[name], None)
+        if part is not None:
+            return Message(name, Kind.PART, pickle.loads(pickle.dumps(part)))
+        ended = Message(name, Kind.LOST if dies else Kind.ENDED)
+        self.tasks.popleft()
+        del self.given[name]
+        return ended
+
+
+class SlowTeam(Team):
+    """Processes whose results come after chosen numbers of steps; of their tasks, some are lost."""
+
+    def __init__(self, others: int, *, seed: int, most_steps: int = 2, lost: float = 0.0) -> None:
+        super().__init__(others)
+        self.slow = [Slow() for _ in range(others)]
+        self.random = random.Random(seed)
+        self.most_steps = most_steps
+        self.lost = lost
+        self.outcomes = 0
+
+    def helpers(self, module: str) -> list[Any]:
+        return self.slow
+
+    def messages(self, *, block: bool) -> Iterator[Message]:
+        for one in self.slow:
+            for _ in range(max(int(block), self.random.randrange(self.most_steps + 1))):
+                if one.tasks:
+                    begins = isinstance(one.given[one.tasks[0]], type(iter(())))
+                    message = one.step(dies=not begins and self.random.random() < self.lost)
+                    self.outcomes += message.kind is Kind.PART and message.part[0] == "outcome"
+                    yield message
+
+
+def asked(devices: int, **more: Any) -> Question:
+    cluster, hardware = load_cluster(f"a800-1x{devices}")
+    return Question(load_model("gpt-tiny"), cluster, hardware, 4096, **more)
+
+
+def told(found: SearchResult) -> bytes:
+    """Return everything that a search gives, as bytes."""
+    ranked = [
+        (e.policy, e.decisions, e.prediction, e.linear_program, e.above, e.below, e.unlimited) for e in found.ranked
+    ]
+    return msgspec.json.encode((ranked, found.evaluated, found.pruned, found.refused, list(found.played)))
+
+
+@pytest.fixture(autouse=True)
+def own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the searches a loop of their own: the tasks that play here change it."""
+    monkeypatch.setattr(searching, "run_fast", FastLoop())
+
+
+ALONE: dict[str, Any] = {"tp": 2, "zero": 1, "memory_policy": "planned"}
+QUESTIONS: dict[str, tuple[Question, dict[str, Any]]] = {
+    "pruned": (asked(8), {"keep": 1, "siblings": True}),
+    "front": (asked(2, pins=Pins(**ALONE)), {"keep": 3, "front": True}),
+    "all": (asked(2, pins=Pins(**ALONE)), {"prune": False}),
+    "enough": (asked(2), {"enough_s": float("inf")}),
+    "stages": (asked(2, system="every-layout", global_batch=4, pins=Pins(pp=2, memory_policy="planned")), {"keep": 1}),
+    "subsequences": (asked(2, system="sppo", pins=Pins(subsequences=2)), {"keep": 2, "siblings": True}),
+}
+
+
+@pytest.mark.parametrize("name", ["pruned", "all", "stages"])
+def test_the_result_does_not_depend_on_the_processes(name: str) -> None:
+    question, settings = QUESTIONS[name]
+    alone, team = told(search(question, **settings)), SlowTeam(2, seed=2, most_steps=4, lost=0.1)
+    with working_with(team):
+        assert told(search(question, **settings)) == alone
+    assert team.outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_result_depends_neither_on_their_number_nor_on_when_they_are_done(name: str) -> None:
+    question, settings = QUESTIONS[name]
+    alone = told(search(question, **settings))
+    for seed, others, most_steps, lost in ((3, 1, 1, 0.0), (4, 1, 9, 0.5), (5, 4, 2, 0.0), (6, 4, 30, 0.1)):
+        with working_with(SlowTeam(others, seed=seed, most_steps=most_steps, lost=lost)):
+            assert told(search(question, **settings)) == alone
+
+
+def test_no_plan_is_played_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    plays = Counter[Decisions]()
+
+    def counted(decisions: Decisions, *arguments: Any, **more: Any) -> Any:
+        plays[decisions] += 1
+        return simulate(decisions, *arguments, **more)
+
+    monkeypatch.setattr(searching, "simulate", counted)
+    question = asked(2)
+    found = search(question, siblings=True)
+    assert play(question, found.ranked[0].decisions, found).prediction == found.ranked[0].prediction
+    assert set(plays.values()) == {1}
+    plays.clear()
+    with working_with(SlowTeam(2, seed=7, most_steps=9)):
+        search(question, siblings=True)
+    assert set(plays.values()) == {1}
+
+
+@pytest.mark.slow
+def test_answers_are_equal_for_every_number_of_processes() -> None:
+    text = [memo_sim.what_if("gpt-tiny", cluster="a800-1x8", seq_len="8k", jobs=jobs).to_json() for jobs in (1, 2, 3)]
+    assert text[0] == text[1] == text[2]
+    kinds: Any = {"cluster": "a800", "seq_len": "8k", "most_gpus": 8}
+    assert memo_sim.gpus("gpt-tiny", **kinds).to_json() == memo_sim.gpus("gpt-tiny", **kinds, jobs=3).to_json()
+    there: Any = {"cluster": "a800-1x2", "tp": 2, "step": "256k"}
+    assert memo_sim.longest("gpt-7b", **there).to_json() == memo_sim.longest("gpt-7b", **there, jobs=2).to_json()
