@@ -27,6 +27,7 @@ from functools import partial
 import msgspec
 import torch
 
+from memo_exec.kernels import ROUNDING
 from memo_exec.machine.machine import Machine, library_versions, this_machine, versions
 from memo_exec.probes import clocks, collectives, copy_rates, host_update, memory, overlap, workspaces
 from memo_exec.probes import grid as grids
@@ -44,13 +45,13 @@ from memo_exec.probes.timing import Effort, Sample, of_passes
 from memo_exec.probes.usable import Usable, usable
 from memo_exec.probes.workspaces import Workspace
 from memo_sim.contract.hardware import DISTURBED, Hardware
-from memo_sim.contract.knobs import DtypeName, RowwiseKernel
+from memo_sim.contract.knobs import DtypeName, Loss, RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import format_percent
 from memo_sim.program.arena.library_workspaces import IN_USE
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.work import Gemm, Rowwise
+from memo_sim.program.ir.work import Gemm, LinearLoss, Rowwise
 
 SHARING_A_POINT = 2
 """How many operators at most are timed for one point of a row-wise curve."""
@@ -194,7 +195,8 @@ def _measure(
     added_s = dispatch.seconds if machine.device == "cpu" else 0.0
     cache_bytes = memory.cache_bytes(device)
     with Lanes(device, base, cache_bytes) as lanes:
-        operators, tables = by_decision([*_operators(grid, kernels.attention, kernels.rowwise), *beside])
+        own = _operators(grid, kernels.attention, kernels.rowwise, kernels.losses)
+        operators, tables = by_decision([*own, *beside])
         first = copy_rates.measurements(grid)
         total = first + PASSES * len(operators) + 1  # the last one measures memory
         bench = Bench(device, cache_bytes)
@@ -254,8 +256,10 @@ def _outside_torch(device: torch.device) -> int:
     return int(whole - free - torch.cuda.memory_reserved(device))
 
 
-def _operators(grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel] = ("torch",)) -> list[Operator]:
-    """Return all operators to time: GEMMs once, row-wise operators and attention for every kernel."""
+def _operators(
+    grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel] = ("torch",), losses: Sequence[Loss] = ()
+) -> list[Operator]:
+    """Return all operators to time: GEMMs once, row-wise operators, attention and ``losses`` for every kernel."""
     found: list[Operator] = []
     for implementation in rowwise:
         operators = operators_of(grids.decisions(grid, attention[0], implementation))
@@ -265,6 +269,12 @@ def _operators(grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel
     found += _thinned([o for o in parts if o.instruction.op in grids.OF_PARTS and grid.wanted(o)])
     several = operators_of(grids.with_experts(grid, attention[0]))
     found += _thinned([o for o in several if o.instruction.op.startswith(grids.OF_EXPERTS) and grid.wanted(o)])
+    for implementation in rowwise:
+        rounding = operators_of(grids.rounded_swaps(grid, attention[0], implementation))
+        found += _thinned([o for o in rounding if o.instruction.op in ROUNDING and grid.wanted(o)])
+    for loss in losses:
+        inside = operators_of(grids.linear_losses(grid, attention[0], loss))
+        found += [o for o in inside if _is_linear_loss(o) and grid.wanted(o)]
     for kernel in attention:
         for head_dim in grid.head_dims:
             found += grids.attention_operators(grid, kernel, head_dim)
@@ -292,6 +302,12 @@ def _is_product(operator: Operator, dtype: DtypeName) -> bool:
     return isinstance(work, Gemm) and work.dtype == dtype
 
 
+def _is_linear_loss(operator: Operator) -> bool:
+    """Return whether an operator is a part of a loss with the classifier inside; of equal tiles, the first one."""
+    work = operator.instruction.work
+    return isinstance(work, LinearLoss) and work.column == 0
+
+
 def _thinned(operators: list[Operator]) -> list[Operator]:
     """Return the operators, with at most ``SHARING_A_POINT`` for the same point of a row-wise curve."""
     taken: Counter[tuple[str, int]] = Counter()
@@ -309,7 +325,8 @@ def _thinned(operators: list[Operator]) -> list[Operator]:
 
 def _compile(lanes: Lanes, bench: Bench, operators: list[Operator]) -> None:
     """Play every fused operator once at every width, so that no pass includes the time of its compilation."""
-    fused = {(o.instruction.op, o.decisions.model.hidden, o.key[2]): o for o in operators if o.rowwise != "torch"}
+    mine = [o for o in operators if o.rowwise != "torch" or _is_linear_loss(o)]
+    fused = {(o.instruction.op, o.decisions.model.hidden, o.key[2]): o for o in mine}
     for operator in fused.values():
         lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort(repeats=1, seconds=0.0)))
 

@@ -173,14 +173,17 @@ def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Par
 
     ``state`` is params, grads, master, moment1, ... Two kinds of buffers have the size of the whole block, but only
     this rank's share of them is valid: gradients that are reduced into shares, and parameters that the next step
-    gathers.
+    gathers. Weights that are kept in FP8 alone are in no buffer of params (``machine/fp8_products.py`` refuses them
+    where ranks divide states).
     """
     optimizer = optimizer_of(decisions, part, mesh)
     in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
     whole = state == "params" and in_place and not optimizer.gathered_late
     block = optimizer.block
     if optimizer.shards == 1 or whole:
-        return [Stretch(0, block.elements if state == "params" else block.trained_elements, 0)]
+        if state != "params":
+            return [Stretch(0, block.trained_elements, 0)]
+        return [Stretch(optimizer.narrow, block.elements - optimizer.narrow, 0)]
     runs = own_runs(optimizer, mesh)
     if state != "params" or in_place:
         runs.pop(FROZEN, None)

@@ -45,8 +45,11 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, MovedBytes
 from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.ir.instruction import Lane, Mode
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Copy
+from memo_sim.program.layout.fp8 import delayed
+from memo_sim.program.operators.fp8_operands import SCALES
 
 STUCK_S = 10.0
 """How long the other lanes may continue after one lane has failed. They may wait for a rank that never answers."""
@@ -105,6 +108,8 @@ class Interpreter:
         self.store = store(self.schedule, self.device, poison=debug)
         pinned = self.device.type == "cuda"
         self.slab = HostSlab(program, self.schedule.columns, self.schedule.slab, pinned=pinned)
+        if delayed(decisions):
+            self.buffer(SCALES).fill_(1.0)  # until a step has seen values
         self.probe = Probe(self.schedule, self.store, decisions, program) if debug else None
         self._timekeeper: Timekeeper = (
             StreamTimekeeper(self.schedule.lanes, self.device) if pinned else HostTimekeeper()
@@ -115,6 +120,7 @@ class Interpreter:
         self._freed_late = late_frees(self.schedule) if self._replays else {}
         self._kept: dict[int, Tensor] = {}
         self._threads = lane_threads(self.schedule.lanes, self.device, sharing)
+        self._quantised = not decisions.fp8_params
         self._stuck = False
         self._moved = {Lane.D2H: 0, Lane.H2D: 0}
         self._lock = threading.Lock()
@@ -158,6 +164,7 @@ class Interpreter:
         """
         self._load(batch)
         self._load_documents(documents)
+        self._quantise_masters()
         self.context.scalars = scalars
         self.store.begin_step()
         self._kept.clear()
@@ -207,6 +214,26 @@ class Interpreter:
             if error[0] is None:
                 raise
             # The device has failed, as the first error says, so it cannot be waited for.
+
+    def weights_changed(self) -> None:
+        """Call this when master weights were written between two steps: FP8 copies are made of them before the next.
+
+        Nothing is needed before the first step.
+        """
+        self._quantised = not self.decisions.fp8_params
+
+    def _quantise_masters(self) -> None:
+        """Make what is kept in FP8 alone of master weights, by the instructions that end a step."""
+        if self._quantised:
+            return
+        with torch.inference_mode():
+            for bound in self.schedule.lanes[Lane.COMPUTE]:
+                if bound.instruction.op == "params.quantize" and bound.instruction.phase is Phase.OPTIMIZER:
+                    prepared = self._prepared[bound.number]
+                    prepared.kernel(prepared.call)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._quantised = True
 
     def _load(self, batch: Sequence[tuple[Tensor, ...]]) -> None:
         tokens = self.decisions.local_tokens

@@ -28,6 +28,7 @@ from memo_sim.program.ir.instruction import BufferClass, Lane, Mode
 BLOCK = 2**22
 """Numbers of a checksum that are weighted at once."""
 
+_MAY_CHANGE_NOTHING = ("grads.scale", "fp8.quantize", "params.quantize")
 SCRATCH_ROLES = frozenset({"exponentials", "workspace"})
 """Operands in which a kernel may keep intermediate results, and which it may leave unwritten."""
 
@@ -164,12 +165,14 @@ class Poisoning:
         """Return the operands that a kernel of the compute lane changes in place, if one of them has to change.
 
         Single numbers may be sums of zeros (a loss without targets), and so may the rows of a vocabulary that tensor
-        parallelism divides. Gradients may be scaled by 1.
+        parallelism divides. Gradients may be scaled by 1, and what is quantised may be no larger than what was before.
         """
         instruction = bound.instruction
         if instruction.lane is not Lane.COMPUTE or communicates(instruction.work):
             return []
-        if instruction.op == "grads.scale" or (instruction.op == "embed.bwd" and call.context.mesh.size("tp") > 1):
+        if instruction.op in _MAY_CHANGE_NOTHING or (
+            instruction.op == "embed.bwd" and call.context.mesh.size("tp") > 1
+        ):
             return []
         found = [t for t in bound.touches if t.mode is Mode.ACCUMULATE and t.role in call.tensors]
         small = any(call[t.role].numel() == 1 or call[t.role].dtype != torch.float32 for t in found)

@@ -26,6 +26,8 @@ from memo_exec.kernels import (
     expert_exchange,
     experts,
     fp8,
+    fp8_delayed,
+    fp8_experts,
     framework_loss,
     latent,
     linear,
@@ -47,7 +49,8 @@ from memo_exec.kernels import (
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
-from memo_sim.program.ir.work import Fp8Gemm, LinearLoss
+from memo_sim.program.ir.work import Fp8Gemm, Fp8GroupedGemm, LinearLoss
+from memo_sim.program.operators.workspaces import ROUNDED_KINDS
 
 Kernel = Callable[[Call], None]
 
@@ -82,7 +85,7 @@ def _in_fp8(plain: Kernel, narrow: Kernel) -> Kernel:
     """Return a kernel that calls ``narrow`` for a product whose operands are in FP8, else ``plain``."""
 
     def play(call: Call) -> None:
-        (narrow if isinstance(call.instruction.work, Fp8Gemm) else plain)(call)
+        (narrow if isinstance(call.instruction.work, Fp8Gemm | Fp8GroupedGemm) else plain)(call)
 
     return play
 
@@ -114,15 +117,18 @@ _PLAIN: Mapping[str, Kernel] = {
     "rms_norm": norm.rms_norm,
     "rms_norm.bwd": norm.rms_norm_backward,
     "linear": _in_fp8(linear.linear, fp8.linear),
-    "linear.add": linear.linear_add,
+    "linear.add": _in_fp8(linear.linear_add, fp8.linear_add),
     "linear.to_gate": linear.linear_to_gate,
     "linear.from_gate": linear.linear_from_gate,
     "linear.dgrad": _in_fp8(linear.linear_dgrad, fp8.linear_dgrad),
-    "linear.dgrad.add": linear.linear_dgrad_add,
+    "linear.dgrad.add": _in_fp8(linear.linear_dgrad_add, fp8.linear_dgrad_add),
     "linear.wgrad": _in_fp8(linear.linear_wgrad, fp8.linear_wgrad),
     "fp8.quantize": fp8.quantise,
     "fp8.transpose": fp8.transpose,
     "params.quantize": fp8.quantise_weights,
+    "params.transpose": fp8.transpose_weights,
+    "fp8.max_reduce": collective.max_reduce,
+    "fp8.history": fp8_delayed.enter_history,
     "lora.a": linear.lora_a,
     "lora.b": linear.lora_b,
     "lora.b.dgrad": linear.lora_b_dgrad,
@@ -139,9 +145,9 @@ _PLAIN: Mapping[str, Kernel] = {
     "rotary.bwd": rotary.rotary_backward,
     "latent.norm": latent.norm,
     "latent.norm.bwd": latent.norm_backward,
-    "latent.q_up": latent.queries,
-    "latent.q_up.dgrad": latent.queries_dgrad,
-    "latent.q_up.wgrad": latent.queries_wgrad,
+    "latent.q_up": _in_fp8(latent.queries, latent.queries_in_fp8),
+    "latent.q_up.dgrad": _in_fp8(latent.queries_dgrad, fp8.linear_dgrad),
+    "latent.q_up.wgrad": _in_fp8(latent.queries_wgrad, fp8.linear_wgrad),
     "latent.assemble": latent.assemble,
     "latent.assemble.bwd": latent.assemble_backward,
     "qk_norm": qk_norm.qk_norm,
@@ -183,9 +189,9 @@ _PLAIN: Mapping[str, Kernel] = {
     "experts.places": routing.places,
     "experts.dispatch": dispatch.dispatch,
     "experts.combine": dispatch.combine,
-    "experts.linear": experts.linear,
-    "experts.linear.dgrad": experts.linear_dgrad,
-    "experts.linear.wgrad": experts.linear_wgrad,
+    "experts.linear": _in_fp8(experts.linear, fp8_experts.linear),
+    "experts.linear.dgrad": _in_fp8(experts.linear_dgrad, fp8_experts.linear_dgrad),
+    "experts.linear.wgrad": _in_fp8(experts.linear_wgrad, fp8_experts.linear_wgrad),
     "experts.swiglu": experts.swiglu,
     "experts.swiglu.bwd": experts.swiglu_backward,
     "experts.seats": expert_exchange.seats,
@@ -237,7 +243,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "heads.reduce_scatter": collective.heads_reduce_scatter,
     "all_reduce": collective.all_reduce,
     "loss.all_reduce": collective.loss_all_reduce,
-    "loss.max_reduce": collective.loss_max_reduce,
+    "loss.max_reduce": collective.max_reduce,
     "all_to_all": collective.all_to_all,
     "broadcast": collective.broadcast,
     "reduce": collective.reduce,
@@ -251,7 +257,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "params.all_gather": collective.params_all_gather,
 }
 
-FUSED: Mapping[str, str] = {
+FUSED: dict[str, str] = {
     "layer_norm": "triton_norm",
     "layer_norm.bwd": "triton_norm",
     "rms_norm": "triton_norm",
@@ -266,12 +272,16 @@ FUSED: Mapping[str, str] = {
 }
 """Module of each op's Triton kernel; the function there has the same name as the plain kernel."""
 
+ROUNDING: dict[str, str] = dict.fromkeys(ROUNDED_KINDS, "triton_swap_rounding")
+"""The same of the ops on copy lanes, whose price is torch's where a profile has not measured them."""
+
 KERNELS: Mapping[str, Kernel] = {
-    op: _plain_or_fused(plain, FUSED[op]) if op in FUSED else plain for op, plain in _PLAIN.items()
+    op: _plain_or_fused(plain, (FUSED | ROUNDING)[op]) if op in FUSED | ROUNDING else plain
+    for op, plain in _PLAIN.items()
 } | {"cross_entropy": _divided(_plain_or_fused(loss.cross_entropy, "triton_loss"), divided_loss.divided_cross_entropy)}
 """The kernel of every op."""
 
 LIBRARY_SCRATCH = LIBRARY_OPS
 """Ops whose library allocates the workspace that the program declares for them."""
 
-__all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "Call", "Context", "Kernel", "Scratch", "StepScalars"]
+__all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "ROUNDING", "Call", "Context", "Kernel", "Scratch", "StepScalars"]

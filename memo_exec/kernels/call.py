@@ -26,6 +26,7 @@ from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.heads import divided_heads, shares
 from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.token_order import (
     Run,
     clipped,
@@ -112,6 +113,7 @@ class Context:
         all dispatched rows, of all forwards so far."""
         self.fp8 = None if self.decisions.fp8 == "none" else Fp8Scales(self.device)
         """The scales of FP8 copies, and scratch of their kernels; None without FP8."""
+        self._stage_layers = {layer: i for i, layer in enumerate(stages_of(self.decisions)[self.mesh.at("pp")].layers)}
         self.merging = self._merging()
         """Scratch bytes for merging partial attention results; None if the plan merges nothing."""
 
@@ -176,6 +178,10 @@ class Context:
     def model(self) -> Model:
         """The model of the plan."""
         return self.decisions.model
+
+    def stage_layer(self, layer: int) -> int:
+        """Return the place of a layer of the model on this rank's pipeline stage."""
+        return self._stage_layers[layer]
 
     def cell(self, lane: Lane, index: int) -> Tensor:
         """Return one fp32 scratch number of a lane, shape (1,), for kernels that compute scalars."""

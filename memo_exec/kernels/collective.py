@@ -79,7 +79,7 @@ def loss_all_reduce(call: Call) -> None:
     dist.all_reduce(numbers[1:], group=group)
 
 
-def loss_max_reduce(call: Call) -> None:
+def max_reduce(call: Call) -> None:
     """Replace ``tensor`` by its largest value over the ranks."""
     dist.all_reduce(call["tensor"], op=dist.ReduceOp.MAX, group=_group(call))
 

@@ -1,5 +1,7 @@
 """Products in FP8, and what quantises their operands: one scale a tensor, from its own values (current scaling).
 
+Scales from earlier steps are in ``fp8_delayed.py``; what follows is the same for both.
+
     scale = largest |x| / largest value of the format,  copy = round(x / scale),  x ~ copy * scale
 
 E4M3 and E5M2 are those of Micikevicius et al. (2022), "FP8 formats for deep learning". A copy by columns is the one by
@@ -31,13 +33,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import fp8_blocks, fp8_mx
+from memo_exec.kernels import fp8_blocks, fp8_delayed, fp8_mx
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.fp8_blocks import Blocks
 from memo_exec.kernels.fp8_mx import MxBlocks
-from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales
+from memo_exec.kernels.fp8_scales import LEAST_LARGEST, Fp8Scales, Part
+from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.fp8 import by_blocks, weights
-from memo_sim.program.layout.parameters import layer_block
+from memo_sim.program.layout.parameters import Block, experts_block, layer_block
 
 WHOLE = 16
 """Hopper multiplies rows and columns in multiples of this."""
@@ -48,24 +51,30 @@ MX_TOKENS, MX_COLUMNS = 2**15, 2**13
 
 
 def quantise(call: Call) -> None:
-    """Quantise ``x`` to ``out``, and to its copy by columns ``columns`` where there is one."""
-    x, out = call.matrix("x"), call.matrix("out")
+    """Quantise ``x`` to its copies: by rows (``out``), by columns (``columns``), or both.
+
+    A copy may have the first features of ``x`` alone: of packed gradients, the queries' (``latent.py``).
+    """
+    scales, x, rows, columns = _scales(call), call.matrix("x"), call.get("out"), call.get("columns")
     if _in_mx(call):
-        fp8_mx.quantise(_scales(call), x, rows=out, columns=call.matrix("columns"))
-    elif _by_blocks(call):
-        fp8_blocks.quantise(_scales(call), x, out, call.matrix("columns"))
+        fp8_mx.quantise(scales, x, rows=rows, columns=columns)
+        return
+    width = next(copy for copy in (rows, columns) if copy is not None).shape[1]
+    if _by_blocks(call):
+        fp8_blocks.quantise(scales, x[:, : fp8_blocks.features_of(width)], rows, columns)
     else:
-        _quantise(_scales(call), x, out, call.get("columns"))
+        given = fp8_delayed.scale_of(call, x) if _delayed(call) else None
+        _quantise(scales, x[:, :width], rows, columns, given)
 
 
 def quantise_weights(call: Call) -> None:
-    """Quantise the matrices of a layer, which lie one after the other in ``x``, each with scales of its own."""
-    model, layout = call.context.model, call.context.decisions.layout
+    """Quantise the matrices of a block, which lie one after the other in ``x``, each with scales of its own.
+
+    ``x``: bf16 parameters, or the master weights of what is kept in FP8 alone.
+    """
     x, out, columns = call["x"], call["out"], call.get("columns")
     to_fp8 = fp8_blocks.quantise_weight if _by_blocks(call) else _quantise
-    for weight in weights(
-        call.context.decisions, layer_block(model, layout.divided, model.layer(call.layer), ep=layout.ep)
-    ):
+    for weight in weights(call.context.decisions, _block_of(call)):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
         if _in_mx(call):
@@ -76,7 +85,40 @@ def quantise_weights(call: Call) -> None:
             tiles = behind[0, first:end], behind[1, first:end]
             fp8_mx.quantise_weight(_scales(call), x[part].view(weight.shape), out[part], turned, tiles)
             continue
+        if _delayed(call):
+            matrix, given = (
+                x[part].view(weight.shape),
+                fp8_delayed.scale_of(call, x[part], weight.name[: -len(".weight")]),
+            )
+            _quantise(_scales(call), matrix, out[part].view(weight.shape), turned, given)
+            continue
         to_fp8(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
+
+
+def transpose_weights(call: Call) -> None:
+    """Write the matrices of a block in FP8, each transposed, to ``out``, with their scales."""
+    scales, x, out = _scales(call), call["x"], call["out"]
+    for weight in weights(call.context.decisions, _block_of(call)):
+        part = slice(weight.first, weight.first + weight.elements)
+        if _by_blocks(call):
+            fp8_blocks.transpose_weight(scales, x[part], out[part], *weight.shape)
+            continue
+        scales.made(out[part]).copy_(scales.of(x[part]))
+        out[part].view(weight.shape[::-1]).copy_(x[part].view(weight.shape).t())
+
+
+def _block_of(call: Call) -> Block:
+    """Return the block whose weights are quantised: that of the layer, or of its experts that ranks divide.
+
+    The instruction's name ends with the name of the block's family.
+    """
+    model, layout = call.context.model, call.context.decisions.layout
+    layer = model.layer(call.layer)
+    if not call.instruction.name.rpartition("params.")[2].startswith(str(BlockKind.EXPERTS)):
+        return layer_block(model, layout.divided, layer, ep=layout.ep)
+    block = experts_block(model, layout.expert_divided, layout.ep, layer.experts)
+    assert block is not None
+    return block
 
 
 def transpose(call: Call) -> None:
@@ -100,6 +142,16 @@ def transpose(call: Call) -> None:
 def linear(call: Call) -> None:
     """``out = x @ weight.T (+ bias)``."""
     _multiply_rows(call, "x", bias=call.get("bias"), fast=True)
+
+
+def linear_add(call: Call) -> None:
+    """``out += x @ weight.T``: one term of a sum of products."""
+    _multiply_rows(call, "x", fast=True, add=True)
+
+
+def linear_dgrad_add(call: Call) -> None:
+    """``out += grad @ weight``: one term of an input's gradient."""
+    _multiply_rows(call, "grad", add=True)
 
 
 def linear_dgrad(call: Call) -> None:
@@ -138,6 +190,26 @@ def linear_wgrad_product(call: Call) -> None:
         out[rows, columns].copy_(summed)
 
 
+def parts_of(call: Call, role: str) -> list[tuple[int, int, OfExperts]]:
+    """Return the parts of rows that were quantised together: first row, end, and the rows as one matrix."""
+    return [(begin, end, _of_experts(part)) for begin, end, part in _parts(call, role, by_columns=False)]
+
+
+def terms_of(call: Call) -> list[tuple[OfExperts, OfExperts]]:
+    """Return the terms of a weight's gradient, of rows one after the other: ``grad`` and ``x`` by columns."""
+    return [(_of_experts(grad), _of_experts(x)) for grad, x in _terms(call)]
+
+
+def _of_experts(operand: Operand) -> OfExperts:
+    assert not isinstance(operand, MxBlocks)  # experts in MXFP8 are refused before a run
+    return operand
+
+
+def scales_of(call: Call) -> Fp8Scales:
+    """Return the scales of a step's copies."""
+    return _scales(call)
+
+
 def _scales(call: Call) -> Fp8Scales:
     scales = call.context.fp8
     assert scales is not None  # a program has these operators with FP8 alone
@@ -149,25 +221,34 @@ def _by_blocks(call: Call) -> bool:
     return recipe != "none" and by_blocks(recipe)
 
 
+def _delayed(call: Call) -> bool:
+    return call.context.decisions.fp8 == "delayed"
+
+
 def _in_mx(call: Call) -> bool:
     return call.context.decisions.fp8 == "mx"
 
 
-class _Scaled(NamedTuple):
+class Scaled(NamedTuple):
     """A matrix of FP8 values, and its one scale."""
 
     matrix: Tensor
     scale: Tensor
 
-    def tokens(self, begin: int, end: int) -> _Scaled:
-        return _Scaled(self.matrix[:, begin:end], self.scale)
+    def tokens(self, begin: int, end: int) -> Scaled:
+        """Return some columns."""
+        return Scaled(self.matrix[:, begin:end], self.scale)
 
-    def rows(self, rows: slice, scratch: Tensor) -> _Scaled:
-        return _Scaled(self.matrix[rows], self.scale)
+    def rows(self, rows: slice, scratch: Tensor) -> Scaled:
+        """Return some rows; nothing is written to ``scratch``."""
+        return Scaled(self.matrix[rows], self.scale)
 
 
-_Operand = _Scaled | Blocks | MxBlocks
-_Found = tuple[int, int, _Operand]
+OfExperts = Scaled | Blocks
+"""A matrix that a product of experts reads, with its scales."""
+Operand = OfExperts | MxBlocks
+"""A matrix that a product reads, with its scales."""
+_Found = tuple[int, int, Operand]
 """Tokens [begin, end) of an operand, as one matrix."""
 
 
@@ -175,7 +256,10 @@ def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
     """Return the parts of an operand that were quantised together: (tokens, features), or the other way round."""
     scales, tensor, found = _scales(call), call.matrix(role), list[_Found]()
     width, whole = tensor.shape[1], by_columns or _by_blocks(call)
-    for part in scales.whole_parts(tensor) if whole else scales.parts(tensor):
+    parts = scales.whole_parts(tensor) if whole else scales.parts(tensor)
+    if _delayed(call) and not whole:  # all parts have the scale of the step before, so rows are one matrix
+        parts = [Part(0, tensor.numel(), parts[0].scale, whole=True)]
+    for part in parts:
         flat = tensor.view(-1)[part.first : part.first + part.elements]
         begin, end = part.first // width, (part.first + part.elements) // width
         if _in_mx(call):
@@ -184,14 +268,14 @@ def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
             found.append((begin, end, fp8_blocks.blocks(flat, width, by_columns=by_columns)))
         else:
             matrix = flat.view(width, -1) if by_columns else flat.view(-1, width)
-            found.append((begin, end, _Scaled(matrix, part.scale)))
+            found.append((begin, end, Scaled(matrix, part.scale)))
     return found
 
 
-def _terms(call: Call) -> list[tuple[_Operand, _Operand]]:
+def _terms(call: Call) -> list[tuple[Operand, Operand]]:
     """Return the terms of a weight's gradient: ``grad`` and ``x`` of tokens that are of one part in both."""
     both = [_parts(call, role, by_columns=True) for role in ("grad", "x")]
-    terms, begun = list[tuple[_Operand, _Operand]](), 0
+    terms, begun = list[tuple[Operand, Operand]](), 0
     for stop in sorted({end for found in both for _, end, _ in found}):
         for first, end in _cut(both, begun, stop):
             grad, x = (_tokens(found, first, end) for found in both)
@@ -207,26 +291,26 @@ def _cut(both: list[list[_Found]], begin: int, end: int) -> list[tuple[int, int]
     return [(first, min(end, first + MX_TOKENS)) for first in range(begin, end, MX_TOKENS)]
 
 
-def _tokens(parts: list[_Found], begin: int, end: int) -> _Operand:
+def _tokens(parts: list[_Found], begin: int, end: int) -> Operand:
     """Return tokens [begin, end), which lie in one part."""
     first, _, part = next(each for each in parts if each[0] <= begin and end <= each[1])
     return part.tokens(begin - first, end - first)
 
 
-def _scales_of_a_row(operand: _Operand) -> int:
+def _scales_of_a_row(operand: Operand) -> int:
     """Return how many numbers in fp32 the scales of a row take that may have to be copied."""
     if isinstance(operand, MxBlocks):
         return 0 if operand.tiles.is_contiguous() else operand.tiles.shape[1]
     return operand.scale.shape[-1] if isinstance(operand, Blocks) else 0
 
 
-def _some(operand: _Operand, rows: slice, scratch: Tensor) -> _Operand:
+def _some(operand: Operand, rows: slice, scratch: Tensor) -> Operand:
     """Return some rows of an operand, or itself if they are all."""
     return operand if rows == slice(0, len(operand.matrix)) else operand.rows(rows, scratch)
 
 
 def _pieces(
-    m: int, n: int, terms: list[tuple[_Operand, _Operand]], room: int, results: int = 1
+    m: int, n: int, terms: list[tuple[Operand, Operand]], room: int, results: int = 1
 ) -> Iterator[tuple[slice, slice]]:
     """Yield pieces of an (m, n) gradient, ``results`` of which fit into scratch with the scales that are copied."""
     of_grad, of_x = (max(_scales_of_a_row(each) for each in operands) for operands in zip(*terms, strict=True))
@@ -246,42 +330,73 @@ def _apart(wide: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
     return wide[: high * broad].view(high, broad), wide[high * broad :]
 
 
-def _quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None) -> None:
-    """Write ``x`` (rows, features) in the dtype of ``out`` to it and, transposed, to ``columns``; keep their scale."""
-    most = torch.finfo(out.dtype).max
-    scale = scales.made(out)
-    torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32, out=scale[0])
-    scale.clamp_(min=LEAST_LARGEST).div_(most)
-    turned = None
-    if columns is not None:
-        scales.made(columns).copy_(scale)
-        turned = columns.view(x.shape[1], x.shape[0])
+def _quantise(
+    scales: Fp8Scales,
+    x: Tensor,
+    out: Tensor | None = None,
+    columns: Tensor | None = None,
+    given: Tensor | None = None,
+) -> None:
+    """Write ``x`` (rows, features) in FP8 to ``out`` and, transposed, to ``columns``; keep their scale.
+
+    ``given``: a scale from earlier steps; without it, current scaling.
+    """
+    copies = [copy for copy in (out, columns) if copy is not None]
+    most = torch.finfo(copies[0].dtype).max
+    scale, *others = (scales.made(copy) for copy in copies)
+    if given is None:
+        torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32, out=scale[0])
+        scale.clamp_(min=LEAST_LARGEST).div_(most)
+    else:
+        scale.copy_(given)
+    for other in others:
+        other.copy_(scale)
+    turned = None if columns is None else columns.view(x.shape[1], x.shape[0])
     for rows in _blocks(len(x), scales.wide.numel() // x.shape[1]):
         wide = scales.wide[: (rows.stop - rows.start) * x.shape[1]].view(-1, x.shape[1])
         torch.div(x[rows], scale, out=wide)
-        out[rows].copy_(wide.clamp_(-most, most))  # the division may round up to more than the largest value
+        wide.clamp_(-most, most)  # the division may round up to more than the largest value
+        if out is not None:
+            out[rows].copy_(wide)
         if turned is not None:
-            turned[:, rows].copy_(out[rows].t())
+            turned[:, rows].copy_((wide if out is None else out[rows]).t())
 
 
-def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: bool = False) -> None:
-    """``out = rows @ weight.T (+ bias)``, part by part."""
-    scales, out, width = _scales(call), call.matrix("out"), call.matrix(role).shape[1]
-    weight: _Operand
+def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: bool = False, add: bool = False) -> None:
+    """``out = rows @ weight.T (+ bias)``, part by part, or with ``add`` ``out += ...``.
+
+    The first features of ``out`` are written where it has more. torch's products neither add nor leave features out, so
+    these two are made in fp32 in scratch, in blocks of rows.
+    """
+    scales, weight, out = _scales(call), _weight(call, role), call.matrix("out")
+    made = len(weight.matrix)
+    out = out[:, :made]
+    for begin, end, part in _parts(call, role, by_columns=False):
+        if out.is_contiguous() and not add:
+            _multiply(part, weight, out[begin:end], scratch=scales.wide, bias=bias, fast=fast)
+            continue
+        assert bias is None  # torch's products with fp32 results take none
+        for rows in _blocks(end - begin, scales.wide.numel() // (made + _scales_of_a_row(part))):
+            product, scratch = _apart(scales.wide, rows, slice(0, made))
+            _multiply(part.rows(rows, scratch), weight, product, scratch=scratch, fast=fast)
+            into = out[begin + rows.start : begin + rows.stop]
+            (into.add_ if add else into.copy_)(product)
+
+
+def _weight(call: Call, role: str) -> Operand:
+    """Return the copy of the weight that multiplies the rows of ``role``."""
+    scales, copy, width = _scales(call), call["weight"], call.matrix(role).shape[1]
     if _in_mx(call):
         features = fp8_mx.features_of(width)
-        weight = fp8_mx.weight_blocks(scales, call["weight"], out.shape[1], features)
-    elif _by_blocks(call):
+        return fp8_mx.weight_blocks(scales, copy, copy.numel() // features, features)
+    if _by_blocks(call):
         features = fp8_blocks.features_of(width)
-        weight = fp8_blocks.weight_blocks(scales, call["weight"], out.shape[1], features)
-    else:
-        weight = _Scaled(call["weight"].view(out.shape[1], width), scales.of(call["weight"]))
-    for begin, end, rows in _parts(call, role, by_columns=False):
-        _multiply(rows, weight, out[begin:end], scratch=scales.wide, bias=bias, fast=fast)
+        return fp8_blocks.weight_blocks(scales, copy, copy.numel() // features, features)
+    return Scaled(copy.view(copy.numel() // width, width), scales.of(copy))
 
 
 def _multiply(
-    one: _Operand, two: _Operand, out: Tensor, *, scratch: Tensor, bias: Tensor | None = None, fast: bool = False
+    one: Operand, two: Operand, out: Tensor, *, scratch: Tensor, bias: Tensor | None = None, fast: bool = False
 ) -> None:
     """``out = one @ two.T (+ bias)``.
 
@@ -296,7 +411,7 @@ def _multiply(
         assert isinstance(two, Blocks)
         fp8_blocks.multiply(one, two, out, bias)
         return
-    assert isinstance(two, _Scaled)
+    assert isinstance(two, Scaled)
     torch._scaled_mm(  # the public scaled_mm writes no tensor that is given
         one.matrix,
         two.matrix.t(),

@@ -76,27 +76,37 @@ def weight_blocks(scales: Fp8Scales, copy: Tensor, rows: int, columns: int) -> B
     return Blocks(copy.view(rows, columns), _grid(scales, copy, rows, columns), weight=True)
 
 
-def quantise(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor) -> None:
-    """Write ``x`` (tokens, features) to its copies by rows and by columns, with their scales."""
-    width, most = out.shape[1], scales.wide.numel()
-    for copy in (out, columns):
-        scales.made(copy)
-    rows, turned = (blocks(copy.view(-1), width, by_columns=copy is columns) for copy in (out, columns))
-    of_rows, of_columns = x.view(len(x), -1, BLOCK), x.view(-1, BLOCK, x.shape[1])
+def quantise(scales: Fp8Scales, x: Tensor, out: Tensor | None = None, columns: Tensor | None = None) -> None:
+    """Write ``x`` (tokens, features) to its copies by rows (``out``) and by columns, with their scales."""
+    if out is not None:
+        _quantise_rows(scales, x, out)
+    if columns is not None:
+        _quantise_columns(scales, x, columns)
+
+
+def _quantise_rows(scales: Fp8Scales, x: Tensor, out: Tensor) -> None:
+    scales.made(out)
+    rows, of_rows = blocks(out.view(-1), out.shape[1], by_columns=False), x.view(len(x), -1, BLOCK)
     torch.linalg.vector_norm(of_rows, torch.inf, dim=2, dtype=torch.float32, out=rows.scale)
-    torch.linalg.vector_norm(of_columns, torch.inf, dim=1, dtype=torch.float32, out=turned.scale.t())
     _to_powers_of_two(rows.scale)
-    _to_powers_of_two(turned.scale)
-    for part, features in _tiles(len(x), x.shape[1], most):
-        lines = slice(part.start // BLOCK, part.stop // BLOCK)
-        wide = scales.wide[: x[part, features].numel()]
+    for part, features in _tiles(len(x), x.shape[1], scales.wide.numel()):
         groups = slice(features.start // BLOCK, features.stop // BLOCK)
-        shape = (part.stop - part.start, -1, BLOCK)
-        torch.div(of_rows[part, groups], rows.scale[part, groups, None], out=wide.view(shape))
-        rows.matrix[part, features].copy_(wide.view(shape[0], -1))
-        shape = (lines.stop - lines.start, BLOCK, -1)
-        torch.div(of_columns[lines, :, features], turned.scale.t()[lines, None, features], out=wide.view(shape))
-        turned.matrix[features, part].copy_(wide.view(part.stop - part.start, -1).t())
+        wide = scales.wide[: x[part, features].numel()].view(part.stop - part.start, -1, BLOCK)
+        torch.div(of_rows[part, groups], rows.scale[part, groups, None], out=wide)
+        rows.matrix[part, features].copy_(wide.flatten(1))
+
+
+def _quantise_columns(scales: Fp8Scales, x: Tensor, columns: Tensor) -> None:
+    scales.made(columns)
+    turned = blocks(columns.view(-1), columns.shape[1], by_columns=True)
+    of_columns, scale = x.view(-1, BLOCK, x.shape[1]), turned.scale.t()
+    torch.linalg.vector_norm(of_columns, torch.inf, dim=1, dtype=torch.float32, out=scale)
+    _to_powers_of_two(turned.scale)
+    for part, features in _tiles(len(x), x.shape[1], scales.wide.numel()):
+        lines = slice(part.start // BLOCK, part.stop // BLOCK)
+        wide = scales.wide[: x[part, features].numel()].view(lines.stop - lines.start, BLOCK, -1)
+        torch.div(of_columns[lines, :, features], scale[lines, None, features], out=wide)
+        turned.matrix[features, part].copy_(wide.flatten(0, 1).t())
 
 
 def quantise_weight(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor | None) -> None:
@@ -113,9 +123,14 @@ def quantise_weight(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor |
         torch.div(tiles[lines, :, groups], scale[lines, None, groups, None], out=wide)
         out[part, features].copy_(wide.view(part.stop - part.start, -1))
     if columns is not None:
-        scales.made(columns)
-        columns.view(k, n).copy_(out.t())
-        _grid(scales, columns, k, n)[:, : n // BLOCK].copy_(scale.t())
+        transpose_weight(scales, out.view(-1), columns, n, k)
+
+
+def transpose_weight(scales: Fp8Scales, copy: Tensor, columns: Tensor, n: int, k: int) -> None:
+    """Write a weight's copy of ``n`` x ``k`` values, transposed, to ``columns``, with its scales."""
+    scales.made(columns)
+    columns.view(k, n).copy_(copy.view(n, k).t())
+    _grid(scales, columns, k, n)[:, : n // BLOCK].copy_(_grid(scales, copy, n, k)[:, : k // BLOCK].t())
 
 
 def join(parts: list[Blocks], out: Tensor) -> None:
@@ -131,7 +146,7 @@ def join(parts: list[Blocks], out: Tensor) -> None:
 def multiply(one: Blocks, two: Blocks, out: Tensor, bias: Tensor | None = None) -> None:
     """``out = one @ two.T (+ bias)``; ``two`` may be a weight."""
     if out.device.type == "cpu":  # for which torch has no such product; tests alone come here
-        out.copy_(torch.nn.functional.linear(_values(one), _values(two), None if bias is None else bias.float()))
+        out.copy_(torch.nn.functional.linear(values(one), values(two), None if bias is None else bias.float()))
         return
     kind = ScalingType.BlockWise128x128 if two.weight else ScalingType.BlockWise1x128
     torch._scaled_mm_v2(  # the public scaled_mm writes no tensor that is given
@@ -149,7 +164,7 @@ def multiply(one: Blocks, two: Blocks, out: Tensor, bias: Tensor | None = None) 
     )
 
 
-def _values(of: Blocks) -> Tensor:
+def values(of: Blocks) -> Tensor:
     """Return the values that a copy stands for, in fp32."""
     rows, columns = of.matrix.shape
     scale = of.scale[:, : columns // BLOCK].repeat_interleave(BLOCK, 1)

@@ -76,6 +76,11 @@ class Fp8Scales:
             self._grids[key] = self.wide.new_ones(rows, columns)
         return self._grids[key]
 
+    def stand_in(self, copy: Tensor) -> None:
+        """Give a copy that nothing quantised scales of its own, for a kernel that is tried outside a step."""
+        self.made(copy)
+        self.keep_tiles(copy, torch.zeros(copy.numel() // 32, dtype=torch.uint8, device=copy.device))
+
     def keep_tiles(self, copy: Tensor, tiles: Tensor) -> None:
         """Note where the tiles of the scales of a weight's copy lie, for the kernel that writes both."""
         self._tiles[copy.data_ptr()] = tiles

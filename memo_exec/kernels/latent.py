@@ -13,11 +13,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from memo_exec.kernels import fp8
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.linear import add_weight_gradient
 from memo_exec.kernels.norm import reciprocal_deviation
 from memo_exec.kernels.rotary import Tables
 from memo_sim.contract.latent_attention import LATENT_NORM_EPS, LatentAttention
+from memo_sim.program.ir.work import Gemm
 from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
@@ -94,6 +96,22 @@ def queries(call: Call) -> None:
     x = call.matrix("x")
     out = _queries(call, "out", x.shape[1], "weight")
     torch.mm(x, call["weight"].view(out.shape[1], x.shape[1]).t(), out=out)
+    _clear_others(call, out.shape[1])
+
+
+def queries_in_fp8(call: Call) -> None:
+    """``queries`` of operands in FP8. Its gradients read a copy of the queries' features alone (``fp8.py``)."""
+    work = call.instruction.work
+    assert isinstance(work, Gemm)
+    fp8.linear(call)
+    _clear_others(call, work.n)
+
+
+def _clear_others(call: Call, features: int) -> None:
+    """Zero the features behind the queries' in debug mode, which has poisoned the rows: the assembly changes them in
+    place, and a read of NaN is a fault."""
+    if call.context.debug:
+        call.matrix("out")[:, features:].zero_()
 
 
 def queries_dgrad(call: Call) -> None:

@@ -48,16 +48,15 @@ def adamw_no_decay(call: Call) -> None:
 
 
 def _adamw(call: Call, weight_decay: float) -> None:
-    params = call["params"]
-    master = call.get("master")
-    updated = params if master is None else master
+    params, master = call.get("params"), call.get("master")
+    updated = call["params"] if master is None else master
     run = (updated, call["grads"], call["moment1"], call["moment2"])
     scale = _grad_scale(call)
     if len({tensor.dtype for tensor in run}) == 1:
         _fused(call, run, weight_decay, scale)
     else:
         _in_fp32(call, run, weight_decay, scale)
-    if master is not None:
+    if master is not None and params is not None:  # what is kept in FP8 alone is quantised next
         params.copy_(master)
 
 

@@ -50,6 +50,8 @@ def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> N
         raise _refused_rowwise(rowwise, reason)
     if _needs_triton_loss(decisions, machine) and (reason := rowwise_kernels(machine)["triton"]):
         raise _refused_loss(decisions.loss, reason)
+    if decisions.fp8_experts and machine.device == "cuda" and (reason := rowwise_kernels(machine)["triton"]):
+        raise _refused_experts(reason)
     available = attention_kernels(machine)
     reason = available.get(kernel, "no such kernel in this version") or _unsupported(decisions)
     if reason:
@@ -72,6 +74,8 @@ def try_kernels(decisions: Decisions, machine: Machine) -> None:
         raise _refused_rowwise(rowwise, reason)
     if _needs_triton_loss(decisions, machine) and (reason := triton_fails(device, decisions.loss)):
         raise _refused_loss(decisions.loss, reason)
+    if decisions.fp8_experts and (reason := triton_fails(device)):
+        raise _refused_experts(reason)
 
 
 def tried_attention_kernels(machine: Machine, dtype: DtypeName, head_dims: Iterable[int]) -> dict[str, dict[int, str]]:
@@ -97,6 +101,16 @@ def _needs_triton_loss(decisions: Decisions, machine: Machine) -> bool:
     """Return whether the loss has Triton's kernels: linear-triton always; fused on CUDA, with a whole vocabulary."""
     fused = decisions.loss == "fused" and decisions.layout.tp == 1 and machine.device == "cuda"
     return fused or decisions.loss == "linear-triton"
+
+
+def _refused_experts(reason: str) -> CannotRun:
+    return CannotRun(
+        "products of experts in FP8 are a Triton kernel, which cannot be used here",
+        where="$.decisions.fp8_experts",
+        got=f"true: {reason}",
+        wanted="false",
+        hint="install Triton, or make the plan without --fp8-experts",
+    )
 
 
 def _refused_loss(loss: Loss, reason: str) -> CannotRun:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from memo_exec.kernels import LIBRARY_SCRATCH, Call, Context
+from memo_exec.kernels.fp8_scales import FORMATS
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_sim.program.ir.instruction import Family, Instruction
 from memo_sim.program.ir.program import Program
@@ -34,12 +35,17 @@ def distinct_instructions(
     return dict(found.values())
 
 
-def call_on_zeros(instruction: Instruction, families: tuple[Family, ...], context: Context) -> Call:
-    """Return a call whose operands are new zeros; workspaces that a library allocates itself are left out."""
+def call_on_zeros(instruction: Instruction, families: tuple[Family, ...], context: Context, *, layer: int = 0) -> Call:
+    """Return a call whose operands are new zeros; workspaces that a library allocates itself are left out.
+
+    ``layer``: one of the rank's layers that has the instruction.
+    """
     tensors = {}
     for operand, family in zip(instruction.operands, families, strict=True):
         if instruction.op in LIBRARY_SCRATCH and operand.role == "workspace":
             continue
         shape = (operand.tokens,) if family.features == 1 else (operand.tokens, family.features)
         tensors[operand.role] = torch.zeros(shape, dtype=TORCH_DTYPES[family.dtype], device=context.device)
-    return Call(instruction, context, tensors)
+        if context.fp8 is not None and tensors[operand.role].dtype in FORMATS:
+            context.fp8.stand_in(tensors[operand.role])
+    return Call(instruction, context, tensors, layer=layer)

@@ -19,6 +19,8 @@ from memo_exec.machine.distinct_instructions import call_on_zeros, distinct_inst
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.layout.stage_layers import layers_by_kind
 
 ELEMENTS = 4096
 """Numbers in the tensors on which the operators inside collectives are played."""
@@ -38,15 +40,27 @@ def play_first_calls(
     a step, and are freed before the next one.
     """
     context = Context(decisions, device, rank=mesh.rank)
-    found = distinct_instructions(own_program(program, decisions, mesh), _computes)
+    own = own_program(program, decisions, mesh)
+    found, layers = distinct_instructions(own, _computes), _layers(own, decisions, mesh)
     with torch.inference_mode():
         for instruction, families in found.items():
-            kernels[instruction.op](call_on_zeros(instruction, families, context))
+            kernels[instruction.op](call_on_zeros(instruction, families, context, layer=layers[instruction]))
             _end(device)
         _play_inside_collectives(device)
     del context
     _end(device)
     return len(found)
+
+
+def _layers(program: Program, decisions: Decisions, mesh: MeshCoordinates) -> dict[Instruction, int]:
+    """Return for each instruction the first of the stage's layers, or of those of its layer kind."""
+    stage = stages_of(decisions)[mesh.at("pp")]
+    first = {kind.number: stage.layers[kind.layers[0]] for kind in layers_by_kind(decisions.model, stage)}
+    return {
+        instruction: first.get(template.layer_kind, stage.layers[0])
+        for template in reversed(program.templates)
+        for instruction in template.instructions
+    }
 
 
 def _computes(instruction: Instruction) -> bool:

@@ -8,6 +8,7 @@ of blocks both copies need this, and parts end where blocks do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -20,9 +21,10 @@ from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import Mode
+from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Fp8Gemm
-from memo_sim.program.layout.fp8 import by_blocks
+from memo_sim.program.ir.work import Collective, Fp8Gemm, Fp8GroupedGemm
+from memo_sim.program.layout.fp8 import FURTHER, by_blocks, further
 
 LEAST_CAPABILITY: Final = (9, 0)
 """Hopper: the first device with FP8 that memo has rates for. Ada (8.9) has the products, and no plan is made for it."""
@@ -48,38 +50,24 @@ def check_recipe(decisions: Decisions, where: str) -> None:
     Raises:
         CannotRun: with what there is.
     """
-    if decisions.fp8 not in ("none", "tensor", "block", "mx"):
+    if (found := further(decisions)) and decisions.fp8 not in FURTHER:
         raise CannotRun(
-            "memo-exec has kernels for FP8 with scales from a tensor's own values: one, or of blocks of 128 or 32; "
-            "other recipes are priced only",
+            f"memo-exec has {' and '.join(found)} in FP8 with scales from a tensor's own values, on Hopper; "
+            f"with {decisions.fp8} they are priced only",
             where=f"{where}: $.decisions.fp8",
             got=decisions.fp8,
-            wanted="tensor, block, mx or none",
-            hint=f"make the plan with --fp8 tensor, block or mx; or {_EXPORT}",
+            wanted=", ".join(FURTHER),
+            hint=f"make the plan with --fp8 {' or '.join(FURTHER)} for an H100 or H200; or {_EXPORT}",
         )
-    if decisions.fp8_params:
+    layout = decisions.layout
+    if decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1:
         raise CannotRun(
-            "memo-exec keeps bf16 weights beside their FP8 copies; weights in FP8 alone are priced only",
+            "weights in FP8 alone run only where each rank has whole master weights: a share's scales depend on other "
+            "ranks' values",
             where=f"{where}: $.decisions.fp8_params",
-            got="true",
-            wanted="false",
-            hint=f"make the plan without --fp8-params; or {_EXPORT}",
-        )
-    if decisions.fp8_experts:
-        raise CannotRun(
-            "memo-exec has no grouped products in FP8; experts in FP8 are priced only",
-            where=f"{where}: $.decisions.fp8_experts",
-            got="true",
-            wanted="false",
-            hint="make the plan without --fp8-experts",
-        )
-    if decisions.fp8 != "none" and decisions.model.latent is not None:
-        raise CannotRun(
-            "memo-exec has no kernels for FP8 with latent attention; such plans are priced only",
-            where=f"{where}: $.decisions.fp8",
-            got=f"{decisions.fp8} with a model with latent attention",
-            wanted="none",
-            hint="make the plan without --fp8",
+            got=f"true with zero {layout.zero} over {max(layout.shards, layout.expert_shards)} ranks",
+            wanted="false, or zero 0",
+            hint="make the plan with --zero 0, or without --fp8-params",
         )
     if decisions.fp8 == "mx" and decisions.fp8_layouts != "any":
         raise CannotRun(
@@ -87,7 +75,7 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             where=f"{where}: $.decisions.fp8_layouts",
             got=decisions.fp8_layouts,
             wanted="any",
-            hint="make the plan for a cluster of B200",
+            hint="make the plan for a cluster of Blackwell GPUs; memo-sim list clusters names them",
         )
     if decisions.fp8 not in ("none", "mx") and decisions.fp8_layouts != "tn":
         raise CannotRun(
@@ -122,7 +110,7 @@ def check_fp8(decisions: Decisions, program: Program, machine: Machine) -> None:
         return
     check_recipe(decisions, "plan")
     if why := _device_lacks(machine, decisions):
-        wanted = "a B200" if decisions.fp8 == "mx" else "an H100 or H200"
+        wanted = "a Blackwell GPU" if decisions.fp8 == "mx" else "an H100 or H200"
         raise CannotRun(
             "products in FP8 cannot run here", where="$.decisions.fp8", got=why, wanted=wanted, hint=_EXPORT
         )
@@ -164,34 +152,40 @@ def check_operands(program: Program, decisions: Decisions) -> None:
     for template in program.templates:
         for instruction in template.instructions:
             work = instruction.work
-            if isinstance(work, Fp8Gemm) and any(size % multiple for size in (work.m, work.n, work.k)):
+            if isinstance(work, Fp8Gemm | Fp8GroupedGemm) and any(size % multiple for size in _sizes(work)):
                 raise CannotRun(
                     f"products in FP8 need sizes that are multiples of {multiple}",
                     where="$.decisions.fp8",
-                    got=f"{instruction.name}: {work.m} x {work.n} x {work.k}",
+                    got=f"{instruction.name}: {' x '.join(map(str, _sizes(work)))}",
                     wanted=f"multiples of {multiple}",
                     hint=f"another --tp, {_FINER.get(decisions.fp8, '')}or make the plan without --fp8",
                 )
-    if found := _without_scale(program, multiple, blocks=blocks):
+    if found := _without_scale(program, decisions, multiple):
         raise CannotRun(
             "a product in FP8 reads rows that no kernel quantised, or parts of rows that were quantised together",
             where="$.decisions.fp8",
             got=found,
             wanted=f"every operand quantised, in parts of a multiple of {multiple} tokens",
-            hint="another --tp or --alpha, no --attention-chunk, or make the plan without --fp8",
+            hint="another --tp, --alpha or --expert-capacity, no --attention-chunk, or make the plan without --fp8",
         )
 
 
-def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
+def _sizes(work: Fp8Gemm | Fp8GroupedGemm) -> tuple[int, ...]:
+    """Return the sizes of a product; an expert may have any number of rows."""
+    return (work.m, work.n, work.k) if isinstance(work, Fp8Gemm) else (work.n, work.k)
+
+
+def _without_scale(program: Program, decisions: Decisions, multiple: int) -> str:
     """Return the first instruction that reads rows in FP8 without scales, and what wrote them; "" without one.
 
-    ``multiple``: parts have such a number of tokens. ``blocks``: scales are those of blocks.
+    ``multiple``: parts have such a number of tokens.
     """
+    blocks = decisions.fp8 == "block"
     columns = expand(program)
     narrow = {number for number, family in enumerate(program.all_families) if family.dtype in ("e4m3", "e5m2")}
     buffers, family = columns.operand_buffer.tolist(), columns.buffer_family.tolist()
     first, end = columns.operand_first.tolist(), columns.operand_end.tolist()
-    held: dict[int, _Scaled] = {}
+    held = _made_of_masters(program, family) if decisions.fp8_params else {}
     row = 0
     for name, instruction in program.walk():
         ranges = dict[str, tuple[_Scaled, Range, Mode]]()
@@ -200,8 +194,8 @@ def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
                 mine = held.setdefault(buffers[row], _Scaled())
                 ranges[operand.role] = (mine, (first[row], end[row]), operand.mode)
             row += 1
-        if isinstance(instruction.work, Fp8Gemm):
-            whole = blocks or instruction.op.startswith("linear.wgrad")
+        if isinstance(instruction.work, Fp8Gemm | Fp8GroupedGemm):
+            whole = blocks or instruction.work.gemm_pass == "wgrad"
             for role in (role for role in _OPERANDS if role in ranges):
                 (scaled, rows, _), weight = ranges[role], role == "weight"
                 if why := scaled.lacks(rows, whole=whole and not weight, multiple=1 if weight else multiple):
@@ -223,7 +217,18 @@ def _without_scale(program: Program, multiple: int, *, blocks: bool) -> str:
     return ""
 
 
-_QUANTISE = ("fp8.quantize", "params.quantize")
+def _made_of_masters(program: Program, family: Sequence[int]) -> dict[int, _Scaled]:
+    """Return the buffers, whose families are given by number, that are quantised before the first step."""
+    found = dict[int, _Scaled]()
+    for number, of in enumerate(family):
+        each = program.all_families[of]
+        if each.kind is FamilyKind.PARAMS_FP8:
+            found[number] = _Scaled()
+            found[number].write((0, each.tokens), [Piece(each.tokens, 0, each.tokens)], "params.quantize")
+    return found
+
+
+_QUANTISE = ("fp8.quantize", "params.quantize", "params.transpose")
 _ANEW = ("all_gather", "fp8.transpose")
 """Operators whose result has new scales for each part of their operand."""
 _CARRY = ("d2h", "h2d", "copy", *_ANEW)

@@ -8,7 +8,7 @@ import torch
 
 from memo_exec.machine.kernel_trial import triton_fails
 from memo_exec.machine.machine import Machine
-from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.knobs import Loss, RowwiseKernel
 
 
 def rowwise_kernels(machine: Machine) -> dict[RowwiseKernel, str]:
@@ -21,6 +21,12 @@ def tried_rowwise_kernels(machine: Machine) -> dict[RowwiseKernel, str]:
     found = rowwise_kernels(machine)
     found["triton"] = found["triton"] or triton_fails(torch.device(machine.device))
     return found
+
+
+def tried_losses(machine: Machine) -> dict[Loss, str]:
+    """Return, for every loss that Triton alone plays, why it cannot be used on this machine; "" when it can."""
+    device = torch.device(machine.device)
+    return {"linear-triton": _triton_missing(machine) or triton_fails(device, "linear-triton")}
 
 
 def _triton_missing(machine: Machine) -> str:

@@ -13,11 +13,11 @@ import msgspec
 
 from memo_exec.probes.operators import Operator
 from memo_sim.contract.experts import Experts
-from memo_sim.contract.knobs import DtypeName, RowwiseKernel
+from memo_sim.contract.knobs import DtypeName, Loss, RowwiseKernel
 from memo_sim.contract.model import Family, Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.ir.instruction import Instruction, Lane
-from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, Mask, Rowwise
+from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, LinearLoss, Mask, Rowwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Grid:
     def wanted(self, operator: Operator) -> bool:
         """Return whether an operator is small enough to be timed."""
         work = operator.instruction.work
-        if isinstance(work, Gemm | GroupedGemm):
+        if isinstance(work, Gemm | GroupedGemm | LinearLoss):
             return work.flops <= self.most_flops
         return isinstance(work, Rowwise) and work.moved_bytes <= self.most_bytes
 
@@ -158,6 +158,29 @@ def with_experts(grid: Grid, kernel: str) -> Iterator[Decisions]:
                     kernels=Kernels(attention=kernel),
                     dtype=grid.dtype,
                 )
+
+
+def rounded_swaps(grid: Grid, kernel: str, rowwise: RowwiseKernel) -> Iterator[Decisions]:
+    """Yield decisions that swap all rows in FP8, for every length; they add the rounding of rows.
+
+    A layer has rows of several widths, so one width of the grid is enough.
+    """
+    for each in decisions(grid, kernel, rowwise):
+        if each.model.family == "llama" and each.model.hidden == grid.widths[len(grid.widths) // 2]:
+            yield msgspec.structs.replace(each, swapped_tokens=each.seq_tokens, swap_dtype="fp8")
+
+
+def linear_losses(grid: Grid, kernel: str, loss: Loss) -> Iterator[Decisions]:
+    """Yield decisions with a loss that has the classifier's product inside, for every width and length."""
+    for width in grid.widths:
+        for tokens in grid.lengths:
+            yield Decisions(
+                model=_model("llama", width, grid.head_dims[len(grid.head_dims) // 2], grid.vocab),
+                seq_tokens=tokens,
+                loss=loss,
+                kernels=Kernels(attention=kernel),
+                dtype=grid.dtype,
+            )
 
 
 def middle(grid: Grid, kernel: str) -> Decisions:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -14,8 +14,7 @@ import msgspec
 import torch
 
 from memo_exec.interpreter.interpreter import Interpreter
-from memo_exec.interpreter.lanes import intra_op_threads
-from memo_exec.kernels import KERNELS, Call, StepScalars
+from memo_exec.kernels import KERNELS, Kernel, StepScalars
 from memo_exec.memory.pinned import mapping, pin, unpin
 from memo_exec.probes.timing import Effort, Sample, sample_of, time_call
 from memo_sim.contract.plan import Decisions
@@ -34,24 +33,25 @@ BURST = 100
 CPU_CACHE_BYTES, CORE_CACHE_BYTES = 2**25, 2**20
 """Assumed sizes of a CPU's last-level cache, and of the largest one of a core alone, if the system reports none."""
 
+LAYERS = 8
+"""Layers of the model whose dispatch is measured."""
+
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 CORE_LEVEL = 2
 """Last level of cache that each core has of its own."""
 
 
-def dispatch(decisions: Decisions, device: torch.device) -> Sample:
+def dispatch(decisions: Decisions, device: torch.device, kernels: Mapping[str, Kernel] = KERNELS) -> Sample:
     """Return the interpreter's time between two instructions of the compute lane.
 
-    On a CPU the kernels read other bytes, so that the interpreter finds its own as cold as behind real kernels. The
-    other lanes have nothing to wait for, because everything is kept. The median over steps of each instruction counts,
-    which other load of the machine changes less than that of whole steps.
+    Behind real kernels it finds its code and objects in colder caches than behind empty ones. There are ``LAYERS``
+    layers that are kept, so that an instruction's operands are not those of the last, and compute waits for no copy.
+    The median over steps of each instruction counts, which load of the machine changes less than whole steps.
     """
-    kept = msgspec.structs.replace(decisions, swapped_tokens=0, subsequence_swapped_tokens=())
+    model = msgspec.structs.replace(decisions.model, layers=LAYERS)
+    kept = msgspec.structs.replace(decisions, model=model, swapped_tokens=0, subsequence_swapped_tokens=())
     (program,) = lower(kept)
-    cached = intra_op_threads(Lane.COMPUTE, device) * core_cache_bytes()
-    other = torch.zeros(cached // 4) if device.type == "cpu" else None
-    kernels = dict.fromkeys(KERNELS, partial(_read, other))
     compute = [i for i, (_, instruction) in enumerate(program.walk()) if instruction.lane is Lane.COMPUTE]
     tokens = torch.zeros(decisions.micro_batch, decisions.seq_tokens, dtype=torch.int64)
     batch = [(tokens, tokens)] * program.micro_batches
@@ -62,12 +62,6 @@ def dispatch(decisions: Decisions, device: torch.device) -> Sample:
             steps.append((record.start_s[compute[1:]] - record.end_s[compute[:-1]]).tolist())
     between = [sample_of(list(found)) for found in zip(*steps[2:], strict=True)]
     return Sample(fmean(each.seconds for each in between), fmean(each.spread for each in between))
-
-
-def _read(other: torch.Tensor | None, call: Call) -> None:
-    del call
-    if other is not None:
-        other.sum()
 
 
 def launch_floor(device: torch.device) -> Sample:

@@ -21,7 +21,7 @@ from math import log, prod
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import FUSED, KERNELS, Call, Context, StepScalars
+from memo_exec.kernels import FUSED, KERNELS, ROUNDING, Call, Context, StepScalars
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.probes.memory import core_cache_bytes
 from memo_exec.probes.timing import Effort, Sample, time_call
@@ -64,7 +64,7 @@ class Operator:
     @property
     def rowwise(self) -> RowwiseKernel:
         """The library that runs a row-wise operator; "torch" for operators that have no fused kernel."""
-        return self.decisions.kernels.rowwise if self.instruction.op in FUSED else "torch"
+        return self.decisions.kernels.rowwise if self.instruction.op in FUSED | ROUNDING else "torch"
 
     @cached_property
     def bytes(self) -> int:
@@ -73,7 +73,10 @@ class Operator:
 
 
 def operators_of(decisions: Iterable[Decisions]) -> list[Operator]:
-    """Return every distinct compute-lane operator of the programs that ``decisions`` lower to."""
+    """Return every distinct operator of the programs that ``decisions`` lower to.
+
+    Those are the instructions on the compute lane, and the rounding of rows on the copy lanes.
+    """
     found: dict[tuple[str, Work, tuple[str, ...]], Operator] = {}
     for each in decisions:
         for operator in _operators(each):
@@ -87,7 +90,7 @@ def _operators(decisions: Decisions) -> Iterator[Operator]:
     for template in program.templates:
         families = shared | {family.name: family for family in template.own}
         for instruction in template.instructions:
-            if instruction.lane is not Lane.COMPUTE or instruction.op not in KERNELS:
+            if instruction.op not in KERNELS or not (instruction.lane is Lane.COMPUTE or instruction.op in ROUNDING):
                 continue
             operands = []
             for operand in instruction.operands:
@@ -203,7 +206,7 @@ class Bench:
         if role in ROUTED and operator.decisions.model.mixture is not None:
             return self._routed(role, shape, operator).to(kind)
         if not kind.is_floating_point:
-            vocab = operator.decisions.model.vocab
+            vocab = min(operator.decisions.model.vocab, torch.iinfo(kind).max)
             return torch.randint(0, vocab, shape, device=self.device, dtype=kind, generator=self.generator)
         made = torch.empty(shape, device=self.device, dtype=kind)
         if role == "lse":

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 
 from memo_exec.probes.operators import Operator
-from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, Rowwise
+from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, LinearLoss, Rowwise
 
 ENDS = 2
 """Points of every table that are timed before any other: without both ends it says nothing about sizes."""
@@ -34,6 +34,8 @@ def table_of(operator: Operator) -> Table:
         )
     if isinstance(work, Gemm):
         return "products", work.dtype, work.gemm_pass
+    if isinstance(work, LinearLoss):
+        return "losses with the classifier inside", work.kernel, work.dtype, work.part
     if isinstance(work, GroupedGemm):
         return "products of experts", work.dtype, work.gemm_pass
     return "row-wise", work.kind if isinstance(work, Rowwise) else operator.instruction.op, operator.rowwise
@@ -67,7 +69,7 @@ def _ends_then_middles(found: list[Operator]) -> list[Operator]:
 
 def _size(operator: Operator) -> float:
     work = operator.instruction.work
-    if isinstance(work, Attention | Gemm | GroupedGemm):
+    if isinstance(work, Attention | Gemm | GroupedGemm | LinearLoss):
         return float(work.flops)
     return float(work.moved_bytes) if isinstance(work, Rowwise) else 0.0
 

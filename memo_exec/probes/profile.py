@@ -12,7 +12,14 @@ from memo_exec.machine.machine import Machine, library_versions
 from memo_exec.probes import memory
 from memo_exec.probes.copy_rates import Copies, rate_of
 from memo_exec.probes.overlap import Slowed
-from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, grouped_tables, rowwise_curves
+from memo_exec.probes.tables import (
+    Timed,
+    attention_tables,
+    gemm_tables,
+    grouped_tables,
+    linear_loss_tables,
+    rowwise_curves,
+)
 from memo_exec.probes.timing import Sample
 from memo_sim.contract.hardware import CollectiveTable, Curve, Hardware, Quantity, Source
 from memo_sim.contract.knobs import DtypeName
@@ -81,6 +88,7 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
         communicator_bytes=_communicators(shared) if shared else None,
         gemm=gemm,
         grouped_gemm=grouped_tables(found.timed, OPERATORS),
+        linear_loss=linear_loss_tables(found.timed, OPERATORS),
         attention=attention_tables(found.timed, OPERATORS),
         memory_bound_bytes_per_s=curves["copy"],
         rowwise_bytes_per_s=curves,
@@ -123,7 +131,7 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
     where += f", {libraries}" if libraries else ""
     cpu = machine.device == "cpu"
     dispatched = " and the dispatch of one instruction" if cpu else ""
-    floor = "one interpreter instruction whose kernel is empty" if cpu else "one of many tiny kernels in a row"
+    floor = "the interpreter between two instructions" if cpu else "one of many tiny kernels in a row"
     every = f"measured while {shared.world} ranks copy at once" if shared else "the rate beside compute"
     texts = {
         OPERATORS: f"{where}: single operators with the executor's kernels, only the newest input in cache; "

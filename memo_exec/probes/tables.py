@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from math import exp, log, log2
+from math import exp, log, log2, prod
 from statistics import fmean
 
 from memo_exec.probes.timing import Sample
-from memo_sim.contract.hardware import AttentionTable, Curve, GemmPass, GemmTable, GroupedGemmTable
-from memo_sim.contract.knobs import RowwiseKernel
-from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, Rowwise, Work
+from memo_sim.contract.hardware import (
+    AttentionTable,
+    Curve,
+    GemmPass,
+    GemmTable,
+    GroupedGemmTable,
+    LinearLossKernel,
+    LinearLossPart,
+    LinearLossTable,
+)
+from memo_sim.contract.knobs import DtypeName, RowwiseKernel
+from memo_sim.program.ir.work import Attention, Gemm, GroupedGemm, LinearLoss, Rowwise, Work
 
 POINTS_PER_OCTAVE = 2
 
@@ -76,6 +85,24 @@ def grouped_tables(timed: list[Timed], source: str) -> list[GroupedGemmTable]:
         tables.append(
             GroupedGemmTable(dtype=dtype, gemm_pass=gemm_pass, rows=sorted(rows), source=source, spread=spread)
         )
+    return tables
+
+
+def linear_loss_tables(timed: list[Timed], source: str) -> list[LinearLossTable]:
+    """Return one table per kernel, dtype and part of the losses with the classifier's product inside."""
+    groups: dict[tuple[LinearLossKernel, DtypeName, LinearLossPart], list[tuple[LinearLoss, Timed]]]
+    groups = defaultdict(list)
+    for each in timed:
+        if isinstance(each.work, LinearLoss):
+            groups[each.work.kernel, each.work.dtype, each.work.part].append((each.work, each))
+    tables = []
+    for (kernel, dtype, part), found in sorted(groups.items()):
+        seconds: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+        for work, each in found:
+            seconds[work.m, work.n, work.k].append(each.seconds)
+        rows = [[*map(float, shape), 2.0 * prod(shape) / fmean(each)] for shape, each in sorted(seconds.items())]
+        spread = fmean(each.spread for _, each in found)
+        tables.append(LinearLossTable(kernel=kernel, dtype=dtype, part=part, rows=rows, source=source, spread=spread))
     return tables
 
 

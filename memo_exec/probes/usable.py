@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memo_exec.machine.attention_kernels import attention_kernels, tried_attention_kernels
 from memo_exec.machine.machine import Machine
-from memo_exec.machine.rowwise_kernels import rowwise_kernels, tried_rowwise_kernels
+from memo_exec.machine.rowwise_kernels import rowwise_kernels, tried_losses, tried_rowwise_kernels
 from memo_exec.probes.grid import Grid
 from memo_sim.contract.errors import CannotRun
-from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.knobs import Loss, RowwiseKernel
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Usable:
     attention: list[str]
     rowwise: list[RowwiseKernel]
     left_out: dict[str, str]
+    losses: list[Loss] = field(default_factory=list)
+    """Losses with the classifier's product inside whose kernels are of Triton."""
 
 
 def usable(machine: Machine, grid: Grid) -> Usable:
@@ -37,9 +39,12 @@ def usable(machine: Machine, grid: Grid) -> Usable:
     if not attention:
         reasons = "; ".join(f"{name}: {missing[name] or fault}" for name, fault in faults.items())
         raise CannotRun("no attention kernel works on this device", got=f"{machine.name} ({reasons})")
-    failed = faults | _by_name(rowwise)
+    losses = tried_losses(machine)
+    failed = faults | _by_name(rowwise) | {str(name): fault for name, fault in losses.items()}
+    missing |= dict.fromkeys(map(str, losses), missing["triton"])
     left_out = {name: fault for name, fault in failed.items() if fault and not missing[name]}
-    return Usable(attention, [name for name, fault in rowwise.items() if not fault], left_out)
+    kept = [name for name, fault in rowwise.items() if not fault]
+    return Usable(attention, kept, left_out, [name for name, fault in losses.items() if not fault])
 
 
 def _by_name(found: dict[RowwiseKernel, str]) -> dict[str, str]:

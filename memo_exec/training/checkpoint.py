@@ -7,7 +7,9 @@
   Only then are the previous ones of the same run removed (``run_folder``).
 - ``run.json`` has the SHA-256 of every stored file and of itself. All are compared before a checkpoint is used.
 - A state with a NaN or an infinity is never saved, so it cannot replace a good checkpoint.
-- Gradients are not saved, because a step starts by zeroing them.
+- Gradients are not saved, because a step starts by zeroing them. Nor are weights in FP8 alone: they are made again of
+  the fp32 masters.
+- Of a plan with delayed scaling in FP8, the scales and the largest values of earlier steps are saved too, by layer.
 - Of a run that trains adapters, only they are saved. A resumed run reads or draws the frozen weights again, and
   ``base`` tells whether they are the same.
 - The stored tensors do not depend on the layout, so a run can resume with another layout (``checkpoint_shards``).
@@ -45,6 +47,9 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import Tokens
 from memo_sim.program.ir.kinds import BlockKind
+from memo_sim.program.layout.fp8 import delayed
+from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.operators.fp8_operands import HISTORY, SCALES
 
 STATE_DIRECTORY, RUN_FILE = "state", "run.json"
 FLAT_FILE = "state.safetensors"
@@ -110,6 +115,24 @@ def state_of(interpreter: Interpreter) -> dict[str, list[Held]]:
         for held in weights.held_by(interpreter, kind):
             if not frozen or weights.is_adapter(held.name):
                 found.setdefault(f"{kind}/{held.name}", []).append(held)
+    return found | scales_of(interpreter)
+
+
+def scales_of(interpreter: Interpreter) -> dict[str, list[Held]]:
+    """Return the states of delayed scaling of this rank's layers, such as ``fp8_history/layer.3``; none without it.
+
+    Every rank with a layer has all of them, because largest values are reduced over these ranks.
+    """
+    decisions, found = interpreter.decisions, dict[str, list[Held]]()
+    if not delayed(decisions):
+        return found
+    layers = stages_of(decisions)[interpreter.mesh.at("pp")].layers
+    for name in (SCALES, HISTORY):
+        whole = interpreter.buffer(name)
+        by_layer = whole.view(len(whole), len(layers), -1)
+        for number, layer in enumerate(layers):
+            view = by_layer[:, number]
+            found[f"{name}/layer.{layer}"] = [Held(f"layer.{layer}", tuple(view.shape), (0, 0), view)]
     return found
 
 
@@ -364,18 +387,24 @@ def _changed(path: Path, *, got: str, wanted: str) -> BadInput:
 def load_state(checkpoint: Path, interpreter: Interpreter, world: World) -> None:
     """Fill this rank's buffers from a checkpoint of any layout, whose files ``check_files`` has accepted.
 
+    With delayed scaling, scales begin anew where a run of another recipe wrote the checkpoint.
+
     Every rank has to call this.
 
     Raises:
         BadInput: when the checkpoint is broken, or its tensors are not those of the run.
         CannotRun: when another rank has stopped.
     """
-    state = state_of(interpreter)
+    state, scales = state_of(interpreter), scales_of(interpreter)
+    interpreter.weights_changed()
     if (old := checkpoint / FLAT_FILE).is_file():
-        _load_flat(old, state, interpreter.decisions.model)
+        own = {name: held for name, held in state.items() if name not in scales}
+        _load_flat(old, own, interpreter.decisions.model)
         return
     from memo_exec.training import checkpoint_shards as stored
 
+    if not stored.names(checkpoint / STATE_DIRECTORY) & scales.keys():  # a run of another recipe wrote it
+        state = {name: held for name, held in state.items() if name not in scales}
     stored.read(checkpoint / STATE_DIRECTORY, state, world)
 
 
@@ -389,10 +418,18 @@ def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
 
     dtype, decisions = TORCH_DTYPES[interpreter.decisions.dtype], interpreter.decisions
     every = whole_parameters(decisions.model, decisions.lora)
-    found = {name: torch.empty(each.shape, dtype=dtype) for name, each in every.items() if not each.frozen}
-    held = {f"params/{name}": [Held(name, value.shape, (0,) * value.dim(), value)] for name, value in found.items()}
+    narrow = {name for name in every if weights.in_fp8_alone(decisions, name)}
+    found = {
+        name: torch.empty(each.shape, dtype=torch.float32 if name in narrow else dtype)
+        for name, each in every.items()
+        if not each.frozen
+    }
+    held = {
+        f"{'master' if name in narrow else 'params'}/{name}": [Held(name, value.shape, (0,) * value.dim(), value)]
+        for name, value in found.items()
+    }
     stored.read(checkpoint / STATE_DIRECTORY, held, World())
-    return found
+    return {name: value.to(dtype) for name, value in found.items()}
 
 
 def _load_flat(path: Path, state: Mapping[str, list[Held]], model: Model) -> None:

@@ -61,6 +61,15 @@ def files_of(directory: Path, rank: int) -> list[Path]:
     return [directory / FILE, *own] if rank == 0 else own
 
 
+def names(directory: Path) -> frozenset[str]:
+    """Return the names of the whole tensors in a checkpoint.
+
+    Raises:
+        BadInput: when its metadata cannot be read.
+    """
+    return frozenset(CheckedReader(directory).read_metadata().state_dict_metadata)
+
+
 def read(directory: Path, state: State, world: World) -> None:
     """Fill the rectangles of ``state`` from the checkpoint in ``directory``.
 
@@ -113,7 +122,8 @@ class _Reads(DefaultLoadPlanner):
         for name, found in self._state.items():
             there = stored.get(name)
             if not isinstance(there, TensorStorageMetadata):
-                raise ValueError(f"{name} is missing")  # noqa: TRY004 - the file is wrong, not an argument's type
+                why = ": the saved run has it in FP8 alone (--fp8-params)" if _master_of(name) in stored else ""
+                raise ValueError(f"{name} is missing{why}")  # noqa: TRY004 - the file is wrong, not an argument's type
             if (tuple(there.size), there.properties.dtype) != (found[0].whole, found[0].view.dtype):
                 got = f"{tuple(there.size)} {there.properties.dtype}"
                 raise ValueError(f"{name} is {got}, wanted {found[0].whole} {found[0].view.dtype}")
@@ -123,6 +133,10 @@ class _Reads(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return the tensor that receives a rectangle's values."""
         return self._held[index].view
+
+
+def _master_of(name: str) -> str:
+    return f"master/{name.partition('/')[2]}"
 
 
 def _named(state: State) -> dict[str, Tensor]:

@@ -19,7 +19,10 @@ from torch import Tensor
 
 from memo_exec.distributed.shards import parts_of, shards_of
 from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.training import huggingface, peft_folder
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.fp8 import OF_DENSE_LAYERS, OF_EXPERTS
 
 INIT_STD = 0.02
 RESIDUAL = ("proj.weight", "ffn_down.weight", "experts_down.weight", "shared_down.weight")
@@ -45,6 +48,12 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_a", ".lora_b"))
 
 
+def in_fp8_alone(decisions: Decisions, name: str) -> bool:
+    """Return whether the weight of this name is kept in FP8 alone, beside its fp32 master."""
+    products = (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ()))
+    return decisions.fp8_params and name.rpartition("/")[2] in {f"{product}.weight" for product in products}
+
+
 def initialize(
     interpreter: Interpreter, seed: int = 0, *, draw_on: torch.device | str = "cpu", adapters: bool = False
 ) -> None:
@@ -60,6 +69,7 @@ def initialize(
         whole = initial(name, found[0].whole, layers=layers, seed=seed, device=draw_on)
         for held in found:
             held.view.copy_(held.of(whole))
+    interpreter.weights_changed()
 
 
 def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
@@ -98,6 +108,7 @@ def load(interpreter: Interpreter, directory: Path) -> None:
     for name, whole in huggingface.read(directory, interpreter.decisions.model, list(targets)):
         for held in targets[name]:
             held.view.copy_(held.of(whole))
+    interpreter.weights_changed()
 
 
 def load_adapters(interpreter: Interpreter, directory: Path) -> None:
@@ -132,6 +143,8 @@ def save(
     """
     decisions = interpreter.decisions
     whole = named_parameters(interpreter) if named is None else named
+    dtype = TORCH_DTYPES[decisions.dtype]
+    whole = {name: value if value.dtype == dtype else value.cpu().to(dtype) for name, value in whole.items()}
     if decisions.lora is not None:
         kind = source["model_type"] if source is not None else ""
         peft_folder.write(directory, decisions.model, decisions.lora, whole, base=base, kind=kind)
@@ -140,8 +153,14 @@ def save(
 
 
 def named_parameters(interpreter: Interpreter) -> dict[str, Tensor]:
-    """Return every parameter by name, as views of the kernels' buffers. Works only in a run of one process."""
-    return {held.name: held.view for held in held_by(interpreter, "params")}
+    """Return every parameter by name, as views of the kernels' buffers. Works only in a run of one process.
+
+    Of those that are kept in FP8 alone, the master weights.
+    """
+    found = {held.name: held.view for held in held_by(interpreter, "params")}
+    if interpreter.decisions.fp8_params:
+        found = {held.name: held.view for held in held_by(interpreter, "master")} | found
+    return found
 
 
 def held_by(interpreter: Interpreter, state: str) -> Iterator[Held]:

@@ -17,7 +17,7 @@ from memo_sim.program.layout.fp8 import played
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.operators.workspaces import FUSED_KINDS, loss_tiles
+from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS, loss_tiles
 from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
@@ -90,7 +90,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_windows(decisions),
         *_documents(decisions),
         *_fp8(decisions),
-        *_swaps(decisions),
+        *_swaps(question, decisions),
         *_linear_loss(question, decisions),
         *_adapters(decisions),
         *_objective(decisions),
@@ -231,14 +231,19 @@ def _fp8(decisions: Decisions) -> list[Assumption]:
     return [Assumption(name="FP8", value=value, option="--fp8")]
 
 
-def _swaps(decisions: Decisions) -> list[Assumption]:
+def _swaps(question: Question, decisions: Decisions) -> list[Assumption]:
     """Return what it means that activations are swapped in FP8."""
     if decisions.swap_dtype == "same" or not swaps(decisions):
         return []
+    own, hardware = decisions.kernels.rowwise == "triton", question.hardware
+    kernels = "memo-exec's Triton kernels" if own else "plain kernels of torch"
+    curves = hardware.fused_rowwise_bytes_per_s.get("triton", {}) if own else hardware.rowwise_bytes_per_s
+    measured = curves.keys() >= ROUNDED_KINDS
+    priced = "as the profile measured them" if measured else "priced as torch's at the rate of memory-bound kernels"
     value = (
-        "E4M3 with a scale for each row, rounded on the copy lanes by plain kernels of torch at the rate of"
-        " memory-bound kernels; what these take from compute beside them is not priced, and whether training converges"
-        " as without rounding is not predicted; no GPU has run it yet"
+        f"E4M3 with a scale for each row, rounded on the copy lanes by {kernels}, {priced}; what these take from"
+        " compute beside them is not priced, and whether training converges as without rounding is not predicted; no"
+        " GPU has run it yet"
     )
     return [Assumption(name="swaps in FP8", value=value, option="--swap-dtype")]
 

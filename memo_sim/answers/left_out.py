@@ -88,7 +88,8 @@ def _micro_batches_left_out(question: Question) -> list[LeftOut]:
     what = f"micro-batches above {question.micro_batch}"
     if are_searched(question):
         most = SIZES[-1] * question.micro_batch
-        what += f" except, on the {LAYOUTS} fastest layouts, up to {most} or {format_tokens(MOST_TOKENS)} tokens a rank"
+        tokens = f"{format_tokens(MOST_TOKENS)} tokens a rank{' and subsequence' if question.pins.subsequences else ''}"
+        what += f" except, on the {LAYOUTS} fastest layouts, up to {most} or {tokens}"
     return [LeftOut(what=what, option="--micro-batch")]
 
 

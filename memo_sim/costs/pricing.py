@@ -37,6 +37,7 @@ from memo_sim.program.ir.work import (
     LinearLoss,
     PointToPoint,
     Rowwise,
+    TileGemm,
     WidenedGemm,
     Work,
 )
@@ -135,6 +136,8 @@ class Pricer:
                 return self._pace * self._widened(work)
             case Fp8Gemm():
                 return self._pace * self._in_fp8(work)
+            case TileGemm():
+                return self._pace * self._gemm(work) + self._wide_sum(work)
             case AdapterGemm():
                 return self._pace * self._adapter(work)
             case Gemm():
@@ -280,6 +283,17 @@ class Pricer:
             product = Fp8Gemm(rows, work.n, work.k, work.gemm_pass, work.dtype, work.operands)
             moved_bytes = work.experts * work.n * work.k + rows * (work.k + size * work.n)
         return max(self._in_fp8(product), self._kernels.rowwise.stream_seconds(moved_bytes))
+
+    def _wide_sum(self, work: TileGemm) -> float:
+        """Return the seconds in which an input's gradient is summed over tiles in fp32, beyond the product's result.
+
+        The first tile writes the sum, every further one reads and writes it. A weight's gradient is measured as a sum.
+        """
+        size = DTYPE_BYTES[work.dtype]
+        if work.gemm_pass != "dgrad" or size == DTYPE_BYTES["fp32"]:
+            return 0.0
+        passes = 2 if work.column else 1
+        return self._kernels.rowwise.stream_seconds(work.m * work.n * (passes * DTYPE_BYTES["fp32"] - size))
 
     def _linear_loss(self, work: LinearLoss) -> float:
         """Return the seconds of a part of a loss with the classifier's product inside.

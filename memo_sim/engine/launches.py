@@ -59,10 +59,10 @@ def launch_waits(
 
     All zero when the framework is not eager or replays CUDA graphs, or when the profile does not know its host's times.
     """
-    waits = np.zeros(len(seconds))
     launched = decisions.memory_policy == "eager" and not decisions.cuda_graphs
     if not launched or hardware.host_launch_s is None or not len(seconds):
-        return waits
+        return np.broadcast_to(0.0, len(seconds))  # one number, however many there are
+    waits = np.zeros(len(seconds))
     beside = _REPLICAS if decisions.overlap != "none" else frozenset[Lane]()
     lanes = [Lane.COMPUTE, *(lane for lane in COLLECTIVE_LANES.values() if lane not in beside)]
     serial = np.flatnonzero(np.isin(columns.lane, lanes))

@@ -32,6 +32,10 @@ from memo_sim.engine.segments import Segments, cut
 from memo_sim.program.analysis.columns import InstructionColumns, Ints
 from memo_sim.program.analysis.edges import Edges, sorted_with_places
 from memo_sim.program.analysis.rendezvous import AllRendezvous, all_rendezvous
+from memo_sim.program.ir.instruction import Lane
+
+AT_ONCE = 1 << 18
+"""Instants that are interpolated at once; what that takes beside them is then a few MB."""
 
 Loop = Callable[[Segments, Floats, UsedRates, Groups], Clock]
 """A loop over segments: SimPy's (``event_loop.py``) or one that gives the same (``fast_loop.py``)."""
@@ -69,16 +73,18 @@ def play_stages(
     """
     first = np.cumsum([0] + [len(part.seconds) for part in parts])
     joined = Edges(
-        np.concatenate([part.edges.producer + first[r] for r, part in enumerate(parts)]),
-        np.concatenate([part.edges.consumer + first[r] for r, part in enumerate(parts)]),
+        _joined([part.edges.producer for part in parts], first),
+        _joined([part.edges.consumer for part in parts], first),
     )
-    every: Ints = np.concatenate([part.columns.lane for part in parts])
-    used, of_used = np.unique(every, return_inverse=True)
-    lanes: Ints = of_used + len(used) * np.repeat(np.arange(len(parts)), np.diff(first))
-    seconds: Floats = np.concatenate([part.seconds for part in parts])
+    used = np.flatnonzero(sum(np.bincount(part.columns.lane, minlength=len(Lane)) for part in parts))
+    place = np.zeros(len(Lane), dtype=np.int64)
+    place[used] = np.arange(len(used))
+    lanes = _joined([place[part.columns.lane] for part in parts], len(used) * np.arange(len(parts)))
+    seconds: Floats = np.concatenate([part.seconds for part in parts]) if len(parts) > 1 else parts[0].seconds
     matched = matched or all_rendezvous(())
     met: Ints = first[matched.stage] + matched.instruction
     segments = cut(lanes, joined, len(used) * len(parts), met)
+    del lanes
     work = np.add.reduceat(seconds[segments.order], segments.first) if len(seconds) else np.zeros(0)
     groups = _groups(segments, met, matched.bounds)
     clock = loop(segments, work, UsedRates(used.tolist(), rates), groups)
@@ -102,6 +108,13 @@ def play_stages(
     ]
 
 
+def _joined(numbers: Sequence[Ints], bases: Ints) -> Ints:
+    """Return the numbers of all parts, each counted from its own base; those of one part as they are."""
+    if len(numbers) == 1:
+        return numbers[0]
+    return np.concatenate([each + base for each, base in zip(numbers, bases, strict=False)])
+
+
 def _groups(segments: Segments, met: Ints, bounds: Ints) -> Groups:
     """Return the segments that are matched with other stages; group g has ``met[bounds[g] : bounds[g + 1]]``."""
     segment = np.empty(len(segments.order), dtype=np.int64)
@@ -114,32 +127,47 @@ def _spans(segments: Segments, work: Floats, clock: Clock, seconds: Floats) -> t
     start, end = np.empty(len(seconds)), np.empty(len(seconds))
     if not len(seconds):
         return start, end
-    of_point, order = sorted_with_places(clock.points[:, 0].astype(np.int64))
-    points = clock.points[order]
     ends = np.empty(len(seconds))
     ends[segments.last] = clock.end
-    # All other ends are interpolated. Work done is summed over all segments, so one search finds the linear piece of
-    # each instant. ``low`` and ``high`` keep it inside the segment, because a piece without work is ambiguous.
     between = np.ones(len(seconds), dtype=bool)
     between[segments.last] = False
     within = np.flatnonzero(between)
-    of = segments.of[within]
-    done_before = np.cumsum(work) - work
-    point_done = done_before[of_point] + (work[of_point] - points[:, 2])
-    ordered = seconds[segments.order]
-    inside = np.cumsum(ordered)
-    wanted = done_before[of] + (inside[within] - (inside - ordered)[segments.first[of]])
-    after = np.cumsum(np.bincount(of_point, minlength=len(work)))
-    low, high = np.append(0, after[:-1])[of], after[of] - 1
-    piece = np.clip(np.searchsorted(point_done, wanted, side="right") - 1, low, high)
-    found = points[piece, 1] + (wanted - point_done[piece]) / points[piece, 3]
-    ends[within] = np.clip(found, clock.start[of], clock.end[of])
+    ends[within] = _interpolated(segments, work, clock, seconds, within)
     starts = np.empty_like(ends)
     starts[1:] = ends[:-1]
     starts[segments.first] = clock.start
     start[segments.order] = starts
-    end[segments.order] = np.maximum(starts, ends)
+    end[segments.order] = np.maximum(starts, ends, out=ends)
     return start, end
+
+
+def _interpolated(segments: Segments, work: Floats, clock: Clock, seconds: Floats, within: Ints) -> Floats:
+    """Return the ends of the instructions ``within`` segments, numbered as in ``segments.order``.
+
+    Work done is summed over all segments, so one search finds the linear piece of each instant. ``low`` and ``high``
+    keep it inside the segment, because a piece without work is ambiguous.
+    """
+    of_point, order = sorted_with_places(clock.points[:, 0].astype(np.int64))
+    done_before = np.cumsum(work) - work
+    point_done = work[of_point] - clock.points[order, 2]
+    point_done += done_before[of_point]
+    after = np.cumsum(np.bincount(of_point, minlength=len(work)))
+    del of_point
+    ordered = seconds[segments.order]
+    inside = np.cumsum(ordered)
+    before_first = inside[segments.first] - ordered[segments.first]
+    del ordered
+    ends = np.empty(len(within))
+    for block in range(0, len(within), AT_ONCE):
+        mine = within[block : block + AT_ONCE]
+        of = segments.of[mine]
+        wanted = done_before[of] + (inside[mine] - before_first[of])
+        low, high = np.where(of > 0, after[of - 1], 0), after[of] - 1
+        piece = np.clip(np.searchsorted(point_done, wanted, side="right") - 1, low, high)
+        point = order[piece]
+        found = clock.points[point, 1] + (wanted - point_done[piece]) / clock.points[point, 3]
+        ends[block : block + AT_ONCE] = np.clip(found, clock.start[of], clock.end[of])
+    return ends
 
 
 def _waiting(segments: Segments, edges: Edges, clock: Clock, segment: int, name: Callable[[int], str]) -> str:

@@ -124,6 +124,8 @@ class Repetition:
 
     def weights(self) -> Ints:
         """Return how many times the step contains each instruction of the played program."""
+        if not self.times:
+            return np.broadcast_to(np.int64(1), self._instructions)  # one number, however many there are
         weights = np.ones(self._instructions, dtype=np.int64)
         weights[self.first : self.end] += self.times
         return weights

@@ -108,7 +108,7 @@ class StageRun:
     def waits_outside(self) -> dict[str, Floats]:
         """Seconds that every played instruction waits for the allocator, and for the host's launch."""
         caching = self.memory.caching
-        none = np.zeros(len(self.seconds))
+        none = np.broadcast_to(0.0, len(self.seconds))  # one number, however many there are
         launches = launch_waits(self.program, self.columns, self.seconds, self.decisions, self.hardware)
         return {ALLOCATOR: none if caching is None else caching.stall_s, HOST: launches}
 
@@ -122,7 +122,9 @@ class StageRun:
     @property
     def part(self) -> Part:
         """The stage as the player's input."""
-        seconds = self.seconds + self.waits_outside[ALLOCATOR] + self.waits_outside[HOST]
+        seconds = self.seconds
+        for waits in self.waits_outside.values():
+            seconds = seconds + waits if waits.any() else seconds
         return Part(self.columns, self.edges, seconds, self.memory.program_id)
 
     @property

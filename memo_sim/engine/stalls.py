@@ -112,11 +112,11 @@ def stalls_of(
         rest[n] -= part
         own[n] = rest[n] > ROUNDING * playback.span_s
 
-    rows = zip(waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)
-    chain = _Chain.of(playback, kinds)
-    for n, wait in enumerate(rows if met.latest else ()):
-        for name, part in chain.attribute(met, wait).items():
-            attribute(n, name, part)
+    if met.latest:
+        chain = _Chain.listed(playback, kinds)
+        for n, wait in enumerate(zip(waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)):
+            for name, part in chain.attribute(met, wait).items():
+                attribute(n, name, part)
     begun = playback.start_s[waits.waits_for]
     held = np.minimum(begun + late.seconds[waits.waits_for] - np.maximum(waits.start_s, begun), rest)
     for n in np.flatnonzero(held > ROUNDING * playback.span_s).tolist():
@@ -156,25 +156,40 @@ def after_compute(playback: Playback, met: Peers, kinds: Kinds) -> dict[str, flo
 
 @dataclass(frozen=True)
 class _Chain:
-    """The instruction that binds each instruction, as plain lists, because chains are followed step by step."""
+    """The instruction that binds each instruction, as arrays, or as plain lists where many chains are followed."""
 
-    binds: list[int]
-    start_s: list[float]
-    end_s: list[float]
-    lane: list[int]
-    kind: list[str]
+    binds: Sequence[int] | Ints
+    start_s: Sequence[float] | Floats
+    end_s: Sequence[float] | Floats
+    lane: Sequence[int] | Ints
+    kind: Sequence[int] | Ints
+    names: list[str]
     least_s: float
     """Instants closer than this are the same instant."""
 
     @classmethod
     def of(cls, playback: Playback, kinds: Kinds) -> _Chain:
-        """Return the chains of a playback."""
+        """Return the chains of a playback, of which few are followed."""
+        return cls(
+            binds=playback.binds,
+            start_s=playback.start_s,
+            end_s=playback.end_s,
+            lane=playback.columns.lane,
+            kind=kinds.of,
+            names=kinds.names,
+            least_s=ROUNDING * playback.span_s,
+        )
+
+    @classmethod
+    def listed(cls, playback: Playback, kinds: Kinds) -> _Chain:
+        """Return the chains of a playback, of which many are followed, step by step."""
         return cls(
             binds=playback.binds.tolist(),
             start_s=playback.start_s.tolist(),
             end_s=playback.end_s.tolist(),
             lane=playback.columns.lane.tolist(),
-            kind=[kinds.names[k] for k in kinds.of.tolist()],
+            kind=kinds.of.tolist(),
+            names=kinds.names,
             least_s=ROUNDING * playback.span_s,
         )
 
@@ -189,8 +204,8 @@ class _Chain:
             begun = start_s[at]
             played = end_s[at] - max(begun, since)
             if self.lane[at] in lanes and played > self.least_s:
-                found[self.kind[at]] += played
+                found[self.names[self.kind[at]]] += float(played)
             if at in latest and (held := begun - max(met.own_ready_s[at], since)) > self.least_s:
-                found[bubble(latest[at])] += held
-            at = binds[at]
+                found[bubble(latest[at])] += float(held)
+            at = int(binds[at])
         return found

@@ -45,6 +45,30 @@ class Bounded(Protocol):
         """No outcome of the candidate ranks before this key."""
 
 
+class Searching(Protocol):
+    """The search that processes work for."""
+
+    waiting: list[Any]
+    """What is still to be looked at: a heap of ``Entry``."""
+    at: Collection[Decisions]
+    """Plans that the search itself plays, which others do not play at the same time."""
+
+    def limit_key(self) -> Key:
+        """Return the largest key of a candidate that may matter."""
+
+    def next_name(self, one: Any) -> Hashable:
+        """Return the name of a candidate's next bounds, with what they depend on; empty where there are none."""
+
+    def offered(self, one: Any, last: Key) -> Offer:
+        """Return a candidate as a task that ends where its bounds pass ``last``."""
+
+    def beside_itself(self, *arguments: Any) -> Iterator[tuple[Hashable, Any]]:
+        """Do a task in this process, without a change to the search."""
+
+    def hear(self, found: Any) -> None:
+        """Take note of an outcome that has arrived."""
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A candidate as a task: its arguments, and the plans that it plays and that other candidates play as well."""
@@ -80,62 +104,32 @@ class Ahead:
     """
 
     def __init__(
-        self,
-        team: Team,
-        *,
-        begin: tuple[Task, tuple[object, ...]],
-        task: Task,
-        taken: type,
-        next_name: Callable[[Any], Hashable],
-        heard: Callable[[Any], None],
+        self, team: Team, search: Searching, *, begin: tuple[Task, tuple[object, ...]], task: Task, taken: type
     ) -> None:
-        """``begin``: the first task of every process, with its arguments. ``taken``: the type of what tasks are about.
-
-        ``next_name``: of the next bounds of a candidate, with all that they depend on; empty where there are none.
-        ``heard`` is called with every outcome that arrives.
-        """
+        """``begin``: the first task of a process, with its arguments. ``taken``: the type of what tasks are about."""
         self._team = team
+        self._search = search
         self._begin = begin
         self._task = task
         self._taken = taken
-        self._next_name = next_name
-        self._heard = heard
         self._told: set[Helper] = set()
         self._known: dict[Number, _Known] = {}
         self._begun: dict[int, _Begun] = {}
 
-    def give(
-        self,
-        waiting: Sequence[Entry],
-        *,
-        limit: Callable[[], Key],
-        offer: Callable[[Any, Key], Offer],
-        mine: Collection[Decisions],
-    ) -> None:
-        """Give the next candidates of ``waiting``, a heap, to processes that have room for tasks.
-
-        ``limit``: nothing with a larger key matters. ``offer`` makes a task that ends where its bounds pass a key.
-        ``mine``: the plans that the search itself is at, which others do not play at the same time.
-        """
+    def give(self) -> None:
+        """Give the next candidates to processes that have room for tasks."""
         self._receive(block=False)
         helpers = self._team.helpers(self._task.__module__)
         if not any(len(helper.tasks) < QUEUE for helper in helpers):
             return
-        most = limit()
+        most = self._search.limit_key()
         for name, begun in list(self._begun.items()):
             if begun.key > most and self._waits(name, begun):
                 self._take_back(name)
-        found, last = self._next(waiting, most, NEXT * (len(helpers) + 1))
-        played = {plan for begun in self._begun.values() for plan in begun.plays}.union(mine)
-        busy = {begun.number for begun in self._begun.values()}
-        for number, one in found:
+        for number, one, made in self._offers(most):
             helper = min(helpers, key=lambda each: len(each.tasks), default=None)
             if helper is None or len(helper.tasks) >= QUEUE:
                 return
-            made = offer(one, last)
-            if number in busy or not played.isdisjoint(made.plays):
-                continue
-            played.update(made.plays)
             if helper not in self._told:
                 self._told.add(helper)
                 helper.give(self._team.next_name(), self._begin[0], *self._begin[1])
@@ -143,11 +137,22 @@ class Ahead:
             if helper.give(name, self._task, *made.arguments):
                 self._begun[name] = _Begun(number, one.least_key, helper, made.plays)
 
-    def _next(self, waiting: Sequence[Entry], most: Key, count: int) -> tuple[list[tuple[Number, Any]], Key]:
+    def _offers(self, most: Key) -> Iterator[tuple[Number, Bounded, Offer]]:
+        """Yield the next candidates that no process is at; none plays what another one plays."""
+        found, last = self._next(most, NEXT * (self._team.others + 1))
+        played = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
+        busy = {begun.number for begun in self._begun.values()}
+        for number, one in found:
+            made = self._search.offered(one, last)
+            if number not in busy and played.isdisjoint(made.plays):
+                played.update(made.plays)
+                yield number, one, made
+
+    def _next(self, most: Key, count: int) -> tuple[list[tuple[Number, Any]], Key]:
         """Return the next candidates that are not known, and the key that the last of the next ones has."""
         found, last = list[tuple[Number, Any]](), most
         seen = 0
-        for key, number, one in _in_order(waiting):
+        for key, number, one in _in_order(self._search.waiting):
             if key > most or seen == count:
                 last = min(most, key)
                 break
@@ -162,20 +167,20 @@ class Ahead:
         return [(number, one) for number, one in found if one.least_key <= last], last
 
     def _tightest(self, known: _Known, one: Any) -> Any:
-        while (name := self._next_name(one)) in known.bounds:
+        while (name := self._search.next_name(one)) in known.bounds:
             one = known.bounds[name]
         return one
 
     def bounded(self, number: Number, one: Bounded) -> Any:
         """Return a candidate with its next bounds; None where no process has computed them or is about to."""
-        name = self._next_name(one)
+        name = self._search.next_name(one)
         self._await(number, lambda known: name in known.bounds)
         known = self._known.get(number)
         return known.bounds.get(name) if known else None
 
     def outcome(self, number: Number) -> Any:
         """Return a candidate's outcome; None where no process has evaluated it or is about to."""
-        self._await(number, lambda known: known.outcome is not None)
+        self._await(number, lambda known: known.outcome is not None, working=True)
         known = self._known.get(number)
         return known.outcome if known else None
 
@@ -185,8 +190,11 @@ class Ahead:
             if self._waits(name, begun):
                 self._take_back(name)
 
-    def _await(self, number: Number, enough: Callable[[_Known], bool]) -> None:
-        """Wait while a process is at a candidate and it is not known enough; take back what no process has begun."""
+    def _await(self, number: Number, enough: Callable[[_Known], bool], *, working: bool = False) -> None:
+        """Wait while a process is at a candidate and it is not known enough; take back what no process has begun.
+
+        With ``working``, do other tasks meanwhile: an outcome takes long, a bound does not.
+        """
         self._receive(block=False)
         while not ((known := self._known.get(number)) and enough(known)):
             at = next((name for name, begun in self._begun.items() if begun.number == number), None)
@@ -195,7 +203,18 @@ class Ahead:
             if self._waits(at, self._begun[at]):
                 self._take_back(at)
                 return
-            self._receive(block=True)
+            self._receive(block=not (working and self._work()))
+
+    def _work(self) -> bool:
+        """Do the next task in this process, which waits for another one; return whether there was one."""
+        for number, _, made in self._offers(self._search.limit_key()):
+            try:
+                for name, part in self._search.beside_itself(*made.arguments):
+                    self._keep(number, name, part)
+            except Exception:  # it is raised again if the search comes to this candidate
+                self._known.setdefault(number, _Known()).lost = True
+            return True
+        return False
 
     @staticmethod
     def _waits(name: int, begun: _Begun) -> bool:
@@ -216,16 +235,18 @@ class Ahead:
             return
         if message.kind is not Kind.PART:
             del self._begun[message.name]
-        known = self._known.setdefault(begun.number, _Known())
         if message.kind is Kind.LOST:
-            known.lost = True
+            self._known.setdefault(begun.number, _Known()).lost = True
         if message.kind is Kind.PART:
-            name, part = message.part
-            if name == OUTCOME:
-                known.outcome = part
-                self._heard(part)
-            else:
-                known.bounds[name] = part
+            self._keep(begun.number, *message.part)
+
+    def _keep(self, number: Number, name: Hashable, part: Any) -> None:
+        known = self._known.setdefault(number, _Known())
+        if name == OUTCOME:
+            known.outcome = part
+            self._search.hear(part)
+        else:
+            known.bounds[name] = part
 
 
 def _in_order(heap: Sequence[Entry]) -> Iterator[Entry]:

@@ -49,6 +49,9 @@ LEAST_CHUNK_TOKENS = 64 * KIB
 """Smallest attention chunk. Shorter calls are slower, and fetch as many bytes for a fraction of the products."""
 LEAST_CHUNKS = 4
 """Smallest number of attention chunks; with fewer, the double buffers need what chunks save (reports/sppo.md)."""
+LEAST_SAVED = 0.1
+"""Least fraction of a device that attention of all rows needs, where chunks beside a ring are tried: they cost time,
+and their programs have a call for every pair of chunks and rank."""
 
 
 def pinned(found: tuple[Policy, ...], question: Question) -> tuple[Policy, ...]:
@@ -189,13 +192,22 @@ def attention_chunk(question: Question, base: Decisions) -> int:
     """Return the tokens of an attention chunk: the pinned number, the system's, or an eighth of the sequence.
 
     A chunk consists of whole row blocks on every rank, and the number of chunks is limited. 0 when one chunk would hold
-    the whole sequence, or when chunks would save no memory and the system does not fix their length.
+    the whole sequence, or when chunks would save no memory and the system does not fix their length. Beside a ring,
+    which divides attention's rows already, chunks are tried only where these rows still need much of a device.
     """
     asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * ranks_of_a_chunk(base)
     own, tokens = question.preset.chunk_tokens, question.seq_tokens
     if asked is not None:
         return asked if asked < tokens else 0
     wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // BLOCKS))
+    if base.layout.ring > 1 and _attention_bytes(base) < LEAST_SAVED * question.hardware.device_memory_bytes.value:
+        return 0
     most = most_chunks(base.layout.ring)
     chunk = max(wanted // granule, -(-tokens // (most * granule)), 1) * granule
     return chunk if (1 if own else LEAST_CHUNKS - 1) * chunk < tokens else 0
+
+
+def _attention_bytes(base: Decisions) -> float:
+    """Return the bytes that attention of all rows needs in backward: Q, K and V, the output, and their gradients."""
+    width = 2 * (2 * base.model.q_width + 2 * base.model.kv_width) / base.layout.tp
+    return base.local_tokens * width * DTYPE_BYTES[base.dtype]

@@ -17,6 +17,7 @@ from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.fp8 import check_fp8, fp8_layouts
+from memo_sim.planning.loss_choice import FASTER, has_loss
 from memo_sim.planning.question import CHOOSES_ADAMW, Question
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.program.layout.compatibility import check_compatible
@@ -48,6 +49,9 @@ def kernels_elsewhere(question: Question, decisions: Decisions) -> tuple[Decisio
         adamw = decisions.kernels.adamw if rowwise in CHOOSES_ADAMW else "foreach"
         kernels = msgspec.structs.replace(decisions.kernels, rowwise=rowwise, adamw=adamw)
         decisions = msgspec.structs.replace(decisions, kernels=kernels)
+    if decisions.loss == FASTER and not has_loss(question.hardware, decisions):
+        changed.append(f"loss linear, as the profile {question.hardware.name} has no rates of the plan's {FASTER}")
+        decisions = msgspec.structs.replace(decisions, loss="linear")
     if changed:
         check_compatible(decisions)
     return decisions, tuple(changed)

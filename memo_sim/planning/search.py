@@ -256,6 +256,8 @@ class Beside:
     """See ``_Search.hiding``."""
     known: dict[Decisions, Prediction]
     """Plans that need not be played again."""
+    limit_s: float
+    """See ``_Search._limit_s``."""
     compiled: bool
     """Whether to play in the compiled loop (``fast_loop.py``)."""
 
@@ -286,6 +288,8 @@ def work_beside(
 ) -> Iterator[tuple[Hashable, object]]:
     """Tighten a candidate's bounds, then evaluate it; end where its bounds pass ``last``."""
     search: _Search = here["search"]
+    search.fastest = None
+    run_fast.beside(told.compiled)
     return search.beside(one, last, told)
 
 
@@ -329,6 +333,10 @@ class _Search:
         """The candidates to look at, when not all."""
         self.used: dict[Decisions, None] = {}
         """The plans whose predictions the candidates asked for, in this order."""
+        self.ranks: tuple[int, tuple[bool, bool, float, int, int, str] | None] = (-1, None)
+        """How many plans are known, and the rank key of the last of the ``keep`` best."""
+        self.told_limit_s: float | None = None
+        """In another process: what ``_limit_s`` is in the search."""
         self.waiting: list[_Waiting] = []
         """What is still to be looked at, as a heap."""
         self.ahead = self._begin_ahead(team, goes_on=passes is not None) if team else None
@@ -565,10 +573,18 @@ class _Search:
 
     def _limit_s(self) -> float:
         """Return the step seconds of the last of the ``keep`` best plans so far; infinite if it does not fit."""
-        known = sorted(e.rank_key for e in ([*self.ranked, self.limit] if self.limit else self.ranked))
-        if len(known) < self.keep or known[self.keep - 1][0]:
-            return float("inf")
-        return known[self.keep - 1][2]
+        if self.told_limit_s is not None:
+            return self.told_limit_s
+        last = self._last_kept()
+        return float("inf") if last is None or last[0] else last[2]
+
+    def _last_kept(self) -> tuple[bool, bool, float, int, int, str] | None:
+        """Return the rank key of the last of the ``keep`` best plans so far; None where there are fewer."""
+        known = [*self.ranked, self.limit] if self.limit else self.ranked
+        if len(known) != self.ranks[0]:
+            keys = sorted(e.rank_key for e in known)
+            self.ranks = len(known), keys[self.keep - 1] if len(keys) >= self.keep else None
+        return self.ranks[1]
 
     def _least_s(self, keeping: Decisions) -> float:
         if keeping not in self.least_s:
@@ -622,10 +638,8 @@ class _Search:
         if self.front and bound is not None and not least_key[0]:
             least = (bound.step_s, bound.device_bytes, bound.host_bytes_per_node)
             return any(as_good(e.costs, least) for e in self.ranked if e.prediction.status == "ok")
-        known = [*self.ranked, self.limit] if self.limit else self.ranked
-        if len(known) < self.keep:
-            return False
-        return sorted(e.rank_key for e in known)[self.keep - 1] < least_key
+        last = self._last_kept()
+        return last is not None and last < least_key
 
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the engine's prediction; each plan is played once."""
@@ -653,43 +667,42 @@ class _Search:
         """Return what other processes find out, before they begin."""
         settings = {name: getattr(self, name) for name in ("keep", "front", "prune", "siblings", "enough_s")}
         begin = (begin_beside, (self.question, settings, goes_on))
-        return Ahead(
-            team,
-            begin=begin,
-            task=work_beside,
-            taken=_Bounded,
-            next_name=self.next_name,
-            heard=self._hear,
-        )
+        return Ahead(team, self, begin=begin, task=work_beside, taken=_Bounded)
 
-    def _hear(self, found: PlayedBeside) -> None:
-        """Keep the predictions of another process."""
+    def hear(self, found: PlayedBeside) -> None:
+        """Keep the predictions that another process has made."""
         self.known.update(found.used)
 
     def _give_ahead(self) -> None:
         """Let other processes begin with the next candidates."""
         if self.ahead is not None:
-            self.ahead.give(self.waiting, limit=self._limit_key, offer=self._offered, mine=self.at)
+            self.ahead.give()
 
     def _end_ahead(self) -> None:
         if self.ahead is not None:
             self.ahead.end()
 
-    def _limit_key(self) -> tuple[bool, bool, float]:
+    def limit_key(self) -> tuple[bool, bool, float]:
         """Return the largest key of a candidate that may matter."""
-        known = [*self.ranked, self.limit] if self.limit else self.ranked
-        if self.front or self.all_matter or not self.prune or len(known) < self.keep:
+        last = self._last_kept()
+        if self.front or self.all_matter or not self.prune or last is None:
             return (True, True, float("inf"))
-        return sorted(e.rank_key for e in known)[self.keep - 1][:3]
+        return last[:3]
 
-    def _offered(self, one: _Bounded, last: tuple[bool, bool, float]) -> Offer:
+    def offered(self, one: _Bounded, last: tuple[bool, bool, float]) -> Offer:
         """Return a candidate as a task of another process, which ends where the candidate's bounds pass ``last``."""
         candidate = one.candidate
         plays, keeping = self._shared_plans(candidate), swap_each(candidate.base, 0)
         known = {plan: self.known[plan] for plan in plays if plan in self.known}
         hiding = self.hiding.get(candidate.base.layout)
-        beside = Beside(keeping if keeping in self.bases else None, hiding, known, run_fast.compiled)
-        return Offer((one, last, beside), plays - known.keys())
+        told = Beside(
+            kept=keeping if keeping in self.bases else None,
+            hiding=hiding,
+            known=known,
+            limit_s=self._limit_s(),
+            compiled=run_fast.compiled,
+        )
+        return Offer((one, last, told), plays - known.keys())
 
     def _shared_plans(self, candidate: Candidate) -> set[Decisions]:
         """Return plans that the candidate's evaluation may play, and that of another candidate as well."""
@@ -703,10 +716,9 @@ class _Search:
             found |= {candidate.narrow, self.hiding.get(base.layout, base)}
         return found
 
-    @staticmethod
-    def next_name(one: _Bounded) -> Hashable:
-        """Return the name of a candidate's next bounds."""
-        return one.next_bound
+    def next_name(self, one: _Bounded) -> Hashable:
+        """Return the name of a candidate's next bounds, with what they depend on beside the candidate."""
+        return (one.next_bound, self._limit_s()) if one.next_bound == "alone" else one.next_bound
 
     def _tightened(self, number: Number, one: _Bounded) -> _Bounded:
         """Return the next tighter lower bounds of a candidate, which another process may have computed."""
@@ -729,13 +741,13 @@ class _Search:
 
     def beside(self, one: _Bounded, last: tuple[bool, bool, float], told: Beside) -> Iterator[tuple[Hashable, object]]:
         """Yield what is found out for the same search in another process (``work_beside``)."""
+        self.told_limit_s = told.limit_s
         while one.next_bound and one.least_key <= last:
             name = self.next_name(one)
             one = self._with_next_bounds(one)
             yield name, one
         if one.next_bound or one.least_key > last:
             return
-        run_fast.beside(told.compiled)
         self.known.update(told.known)
         if told.kept is not None:
             self.bases.add(told.kept)
@@ -743,8 +755,16 @@ class _Search:
             self.hiding[told.hiding.layout] = told.hiding
         self.used.clear()
         outcome = self._outcome(one.candidate)
-        self.fastest = None
         yield OUTCOME, PlayedBeside(outcome, {plan: self.known[plan] for plan in self.used})
+
+    def beside_itself(self, one: _Bounded, last: tuple[bool, bool, float], told: Beside) -> Iterator[Any]:
+        """Yield the same in this process: only predictions and the simulation of the best plan are kept."""
+        used, at = self.used, self.at
+        self.used, self.at = {}, {*at, *self._shared_plans(one.candidate)}
+        try:
+            yield from self.beside(one, last, told)
+        finally:
+            self.used, self.at, self.told_limit_s = used, at, None
 
     def _outcome(self, candidate: Candidate) -> Evaluated | None:
         try:

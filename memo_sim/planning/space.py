@@ -16,6 +16,7 @@ from memo_sim.planning import blocks
 from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.contradictions import check_pins, check_rounding_buffers
 from memo_sim.planning.layouts import in_words, layouts
+from memo_sim.planning.loss_choice import LossChoice
 from memo_sim.planning.presets import (
     EVERY_ROWWISE,
     FULL_RECOMPUTE,
@@ -133,6 +134,7 @@ class Space:
         self._kernel = attention_kernel(question)
         self._kernels = Kernels(attention=self._kernel, rowwise=question.rowwise or "torch", adamw=question.adamw)
         self._rowwise = RowwiseChoice(question.hardware)
+        self._loss = LossChoice(question)
         self._prices = part_prices(question.hardware, question.cluster)
         self._refused: list[tuple[Infeasible, str]] = []
         self._unswapped: list[tuple[Infeasible, str]] = []
@@ -146,7 +148,7 @@ class Space:
         Raises:
             Infeasible: when it does not divide the model or the sequence.
         """
-        base = _base(self.question, layout)
+        base = self._with_loss(_base(self.question, layout))
         shape = shape_of(base)
         chunk = blocks.loss_chunk(self.question, base, shape)
         kernels = msgspec.structs.replace(self._kernels, head_groups=head_groups(shape, base, self._kernel))
@@ -155,6 +157,10 @@ class Space:
         keep = self._rowwise.faster(keep) if self.question.rowwise is None else keep
         return keep, chunked and blocks.attention_chunk(self.question, base) > 0
 
+    def _with_loss(self, base: Decisions) -> Decisions:
+        """Return a layout's plan with the form of the loss that is faster."""
+        return self._loss.faster(msgspec.structs.replace(base, kernels=self._kernels))
+
     def of(self, layout: Layout) -> list[Candidate]:
         """Return the candidates of a layout: none where it cannot be lowered, which ``refused`` then explains."""
         question = self.question
@@ -162,6 +168,7 @@ class Space:
             base = _base(question, layout)
             check_compatible(base)
             stages_of(base)
+            base = self._with_loss(base)
             shape = shape_of(base)
             partition(base)
         except Infeasible as error:

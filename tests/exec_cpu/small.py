@@ -208,12 +208,12 @@ def play(decisions: Decisions, program: Program | None = None, **options: Any) -
     interpreter = Interpreter(decisions, program, **options)
     weights.initialize(interpreter, seed=1)
     generator = torch.Generator().manual_seed(2)
-    for value in weights.named_parameters(interpreter).values():
+    parameters = weights.named_parameters(interpreter)
+    for value in parameters.values():
         value.add_(torch.normal(0.0, 0.08, value.shape, generator=generator))
-    for kind in ("embed", "layer", "head"):
-        if f"master.{kind}" in interpreter.program.family_bases:
-            for i in range(decisions.model.layers if kind == "layer" else 1):
-                interpreter.buffer(f"master.{kind}", i).copy_(interpreter.buffer(f"params.{kind}", i))
+    for held in weights.held_by(interpreter, "master"):
+        if held.view is not parameters[held.name]:
+            held.view.copy_(parameters[held.name])
     return interpreter
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import get_args
 
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from memo_sim.contract.hardware import LinearLossKernel
 from memo_sim.contract.plan import Kernels
 from memo_sim.program.operators import workspaces as table
 from tests.exec_cpu.kernels import rowwise_comparison as comparison
 from tests.exec_cpu.kernels.hand_call import play
+from tests.exec_cpu.kernels.linear_loss_comparison import Trial
 from tests.exec_cpu.small import decide, gpt, llama
 
 pytestmark = [
@@ -26,6 +29,16 @@ FUSED = Kernels(attention="torch-flash", rowwise="triton")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_kernels_match_the_plain_ones(name: str, dtype: torch.dtype) -> None:
     assert comparison.faults(name, dtype=dtype, device="cuda", rounding=comparison.ROUNDING[dtype]) == []
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 2.0**-6)])
+@pytest.mark.parametrize("kernel", get_args(LinearLossKernel))
+@pytest.mark.parametrize(("vocab", "tp"), [(97, 1), (5000, 2), (5, 4)])
+def test_a_loss_with_the_classifier_inside_is_autograds(
+    vocab: int, tp: int, kernel: LinearLossKernel, dtype: torch.dtype, most: float
+) -> None:
+    found = Trial(kernel, vocab, tp, dtype, device="cuda").errors()
+    assert max(found.values()) < most, found
 
 
 def test_norms_beyond_32_bits() -> None:

@@ -44,14 +44,20 @@ def derive_edges(columns: Columns | FoldedColumns) -> Edges:
     found, uses = list[tuple[Ints, Ints]](), list[_Uses]()
     for operands in columns.operands:
         shared = _shared(operands)
-        found += [
-            (operands.instructions(producers), operands.instructions(consumers))
-            for producers, consumers in _conflicts(operands, shared)
-        ]
+        edges = _conflicts(operands, shared)
+        if len(operands.starts) > 1:  # what one repetition implies, each of them does
+            once = _reduced(*_concatenated(edges), operands.lane)
+            edges = [(once.producer, once.consumer)]
+        found += [(operands.instructions(producer), operands.instructions(consumer)) for producer, consumer in edges]
         uses.append(_uses(operands, shared))
     found += _memory_edges(columns.lane, _Uses.joined(uses))
-    producers, consumers = (np.concatenate(each) for each in zip(*found, strict=True))
-    return _reduced(producers, consumers, columns.lane)
+    return _reduced(*_concatenated(found), columns.lane)
+
+
+def _concatenated(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """Return the producers and the consumers of all edges."""
+    none = np.zeros(0, dtype=np.int64)
+    return np.concatenate([none, *(p for p, _ in edges)]), np.concatenate([none, *(c for _, c in edges)])
 
 
 def _conflicts(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:

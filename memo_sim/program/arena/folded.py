@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from memo_sim.contract.placement import Placement, Repeated, split_id
-from memo_sim.program.analysis.columns import Ints
+from memo_sim.program.analysis.columns import Flags, Ints
 from memo_sim.program.arena.periods import find_period
 
 ROW_BYTES, OFFSET_BYTES = 85, 12
@@ -109,16 +109,26 @@ def _cycle(rows: Ints, index: Ints) -> tuple[int, int, int] | None:
     for cycle in range(1, len(rows) // 2 + 1):
         if best is not None and len(rows) - cycle <= best[1] * best[2]:
             break
-        steps = index[cycle:] - index[:-cycle]
         equal = kind[cycle:] == kind[:-cycle]
-        equal[cycle:] &= (steps[cycle:] == steps[:-cycle]).all(axis=1)
-        ends = np.flatnonzero(~np.append(equal, False))
-        begins = np.append(0, ends[:-1] + 1)
-        longest = int((ends - begins).argmax())
-        begin, times = int(begins[longest]), int(ends[longest] - begins[longest]) // cycle
+        _, most = _longest_run(equal)
+        if most // cycle * cycle <= (best[1] * best[2] if best else 0):
+            continue  # the indices, which are all the names, are compared only where it may matter
+        row = np.flatnonzero(equal[cycle:])
+        middle = index[row + cycle]
+        equal[cycle:][row] = (index[row + 2 * cycle] - middle == middle - index[row]).all(axis=1)
+        begin, length = _longest_run(equal)
+        times = length // cycle
         if times and (best is None or cycle * times > best[1] * best[2]):
             best = (begin, cycle, times)
     return best
+
+
+def _longest_run(flags: Flags) -> tuple[int, int]:
+    """Return where the longest run of true flags begins, and its length."""
+    ends = np.flatnonzero(~np.append(flags, False))
+    begins = np.append(0, ends[:-1] + 1)
+    longest = int((ends - begins).argmax())
+    return int(begins[longest]), int(ends[longest] - begins[longest])
 
 
 def _without(column: list[str] | list[int], rows: slice) -> list[str] | list[int]:

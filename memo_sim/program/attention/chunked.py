@@ -301,7 +301,7 @@ class ChunkedAttention:
             sequence_sharded = head_sharded
             if shape.ulysses > 1:
                 sequence_sharded = Rows(writer.own("d_attn_seq", self.room, shape.q_width), 0, tokens)
-            shard = writer.before_gather(writer.shard_rows("d_resid", (first, tokens)))
+            shard = writer.before_gather(writer.shard_rows("d_resid", (first, tokens)), "proj")
             grad = writer.gather("proj.grad", shard, "d_proj_full", 0, tokens=self.room)
             attended = Rows(writer.attended(self.ulysses.sequence_sharded("attn"), kept=True), first, tokens)
             if self._by_chunks and not self._adapted:

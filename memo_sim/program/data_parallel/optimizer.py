@@ -44,7 +44,7 @@ from typing import Literal
 from memo_sim.contract.knobs import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
@@ -53,6 +53,7 @@ from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements, weight_cop
 from memo_sim.program.layout.parameters import (
     FROZEN,
     Block,
+    Parameter,
     autocast,
     gradient_dtype,
     moment_dtype,
@@ -67,7 +68,14 @@ from memo_sim.program.layout.rank_order import (
     SHARD,
     degree,
 )
-from memo_sim.program.operators.fp8_operands import quantisation, requantisation, transposition
+from memo_sim.program.operators.fp8_operands import (
+    AMAXES,
+    HISTORY,
+    SCALES,
+    quantisation,
+    requantisation,
+    transposition,
+)
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
@@ -317,7 +325,8 @@ class Optimizer:
             return builder.build()
         source = builder.bind(families[f"params.{self.name}"])
         copies = builder.bind(families[f"params_fp8.{self.name}"])
-        elements = sum(weight.elements for weight in weights(self.decisions, self.block))
+        matrices = weights(self.decisions, self.block)
+        elements = sum(weight.elements for weight in matrices)
         written = copied_elements(self.decisions, self.block)
         several = weight_copies(self.decisions) > 1
         builder.emit(
@@ -328,8 +337,23 @@ class Optimizer:
             x=reads(Rows(source, 0, elements)),
             out=writes(Rows(copies, 0, elements)),
             columns=writes(Rows(copies, elements, written - elements)) if several else None,
+            **self._scaled(builder, families, matrices),
         )
         return builder.build()
+
+    def _scaled(
+        self, builder: TemplateBuilder, families: Families, matrices: tuple[Parameter, ...]
+    ) -> dict[str, Access]:
+        """Return the scale of each matrix and its largest value, ``scale.qkv`` and ``amax.qkv``, of delayed scaling."""
+        found: dict[str, Access] = {}
+        if fp8.delayed(self.decisions):
+            for name in (AMAXES, SCALES):
+                builder.bind(families[name])
+            for product in (matrix.name.removesuffix(".weight") for matrix in matrices):
+                row = fp8.scaled_row(self.decisions, product, "weight")
+                found[f"scale.{product}"] = reads(Rows(SCALES, row, 1))
+                found[f"amax.{product}"] = accumulates(Rows(AMAXES, row, 1))
+        return found
 
     def _transpose(self, builder: TemplateBuilder, families: Families) -> None:
         """Emit the transposition of the matrices that are kept in FP8 alone."""
@@ -539,7 +563,7 @@ class Optimizer:
         name = f"adamw.{fp8.NARROW}"
         builder.emit(name, "adamw.decay", Lane.COMPUTE, work, **share, norm=norm, workspace=scratch)
         builder.emit(
-            "quantize",
+            f"params.{self.name}",
             "params.quantize",
             Lane.COMPUTE,
             requantisation(self.decisions, length, shard=self.shards > 1),
@@ -678,4 +702,27 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
         work = Collective("all_reduce", 4, ranks, group)
         tensor = accumulates(builder.all(name))
         builder.emit(f"{name}.{group}", "all_reduce", COLLECTIVE_LANES[group], work, tensor=tensor)
+    if fp8.delayed(decisions):
+        _enter_history(builder, decisions, families)
+        return builder.build()
     return builder.build() if chosen else None
+
+
+def _enter_history(builder: TemplateBuilder, decisions: Decisions, families: Families) -> None:
+    """Emit what delayed scaling does with a step's largest values: their reduction, and the next step's scales.
+
+    They are reduced over all ranks with the same layers, as Megatron-LM has it (the ranks of tp, cp and dp).
+    """
+    layout = decisions.layout
+    for name in (AMAXES, SCALES, HISTORY):
+        builder.bind(families[name])
+    amaxes, size = builder.all(AMAXES), families[AMAXES].bytes
+    over: list[tuple[Group, int]] = [("tp", layout.tp), (GRADS, layout.replicas)]
+    for group, ranks in over:
+        if ranks > 1:
+            work, tensor = Collective("all_reduce", size, ranks, group), accumulates(amaxes)
+            builder.emit(f"amaxes.{group}", "fp8.max_reduce", COLLECTIVE_LANES[group], work, tensor=tensor)
+    entered = {"amax": accumulates(amaxes), "scale": accumulates(builder.all(SCALES))}
+    work_of_history = Rowwise("fp8.history", amaxes.tokens, families[HISTORY].bytes + 2 * size, 3 * size)
+    history = accumulates(builder.all(HISTORY))
+    builder.emit("amaxes.history", "fp8.history", Lane.COMPUTE, work_of_history, **entered, history=history)

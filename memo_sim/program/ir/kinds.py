@@ -125,7 +125,7 @@ class FamilyKind(StrEnum):
     WHOLE_GRADS = "whole_grads"
     """Gradients of a whole block, for one use; and FSDP's copy of them, which ranks reduce."""
     SCALAR = "scalar"
-    """Loss and gradient norm."""
+    """Loss and gradient norm; with delayed scaling in FP8, largest values and scales of all layers of a stage."""
     INPUT = "input"
     """Token ids and labels."""
     SKELETAL = "skeletal"

@@ -84,7 +84,7 @@ class WholeAttention:
             writer.dgrad("proj", grad, Rows(d_attn, *into), shape.attention_width, shape.hidden)
 
         upstream = norms.post_norm_backward(writer, "post_attn", builder.all("d_resid"))
-        gathered = writer.before_gather(upstream)
+        gathered = writer.before_gather(upstream, "proj")
         d_proj = writer.gather_and_multiply("proj.grad", gathered, "d_proj_full", whole, product)
         d_attn = builder.all(sequence_sharded("d_attn"))
         writer.own("d_attn", inside.tokens, inside.attention_width)

@@ -601,7 +601,7 @@ class ExpertMlp:
         n, k = self.builder.features(out.slot), self._inputs_of(name)
         if self.weights:
             assert self.writer.fp8 is not None  # whose copies they are
-            x = self.writer.fp8.input(x, self.writer.suffix)
+            x = self.writer.fp8.input(x, self.writer.suffix, name)
         operands = {"x": reads(x), "weight": self._read_weight(name), "ends": reads(self._ends)}
         self._grouped(name, "experts.linear", out, n, k, **operands, out=writes(out))
 
@@ -614,7 +614,7 @@ class ExpertMlp:
         n, k = self.builder.features(out.slot), self.builder.features(grad.slot)
         if self.weights:
             assert self.writer.fp8 is not None
-            grad = self.writer.fp8.gradient(grad, self.writer.suffix, k)
+            grad = self.writer.fp8.gradient(grad, self.writer.suffix, k, name)
         weight = self._read_weight(name, for_dgrad=True)
         operands = {"grad": reads(grad), "weight": weight, "ends": reads(self._ends)}
         self._grouped(f"{name}.dgrad", "experts.linear.dgrad", out, n, k, **operands, out=writes(out))
@@ -654,8 +654,8 @@ class ExpertMlp:
         wide = table.wgrad_workspace_bytes(m, n, grad.tokens, writer.dtype, kernel, into=into)
         if self.weights:
             assert writer.fp8 is not None
-            grad = writer.fp8.gradient(grad, writer.suffix, m, for_wgrad=True)
-            x, wide = writer.fp8.input(x, writer.suffix, for_wgrad=True), 0
+            grad = writer.fp8.gradient(grad, writer.suffix, m, name, for_wgrad=True)
+            x, wide = writer.fp8.input(x, writer.suffix, name, for_wgrad=True), 0
         result = self._result_bytes(count * m * n)
         added = (writer.size + 2 * DTYPE_BYTES[into]) * count * m * n
         builder.emit(

@@ -232,7 +232,7 @@ class Mlp:
             writer.dgrad("ffn_down", grad, Rows(writer.own("d_act", self.tokens, shape.ffn), *into), *widths)
 
         widths = (shape.ffn, shape.hidden)
-        gathered = writer.before_gather(upstream)
+        gathered = writer.before_gather(upstream, "ffn_down")
         dy = writer.gather_and_multiply("ffn_down.grad", gathered, "d_ffn_down_full", at, product, tokens=self.tokens)
         d_act = Rows("d_act", *at)
         writer.wgrad("ffn_down", dy, Rows("act", *wide_at), shape.hidden, shape.ffn)

@@ -22,7 +22,8 @@ forward gathers those by rows and backward those by columns; gradients are gathe
 A copy by columns has the same size as one by rows, and a row block's part of it is contiguous: blocks have 128 or 32
 tokens, and row blocks end at multiples of 128. So rows can be swapped or recomputed. A scale of 4 bytes for
 128 values, or of one byte for 32, takes 1/32 of the values' bytes; it lies behind its row's values. One scale a tensor
-takes four bytes in all, which are not counted.
+takes four bytes in all, which are not counted. With delayed scaling, scales and the largest values of earlier steps are
+states (``operators/fp8_operands.py``).
 
 Forward keeps the FP8 copies of a product's input in place of the input itself: of the norms' results and of the MLP's
 activation. The projection's input is kept twice, because attention's backward reads its output in bf16.
@@ -35,16 +36,20 @@ That is right for scales of 128 x 128 values too: the transposed weight has the 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 from memo_sim.contract.knobs import Fp8Recipe, ProductDtype
 from memo_sim.contract.layer_shape import LayerShape
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.layout.parameters import Block, Parameter
+from memo_sim.program.layout.parameters import Block, Parameter, layer_block
 from memo_sim.program.layout.skeletal import Fate, Skeletal
 
 ACTIVATIONS = "e4m3"
 """Dtype of FP8 activations and weights."""
+FURTHER: tuple[Fp8Recipe, ...] = ("tensor", "block")
+"""Recipes that memo-exec has for more than the products of dense layers (``further``)."""
 SCALE_SHARE = 32
 """Values whose scale takes one byte: 128 values with an fp32 scale, or 32 with one of 8 bits."""
 PRODUCTS: dict[Fp8Recipe, ProductDtype] = {
@@ -66,6 +71,11 @@ GATHERED = ("norm1", "norm2", *LATENTS)
 """The inputs that sequence parallelism gathers."""
 ATTENTION_OUTPUT = "attn_fp8"
 """The projection's input in FP8, which is kept beside attention's output in bf16."""
+HISTORY = 1024
+"""Steps whose largest values delayed scaling keeps, of which it uses the largest (Transformer Engine's default)."""
+Scaled = Literal["input", "weight", "gradient"]
+"""The operands of a product and its gradients that have a scale each."""
+SCALED: tuple[Scaled, ...] = ("input", "weight", "gradient")
 
 
 def by_blocks(recipe: Fp8Recipe) -> bool:
@@ -77,8 +87,51 @@ def played(decisions: Decisions) -> bool:
     """Return whether memo-exec has kernels for the products of a plan: those of Hopper, and MXFP8 of Blackwell."""
     if decisions.fp8 == "none":
         return True
-    known = (decisions.fp8, decisions.fp8_layouts) in (("tensor", "tn"), ("block", "tn"), ("mx", "any"))
-    return known and not (decisions.fp8_params or decisions.fp8_experts or decisions.model.latent)
+    known = (decisions.fp8, decisions.fp8_layouts) in (
+        ("tensor", "tn"),
+        ("delayed", "tn"),
+        ("block", "tn"),
+        ("mx", "any"),
+    )
+    layout = decisions.layout
+    if further(decisions) and decisions.fp8 not in FURTHER:
+        return False
+    return known and not (decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1)
+
+
+def further(decisions: Decisions) -> list[str]:
+    """Return what a plan has in FP8 beside the products of dense layers, in words."""
+    every = {
+        "weights alone": decisions.fp8_params,
+        "experts": decisions.fp8_experts,
+        "latent attention": decisions.fp8 != "none" and decisions.model.latent is not None,
+    }
+    return [name for name, chosen in every.items() if chosen]
+
+
+def delayed(decisions: Decisions) -> bool:
+    """Return whether scales follow from the largest values of earlier steps, which are then states."""
+    return decisions.fp8 == "delayed"
+
+
+def scaled_operands(decisions: Decisions) -> tuple[tuple[str, Scaled], ...]:
+    """Return (product, operand) of all scales that a layer of any kind has with delayed scaling, in order."""
+    return tuple((product, operand) for product in _products(decisions.model, decisions) for operand in SCALED)
+
+
+def scaled_row(decisions: Decisions, product: str, operand: Scaled) -> int:
+    """Return the number of an operand among ``scaled_operands``."""
+    return _products(decisions.model, decisions).index(product) * len(SCALED) + SCALED.index(operand)
+
+
+def _products(model: Model, decisions: Decisions) -> tuple[str, ...]:
+    return _products_of(model, (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ())))
+
+
+@lru_cache(maxsize=64)
+def _products_of(model: Model, names: tuple[str, ...]) -> tuple[str, ...]:
+    blocks = [layer_block(model, 1, shape) for shape in model.layer_shapes]
+    return tuple(name for name in names if any(block.find(f"{name}.weight") for block in blocks))
 
 
 def gradients(recipe: Fp8Recipe) -> Literal["e4m3", "e5m2"]:

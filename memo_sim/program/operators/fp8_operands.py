@@ -3,14 +3,21 @@
 Quantisation is a kernel of its own after the operator that makes an input or a gradient. It reads the tensor in the
 plan's dtype, with current scaling twice (first for the largest value), and writes every copy at once, as Transformer
 Engine's kernels do. A copy that was gathered over tensor-parallel ranks is transposed by another kernel.
+
+With delayed scaling, quantisation reads the scale that earlier steps left and notes the largest value it sees. The
+largest values of all micro-batches are reduced over ranks at the end of the step, and enter the history there.
+
+    fp8_amaxes, fp8_scales   row: an operand of a product (``layout/fp8.py``)   column: a layer of the stage
+    fp8_history              the same row, and for each layer the largest values of the last steps
 """
 
 from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Family, Lane
+from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout import fp8
 from memo_sim.program.layout.parameters import Block
@@ -20,8 +27,31 @@ WEIGHTS = "params_fp8"
 """Slot of the FP8 copies of a layer's weights: all by rows, then all for the gradients of inputs."""
 COLUMNS = "params_fp8_columns"
 """Slot of the transposed weights, for the gradients of inputs, where weights are kept in FP8 alone."""
+AMAXES, SCALES, HISTORY = "fp8_amaxes", "fp8_scales", "fp8_history"
+"""Families of delayed scaling: largest values of this step, scales, and largest values of earlier steps."""
 EXPERT_WEIGHTS, EXPERT_COLUMNS = "expert_params_fp8", "expert_params_fp8_columns"
 """The same slots for the experts that ranks divide."""
+
+
+_READ_BY = {
+    "norm1": "qkv",
+    "q_latent": "q_up",
+    "kv_latent": "kv_up",
+    fp8.ATTENTION_OUTPUT: "proj",
+    "norm2": "ffn_up",
+    "act": "ffn_down",
+    "shared_act": "shared_down",
+}
+"""The product that reads an input which is kept in FP8."""
+
+
+def delayed_families(decisions: Decisions, layers: int) -> list[Family]:
+    """Return the states of delayed scaling of a stage with this number of layers."""
+    rows = len(fp8.scaled_operands(decisions))
+    return [
+        Family(name, BufferClass.STATE, "fp32", rows, features, lifetime="step", kind=FamilyKind.SCALAR)
+        for name, features in ((AMAXES, layers), (SCALES, layers), (HISTORY, layers * fp8.HISTORY))
+    ]
 
 
 class Fp8Weights:
@@ -54,6 +84,7 @@ class Fp8Operands:
         self.size = DTYPE_BYTES[decisions.dtype]
         self.weights = Fp8Weights(decisions, block)
         self._inputs = fp8.quantised_inputs(decisions, dense=shape.experts is None)
+        self._read_by = _READ_BY | ({} if shape.experts is None else {"act": "experts_down"})
         self._gradients: dict[tuple[str, Rows], tuple[Rows, Rows]] = {}
         """Copies by rows and by columns of the gradients that were quantised so far, by suffix and rows."""
 
@@ -78,14 +109,17 @@ class Fp8Operands:
     def quantise_input(self, made: Rows, rows: Rows, suffix: str) -> None:
         """Quantise an input to the copy that is kept, ``rows``, and to the one that its product reads."""
         read = self.by_rows(rows.slot)
-        out = [Rows(each, rows.first, rows.tokens) for each in dict.fromkeys((read, rows.slot))]
+        copies = {"out": Rows(read, rows.first, rows.tokens)}
+        if read != rows.slot:
+            copies["columns"] = rows
         kept = self.builder.all(rows.slot).tokens
         if not self.builder.has(read):
             self.builder.own(read, BufferClass.TRANSIENT, fp8.ACTIVATIONS, kept, self.builder.features(rows.slot))
-        self._quantise(f"{rows.slot}.quantize{suffix}", made, *out)
+        product = self._read_by[rows.slot]
+        self._quantise(f"{rows.slot}.quantize{suffix}", made, copies, product=product, operand="input")
 
-    def input(self, source: Rows, suffix: str, *, for_wgrad: bool = False) -> Rows:
-        """Return an input as a product reads it, or with ``for_wgrad`` the gradient of its weight.
+    def input(self, source: Rows, suffix: str, product: str, *, for_wgrad: bool = False) -> Rows:
+        """Return an input as ``product`` reads it, or with ``for_wgrad`` the gradient of its weight.
 
         One that others read in the plan's dtype is not kept in FP8, so each of the two quantises it for itself.
         """
@@ -97,21 +131,23 @@ class Fp8Operands:
             features = fp8.row_features(self.recipe, builder.features(source.slot))
             builder.own(name, BufferClass.TRANSIENT, fp8.ACTIVATIONS, builder.all(source.slot).tokens, features)
         copy = Rows(name, source.first, source.tokens)
-        self._quantise(f"{source.slot.rpartition('.')[2]}.{kind}.quantize{suffix}", source, copy)
+        copies = {"columns": copy} if for_wgrad else {"out": copy}
+        label = f"{source.slot.rpartition('.')[2]}.{kind}.quantize{suffix}"
+        self._quantise(label, source, copies, product=product, operand="input")
         return copy
 
-    def before_gather(self, grad: Rows, suffix: str) -> Rows:
-        """Return a gradient as the tensor-parallel ranks gather it: its copy by rows, or itself.
+    def before_gather(self, grad: Rows, suffix: str, product: str) -> Rows:
+        """Return the gradient of a product's result as tensor-parallel ranks gather it: its copy by rows, or itself.
 
         With scales of blocks its two copies have as many bytes as itself, so it is quantised after the gather.
         """
         if not self.shape.gathered or fp8.by_blocks(self.recipe):
             return grad
         copy = self._own(f"{grad.slot}.fp8", grad, self.builder.features(grad.slot))
-        self._quantise(f"{grad.slot}.quantize{suffix}", grad, copy)
+        self._quantise(f"{grad.slot}.quantize{suffix}", grad, {"out": copy}, product=product, operand="gradient")
         return copy
 
-    def gradient(self, grad: Rows, suffix: str, features: int, *, for_wgrad: bool = False) -> Rows:
+    def gradient(self, grad: Rows, suffix: str, features: int, product: str, *, for_wgrad: bool = False) -> Rows:
         """Return the copy of a gradient that the gradient of an input reads, or with ``for_wgrad`` that of a weight.
 
         ``features``: those of the product's result, which may be a part of what ``grad`` packs.
@@ -120,11 +156,12 @@ class Fp8Operands:
             return self.transposed(grad, suffix) if for_wgrad else grad
         key = (suffix, grad)
         if key not in self._gradients:
-            copies = [self._own(f"{grad.slot}.fp8", grad, features)]
+            copies = {"out": self._own(f"{grad.slot}.fp8", grad, features)}
             if fp8.two_copies(self.decisions):
-                copies.append(self._own(f"{grad.slot}.fp8.columns", grad, features))
-            self._quantise(f"{grad.slot}.quantize{suffix}", grad, *copies, features=features)
-            self._gradients[key] = (copies[0], copies[-1])
+                copies["columns"] = self._own(f"{grad.slot}.fp8.columns", grad, features)
+            label = f"{grad.slot}.quantize{suffix}"
+            self._quantise(label, grad, copies, product=product, operand="gradient", features=features)
+            self._gradients[key] = (copies["out"], copies.get("columns", copies["out"]))
         return self._gradients[key][for_wgrad]
 
     def transposed(self, rows: Rows, suffix: str) -> Rows:
@@ -167,18 +204,22 @@ class Fp8Operands:
             builder.own(name, BufferClass.TRANSIENT, fp8.gradients(self.recipe), grad.tokens, row)
         return Rows(name, 0, grad.tokens)
 
-    def _quantise(self, name: str, source: Rows, *copies: Rows, features: int = 0) -> None:
-        """Emit the quantisation of ``source`` to its copies: by rows first, by columns second.
+    def _quantise(
+        self, name: str, source: Rows, copies: dict[str, Rows], *, product: str, operand: fp8.Scaled, features: int = 0
+    ) -> None:
+        """Emit the quantisation of ``source`` to its copies: by rows (``out``), by columns (``columns``), or both.
 
-        ``features``: how many of a row are quantised; 0 for all.
+        ``product``, ``operand``: what it is, for its scale. ``features``: how many of a row are quantised; 0 for all.
         """
         builder = self.builder
         values = source.tokens * (features or builder.features(source.slot))
-        written = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in copies)
+        written = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in copies.values())
         work = quantisation(self.decisions, source.tokens, values, written)
-        columns = writes(copies[1]) if len(copies) > 1 else None
-        operands = {"x": reads(source), "out": writes(copies[0]), "columns": columns}
-        builder.emit(name, "fp8.quantize", Lane.COMPUTE, work, **operands)
+        operands: dict[str, Access] = {role: writes(rows) for role, rows in copies.items()}
+        if fp8.delayed(self.decisions):
+            row = fp8.scaled_row(self.decisions, product, operand)
+            operands |= {"scale": reads(Rows(SCALES, row, 1)), "amax": accumulates(Rows(AMAXES, row, 1))}
+        builder.emit(name, "fp8.quantize", Lane.COMPUTE, work, x=reads(source), **operands)
 
 
 def requantisation(decisions: Decisions, elements: int, *, shard: bool) -> Rowwise:

@@ -111,7 +111,7 @@ class OperatorWriter:
 
     def product_input(self, name: str, x: Rows) -> Rows:
         """Return the input of the product ``name`` as it reads it: itself, or a copy in FP8 that is made here."""
-        return x if self.fp8 is None or not self.fp8.weights.has(name) else self.fp8.input(x, self.suffix)
+        return x if self.fp8 is None or not self.fp8.weights.has(name) else self.fp8.input(x, self.suffix, name)
 
     def attended(self, slot: str, *, kept: bool = False) -> str:
         """Return the slot of the projection's input, or of its copy in FP8: the one by rows, or the one ``kept``."""
@@ -119,9 +119,9 @@ class OperatorWriter:
             return slot
         return ATTENTION_OUTPUT if kept else self.fp8.by_rows(ATTENTION_OUTPUT)
 
-    def before_gather(self, grad: Rows) -> Rows:
-        """Return a gradient as it is gathered: in FP8 where one copy of it serves both products."""
-        return grad if self.fp8 is None else self.fp8.before_gather(grad, self.suffix)
+    def before_gather(self, grad: Rows, product: str) -> Rows:
+        """Return the gradient of a product's result as it is gathered: in FP8 where one copy serves both products."""
+        return grad if self.fp8 is None else self.fp8.before_gather(grad, self.suffix, product)
 
     def shard_rows(self, slot: str, rows: RowBlock) -> Rows:
         """Return this rank's shard of a row block, in a tensor that sequence parallelism divides."""
@@ -318,7 +318,7 @@ class OperatorWriter:
     def dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int, *, op: str = "linear.dgrad") -> None:
         """Emit ``out = grad @ weight``: ``n`` input features of ``k`` output features."""
         if self.fp8 is not None and self.fp8.weights.has(name):
-            grad = self.fp8.gradient(grad, self.suffix, k)
+            grad = self.fp8.gradient(grad, self.suffix, k, name)
         self.builder.emit(
             f"{name}.dgrad{self.suffix}",
             op,
@@ -355,8 +355,8 @@ class OperatorWriter:
             m, n, grad.tokens, self.dtype, kernel, into=gradient_dtype(self.decisions)
         )
         if self.fp8 is not None and self.fp8.weights.has(name):
-            grad = self.fp8.gradient(grad, self.suffix, m, for_wgrad=True)
-            x = self.fp8.input(self.fp8.transposed(x, self.suffix), self.suffix, for_wgrad=True)
+            grad = self.fp8.gradient(grad, self.suffix, m, name, for_wgrad=True)
+            x = self.fp8.input(self.fp8.transposed(x, self.suffix), self.suffix, name, for_wgrad=True)
         wide = autocast(self.decisions)
         apart = wide or half_gradients(self.decisions)
         product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None

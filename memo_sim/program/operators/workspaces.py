@@ -35,6 +35,9 @@ FUSED_KINDS = frozenset(
 ) | {"cross_entropy"}
 """Row-wise works that run as fused kernels when the plan asks for them; all others run in torch in every plan."""
 
+ROUNDED_KINDS = frozenset({"swap.round", "swap.widen"})
+"""Row-wise works on copy lanes that run as fused kernels in the same plans; their workspace and bytes are torch's."""
+
 FLASH_TILE_TOKENS, FLASH_LEAST_TILE_TOKENS = 128, 64
 """The largest and the smallest tile of tokens in the backward of flash-attn 3 and 4, which round up to whole tiles."""
 

@@ -15,8 +15,10 @@ from memo_sim.program.ir.instruction import BufferClass, Families, Family
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.layers.activations import region
 from memo_sim.program.layers.loss import ROLLOUT, ROLLOUT_NUMBERS, kept_logits
+from memo_sim.program.layout import fp8
 from memo_sim.program.layout.documents import most_pieces
 from memo_sim.program.layout.stage_layers import kind_suffix
+from memo_sim.program.operators.fp8_operands import delayed_families
 from memo_sim.program.operators.swap_rounding import staging
 from memo_sim.program.pipeline.stage_parts import StageParts
 
@@ -49,6 +51,8 @@ class StageFamilies:
         parts = self._parts
         first, count = parts.subsequences[0], parts.micro_batches * len(parts.stage.layers)
         self._hold(*self._inputs(), *(_scalar(name) for name in ("loss", "grad_norm")))
+        if fp8.delayed(parts.decisions):
+            self._hold(*delayed_families(parts.decisions, len(parts.stage.layers)))
         self._hold(*kept_logits(parts.decisions, parts.shape, parts.micro_batches))
         for number, templates in enumerate(parts.subsequences):
             self._hold(*templates.boundaries(), subsequence=number)

@@ -33,7 +33,7 @@ from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.stage_layers import LayersOfKind, layers_by_kind
 from memo_sim.program.layout.subsequence import Subsequence
-from memo_sim.program.operators.fp8_operands import COLUMNS, EXPERT_COLUMNS, EXPERT_WEIGHTS, WEIGHTS
+from memo_sim.program.operators.fp8_operands import AMAXES, COLUMNS, EXPERT_COLUMNS, EXPERT_WEIGHTS, SCALES, WEIGHTS
 from memo_sim.program.operators.operators import OperatorWriter
 from memo_sim.program.pipeline.stage_p2p import StageP2P
 
@@ -274,6 +274,9 @@ class SubsequenceTemplates:
         builder.bind(seen[f"params.{of.block.name}"], slot="params")
         if self.decisions.fp8 != "none":
             builder.bind(seen[f"params_fp8.{of.block.name}"], slot=WEIGHTS)
+            for scales in (AMAXES, SCALES):
+                if scales in seen:
+                    builder.bind(seen[scales])
             if gradients and (columns := f"params_fp8_columns.{of.block.name}") in seen:
                 builder.bind(seen[columns], slot=COLUMNS)
         shared = of.layers.experts_block

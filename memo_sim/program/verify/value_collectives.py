@@ -84,6 +84,22 @@ def all_reduce(call: Call) -> None:
         )
 
 
+def reduce_largest(call: Call) -> None:
+    """Reduce the largest values of a step over a group of ranks, once."""
+    work = call.work
+    assert isinstance(work, Collective)
+    mark_reduced(call, call.buffers["tensor"], work.group)
+
+
+def enter_history(call: Call) -> None:
+    """Enter the largest values of a step in the history, when they are reduced over all ranks with the same layers."""
+    v, buffer = call.values, call.buffers["amax"]
+    for group, ranks in (("tp", v.layout.tp), ("grads", v.layout.replicas)):
+        if ranks > 1 and (buffer, group) not in v.reduced:
+            call.fault(f"enters largest values that were not reduced over {group}")
+    mark_reduced(call, buffer, "history")
+
+
 SUMMED_IN_PLACE = {
     "loss.stats~": "loss.stats",
     "loss.maxima~": "loss.maxima",
@@ -224,6 +240,8 @@ RULES: dict[str, Rule] = {
     "all_reduce": all_reduce,
     "loss.all_reduce": all_reduce,
     "loss.max_reduce": all_reduce,
+    "fp8.max_reduce": reduce_largest,
+    "fp8.history": enter_history,
     "cross_entropy.all_reduce": all_reduce,
     "all_to_all": all_to_all,
     "heads.transpose": heads_transpose,

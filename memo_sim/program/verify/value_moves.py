@@ -110,6 +110,9 @@ def quantise(call: Call) -> None:
         if not any(first <= rows.first and rows.first + rows.tokens <= end for first, end in updated):
             call.fault("quantises master weights that were not updated")
         v.reduced.add((call.buffers["out"], "quantised"))
+    largest = [buffer for role, buffer in call.buffers.items() if role.partition(".")[0] == "amax"]
+    if any((buffer, "history") in call.values.reduced for buffer in largest):
+        call.fault("notes a largest value after the step's were entered in the history")
     for first, end, value, row in call.rows("x"):
         for copy in ("out", "columns"):
             call.put(copy, first, end - first, value, row)

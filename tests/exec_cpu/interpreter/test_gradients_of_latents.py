@@ -38,6 +38,16 @@ def test_gradients_are_bitwise_those_of_keep(policy: str, name: str) -> None:
     assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
 
 
+@pytest.mark.parametrize("policy", ["alpha of a half", pytest.param("heads rebuilt", marks=pytest.mark.slow)])
+def test_debug_mode_plays_latents(policy: str) -> None:
+    """The queries' product writes a part of the packed rows, which the assembly then changes in place."""
+    decisions = decide(LATENT_MODELS["latent"], **POLICIES[policy])
+    record, found = one_step(decisions, debug=True)
+    plain, wanted = one_step(decisions)
+    assert record.loss == plain.loss
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_gradients_equal_autograd(name: str) -> None:
     fields: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128, "micro_batch": 1, "seq_tokens": 256}

@@ -23,18 +23,28 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 class Trial:
     """Operands of all ranks, and what the kernels make of them. Every fifth token is not counted (a masked prompt)."""
 
-    def __init__(self, kernel: LinearLossKernel, vocab: int, tp: int, dtype: torch.dtype, size: float = 1.0) -> None:
+    def __init__(  # noqa: PLR0917 - the sizes of one trial
+        self,
+        kernel: LinearLossKernel,
+        vocab: int,
+        tp: int,
+        dtype: torch.dtype,
+        size: float = 1.0,
+        device: str = "cpu",
+    ) -> None:
         """``size``: about that of the logits."""
         generator = torch.Generator().manual_seed(0)
+        self.device = device
         self.kernel, self.vocab, self.tp, self.dtype = kernel, vocab, tp, dtype
         self.width = -(-vocab // tp)
-        self.x = (size * torch.randn(TOKENS, HIDDEN, generator=generator)).to(dtype)
+        self.x = (size * torch.randn(TOKENS, HIDDEN, generator=generator)).to(device, dtype)
         # Rows of the weight beyond the vocabulary must not count.
         weight = torch.full((self.width * tp, HIDDEN), 1e3)
         weight[:vocab] = torch.randn(vocab, HIDDEN, generator=generator) * HIDDEN**-0.5
-        self.weights = list(weight.to(dtype).split(self.width))
+        self.weights = list(weight.to(device, dtype).split(self.width))
         self.labels = torch.randint(0, vocab, (TOKENS,), generator=generator)
         self.labels[::5] = -100
+        self.labels = self.labels.to(device)
         self.loss, self.d_x, self.d_weight = self._played()
 
     def _decisions(self) -> Decisions:
@@ -56,35 +66,40 @@ class Trial:
             workspace_bytes=scratch,
             scalars=StepScalars(loss_scale=SCALE),
             rank=rank,
+            device=self.device,
         )
 
     @property
     def _tile(self) -> int:
         return table.loss_tiles(self.width)[0][1]
 
+    def _empty(self, features: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a matrix of NaN with a row for each token."""
+        return torch.full((TOKENS, features), torch.nan, dtype=dtype, device=self.device)
+
     def _work(self, part: str, columns: int, first: int = 0) -> LinearLoss:
         return LinearLoss(part, self.kernel, TOKENS, columns, HIDDEN, NAMES[self.dtype], self._tile, first)  # type: ignore[arg-type]
 
     def _played(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, the input's gradient (summed over ranks) and the classifier's (of all ranks)."""
-        stats = [torch.full((TOKENS, 3), torch.nan) for _ in self.weights]
+        stats = [self._empty(3) for _ in self.weights]
         for rank, weight in enumerate(self.weights):
             operands = {"x": self.x, "weight": weight, "labels": self.labels, "out": stats[rank]}
             if self.kernel == "torch":
-                operands["logits"] = torch.full((TOKENS, self._tile), torch.nan, dtype=self.dtype)
+                operands["logits"] = self._empty(self._tile, self.dtype)
             self._play("statistics", rank, self._work("statistics", self.width), **operands)
         if self.tp > 1:
             rows = torch.stack([numbers.view(3, TOKENS) for numbers in stats])
             largest = rows[:, 0].amax(0)
             whole = torch.stack([largest, (rows[:, 1] - largest).exp().sum(0), rows[:, 2].sum(0)])
             stats = [whole.clone().view(TOKENS, 3) for _ in stats]
-        losses, total, grads = [], torch.zeros(TOKENS, HIDDEN), []
+        losses, total, grads = [], self._empty(HIDDEN).zero_(), []
         for rank, (weight, numbers) in enumerate(zip(self.weights, stats, strict=True)):
-            losses.append(torch.zeros(1))
+            losses.append(torch.zeros(1, device=self.device))
             self._play("sum", rank, stats=numbers, labels=self.labels, loss=losses[-1])
-            d_x, grad = torch.full((TOKENS, HIDDEN), torch.nan), torch.zeros(self.width * HIDDEN)
+            d_x, grad = self._empty(HIDDEN), torch.zeros(self.width * HIDDEN, device=self.device)
             for first, columns in table.loss_tiles(self.width):
-                tile = torch.full((TOKENS, self._tile), torch.nan, dtype=self.dtype)
+                tile = self._empty(self._tile, self.dtype)
                 operands = {"x": self.x, "weight": weight, "labels": self.labels, "stats": numbers, "out": tile}
                 self._play("gradient", rank, self._work("gradient", columns, first), **operands)
                 dgrad = TileGemm(TOKENS, HIDDEN, columns, "dgrad", NAMES[self.dtype], first)  # type: ignore[arg-type]

@@ -15,13 +15,18 @@ import pytest
 import torch
 
 from memo_exec.kernels import KERNELS
+from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Kernels
+from memo_sim.program.layout.swap_format import packed_features
 from memo_sim.program.operators import workspaces as table
 from tests.exec_cpu.kernels import rowwise_comparison as comparison
+from tests.exec_cpu.kernels.hand_call import play
 from tests.exec_cpu.kernels.linear_loss_comparison import Trial
 from tests.exec_cpu.small import decide, gpt, llama, one_step
 
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
 ]
@@ -112,3 +117,27 @@ def test_a_step_whose_loss_has_the_classifier_inside_has_the_gradients_of_one_wi
     assert inside.loss == pytest.approx(plain.loss, rel=1e-6)
     for name, value in wanted.items():
         assert float((found[name] - value).norm() / value.norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("features", [1, 5, 64, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_rounded_for_the_host_have_torchs_bits(
+    features: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers over ten decades, subnormal ones, rows of zeros and of tiny numbers; several blocks a row."""
+    monkeypatch.setattr(importlib.import_module("memo_exec.kernels.triton_swap_rounding"), "COLUMNS", 64)
+    generator = torch.Generator().manual_seed(features)
+    x = torch.randn(50, features, generator=generator) * 10 ** (6 * torch.rand(50, features, generator=generator) - 5)
+    x[3], x[4], x[5, 0] = 0.0, 1e-30, -1e30
+    found: dict[RowwiseKernel, tuple[torch.Tensor, torch.Tensor]] = {}
+    for rowwise in ("torch", "triton"):
+        decisions = decide(llama(), kernels=Kernels(attention="torch-flash-cpu", rowwise=rowwise))
+        packed = torch.zeros(50, packed_features(features), dtype=torch.uint8)
+        back, room = torch.zeros(50, features, dtype=dtype), 4 * 50 * features
+        play("swap.round", decisions, {"x": x.to(dtype), "out": packed}, workspace_bytes=room)
+        play("swap.widen", decisions, {"x": packed, "out": back}, workspace_bytes=room)
+        found[rowwise] = packed, back
+    assert torch.equal(found["triton"][0], found["torch"][0])
+    wanted, back = (found[rowwise][1].float() for rowwise in ("torch", "triton"))
+    # Triton's interpreter cuts bf16 numbers, whereas a GPU rounds them.
+    assert bool(((back - wanted).abs() <= wanted.abs() * (0 if dtype == torch.float32 else 2.0**-7)).all())

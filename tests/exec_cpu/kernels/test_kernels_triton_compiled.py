@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # Triton 3.9 announces a change in its next version
@@ -20,6 +21,10 @@ pytestmark = [
 BF16, FP32, INT, LONG = "*bf16", "*fp32", "i32", "i64"
 NORM = [BF16, BF16, BF16, BF16, FP32, INT, INT, INT, "fp32"]
 NORM_BACKWARD = [BF16, BF16, BF16, FP32, BF16, BF16, FP32, *[INT] * 7]
+E4M3, E5M2 = "*fp8e4nv", "*fp8e5"
+EXPERT_ROWS = [FP32, "*i32", BF16, *[INT] * 14]
+EXPERT_GRADIENTS = [FP32, "*i32", FP32, *[INT] * 10]
+TILES = {"TILE": 128, "DEPTH": 128}
 LINEAR_LOSS = {
     (part, operand): types
     for operand in (BF16, FP32)
@@ -46,6 +51,17 @@ KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
         {"IGNORED": -100, "BLOCK": 4096},
         8,
     ),
+    (
+        "swap_rounding._round_kernel",
+        [BF16, "*u8", FP32, *[INT] * 4],
+        {"LEAST": 1e-30, "LARGEST": 448.0, "BLOCK": 4096},
+        4,
+    ),
+    ("swap_rounding._widen_kernel", ["*u8", FP32, BF16, *[INT] * 4], {"BLOCK": 4096}, 4),
+    ("fp8_experts._rows_kernel", [E4M3, FP32, E4M3, *EXPERT_ROWS], {"BLOCKS": True, **TILES}, 8),
+    ("fp8_experts._rows_kernel", [E5M2, FP32, E4M3, *EXPERT_ROWS], {"BLOCKS": False, **TILES}, 8),
+    ("fp8_experts._gradients_kernel", [E4M3, FP32, E4M3, *EXPERT_GRADIENTS], {"BLOCKS": True, **TILES}, 8),
+    ("fp8_experts._gradients_kernel", [E5M2, FP32, E4M3, *EXPERT_GRADIENTS], {"BLOCKS": False, **TILES}, 8),
     *(
         (f"linear_loss._{part}_kernel", LINEAR_LOSS[part, operand], constants, 8)
         for operand in (BF16, FP32)

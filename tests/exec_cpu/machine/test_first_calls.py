@@ -14,6 +14,7 @@ from memo_exec.distributed.own_program import rank_program
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.machine.first_calls import play_first_calls
 from memo_exec.machine.memory_budget import Needs
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.plan import Decisions, Layout, Plan
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
@@ -57,6 +58,26 @@ def test_every_compute_kernel_is_played_in_the_shapes_of_the_step(layout: Layout
     assert not any(communicates(work) for _, work in played)
     assert len(played) < sum(1 for _, i in program.walk() if i.lane is Lane.COMPUTE)  # a layer's kernels once
     assert max(Counter(op for op, _ in played).values()) < 20
+
+
+@pytest.mark.parametrize(("recipe", "layouts"), [("tensor", "tn"), ("delayed", "tn"), ("block", "tn"), ("mx", "any")])
+def test_products_in_fp8_are_played_without_what_quantises_their_operands(recipe: str, layouts: str) -> None:
+    layout = Layout(tp=2, sequence_parallel=True, pp=2)
+    in_blocks = {"hidden": 256, "head_dim": 64, "ffn_hidden": 256} if recipe in ("block", "mx") else {}
+    model = llama(layers=2, **in_blocks)
+    fields = {"dtype": "bf16", "fp8": recipe, "fp8_layouts": layouts, "seq_tokens": 256, "recompute": "none"}
+    decisions, program, mesh = of_rank(3, layout, model=model, **fields)
+    assert play_first_calls(decisions, program, mesh, CPU)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_experts_and_weights_in_fp8_alone_are_played_too(recipe: str) -> None:
+    experts = Experts(count=4, per_token=2, hidden=128, shared=128)
+    sizes = {"hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn_hidden": 256, "experts": experts}
+    fields = {"dtype": "bf16", "fp8": recipe, "fp8_layouts": "tn", "fp8_experts": True, "fp8_params": True}
+    layout = Layout(dp=2, ep=2)
+    decisions, program, mesh = of_rank(1, layout, model=llama(layers=2, **sizes), **fields, recompute="none")
+    assert play_first_calls(decisions, program, mesh, CPU)
 
 
 def test_ranks_play_them_before_they_make_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,18 +13,21 @@ from memo_exec.commands.verify import VerifyOptions, verify_plan
 from memo_exec.distributed.world import Launch, launched
 from memo_exec.machine import machine as machines
 from memo_exec.machine import preflight
-from memo_exec.machine.attention_kernels import attention_kernels
+from memo_exec.machine.attention_kernels import attention_kernels, check_kernels
 from memo_exec.machine.fp8_products import check_operands, check_recipe
 from memo_exec.machine.machine import Machine
 from memo_exec.machine.memory_budget import check_memory, needs_of
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import BadInput, CannotRun, UsageError
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.knobs import FrameworkLibrary
+from memo_sim.contract.latent_attention import LatentAttention
 from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.program.layout.fp8 import played
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
-from tests.exec_cpu.small import decide, gpt
+from tests.exec_cpu.small import decide, gpt, llama
 from tests.refusals import check_fields, refused
 from tests.sim.program.verify import planted
 
@@ -76,30 +79,65 @@ def test_dtypes_the_device_does_not_compute_in() -> None:
 IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
 
 
-@pytest.mark.parametrize("changes", [{"fp8": "delayed"}, {"fp8_layouts": "any"}, {"fp8_params": True}])
+@pytest.mark.parametrize("changes", [{"fp8_layouts": "any"}])
 def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]) -> None:
     plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | changes)))
     ((name, value),) = changes.items()
-    wanted = {"fp8": "tensor, block", "fp8_layouts": "tn", "fp8_params": "false"}[name]
+    wanted = {"fp8_layouts": "tn"}[name]
     with refused(
         CannotRun, where=f"plan.json: $.decisions.{name}", got=str(value).lower(), wanted=wanted, hint="--fp8"
     ):
         preflight.checked_program(plan, where="plan.json")
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "where"),
-    [("qwen3-moe-tiny", {"fp8_experts": True}, "fp8_experts"), ("mla-tiny", {}, "fp8")],
-)
-def test_experts_and_latents_in_fp8_are_refused(model: str, changes: dict[str, Any], where: str) -> None:
-    decisions = decide(load_model(model), **(IN_FP8 | changes))
-    with refused(CannotRun, where=f"plan.json: $.decisions.{where}", hint="--fp8"):
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, ep=2, tp=2, zero=3), Layout(cp=2, zero=2)])
+def test_weights_in_fp8_alone_need_whole_masters(layout: Layout) -> None:
+    model = llama(vocab=256, experts=EXPERTS) if layout.ep > 1 else gpt(vocab=256)
+    decisions = byte_decisions(model=model, swapped_tokens=0, layout=layout, **IN_FP8, fp8_params=True)
+    with refused(CannotRun, where="plan.json: $.decisions.fp8_params", got="over 2 ranks", hint="--zero 0"):
         check_recipe(decisions, "plan.json")
+    check_recipe(msgspec.structs.replace(decisions, layout=msgspec.structs.replace(layout, zero=0)), "plan.json")
+
+
+@pytest.mark.parametrize("name", ["kept", "rows are rebuilt in part", "rows are gathered"])
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_weights_in_fp8_alone_have_scales_before_the_first_step(recipe: str, name: str) -> None:
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe, "fp8_params": True, "fp8_experts": True}
+    sizes = {"vocab": 256, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 512}
+    decisions = byte_decisions(model=llama(experts=EXPERTS, **sizes), **(fields | FP8_PROGRAMS[name]))
+    check_operands(lower(decisions)[0], decisions)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "changes", "got"),
+    [
+        ("delayed", "qwen3-moe-tiny", {"fp8_experts": True}, "experts"),
+        ("mx", "qwen3-moe-tiny", {"fp8_experts": True}, "experts"),
+        ("mx", "mla-tiny", {}, "latent attention"),
+        ("delayed", "llama-tiny", {"fp8_params": True}, "weights alone"),
+    ],
+)
+def test_other_recipes_have_products_of_dense_layers_alone(
+    recipe: str, model: str, changes: dict[str, Any], got: str
+) -> None:
+    layouts = "any" if recipe == "mx" else "tn"
+    decisions = decide(load_model(model), **(IN_FP8 | {"fp8": recipe, "fp8_layouts": layouts} | changes))
+    with refused(CannotRun, what=got, where="plan.json: $.decisions.fp8", got=recipe, wanted="tensor, block"):
+        check_recipe(decisions, "plan.json")
+    assert not played(decisions)
+    assert played(msgspec.structs.replace(decisions, fp8="block", fp8_layouts="tn"))
+
+
+def test_experts_in_fp8_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    decisions = decide(load_model("qwen3-moe-tiny"), **(IN_FP8 | {"fp8_experts": True}))
+    with refused(CannotRun, where="$.decisions.fp8_experts", got="triton is not installed", hint="--fp8-experts"):
+        check_kernels(decisions, lower(decisions)[0], GPU)
 
 
 def test_mxfp8_with_layouts_of_hopper_is_refused() -> None:
     plan = plan_of(byte_decisions(swapped_tokens=0, **(IN_FP8 | {"fp8": "mx"})))
-    with refused(CannotRun, where="plan.json: $.decisions.fp8_layouts", got="tn", wanted="any", hint="B200"):
+    with refused(CannotRun, where="plan.json: $.decisions.fp8_layouts", got="tn", wanted="any", hint="Blackwell"):
         preflight.checked_program(plan, where="plan.json")
 
 
@@ -126,13 +164,14 @@ IN_MX = IN_FP8 | {"fp8": "mx", "fp8_layouts": "any"}
 def test_gpus_before_blackwell_run_no_products_in_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     found = refusal(byte_decisions(swapped_tokens=0, **IN_MX), GPU)
-    check_fields(found, CannotRun, got="9.0, and kernels of MXFP8 need 10.0", wanted="B200")
+    check_fields(found, CannotRun, got="9.0, and kernels of MXFP8 need 10.0", wanted="Blackwell")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
     monkeypatch.setattr("torch.version.cuda", "12.6")
     found = refusal(byte_decisions(swapped_tokens=0, **IN_MX), GPU)
     check_fields(found, CannotRun, got="12.6", wanted="12.8", hint="without --fp8")
 
 
+EXPERTS = Experts(count=4, per_token=2, hidden=256, shared=256)
 FP8_PROGRAMS: dict[str, dict[str, Any]] = {
     "kept": {},
     "all rows are swapped": {"swapped_tokens": 256},
@@ -151,13 +190,51 @@ FP8_PROGRAMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FP8_PROGRAMS)
-@pytest.mark.parametrize("recipe", ["tensor", "block", "mx"])
+@pytest.mark.parametrize("recipe", ["tensor", "delayed", "block", "mx"])
 def test_every_operand_in_fp8_has_scales(recipe: str, name: str) -> None:
     layouts = "any" if recipe == "mx" else "tn"
     fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe, "fp8_layouts": layouts} | FP8_PROGRAMS[name]
     model = gpt(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn_hidden=512)
     decisions = byte_decisions(model=model, **fields)
     check_operands(lower(decisions)[0], decisions)
+
+
+@pytest.mark.parametrize("q_rank", [128, 0])
+@pytest.mark.parametrize("name", FP8_PROGRAMS)
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_every_operand_of_latents_in_fp8_has_scales(recipe: str, name: str, q_rank: int) -> None:
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe} | FP8_PROGRAMS[name]
+    latent = LatentAttention(q_rank=q_rank, kv_rank=128, nope_dim=64, rope_dim=64, value_dim=64)
+    model = llama(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn_hidden=512, latent=latent)
+    decisions = byte_decisions(model=model, **fields)
+    check_operands(lower(decisions)[0], decisions)
+
+
+EXPERT_PROGRAMS: dict[str, dict[str, Any]] = {
+    "experts": {},
+    "rows are rebuilt in part": {"recompute": "tokenwise", "swapped_tokens": 128},
+    "ranks divide experts": {"layout": Layout(dp=2, ep=2), "global_batch": 2},
+    "experts are cut": {"layout": Layout(tp=2, sequence_parallel=True)},
+    "gathered for one use": {"layout": Layout(dp=4, ep=2, zero=3), "global_batch": 4},
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_PROGRAMS)
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_every_operand_of_experts_in_fp8_has_scales(recipe: str, name: str) -> None:
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe, "fp8_experts": True} | EXPERT_PROGRAMS[name]
+    sizes = {"vocab": 256, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 512}
+    decisions = byte_decisions(model=llama(experts=EXPERTS, **sizes), **fields)
+    check_operands(lower(decisions)[0], decisions)
+
+
+def test_parts_of_experts_rows_in_blocks_are_whole_blocks() -> None:
+    sizes = {"vocab": 256, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn_hidden": 512}
+    halves = {"recompute": "tokenwise", "swapped_tokens": 128, "layout": Layout(dp=2, ep=2), "global_batch": 2}
+    fields = IN_FP8 | {"fp8": "block", "fp8_experts": True} | halves
+    decisions = byte_decisions(model=llama(experts=EXPERTS, **sizes), **fields)
+    with refused(CannotRun, where="$.decisions.fp8", got="320 tokens", hint="--expert-capacity"):
+        check_operands(lower(decisions)[0], decisions)
 
 
 @pytest.mark.parametrize("op", ["fp8.quantize", "fp8.transpose"])

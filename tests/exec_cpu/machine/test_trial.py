@@ -236,9 +236,10 @@ def test_calibration_leaves_out_what_fails_and_says_so(monkeypatch: pytest.Monke
 def test_calibration_measures_triton_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "attention_fails", lambda kernel, *given, **named: "no" * (kernel == "torch-cudnn"))
     monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
-    monkeypatch.setattr(rowwise_kernels, "triton_fails", lambda device: "")
+    monkeypatch.setattr(rowwise_kernels, "triton_fails", lambda device, loss="auto": "no" * (loss != "auto"))
     with fakes.installed({"triton": {}}):
         found = usables.usable(GPU, grids.CUDA)
     assert found.rowwise == ["torch", "triton"]
     assert found.attention == ["torch-flash"]
-    assert found.left_out == {"torch-cudnn": "heads of 64: no"}
+    assert found.left_out == {"torch-cudnn": "heads of 64: no", "linear-triton": "no"}
+    assert found.losses == []

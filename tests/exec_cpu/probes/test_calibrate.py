@@ -18,7 +18,7 @@ import torch
 
 from memo_exec.commands import calibrate as commands
 from memo_exec.commands.calibrate import _operators, calibrate
-from memo_exec.kernels import FUSED, KERNELS
+from memo_exec.kernels import FUSED, KERNELS, ROUNDING
 from memo_exec.machine.machine import this_machine
 from memo_exec.probes import clocks, copy_rates, memory, timing
 from memo_exec.probes import grid as grids
@@ -36,7 +36,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.arena.library_workspaces import IN_USE
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.work import Attention, Gemm, Rowwise
+from memo_sim.program.ir.work import Attention, Gemm, LinearLoss, Rowwise
 from memo_sim.program.lower import lower
 from memo_sim.program.operators.workspaces import ATTENTION_KERNELS
 from tests.exec_cpu.small import CPU_KERNELS
@@ -273,9 +273,10 @@ def test_operators_find_their_cores_cache_full_of_other_bytes(monkeypatch: pytes
 
 
 def test_the_dispatch_does_not_contain_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that read 16 MiB each take milliseconds; an instruction's dispatch takes microseconds."""
-    monkeypatch.setattr(memory, "core_cache_bytes", lambda: 2**24)
-    assert memory.dispatch(next(grids.decisions(FEW, "torch-flash-cpu")), torch.device("cpu")).seconds < 1e-3
+    monkeypatch.setattr(memory, "LAYERS", 1)
+    slow = dict.fromkeys(KERNELS, lambda call: time.sleep(2e-3))
+    decisions = next(grids.decisions(FEW, "torch-flash-cpu"))
+    assert 0 < memory.dispatch(decisions, torch.device("cpu"), slow).seconds < 1e-3
 
 
 def test_operand_sets_of_a_cpu_have_a_bound_together() -> None:
@@ -291,9 +292,11 @@ def test_the_gpus_grid_fits_its_budget() -> None:
     kernels = [name for name in ATTENTION_KERNELS if name not in (*PRICED_ONLY, "torch-flash-cpu")]
     effort, filler_s, host_s, compile_s = Effort(), 2e-3, 2e-3, 0.7
     total = 0.0
-    operators = _operators(grids.CUDA, kernels, ("torch", "triton"))
-    compiled = {(o.instruction.op, o.decisions.model.hidden, o.key[2]) for o in operators if o.rowwise == "triton"}
-    assert {op for op, _, _ in compiled} == set(FUSED)
+    operators = _operators(grids.CUDA, kernels, ("torch", "triton"), ("linear-triton",))
+    own = [o for o in operators if o.rowwise == "triton" or isinstance(o.instruction.work, LinearLoss)]
+    compiled = {(o.instruction.op, o.decisions.model.hidden, o.key[2]) for o in own}
+    inside = {"linear_loss.statistics", "linear_loss.gradient"}
+    assert {op for op, _, _ in compiled} == {*FUSED, *ROUNDING, *inside}
     for operator in operators:
         work = operator.instruction.work
         rate, amount = (1.3e12, work.moved_bytes) if isinstance(work, Rowwise) else (2.5e14, work.flops)  # type: ignore[union-attr]

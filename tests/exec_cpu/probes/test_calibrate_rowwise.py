@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memo_exec.commands.calibrate import calibrate
-from memo_exec.kernels import FUSED
+from memo_exec.kernels import FUSED, ROUNDING
 from memo_exec.probes import memory
 from memo_exec.probes import usable as usables
 from memo_exec.probes.operators import Bench, Operator
@@ -18,7 +18,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
 from memo_sim.program.ir.work import Rowwise
-from memo_sim.program.operators.workspaces import FUSED_KINDS
+from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS
 from tests.exec_cpu.probes.test_calibrate import FEW
 
 FUSED_TIMES = {"rms_norm": 4.0, "rms_norm.bwd": 4.0, "swiglu": 0.8, "cross_entropy": 0.7}
@@ -41,6 +41,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     monkeypatch.setattr(memory, "cache_bytes", lambda device: 2**20)
     monkeypatch.setattr(usables, "rowwise_kernels", lambda machine: {"torch": "", "triton": ""})
     monkeypatch.setattr(usables, "tried_rowwise_kernels", lambda machine: {"torch": "", "triton": ""})
+    monkeypatch.setattr(usables, "tried_losses", lambda machine: {"linear-triton": ""})
     found = calibrate(grid=replace(FEW, beside_s=0.01, copy_bytes=(2**14,)))
     assert found is not None
     return found
@@ -48,11 +49,24 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 def test_triton_has_curves_of_its_own(with_triton: Hardware) -> None:
     curves = with_triton.fused_rowwise_bytes_per_s["triton"]
-    assert set(curves) == FUSED_KINDS == set(FUSED)
+    assert set(curves) == FUSED_KINDS | ROUNDED_KINDS
+    assert (set(FUSED), set(ROUNDING)) == (FUSED_KINDS, ROUNDED_KINDS)
     for kind, curve in curves.items():
         assert curve.y == [pytest.approx(1e9 * FUSED_TIMES.get(kind, 1.0))] * len(curve.x)
         assert with_triton.rowwise_bytes_per_s[kind].y == [pytest.approx(1e9)] * len(curve.x)
     assert "adamw" not in curves
+
+
+def test_triton_has_tables_of_the_loss_with_the_classifier_inside(with_triton: Hardware) -> None:
+    """Every made-up call takes a millisecond; of equal tiles one is timed."""
+    found = {table.part: table for table in with_triton.linear_loss}
+    assert set(found) == {"statistics", "gradient"}
+    for table in found.values():
+        assert (table.kernel, table.dtype) == ("triton", FEW.dtype)
+        shapes = {(m, n, k) for m, n, k, _ in table.rows}
+        assert shapes == {(m, FEW.vocab, k) for m in FEW.lengths for k in FEW.widths}
+        for m, n, k, rate in table.rows:
+            assert rate == pytest.approx(2 * m * n * k / 1e-3)
 
 
 @pytest.mark.parametrize(("model", "chosen"), [("llama-tiny", "triton"), ("gpt-tiny", "torch")])
@@ -75,3 +89,4 @@ def test_a_profile_without_triton_has_no_fused_curves(monkeypatch: pytest.Monkey
     found = calibrate(grid=replace(FEW, beside_s=0.01, copy_bytes=(2**14,)))
     assert found is not None
     assert found.fused_rowwise_bytes_per_s == {}
+    assert found.linear_loss == []

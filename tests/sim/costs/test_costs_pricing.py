@@ -10,6 +10,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Curve, Hardware
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
+from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, Copy, Gemm, HostUpdate, Rowwise, Work
 from memo_sim.program.lower import lower
@@ -87,6 +88,15 @@ class TestWorks:
         price.seconds(large)
         assert price.outside == {"rowwise.gelu"}
         assert {work for work, curves in price.outside_of.items() if curves} == {large}
+
+    def test_rounded_rows_have_tritons_curve_or_torchs_price(self) -> None:
+        work = Rowwise("swap.round", 1000, 2 * 10**8, 10**8)
+        curves = {"triton": {"swap.round": Curve(x=[1e3, 1e9], y=[1e11, 1e11], source="memory-bound")}}
+        plain, outside = load_hardware("a100-sxm4-80gb"), set[str]()
+        before, measured = RowwiseRates(plain), RowwiseRates(replace(plain, fused_rowwise_bytes_per_s=curves))
+        assert measured.seconds(work, outside, "triton") == pytest.approx(3e8 / 1e11)
+        torchs = before.seconds(work, outside, "torch")
+        assert before.seconds(work, outside, "triton") == measured.seconds(work, outside, "torch") == torchs
 
     def test_a_fused_loss_has_tritons_curve_or_that_of_the_profiles_loss(self) -> None:
         """Operators of a loss that is not fused are passes at the common rate of memory-bound kernels."""

@@ -99,11 +99,12 @@ QUESTIONS: dict[str, tuple[Question, dict[str, Any]]] = {
     "front": (asked(2, pins=Pins(**ALONE)), {"keep": 3, "front": True}),
     "all": (asked(2, pins=Pins(**ALONE)), {"prune": False}),
     "enough": (asked(2), {"enough_s": float("inf")}),
+    "stages": (asked(2, system="every-layout", global_batch=4, pins=Pins(pp=2, memory_policy="planned")), {"keep": 1}),
     "subsequences": (asked(2, system="sppo", pins=Pins(subsequences=2)), {"keep": 2, "siblings": True}),
 }
 
 
-@pytest.mark.parametrize("name", ["pruned", "all", "subsequences"])
+@pytest.mark.parametrize("name", ["pruned", "all", "stages"])
 def test_the_result_does_not_depend_on_the_processes(name: str) -> None:
     question, settings = QUESTIONS[name]
     alone, team = told(search(question, **settings)), SlowTeam(2, seed=2, most_steps=4, lost=0.1)

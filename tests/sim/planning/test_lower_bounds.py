@@ -167,8 +167,8 @@ def test_gradients_in_bf16_are_not_below_their_lower_bound() -> None:
 
 
 @pytest.mark.parametrize("states", ["bf16", "host"])
-@pytest.mark.parametrize("policy", ["planned", "eager"])
-def test_lower_bounds_hold_for_other_states_and_memory_policies(states: str, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "loss"), [("planned", "auto"), ("planned", "linear"), ("eager", "auto")])
+def test_lower_bounds_hold_for_other_states_and_memory_policies(states: str, policy: str, loss: str) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     decisions = Decisions(
         model=shallow(8),
@@ -177,6 +177,7 @@ def test_lower_bounds_hold_for_other_states_and_memory_policies(states: str, pol
         global_batch=8,
         states=states,
         memory_policy=policy,
+        loss=loss,
     )
     bound, played = LowerBounds(hardware, cluster).of(decisions), simulate(decisions, hardware, cluster).prediction
     assert bound.step_s <= played.step_s

@@ -20,7 +20,14 @@ def question() -> Question:
     return question_of(ASKED)
 
 
-def test_the_best_micro_batch_is_found(question: Question) -> None:
+IN_SUBSEQUENCES = {**ASKED, "global_batch": 8, "system": "every-layout", "pp": 2, "subsequences": 2}
+
+
+@pytest.mark.parametrize(
+    "asked", [ASKED, pytest.param(IN_SUBSEQUENCES, marks=pytest.mark.slow)], ids=["whole", "subsequences"]
+)
+def test_the_best_micro_batch_is_found(asked: dict[str, object]) -> None:
+    question = question_of(asked)
     found = with_larger_micro_batches(question, search(question, siblings=True))
     assert found.best is not None
     steps = {size: search(replace(question, micro_batch=size)).best for size in (1, 2, 4, 8)}
@@ -30,6 +37,13 @@ def test_the_best_micro_batch_is_found(question: Question) -> None:
     assert found.evaluated == len(found.ranked) == len({one.decisions for one in found.ranked})
     of_best = {one.policy for one in found.ranked if one.decisions.micro_batch == quickest[1]}
     assert len(of_best) > 2, "the explanation knows the other policies"
+
+
+def test_sequences_in_subsequences_may_go_through_the_stages_together() -> None:
+    question = question_of({**IN_SUBSEQUENCES, "global_batch": 2, "recompute": "none", "alpha": 0.0})
+    best = with_larger_micro_batches(question, search(question)).best
+    assert best is not None
+    assert (best.decisions.layout.subsequences, best.decisions.micro_batch) == (2, 2)
 
 
 def test_a_given_micro_batch_and_long_sequences_stay(question: Question) -> None:
@@ -45,6 +59,7 @@ def test_the_answer_names_what_was_not_tried(question: Question) -> None:
     def named(asked: Question) -> str:
         return "; ".join(one.what for one in left_out(asked) if one.option == "--micro-batch")
 
-    assert "up to 8" in named(question)
+    assert "up to 8 or 32k tokens a rank" in named(question)
+    assert named(question_of(IN_SUBSEQUENCES)).endswith("32k tokens a rank and subsequence")
     assert named(replace(question, seq_tokens=2 * MOST_SEQUENCE_TOKENS)) == "micro-batches above 1"
     assert named(question_of({**ASKED, "micro_batch": 1})) == ""
