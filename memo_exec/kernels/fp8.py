@@ -22,7 +22,7 @@ Scales of blocks (``fp8_blocks.py``, ``fp8_mx.py``) move with the values. Each p
 by columns. On Hopper a copy by columns that was gathered becomes one matrix again before its product; on Blackwell the
 program has no such kernel, and a weight's gradient sums the products of its parts.
 
-``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in pieces in fp32, and added.
+On CUDA ``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in pieces in fp32, and added.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def linear_wgrad(call: Call) -> None:
     for rows, columns in _pieces(m, n, terms, wide.numel()):
         part, scratch = _apart(wide, rows, columns)
         for grad, x in terms:
-            _multiply(grad.rows(rows, scratch), _some(x, columns, scratch), part, scratch=scratch)
+            multiply(grad.rows(rows, scratch), _some(x, columns, scratch), part, scratch=scratch)
             out[rows, columns].add_(part)
 
 
@@ -177,14 +177,14 @@ def linear_wgrad_product(call: Call) -> None:
     m, n = (len(operand.matrix) for operand in first)
     out = call["out"].view(m, n)
     if not others:
-        _multiply(*first, out, scratch=wide)
+        multiply(*first, out, scratch=wide)
         return
     for rows, columns in _pieces(m, n, [first, *others], wide.numel(), results=2):
         summed, left = _apart(wide, rows, columns)
         part, scratch = _apart(left, rows, columns)
         for number, (grad, x) in enumerate((first, *others)):
             result = part if number else summed
-            _multiply(grad.rows(rows, scratch), _some(x, columns, scratch), result, scratch=scratch)
+            multiply(grad.rows(rows, scratch), _some(x, columns, scratch), result, scratch=scratch)
             if number:
                 summed.add_(part)
         out[rows, columns].copy_(summed)
@@ -250,6 +250,11 @@ Operand = OfExperts | MxBlocks
 """A matrix that a product reads, with its scales."""
 _Found = tuple[int, int, Operand]
 """Tokens [begin, end) of an operand, as one matrix."""
+
+
+def values(of: OfExperts) -> Tensor:
+    """Return the values that a copy stands for, in fp32."""
+    return fp8_blocks.values(of) if isinstance(of, Blocks) else of.matrix.float() * of.scale
 
 
 def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
@@ -373,12 +378,12 @@ def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: b
     out = out[:, :made]
     for begin, end, part in _parts(call, role, by_columns=False):
         if out.is_contiguous() and not add:
-            _multiply(part, weight, out[begin:end], scratch=scales.wide, bias=bias, fast=fast)
+            multiply(part, weight, out[begin:end], scratch=scales.wide, bias=bias, fast=fast)
             continue
         assert bias is None  # torch's products with fp32 results take none
         for rows in _blocks(end - begin, scales.wide.numel() // (made + _scales_of_a_row(part))):
             product, scratch = _apart(scales.wide, rows, slice(0, made))
-            _multiply(part.rows(rows, scratch), weight, product, scratch=scratch, fast=fast)
+            multiply(part.rows(rows, scratch), weight, product, scratch=scratch, fast=fast)
             into = out[begin + rows.start : begin + rows.stop]
             (into.add_ if add else into.copy_)(product)
 
@@ -395,7 +400,7 @@ def _weight(call: Call, role: str) -> Operand:
     return Scaled(copy.view(copy.numel() // width, width), scales.of(copy))
 
 
-def _multiply(
+def multiply(
     one: Operand, two: Operand, out: Tensor, *, scratch: Tensor, bias: Tensor | None = None, fast: bool = False
 ) -> None:
     """``out = one @ two.T (+ bias)``.
@@ -412,6 +417,9 @@ def _multiply(
         fp8_blocks.multiply(one, two, out, bias)
         return
     assert isinstance(two, Scaled)
+    if out.device.type == "cpu":  # where torch's product in FP8 is ten times slower; tests alone come here
+        out.copy_(torch.nn.functional.linear(values(one), values(two), None if bias is None else bias.float()))
+        return
     torch._scaled_mm(  # the public scaled_mm writes no tensor that is given
         one.matrix,
         two.matrix.t(),
