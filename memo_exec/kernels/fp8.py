@@ -303,7 +303,7 @@ def _tokens(parts: list[_Found], begin: int, end: int) -> Operand:
 
 
 def _scales_of_a_row(operand: Operand) -> int:
-    """Return how many numbers in fp32 the scales of a row take that may have to be copied."""
+    """Return how many numbers in fp32 the scales of a row need, where they may have to be copied."""
     if isinstance(operand, MxBlocks):
         return 0 if operand.tiles.is_contiguous() else operand.tiles.shape[1]
     return operand.scale.shape[-1] if isinstance(operand, Blocks) else 0
@@ -391,12 +391,12 @@ def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: b
 def _weight(call: Call, role: str) -> Operand:
     """Return the copy of the weight that multiplies the rows of ``role``."""
     scales, copy, width = _scales(call), call["weight"], call.matrix(role).shape[1]
-    if _in_mx(call):
-        features = fp8_mx.features_of(width)
-        return fp8_mx.weight_blocks(scales, copy, copy.numel() // features, features)
     if _by_blocks(call):
         features = fp8_blocks.features_of(width)
-        return fp8_blocks.weight_blocks(scales, copy, copy.numel() // features, features)
+        shape = copy.numel() // features, features
+        if _in_mx(call):
+            return fp8_mx.weight_blocks(scales, copy, *shape)
+        return fp8_blocks.weight_blocks(scales, copy, *shape)
     return Scaled(copy.view(copy.numel() // width, width), scales.of(copy))
 
 

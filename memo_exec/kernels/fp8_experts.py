@@ -2,7 +2,7 @@
 
 Operands have the copies and scales of other products (``fp8.py``): rows of all experts were quantised together, and so
 were the weights of all experts. An expert's rows may begin and end inside a block of 128 rows with one scale, and a sum
-over its rows then leaves out the others. So no expert's rows are padded. Rows of no expert (seats that nothing takes)
+over its rows then leaves out the others. So no expert's rows are padded. Rows of no expert (empty seats)
 become zero, because the next kernel quantises them together with others.
 
     out = x w^T           x (rows, in)        w (expert, out, in)

@@ -88,7 +88,7 @@ class Watched:
         KERNELS["fp8.quantize"](call)
         for copy in {"out", "columns"} & call.tensors.keys():
             width, recipe = call.matrix(copy).shape[1], call.context.decisions.fp8
-            narrow = {"block": fp8_blocks.features_of, "mx": fp8_mx.features_of}.get(recipe, int)(width)
+            narrow = width if recipe in ONE_SCALE else fp8_blocks.features_of(width)
             self.sources[call[copy].data_ptr()] = call.matrix("x")[:, :narrow].clone()
             if recipe == "delayed":
                 self.scales[call[copy].data_ptr()] = float(call.matrix("scale")[0, call.layer])
