@@ -21,6 +21,7 @@ from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.planning.outcome import Key
 from memo_sim.planning.processes import Helper, Kind, Message, Task, Team
 
 QUEUE = 3
@@ -31,7 +32,6 @@ NEXT = 8
 OUTCOME = "outcome"
 """Name of what a task yields last."""
 
-Key = tuple[bool, bool, float]
 Number = tuple[int, int]
 Entry = tuple[Key, Number, Any]
 """What a search has to look at: its least key, its number, and a candidate with its bounds, or something else."""
