@@ -10,7 +10,8 @@ chunks, a causal square and half a square a hop. One hop of cp 2 and two chunks:
 
 Each pair of chunks sends its keys round the ring again, in cp - 1 hops. Backward sends them as often, and equally often
 the sums of their gradients, which start at the next rank and end at the rank that has the keys. That rank adds what
-arrives to its fp32 sum over the chunks of queries. A pair's last hop runs beside the first call of the next pair of the same keys.
+arrives to its fp32 sum over the chunks of queries. A pair's last hop runs beside the first call of the next pair of the
+same keys.
 
 Bytes: a rank's K and V of a layer are B bytes. With n chunks a forward sends (cp - 1) x B x (n + 1) / 2, which is
 (n + 1) / 2 times as much as without chunks. A hop is as easy to hide as in a ring whose sequence is one chunk long.
