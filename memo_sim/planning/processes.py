@@ -1,6 +1,6 @@
-"""Processes that work beside this one: it gives them tasks, and they send back what they find out, part by part.
+"""Processes that work beside this one: it gives them tasks, and they send back results, part by part.
 
-Nothing depends on them. What a process does not deliver, because it fails, dies or is too late, its caller does itself.
+Nothing depends on them. If a process fails, dies or is too late, the caller does the task itself.
 So errors are raised where they are without other processes, and a process that is killed costs time alone.
 
     with processes(3):                  this process and two others

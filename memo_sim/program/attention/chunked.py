@@ -21,7 +21,7 @@ Ulysses, and passed back through product and norm.
 Fetches alternate between two buffers: one is read while the other is filled. The norm is recomputed for the product's
 weight gradient, not kept, like the norm of the MLP in row blocks (``layers/mlp.py``).
 
-Beside a ring every rank has its share of each chunk, and each pair of chunks passes its keys round (``chunk_ring.py``).
+Beside a ring every rank has its share of each chunk. Each pair of chunks sends its keys round it (``chunk_ring.py``).
 """
 
 from __future__ import annotations
