@@ -2,8 +2,8 @@
 
 MLP         row blocks of a rank's tokens; only with full recompute (``program/layers/mlp.py``), and with row-wise
             recompute, where they hold all of a layer but attention (``program/layers/rowwise.py``)
-attention   chunks of the sequence, whose keys and values wait on the host; only with full recompute
-            (``program/attention/chunked.py``)
+attention   chunks of the sequence, whose keys and values wait on the host; with full recompute
+            (``program/attention/chunked.py``), and with row-wise recompute, whose blocks divide them
 loss        tokens whose logits exist at the same time (``program/layers/embedding_and_head.py``)
 """
 
@@ -22,10 +22,15 @@ from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.planning.contradictions import check_rules
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
-from memo_sim.program.layout.attention_chunks import check_attention_chunks, most_chunks, ranks_of_a_chunk
+from memo_sim.program.layout.attention_chunks import (
+    check_attention_chunks,
+    most_chunks,
+    ranks_of_a_chunk,
+    rows_of_a_chunk,
+)
 from memo_sim.program.layout.compatibility import check_compatible, goes_together
 from memo_sim.program.layout.rowwise_blocks import ROWWISE, is_rowwise
-from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_FULL_RECOMPUTE
+from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_RECOMPUTE, ROW_BLOCKS_OF_CHUNKS
 from memo_sim.program.layout.rules.experts import EXPERTS_WHOLE_MLP
 from memo_sim.program.layout.rules.metp import METP_WHOLE_MLP
 from memo_sim.program.layout.rules.mlp_blocks import MLP_BLOCKS_UNDER_FULL_RECOMPUTE, MLP_BLOCKS_UNDER_ZERO_BUBBLE
@@ -70,7 +75,7 @@ def pinned(found: tuple[Policy, ...], question: Question) -> tuple[Policy, ...]:
     if tokens is not None:
         # A chunk that holds the whole sequence is for full recompute as well.
         cut = msgspec.structs.replace(base, attention_chunk_tokens=min(tokens, question.seq_tokens - 1))
-        left = _left(found, CHUNKS_UNDER_FULL_RECOMPUTE, cut)
+        left = _left(found, CHUNKS_UNDER_RECOMPUTE, cut)
         found = tuple(dict.fromkeys(replace(p, attention_chunks=tokens > 0) for p in left))
     return found
 
@@ -102,8 +107,10 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
     if rowwise and any(p.recompute != ROWWISE for p in others) and not goes_together(whole):
         return None
     kernel, shape = whole.kernels.attention, shape_of(whole)
-    rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
     tokens = attention_chunk(question, whole) if policy.attention_chunks else 0
+    rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
+    if rowwise and tokens and question.pins.mlp_chunk_tokens is None:
+        rows = _rows_in_a_chunk(msgspec.structs.replace(whole, attention_chunk_tokens=tokens), rows)
     one_block = not rows and any(not p.mlp_blocks for p in others)
     if policy.mlp_blocks and (one_block or (not rowwise and _whole_mlp(question, whole))):
         return None
@@ -116,11 +123,17 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
         check_attention_chunks(made)
         check_compatible(made)
     except Infeasible:
-        if policy.attention_chunks and optional:
+        if policy.attention_chunks and (optional or (rowwise and any(p.recompute != ROWWISE for p in others))):
             return None
         raise
     kernels = msgspec.structs.replace(made.kernels, attention=kernel, head_groups=head_groups(shape, made, kernel))
     return msgspec.structs.replace(made, kernels=kernels)
+
+
+def _rows_in_a_chunk(chunked: Decisions, rows: int) -> int:
+    """Return the rows of a block of row-wise recompute in chunks of attention: ``rows`` where they are allowed."""
+    divided = msgspec.structs.replace(chunked, mlp_chunk_tokens=rows)
+    return rows if not ROW_BLOCKS_OF_CHUNKS.breaks(divided) else rows_of_a_chunk(chunked)
 
 
 def _whole_mlp(question: Question, decisions: Decisions) -> bool:
