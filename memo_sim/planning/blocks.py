@@ -54,6 +54,9 @@ LEAST_CHUNK_TOKENS = 64 * KIB
 """Smallest attention chunk. Shorter calls are slower, and fetch as many bytes for a fraction of the products."""
 LEAST_CHUNKS = 4
 """Smallest number of attention chunks; with fewer, the double buffers need what chunks save (reports/sppo.md)."""
+LEAST_ROWWISE = 0.3
+"""Least fraction of a device that row-wise recompute needs with whole attention, where chunks are tried: they save a
+third of it, and cost copies, and programs with a call for every pair of chunks."""
 LEAST_SAVED = 0.1
 """Least fraction of a device that attention of all rows needs, where chunks beside a ring are tried: they cost time,
 and their programs have a call for every pair of chunks and rank."""
@@ -206,18 +209,33 @@ def attention_chunk(question: Question, base: Decisions) -> int:
 
     A chunk consists of whole row blocks on every rank, and the number of chunks is limited. 0 when one chunk would hold
     the whole sequence, or when chunks would save no memory and the system does not fix their length. Beside a ring,
-    which divides attention's rows already, chunks are tried only where these rows still need much of a device.
+    which divides attention's rows already, chunks are tried only where these rows still need much of a device; so with
+    row-wise recompute, which already rebuilds the rest in blocks.
     """
     asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * ranks_of_a_chunk(base)
     own, tokens = question.preset.chunk_tokens, question.seq_tokens
     if asked is not None:
         return asked if asked < tokens else 0
     wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // BLOCKS))
+    if is_rowwise(base) and _rowwise_bytes(base) < LEAST_ROWWISE * question.hardware.device_memory_bytes.value:
+        return 0
     if base.layout.ring > 1 and _attention_bytes(base) < LEAST_SAVED * question.hardware.device_memory_bytes.value:
         return 0
     most = most_chunks(base.layout.ring)
     chunk = max(wanted // granule, -(-tokens // (most * granule)), 1) * granule
     return chunk if (1 if own else LEAST_CHUNKS - 1) * chunk < tokens else 0
+
+
+def _rowwise_bytes(base: Decisions) -> float:
+    """Return the bytes that attention's backward needs in row-wise recompute, with the other rounding buffer.
+
+    They are Q, K and V, the output, their gradients, the layer's input and the residual's gradient; in the other buffer
+    an input and an output.
+    """
+    model, layout = base.model, base.layout
+    inside = (5 * model.q_width + 4 * model.kv_width) / layout.tp
+    beside = 3 * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    return base.local_tokens * (inside + beside) * DTYPE_BYTES[base.dtype]
 
 
 def _attention_bytes(base: Decisions) -> float:

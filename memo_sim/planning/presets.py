@@ -190,7 +190,9 @@ LEAST_MEMORY = Policy("full", 1.0, mlp_blocks=True, attention_chunks=True)
 ROWWISE_KEPT = Policy(ROWWISE, 0.0, mlp_blocks=True)
 ROWWISE_SWAPPED = Policy(ROWWISE, 1.0, mlp_blocks=True)
 """Of a layer its input, attention's output and the log-sum-exp outlive its forward: on the device, or on the host."""
-EVERY_ROWWISE = (ROWWISE_KEPT, ROWWISE_SWAPPED)
+ROWWISE_IN_CHUNKS = Policy(ROWWISE, 1.0, mlp_blocks=True, attention_chunks=True)
+"""The same on the host, and queries, keys and values of chunks alone (``attention/kept_chunks.py``)."""
+EVERY_ROWWISE = (ROWWISE_KEPT, ROWWISE_SWAPPED, ROWWISE_IN_CHUNKS)
 PAIRS_OF_LAYERS = Policy("full", 0.0, layers="groups-2")
 """Full recompute with one input for two layers, which are live at once in backward.
 
