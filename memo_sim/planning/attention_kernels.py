@@ -29,11 +29,11 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
         Infeasible: when no number of groups is enough.
     """
     shape = shape.attention
-    chunk = base.attention_chunk_tokens if in_chunks(base) else 0
+    chunk = base.attention_chunk_tokens // base.layout.ring if in_chunks(base) else 0  # a rank's tokens of a sequence
     work = Attention(
         batch=base.micro_batch,
-        q_tokens=(chunk or shape.tokens) // base.micro_batch,
-        k_tokens=(chunk or longest_keys(base, shape)) // base.micro_batch,
+        q_tokens=chunk or shape.tokens // base.micro_batch,
+        k_tokens=chunk or longest_keys(base, shape) // base.micro_batch,
         mask="causal",
         heads=shape.heads,
         kv_heads=shape.kv_heads,

@@ -107,7 +107,7 @@ def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
         candidates(ask(128 * K, attention_chunk_tokens=1000))
     with refused(Infeasible, where=chunk, wanted="a multiple of 1024", hint="--attention-chunk"):
         candidates(ask(512 * K, devices=8, attention_chunk_tokens=1000))
-    found, reasons = candidates(ask(512 * K, devices=8, attention_chunk_tokens=16 * K))
+    found, reasons = candidates(ask(512 * K, devices=8, attention_chunk_tokens=16 * K, rowwise="triton"))
     assert {c.base.layout.cp for c in found} == {1, 2}
     assert any("22 of them at most beside a ring of 8 ranks" in reason for reason in reasons)
 
