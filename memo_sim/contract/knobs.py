@@ -748,8 +748,8 @@ class Pins:
     attention_chunk_tokens: int | None = _knob(
         None,
         Length(),
-        "Full recompute: tokens of the sequence whose attention exists at once, while the keys and values of the others"
-        " wait on the host; 0 = all. Chosen when not given.",
+        "Full or row-wise recompute: tokens of the sequence whose attention exists at once, while the keys and values"
+        " of the others wait on the host; 0 = all. Chosen when not given.",
     )
     attention: AttentionName | None = _knob(
         None,
