@@ -840,7 +840,7 @@ class Chosen:
         Flag(),
         "With --fp8: the weights of its products are kept in FP8 alone, without a bf16 copy; the optimizer writes them"
         " from fp32 master weights, and ranks gather them in FP8 (Megatron-LM's --fp8-param-gather). memo-exec runs it"
-        " with tensor and block, without ZeRO.",
+        " with tensor and block.",
     )
     """Not searched: it changes what is learned."""
     fp8_experts: bool = _knob(
