@@ -28,6 +28,7 @@ from memo_exec.kernels import (
     fp8,
     fp8_delayed,
     fp8_experts,
+    fp8_shares,
     framework_loss,
     latent,
     linear,
@@ -90,6 +91,15 @@ def _in_fp8(plain: Kernel, narrow: Kernel) -> Kernel:
     return play
 
 
+def _of_shares(whole: Kernel, share: Kernel) -> Kernel:
+    """Return a kernel that calls ``share`` where scales follow from the largest values of several ranks' shares."""
+
+    def play(call: Call) -> None:
+        (share if "largest" in call.tensors else whole)(call)
+
+    return play
+
+
 def _fused_loss(call: Call) -> None:
     """Compute the loss in one kernel; with torch in row blocks that are written over on the CPU, and of a policy."""
     fused = call.context.device.type == "cuda" and "rollout" not in call.tensors
@@ -125,7 +135,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "linear.wgrad": _in_fp8(linear.linear_wgrad, fp8.linear_wgrad),
     "fp8.quantize": fp8.quantise,
     "fp8.transpose": fp8.transpose,
-    "params.quantize": fp8.quantise_weights,
+    "params.largest": fp8_shares.find_largest,
+    "params.quantize": _of_shares(fp8.quantise_weights, fp8_shares.quantise),
     "params.transpose": fp8.transpose_weights,
     "fp8.max_reduce": collective.max_reduce,
     "fp8.history": fp8_delayed.enter_history,

@@ -74,7 +74,7 @@ def quantise_weights(call: Call) -> None:
     """
     x, out, columns = call["x"], call["out"], call.get("columns")
     to_fp8 = fp8_blocks.quantise_weight if _by_blocks(call) else _quantise
-    for weight in weights(call.context.decisions, _block_of(call)):
+    for weight in weights(call.context.decisions, block_of(call)[1]):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
         if _in_mx(call):
@@ -98,7 +98,7 @@ def quantise_weights(call: Call) -> None:
 def transpose_weights(call: Call) -> None:
     """Write the matrices of a block in FP8, each transposed, to ``out``, with their scales."""
     scales, x, out = _scales(call), call["x"], call["out"]
-    for weight in weights(call.context.decisions, _block_of(call)):
+    for weight in weights(call.context.decisions, block_of(call)[1]):
         part = slice(weight.first, weight.first + weight.elements)
         if _by_blocks(call):
             fp8_blocks.transpose_weight(scales, x[part], out[part], *weight.shape)
@@ -107,7 +107,7 @@ def transpose_weights(call: Call) -> None:
         out[part].view(weight.shape[::-1]).copy_(x[part].view(weight.shape).t())
 
 
-def _block_of(call: Call) -> Block:
+def block_of(call: Call) -> tuple[BlockKind, Block]:
     """Return the block whose weights are quantised: that of the layer, or of its experts that ranks divide.
 
     The instruction's name ends with the name of the block's family.
@@ -115,10 +115,10 @@ def _block_of(call: Call) -> Block:
     model, layout = call.context.model, call.context.decisions.layout
     layer = model.layer(call.layer)
     if not call.instruction.name.rpartition("params.")[2].startswith(str(BlockKind.EXPERTS)):
-        return layer_block(model, layout.divided, layer, ep=layout.ep)
+        return BlockKind.LAYER, layer_block(model, layout.divided, layer, ep=layout.ep)
     block = experts_block(model, layout.expert_divided, layout.ep, layer.experts)
     assert block is not None
-    return block
+    return BlockKind.EXPERTS, block
 
 
 def transpose(call: Call) -> None:

@@ -59,16 +59,6 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             wanted=", ".join(FURTHER),
             hint=f"make the plan with --fp8 {' or '.join(FURTHER)} for an H100 or H200; or {_EXPORT}",
         )
-    layout = decisions.layout
-    if decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1:
-        raise CannotRun(
-            "weights in FP8 alone run only where each rank has whole master weights: a share's scales depend on other "
-            "ranks' values",
-            where=f"{where}: $.decisions.fp8_params",
-            got=f"true with zero {layout.zero} over {max(layout.shards, layout.expert_shards)} ranks",
-            wanted="false, or zero 0",
-            hint="make the plan with --zero 0, or without --fp8-params",
-        )
     if decisions.fp8 == "mx" and decisions.fp8_layouts != "any":
         raise CannotRun(
             "memo-exec has kernels for MXFP8 with Blackwell's layouts of operands alone",
@@ -227,7 +217,7 @@ def _made_of_masters(program: Program, family: Sequence[int]) -> dict[int, _Scal
     return found
 
 
-_QUANTISE = ("fp8.quantize", "params.quantize", "params.transpose")
+_QUANTISE = ("fp8.quantize", "params.quantize", "params.transpose", "params.all_gather")
 _ANEW = ("all_gather", "fp8.transpose")
 """Operators whose result has new scales for each part of their operand."""
 _CARRY = ("d2h", "h2d", "copy", *_ANEW)

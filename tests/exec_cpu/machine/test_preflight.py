@@ -91,13 +91,13 @@ def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]
         preflight.checked_program(plan, where="plan.json")
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, ep=2, tp=2, zero=3), Layout(cp=2, zero=2)])
-def test_weights_in_fp8_alone_need_whole_masters(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=4, ep=2, zero=3), Layout(cp=2, zero=2)])
+def test_weights_in_fp8_alone_may_be_divided(layout: Layout) -> None:
     model = llama(vocab=256, experts=EXPERTS) if layout.ep > 1 else gpt(vocab=256)
-    decisions = byte_decisions(model=model, swapped_tokens=0, layout=layout, **IN_FP8, fp8_params=True)
-    with refused(CannotRun, where="plan.json: $.decisions.fp8_params", got="over 2 ranks", hint="--zero 0"):
-        check_recipe(decisions, "plan.json")
-    check_recipe(msgspec.structs.replace(decisions, layout=msgspec.structs.replace(layout, zero=0)), "plan.json")
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8_params": True, "fp8_experts": layout.ep > 1, "global_batch": 4}
+    decisions = byte_decisions(model=model, layout=layout, **fields)
+    check_recipe(decisions, "plan.json")
+    check_operands(lower(decisions)[0], decisions)
 
 
 @pytest.mark.parametrize("name", ["kept", "rows are rebuilt in part", "rows are gathered"])
