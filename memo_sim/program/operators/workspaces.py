@@ -312,7 +312,7 @@ def rotary_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str, row
     """Return the scratch of the rotary embedding of ``heads`` heads.
 
     For a block of rows: positions, cosines and sines, and half the features of its heads. Triton needs no copy of the
-    heads.
+    heads. It needs no tables either since it computes them itself, but plans pin their program, and with it this size.
     """
     block, half, size = min(rows, NORM_ROWS), head_dim // 2, DTYPE_BYTES[dtype]
     tables = [4 * block * half] * 2
