@@ -50,7 +50,7 @@ from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
 from memo_sim.program.ir.work import Fp8Gemm, Fp8GroupedGemm, LinearLoss
-from memo_sim.program.operators.workspaces import ROUNDED_KINDS
+from memo_sim.program.operators.workspaces import HEAD_KINDS, ROUNDED_KINDS
 
 Kernel = Callable[[Call], None]
 
@@ -275,13 +275,26 @@ FUSED: dict[str, str] = {
 ROUNDING: dict[str, str] = dict.fromkeys(ROUNDED_KINDS, "triton_swap_rounding")
 """The same of the ops on copy lanes, whose price is torch's where a profile has not measured them."""
 
+TRITON = FUSED | ROUNDING | dict.fromkeys(HEAD_KINDS, "triton_qk_norm")
+"""All ops with a Triton kernel in plans that ask for it."""
+
 KERNELS: Mapping[str, Kernel] = {
-    op: _plain_or_fused(plain, (FUSED | ROUNDING)[op]) if op in FUSED | ROUNDING else plain
-    for op, plain in _PLAIN.items()
+    op: _plain_or_fused(plain, TRITON[op]) if op in TRITON else plain for op, plain in _PLAIN.items()
 } | {"cross_entropy": _divided(_plain_or_fused(loss.cross_entropy, "triton_loss"), divided_loss.divided_cross_entropy)}
 """The kernel of every op."""
 
 LIBRARY_SCRATCH = LIBRARY_OPS
 """Ops whose library allocates the workspace that the program declares for them."""
 
-__all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "ROUNDING", "Call", "Context", "Kernel", "Scratch", "StepScalars"]
+__all__ = [
+    "FUSED",
+    "KERNELS",
+    "LIBRARY_SCRATCH",
+    "ROUNDING",
+    "TRITON",
+    "Call",
+    "Context",
+    "Kernel",
+    "Scratch",
+    "StepScalars",
+]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from memo_exec.distributed.groups import communicates
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import own_program
-from memo_exec.kernels import FUSED, KERNELS, Call, Context, Kernel
+from memo_exec.kernels import KERNELS, TRITON, Call, Context, Kernel
 from memo_exec.memory.binding import Bound, Schedule, schedule
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
@@ -221,7 +221,7 @@ class _FakePlayer:
         work = bound.instruction.work
         if isinstance(work, Attention) and not work.kernel.startswith("torch-"):
             return []  # the low-level calls of libraries do not support fake tensors
-        if bound.instruction.op in FUSED and self.context.decisions.kernels.rowwise == "triton":
+        if bound.instruction.op in TRITON and self.context.decisions.kernels.rowwise == "triton":
             return []  # Triton does not support them either, and its kernels return no tensors
         tensors = {}
         for touch in bound.touches:

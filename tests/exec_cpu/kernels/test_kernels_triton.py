@@ -47,7 +47,9 @@ def test_fused_kernels_match_the_plain_ones(name: str, dtype: torch.dtype, monke
     assert comparison.faults(name, dtype=dtype, device="cpu", rounding=rounding) == []
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm.bwd", "gelu.bwd", "swiglu", "rotary", "cross_entropy"])
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "rms_norm.bwd", "gelu.bwd", "swiglu", "rotary", "qk_norm.bwd", "cross_entropy"]
+)
 def test_the_comparison_finds_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault changes one element of the first result by 5 % of the largest."""
     plain = comparison.Trial.played
@@ -63,7 +65,9 @@ def test_the_comparison_finds_a_wrong_kernel(name: str, monkeypatch: pytest.Monk
     assert comparison.faults(name, dtype=torch.bfloat16, device="cpu", rounding=comparison.CUT)
 
 
-@pytest.mark.parametrize("model", [gpt(layers=1), llama(layers=1)], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "model", [gpt(layers=1), llama(layers=1), llama(layers=1, qk_norm=True)], ids=["gpt", "llama", "qwen3"]
+)
 def test_a_step_with_fused_kernels_gives_the_gradients_of_one_without(model: Model) -> None:
     decisions = decide(model, recompute="full", micro_batch=1)
     kernels = msgspec.structs.replace(decisions.kernels, rowwise="triton")
