@@ -1,14 +1,14 @@
 """Measures large questions: seconds, candidates, plays and peak memory of each, one after the other.
 
     python -m benchmarks.search_reach 70b-on-64 --limit 300
-    python -m benchmarks.search_reach 70b-on-64 --jobs 1,2                   searches by one and by two processes
-    python -m benchmarks.search_reach 175b-on-64 --enumerate 60 --calculon DIR      beside enumerations
+    python -m benchmarks.search_reach 70b-on-64 --jobs 1,2                   by one and by two processes
+    python -m benchmarks.search_reach 13b-on-8 --enumerate 60 --calculon DIR   beside enumerations
 
 A question that does not end within the limit prints what it has done by then. Each runs in a process of its own.
 
 ``--enumerate N`` also evaluates the candidates of evenly spaced layouts, about N, without pruning. ``--calculon`` names
 a checkout of github.com/calculon-ai/calculon, a public tool that evaluates closed formulas. It enumerates its own
-candidates of the questions that have its model and system files, on evenly spaced layouts, for as long as the limit.
+candidates of the questions that have its model and system files, in a mixed order, for ten CPU seconds.
 The time of a sample is scaled to the whole space. All ratios are of CPU seconds of the same run. Ratios of wall seconds
 say something only where nothing else runs, so the machine's load is printed.
 """
@@ -261,7 +261,7 @@ def main() -> None:
         if options.enumerate:
             others["all candidates without pruning"] = _in_a_process(_enumerate, name, options.enumerate)
         if options.calculon:
-            others["calculon's enumeration"] = _calculon(name, options.calculon, min(60, options.limit))
+            others["calculon's enumeration"] = _calculon(name, options.calculon, min(10, options.limit))
         for kind, one in others.items():
             if first and one:
                 sys.stdout.write(

@@ -26,7 +26,7 @@ from memo_sim.engine.event_loop import Clock
 from memo_sim.engine.player import Loop
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import with_memory
-from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.columns import fold
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.lower import lower
 
@@ -100,7 +100,7 @@ def measure(plan: Decisions, compiled: Loop, rounds: int) -> tuple[Timed, int]:
 def _parts(whole: Simulation, timed: Timed) -> None:
     played = whole.stages[0].program.micro_batches
     programs = timed("lower", lambda: lower(whole.decisions, micro_batches=played))
-    columns = timed("expand", lambda: [expand(program) for program in programs])
+    columns = timed("fold", lambda: [fold(program) for program in programs])
     timed("edges", lambda: [derive_edges(each) for each in columns])
 
 
@@ -114,13 +114,13 @@ def main() -> None:
     except ImportError:
         sys.exit("numba is not installed: pip install '.[fast]'")
     write = sys.stdout.write
-    write("| plan | segments | SimPy s | numba s | ratio | lower s | expand s | edges s | the rest s |\n")
+    write("| plan | segments | SimPy s | numba s | ratio | lower s | fold s | edges s | the rest s |\n")
     write("|---|---|---|---|---|---|---|---|---|\n")
     for name, plan in plans().items():
         timed, segments = measure(plan, run_compiled, rounds)
         own = timed.seconds
         loops = own["simpy"], own["numba"]
-        parts = [own[part] for part in ("lower", "expand", "edges")]
+        parts = [own[part] for part in ("lower", "fold", "edges")]
         rest = own["all"] - sum(loops) - sum(parts)
         cells = [f"{loops[0]:.3f}", f"{loops[1]:.3f}", f"{loops[0] / loops[1]:.1f}"]
         cells += [f"{seconds:.3f}" for seconds in (*parts, rest)]

@@ -130,6 +130,11 @@ def time_calls(ranks: Ranks, call: Callable[[], None], group: Group, seconds: fl
 
 def time_handed_calls(ranks: Ranks, call: Callable[[], None], group: Group, seconds: float) -> Sample:
     """Return the time per call on CPUs as a step makes it, from the arrival of the last rank of the group."""
+    return sample_of(handed_calls(ranks, call, group, seconds))
+
+
+def handed_calls(ranks: Ranks, call: Callable[[], None], group: Group, seconds: float) -> list[float]:
+    """Return the time of each call; they are made for about ``seconds``."""
     lanes = lane_threads((Lane.COMPUTE, Lane.P2P), ranks.device, sharing=ranks.world)
     other = torch.zeros(core_cache_bytes() // 4)
 
@@ -149,7 +154,7 @@ def time_handed_calls(ranks: Ranks, call: Callable[[], None], group: Group, seco
     finally:
         for thread in lanes.values():
             thread.shutdown()
-    return sample_of(ranks.shortest(durations, group))
+    return ranks.shortest(durations, group)
 
 
 def _elapsed(call: Callable[[], None], calls: int, device: torch.device) -> float:

@@ -560,6 +560,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "128 with cp_exchange rsa",
     ),
     "ring self-attention: attention": (Layout(cp_exchange="rsa"), {"kernels": PLAIN}, "plain with cp_exchange rsa"),
+    "loss with the classifier's product inside: memory_policy": (
+        Layout(),
+        {"loss": "linear", "memory_policy": "eager"},
+        "eager with loss linear",
+    ),
+    "loss with the classifier's product inside: rowwise": (
+        Layout(),
+        {"loss": "linear-triton", "kernels": Kernels(rowwise="compiled")},
+        "compiled with loss linear-triton",
+    ),
     "attention in chunks: bidirectional": (
         Layout(),
         {"model": BIDIRECTIONAL, **CHUNKS},

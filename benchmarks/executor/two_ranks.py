@@ -1,0 +1,88 @@
+"""Compares gloo's collectives as calibration times them with the same ones inside a step of two ranks, on a CPU.
+
+    torchrun --nproc_per_node 2 -m benchmarks.executor.two_ranks [--layout tp|ulysses]
+
+A collective of a step takes from the end of the compute before it to the start of the compute that waits for it, on the
+rank that arrives last. Calls back to back are what calibration timed before. Because other programs may use the
+machine, the lowest fifth of the times counts everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.executor.small_steps import decisions_of
+from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.kernels import StepScalars
+from memo_exec.probes import collectives
+from memo_exec.probes.ranks import Ranks
+from memo_sim.contract.hardware import CollectiveKind
+from memo_sim.contract.plan import Layout
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Collective
+from memo_sim.program.lower import lower
+
+STEPS, ROUNDS, SECONDS = 100, 12, 0.05
+LOW = 0.2
+PATIENCE_S = 60
+CPU = torch.device("cpu")
+LAYOUTS = {"tp": Layout(tp=2, sequence_parallel=True), "ulysses": Layout(ulysses=2)}
+
+
+def main() -> None:
+    """Print the seconds of each kind and size of collective in a step, back to back, and as calibration times it."""
+    parser = argparse.ArgumentParser(prog="torchrun -m benchmarks.executor.two_ranks", description=__doc__)
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="tp")
+    for name, default in (("layers", 4), ("width", 96), ("tokens", 512)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), CPU)
+    decisions = decisions_of(options.layers, options.width, options.tokens, LAYOUTS[options.layout])
+    programs = lower(decisions)
+    (program,) = programs
+    walked = [instruction for _, instruction in program.walk()]
+    compute = [i for i, each in enumerate(walked) if each.lane is Lane.COMPUTE]
+    found = [i for i, each in enumerate(walked) if isinstance(each.work, Collective) and compute[0] < i < compute[-1]]
+    before = [max(j for j in compute if j < i) for i in found]
+    behind = [min(j for j in compute if j > i) for i in found]
+    groups = make_groups(programs, MeshCoordinates(decisions.layout, ranks.rank), patience_s=PATIENCE_S)
+    ids = torch.zeros(1, decisions.local_tokens, dtype=torch.int64)
+    times, left = [], []
+    with Interpreter(decisions, program, rank=ranks.rank, groups=groups, sharing=ranks.world) as interpreter:
+        for _ in range(STEPS):
+            ranks.wait()
+            record = interpreter.run_step([(ids, ids)], StepScalars(lr=1e-4))
+            times.append(ranks.shortest((record.start_s[behind] - record.end_s[before]).tolist()))
+            left.append(ranks.shortest((record.start_s[behind] - record.end_s[found]).tolist()))
+    in_step = np.quantile(np.array(times[2:]), LOW, axis=0).tolist()
+    awaited = (np.array(left).min(axis=0) > 0).tolist()
+    by_work: dict[tuple[CollectiveKind, int], list[float]] = defaultdict(list)
+    for i, first, seconds, waits in zip(found, before, in_step, awaited, strict=True):
+        work = walked[i].work
+        if waits and before.count(first) == 1 and isinstance(work, Collective) and work.kind in collectives.KINDS:
+            by_work[work.kind, work.bytes].append(seconds)
+    group = ranks.group(ranks.world)
+    for (kind, size), seconds_of in sorted(by_work.items()):
+        call = collectives.call_of(kind, ranks, ranks.world, size, group)
+        together = [collectives.time_calls(ranks, call, group, SECONDS).seconds for _ in range(ROUNDS)]
+        handed = [each for _ in range(ROUNDS) for each in collectives.handed_calls(ranks, call, group, SECONDS)]
+        low = {"back to back": np.quantile(together, LOW), "as calibrated": np.quantile(handed, LOW)}
+        step_s = float(np.mean(seconds_of))
+        text = "  ".join(f"{way} {each * 1e6:5.0f} us ({each / step_s:.2f})" for way, each in low.items())
+        if ranks.first:
+            sys.stdout.write(f"{kind:15} {size:8,} B x {len(seconds_of):2}: {step_s * 1e6:5.0f} us in a step  {text}\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
