@@ -51,7 +51,7 @@ from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
 from memo_sim.program.ir.work import Fp8Gemm, Fp8GroupedGemm, LinearLoss
-from memo_sim.program.operators.workspaces import ROUNDED_KINDS
+from memo_sim.program.operators.workspaces import HEAD_KINDS, ROUNDED_KINDS
 
 Kernel = Callable[[Call], None]
 
@@ -286,7 +286,7 @@ FUSED: Mapping[str, str] = {
 ROUNDING: Mapping[str, str] = dict.fromkeys(ROUNDED_KINDS, "triton_swap_rounding")
 """The same of the ops on copy lanes, whose price is torch's where a profile has not measured them."""
 
-IN_TRITON: Mapping[str, str] = {**FUSED, **ROUNDING}
+IN_TRITON: Mapping[str, str] = {**FUSED, **ROUNDING, **dict.fromkeys(HEAD_KINDS, "triton_qk_norm")}
 """The same of all ops with a Triton kernel for each plan with ``--rowwise triton``."""
 
 KERNELS: Mapping[str, Kernel] = {
