@@ -23,7 +23,7 @@ weight gradient, not kept, like the norm of the MLP in row blocks (``layers/mlp.
 
 Row-wise recompute keeps attention's output, so its chunks are different ones (``kept_chunks.py``).
 
-Beside a ring every rank has its share of each chunk, and each pair of chunks passes its keys round (``chunk_ring.py``).
+Beside a ring every rank has its share of each chunk. Each pair of chunks sends its keys round it (``chunk_ring.py``).
 """
 
 from __future__ import annotations

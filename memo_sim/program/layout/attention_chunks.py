@@ -1,6 +1,6 @@
 """Boundaries of chunked attention (FPDT, Yao et al. 2024).
 
-A chunk is a run of ``attention_chunk_tokens`` tokens, divided over the ranks of Ulysses and of a ring: each rank holds
+A chunk is a run of ``attention_chunk_tokens`` tokens, divided over the ranks of Ulysses and of a ring: each rank has
 its share of every chunk. The last chunk may be shorter.
 
       tokens     |      c0      |      c1      |   c2   |
