@@ -30,11 +30,12 @@ from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Layout
 from memo_sim.contract.verdict import Reduction
-from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.attention_chunks import in_chunks, rows_of_a_chunk
 from memo_sim.program.layout.heads import are_even, divided_heads, sharing_ranks
 from memo_sim.program.layout.parameters import gradient_dtype, without_masters
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.rank_order import AXES
+from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.layout.stage import layers_of_runs
 from memo_sim.program.lower import lower
 
@@ -526,6 +527,9 @@ def _with_tokens(plan: Decisions, here: Decisions) -> Decisions:
         loss_chunk_tokens=ceil(rows / loss) if plan.loss_chunk_tokens else 0,
         offload_window=min(MOST_WINDOW, plan.offload_window),
     )
+    if is_rowwise(plan) and in_chunks(plan):
+        several = plan.mlp_chunk_tokens < rows_of_a_chunk(plan)
+        here = msgspec.structs.replace(here, mlp_chunk_tokens=granule if several else rows_of_a_chunk(here))
     return _with_swapped(plan, here, granule)
 
 

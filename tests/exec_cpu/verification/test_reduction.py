@@ -59,6 +59,22 @@ def kept(decisions: Decisions) -> dict[str, object]:
     }
 
 
+@pytest.mark.parametrize(
+    ("layout", "chunk", "block"),
+    [
+        (Layout(), 2**14, 2**13),
+        (Layout(), 10 * 2**13, 5 * 2**13),
+        (Layout(ulysses=2, cp=2), 2**14, 2**12),
+        (Layout(tp=2, sequence_parallel=True), 3 * 2**13, 3 * 2**13),
+    ],
+)
+def test_row_blocks_still_divide_chunks_of_attention(layout: Layout, chunk: int, block: int) -> None:
+    decisions = large(layout, recompute="rowwise", attention_chunk_tokens=chunk, mlp_chunk_tokens=block)
+    here = reduced(decisions, attention=CPU)
+    assert kept(here) == kept(decisions)
+    lower(here)
+
+
 @pytest.mark.parametrize("every", [250, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_recorded_plans_have_a_small_form(every: int) -> None:
     played = 0
