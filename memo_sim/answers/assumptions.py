@@ -18,7 +18,7 @@ from memo_sim.program.layout.fp8 import played
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS, loss_tiles
+from memo_sim.program.operators.workspaces import FUSED_KINDS, HEAD_KINDS, ROUNDED_KINDS, loss_tiles
 from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
@@ -75,7 +75,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_changes(question),
         *(Assumption(name="the job", value=text) for text in question.of_job),
         Assumption(name="attention kernel", value=f"{kernel}: {ATTENTION_KERNELS[kernel].title}", option="--attention"),
-        Assumption(name="other kernels", value=_rowwise(decisions), option="--compile, --eager"),
+        Assumption(name="other kernels", value=_rowwise(question, decisions), option="--compile, --eager"),
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
         Assumption(name="states", value=_states(decisions), option="--states, --zero"),
         Assumption(name="batch", value=_batch(question, decisions), option="--global-batch, --micro-batch"),
@@ -110,18 +110,20 @@ def _changes(question: Question) -> list[Assumption]:
     ]
 
 
-def _rowwise(decisions: Decisions) -> str:
-    """Return whose row-wise kernels a plan has; of fused ones, which operator of the model is not among them."""
+def _rowwise(question: Question, decisions: Decisions) -> str:
+    """Return whose row-wise kernels a plan has; of fused ones, what is not fused or not measured."""
     text = KERNELS[decisions.kernels.rowwise]
     model = decisions.model
     own = {
-        "qk_norm": model.qk_norm,
         "geglu": model.gated and model.activation != "silu",
         "attention.sink": model.sinks,
     }
     torchs = [kind.removeprefix("attention.") for kind, has in own.items() if has and kind not in FUSED_KINDS]
-    fused = decisions.kernels.rowwise == "triton" and torchs
-    return f"{text} ({', '.join(torchs)}: torch operators)" if fused else text
+    notes = [f"{', '.join(torchs)}: torch operators"] if torchs else []
+    measured = question.hardware.fused_rowwise_bytes_per_s.get("triton", {})
+    if model.qk_norm and not measured.keys() >= HEAD_KINDS:
+        notes.append("qk_norm: priced as torch operators until measured")
+    return f"{text} ({'; '.join(notes)})" if decisions.kernels.rowwise == "triton" and notes else text
 
 
 def _states(decisions: Decisions) -> str:

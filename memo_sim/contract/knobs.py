@@ -748,8 +748,8 @@ class Pins:
     attention_chunk_tokens: int | None = _knob(
         None,
         Length(),
-        "Full recompute: tokens of the sequence whose attention exists at once, while the keys and values of the others"
-        " wait on the host; 0 = all. Chosen when not given.",
+        "Full or row-wise recompute: tokens of the sequence whose attention exists at once, while the keys and values"
+        " of the others wait on the host; 0 = all. Chosen when not given.",
     )
     attention: AttentionName | None = _knob(
         None,
@@ -840,7 +840,7 @@ class Chosen:
         Flag(),
         "With --fp8: the weights of its products are kept in FP8 alone, without a bf16 copy; the optimizer writes them"
         " from fp32 master weights, and ranks gather them in FP8 (Megatron-LM's --fp8-param-gather). memo-exec runs it"
-        " with tensor and block, without ZeRO.",
+        " with tensor and block.",
     )
     """Not searched: it changes what is learned."""
     fp8_experts: bool = _knob(

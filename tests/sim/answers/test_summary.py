@@ -205,13 +205,13 @@ def test_host_memory_that_the_plan_needs_is_assumed_with_its_source(asked) -> No
         assert (text.count("of it buy 2.0 %: --host-memory-gib 1 takes ") == 1) == said
 
 
-def test_operators_that_run_in_torch_beside_fused_ones_are_named() -> None:
+def test_fused_operators_that_are_priced_as_torchs_are_named() -> None:
     tiny = msgspec.structs.replace(load_model("llama-tiny"), qk_norm=True)
     asked = Question(tiny, *load_cluster("h100-1x1"), seq_tokens=8192, pins=Pins(rowwise="triton"))
     for model, said in ((tiny, True), (load_model("llama-tiny"), False)):
         summary = what_if(replace(asked, model=model)).result.summary
         kernels = next(each.value for each in summary.assumptions if each.name == "other kernels")
-        assert kernels.endswith("(qk_norm: torch operators)") == said
+        assert kernels.endswith("(qk_norm: priced as torch operators until measured)") == said
     free = replace(asked, pins=Pins())
     assert "--compile" in {one.option for one in left_out(free)}
     assert "--compile" not in {one.option for each in (asked, replace(free, system="memo")) for one in left_out(each)}
