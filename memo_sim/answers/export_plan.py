@@ -157,7 +157,17 @@ def search_line(decisions: Decisions, system: str, cluster: str, model: str) -> 
     """Return the command line that searches a plan of a system for a plan's question."""
     asked = f"--cluster {shlex.quote(cluster)} --seq-len {format_tokens(decisions.seq_tokens)}"
     asked += f" --global-batch {decisions.global_batch} --micro-batch {decisions.micro_batch}"
+    asked += "".join(f" {option} {shlex.quote(value)}" for option, value in _trained(decisions).items())
     return f"memo-sim what-if {model} {asked} --system {system} -o plan.json"
+
+
+def _trained(decisions: Decisions) -> dict[str, str]:
+    """Return the options, with their values, without which the same question would train something else."""
+    given = {"adapters": decisions.adapters, "objective": decisions.objective, "fp8": decisions.fp8}
+    options = {KNOBS[name].option: value for name, value in given.items() if value != KNOBS[name].default}
+    if decisions.documents is not None:
+        options[KNOBS["documents"].option] = str(decisions.documents)
+    return options
 
 
 def _sentences(texts: Sequence[str]) -> list[str]:
