@@ -54,7 +54,7 @@ class Blocks(NamedTuple):
 
 
 def features_of(width: int) -> int:
-    """Return the features of a row of ``width`` bytes, which holds their scales as well."""
+    """Return the features of a row of ``width`` bytes, which has their scales as well."""
     return width * 32 // 33
 
 

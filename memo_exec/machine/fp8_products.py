@@ -151,7 +151,7 @@ def check_operands(program: Program, decisions: Decisions) -> None:
                     wanted=f"multiples of {multiple}",
                     hint=f"another --tp, {_FINER.get(decisions.fp8, '')}or make the plan without --fp8",
                 )
-    if found := _without_scale(program, decisions, multiple):
+    if found := _without_scale(program, decisions, multiple, blocks=blocks):
         raise CannotRun(
             "a product in FP8 reads rows that no kernel quantised, or parts of rows that were quantised together",
             where="$.decisions.fp8",
@@ -166,12 +166,11 @@ def _sizes(work: Fp8Gemm | Fp8GroupedGemm) -> tuple[int, ...]:
     return (work.m, work.n, work.k) if isinstance(work, Fp8Gemm) else (work.n, work.k)
 
 
-def _without_scale(program: Program, decisions: Decisions, multiple: int) -> str:
+def _without_scale(program: Program, decisions: Decisions, multiple: int, *, blocks: bool) -> str:
     """Return the first instruction that reads rows in FP8 without scales, and what wrote them; "" without one.
 
-    ``multiple``: parts have such a number of tokens.
+    ``multiple``: parts have such a number of tokens. ``blocks``: scales are those of blocks.
     """
-    blocks = decisions.fp8 == "block"
     columns = expand(program)
     narrow = {number for number, family in enumerate(program.all_families) if family.dtype in ("e4m3", "e5m2")}
     buffers, family = columns.operand_buffer.tolist(), columns.buffer_family.tolist()

@@ -87,7 +87,7 @@ EXCHANGED = {"expert_capacity": 2.0, "swapped_tokens": 0}
 def test_ranks_with_experts_in_fp8_train_as_one_process(
     team: Team, recipe: str, layout: Layout, policy: dict[str, Any]
 ) -> None:
-    """Seats that nothing takes must not change the scales of other rows."""
+    """Empty seats must not change the scales of other rows."""
     model = llama(layers=1, experts=EXPERTS, **SIZES["block"])
     fields = IN_FP8 | {"fp8": recipe, "fp8_experts": True, "seq_tokens": 256} | policy
     decisions = training(model, layout, **fields, global_batch=2)

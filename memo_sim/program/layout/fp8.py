@@ -126,16 +126,21 @@ def delayed(decisions: Decisions) -> bool:
 
 def scaled_operands(decisions: Decisions) -> tuple[tuple[str, Scaled], ...]:
     """Return (product, operand) of all scales that a layer of any kind has with delayed scaling, in order."""
-    return tuple((product, operand) for product in _products(decisions.model, decisions) for operand in SCALED)
+    return tuple((product, operand) for product in _products(decisions) for operand in SCALED)
 
 
 def scaled_row(decisions: Decisions, product: str, operand: Scaled) -> int:
     """Return the number of an operand among ``scaled_operands``."""
-    return _products(decisions.model, decisions).index(product) * len(SCALED) + SCALED.index(operand)
+    return _products(decisions).index(product) * len(SCALED) + SCALED.index(operand)
 
 
-def _products(model: Model, decisions: Decisions) -> tuple[str, ...]:
-    return _products_of(model, (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ())))
+def products(decisions: Decisions) -> tuple[str, ...]:
+    """Return the names of the products that run in FP8; no layer has all of them."""
+    return (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ()))
+
+
+def _products(decisions: Decisions) -> tuple[str, ...]:
+    return _products_of(decisions.model, products(decisions))
 
 
 @lru_cache(maxsize=64)
@@ -156,8 +161,7 @@ def row_features(recipe: Fp8Recipe, features: int) -> int:
 
 def weights(decisions: Decisions, block: Block) -> tuple[Parameter, ...]:
     """Return the weights of a block's FP8 products, which lie at its beginning, one after the other."""
-    names = (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ()))
-    found = (block.find(f"{name}.weight") for name in names)
+    found = (block.find(f"{name}.weight") for name in products(decisions))
     return tuple(weight for weight in found if weight is not None)
 
 
