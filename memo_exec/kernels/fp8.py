@@ -58,7 +58,7 @@ def quantise(call: Call) -> None:
     scales, x, rows, columns = _scales(call), call.matrix("x"), call.get("out"), call.get("columns")
     width = next(copy for copy in (rows, columns) if copy is not None).shape[1]
     if _in_mx(call):
-        fp8_mx.quantise(scales, x[:, : fp8_mx.features_of(width)], rows=rows, columns=columns)
+        fp8_mx.quantise(scales, x[:, : fp8_blocks.features_of(width)], rows=rows, columns=columns)
         return
     if _by_blocks(call):
         fp8_blocks.quantise(scales, x[:, : fp8_blocks.features_of(width)], rows, columns)
