@@ -56,10 +56,10 @@ def quantise(call: Call) -> None:
     A copy may have the first features of ``x`` alone: of packed gradients, the queries' (``latent.py``).
     """
     scales, x, rows, columns = _scales(call), call.matrix("x"), call.get("out"), call.get("columns")
-    if _in_mx(call):
-        fp8_mx.quantise(scales, x, rows=rows, columns=columns)
-        return
     width = next(copy for copy in (rows, columns) if copy is not None).shape[1]
+    if _in_mx(call):
+        fp8_mx.quantise(scales, x[:, : fp8_blocks.features_of(width)], rows=rows, columns=columns)
+        return
     if _by_blocks(call):
         fp8_blocks.quantise(scales, x[:, : fp8_blocks.features_of(width)], rows, columns)
     else:
@@ -381,7 +381,8 @@ def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: b
             multiply(part, weight, out[begin:end], scratch=scales.wide, bias=bias, fast=fast)
             continue
         assert bias is None  # torch's products with fp32 results take none
-        for rows in _blocks(end - begin, scales.wide.numel() // (made + _scales_of_a_row(part))):
+        multiple = WHOLE_MX if isinstance(part, MxBlocks) else WHOLE
+        for rows in _blocks(end - begin, scales.wide.numel() // (made + _scales_of_a_row(part)), multiple):
             product, scratch = _apart(scales.wide, rows, slice(0, made))
             multiply(part.rows(rows, scratch), weight, product, scratch=scratch, fast=fast)
             into = out[begin + rows.start : begin + rows.stop]

@@ -24,7 +24,7 @@ from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Fp8Gemm, Fp8GroupedGemm
-from memo_sim.program.layout.fp8 import FURTHER, by_blocks, further
+from memo_sim.program.layout.fp8 import FURTHER, by_blocks, not_played
 
 LEAST_CAPABILITY: Final = (9, 0)
 """Hopper: the first device with FP8 that memo has rates for. Ada (8.9) has the products, and no plan is made for it."""
@@ -50,14 +50,15 @@ def check_recipe(decisions: Decisions, where: str) -> None:
     Raises:
         CannotRun: with what there is.
     """
-    if (found := further(decisions)) and decisions.fp8 not in FURTHER:
+    if found := not_played(decisions):
+        recipes = [recipe for recipe in FURTHER["latent attention"] if all(recipe in FURTHER[name] for name in found)]
         raise CannotRun(
             f"memo-exec has {' and '.join(found)} in FP8 with scales from a tensor's own values, on Hopper; "
             f"with {decisions.fp8} they are priced only",
             where=f"{where}: $.decisions.fp8",
             got=decisions.fp8,
-            wanted=", ".join(FURTHER),
-            hint=f"make the plan with --fp8 {' or '.join(FURTHER)} for an H100 or H200; or {_EXPORT}",
+            wanted=", ".join(recipes),
+            hint=f"make the plan with --fp8 tensor or block for an H100 or H200; or {_EXPORT}",
         )
     if decisions.fp8 == "mx" and decisions.fp8_layouts != "any":
         raise CannotRun(

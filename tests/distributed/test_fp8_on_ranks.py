@@ -252,12 +252,13 @@ LATENTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", LATENTS)
+@pytest.mark.parametrize("recipe", [*LATENTS, "mx"])
 def test_latents_in_fp8_are_gathered(team: Team, recipe: str) -> None:
     """Latents are gathered in FP8; without one for queries, norm1 is gathered in bf16 and then quantised."""
-    latent = LATENTS[recipe]
+    latent = LATENTS["block" if recipe == "mx" else recipe]
     shapes = SIZES[recipe] | {"kv_heads": 4, "head_dim": latent.head_dim, "latent": latent}
     fields = IN_FP8 | {"fp8": recipe, "seq_tokens": 256, "swapped_tokens": 0}
+    fields |= {"fp8_layouts": "any"} if recipe == "mx" else {}
     decisions = training(llama(layers=1, **shapes), Layout(tp=2, sequence_parallel=True), **fields, global_batch=1)
     ranks = team.play(play, 2, decisions, 1, {})
     alone = play(Member(0, 1), one_process(decisions), 1, {})

@@ -50,7 +50,11 @@ from memo_sim.program.layout.skeletal import Fate, Skeletal
 
 ACTIVATIONS = "e4m3"
 """Dtype of FP8 activations and weights."""
-FURTHER: tuple[Fp8Recipe, ...] = ("tensor", "block")
+FURTHER: dict[str, tuple[Fp8Recipe, ...]] = {
+    "weights alone": ("tensor", "block"),
+    "experts": ("tensor", "block"),
+    "latent attention": ("tensor", "block", "mx"),
+}
 """Recipes that memo-exec has for more than the products of dense layers (``further``)."""
 WEIGHT_BLOCK = 128
 """Rows and columns of a weight's values that have one scale, with scales of blocks."""
@@ -97,7 +101,7 @@ def played(decisions: Decisions) -> bool:
         ("block", "tn"),
         ("mx", "any"),
     )
-    return known and not (further(decisions) and decisions.fp8 not in FURTHER)
+    return known and not not_played(decisions)
 
 
 def further(decisions: Decisions) -> list[str]:
@@ -108,6 +112,11 @@ def further(decisions: Decisions) -> list[str]:
         "latent attention": decisions.fp8 != "none" and decisions.model.latent is not None,
     }
     return [name for name, chosen in every.items() if chosen]
+
+
+def not_played(decisions: Decisions) -> list[str]:
+    """Return what memo-exec has no kernels for in a plan's recipe, of what it has ``further``, in words."""
+    return [name for name in further(decisions) if decisions.fp8 not in FURTHER[name]]
 
 
 def delayed(decisions: Decisions) -> bool:

@@ -190,6 +190,8 @@ _SECOND = {"linear": "weight", "linear.dgrad": "weight", "linear.wgrad": "x"}
         pytest.param(WITHOUT_QUERY_LATENT, "tensor", id="no latent for queries"),
         pytest.param(BLOCKS_WITHOUT_QUERY_LATENT, "block", id="no latent for queries, in blocks"),
         pytest.param(llama(layers=1, **BLOCKS), "mx", id="llama in mx"),
+        pytest.param(BLOCK_LATENTS, "mx", id="latents in mx"),
+        pytest.param(BLOCKS_WITHOUT_QUERY_LATENT, "mx", marks=pytest.mark.slow, id="no latent for queries, in mx"),
         pytest.param(llama(layers=1), "delayed", id="llama with scales of the step before"),
     ],
 )
@@ -250,6 +252,7 @@ RECIPES = pytest.mark.parametrize(
         pytest.param(TENSOR_LATENTS, "tensor", id="latents"),
         pytest.param(BLOCK_LATENTS, "block", id="latents in blocks"),
         pytest.param(llama(layers=2, **BLOCKS), "mx", id="mx"),
+        pytest.param(BLOCK_LATENTS, "mx", id="latents in mx"),
         pytest.param(llama(layers=2), "delayed", id="delayed"),
     ],
 )

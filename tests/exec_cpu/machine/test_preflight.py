@@ -114,7 +114,7 @@ def test_weights_in_fp8_alone_have_scales_before_the_first_step(recipe: str, nam
     [
         ("delayed", "qwen3-moe-tiny", {"fp8_experts": True}, "experts"),
         ("mx", "qwen3-moe-tiny", {"fp8_experts": True}, "experts"),
-        ("mx", "mla-tiny", {}, "latent attention"),
+        ("delayed", "mla-tiny", {}, "latent attention"),
         ("delayed", "llama-tiny", {"fp8_params": True}, "weights alone"),
     ],
 )
@@ -202,9 +202,10 @@ def test_every_operand_in_fp8_has_scales(recipe: str, name: str) -> None:
 
 @pytest.mark.parametrize("q_rank", [128, 0])
 @pytest.mark.parametrize("name", FP8_PROGRAMS)
-@pytest.mark.parametrize("recipe", ["tensor", "block"])
+@pytest.mark.parametrize("recipe", ["tensor", "block", "mx"])
 def test_every_operand_of_latents_in_fp8_has_scales(recipe: str, name: str, q_rank: int) -> None:
     fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe} | FP8_PROGRAMS[name]
+    fields |= {"fp8_layouts": "any"} if recipe == "mx" else {}
     latent = LatentAttention(q_rank=q_rank, kv_rank=128, nope_dim=64, rope_dim=64, value_dim=64)
     model = llama(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn_hidden=512, latent=latent)
     decisions = byte_decisions(model=model, **fields)
