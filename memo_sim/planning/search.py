@@ -43,8 +43,9 @@ from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.ahead import OUTCOME, Ahead, Number, Offer
 from memo_sim.planning.allocator_limits import least_limited_s, may_gain, with_best_limit
 from memo_sim.planning.alpha_linear_program import LinearProgram, linear_program
+from memo_sim.planning.alpha_ranges import edges_of
 from memo_sim.planning.alpha_ranges import least_step_s as least_step_s_of_alphas
-from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap, least_that_fits
+from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
@@ -566,9 +567,9 @@ class _Search:
             low, high = int(partial), grid.steps - full_swap
             if high < low:
                 return bound
-            if partial:
-                low = least_that_fits(lambda step: self.bounds.lack_device(grid.at(step)), low, high)
-            found_s = least_step_s_of_alphas(self.bounds, grid, low, max(low, self._most(grid, low, high)), limit_s)
+            lacks = (lambda step: self.bounds.lack_device(grid.at(step))) if partial else None
+            most = self._most(grid, low, high)
+            found_s = least_step_s_of_alphas(self.bounds, grid, low, most, limit_s, lacks=lacks)
         return replace(bound, step_s=max(bound.step_s, found_s))
 
     def _limit_s(self) -> float:
@@ -618,8 +619,7 @@ class _Search:
         partial = candidate.policy == PARTIAL_SWAP
         low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
         most = self._most(grid, low, high)
-        edges = [*range(low, most, width), most]
-        pairs = list(pairwise(edges)) or [(most, most)]
+        pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
         found = [self.bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
         return min(found, key=lambda bound: _least_key(bound, self.bounds.shortfall_bytes(bound)))
 
