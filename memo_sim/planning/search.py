@@ -8,8 +8,7 @@ is as fast as its bound and needs no more of either memory. Tighter bounds cost 
 when the previous ones do not decide.
 
 Where there are many layouts, a layout first gets lower bounds of its own, and its candidates are made only when these
-do not decide. Where alpha is open, ranges of it get lower bounds as well, and in pipelines, whose plays are long, a
-stage that is played alone.
+do not decide. In pipelines, whose plays are long, ranges of alpha get lower bounds as well.
 
 Plans on PyTorch's allocator that may be the best are played under lower limits of its memory, too
 (``allocator_limits.py``).
@@ -231,12 +230,6 @@ class _Bounded:
     def least_key(self) -> tuple[bool, bool, float]:
         """No outcome of the candidate ranks before this key (``Evaluated.rank_key``)."""
         return (False, False, 0.0) if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
-
-
-def _needs_limit(one: _Bounded) -> bool:
-    """Return whether a candidate's next bounds are worth their lowerings only beside a plan that is already played."""
-    alone = one.next_bound == "alone"
-    return alone or (one.next_bound == "wide" and one.candidate.base.layout.pp == 1)
 
 
 def _is_small(candidate: Candidate) -> bool:
@@ -539,9 +532,6 @@ class _Search:
                 return replace(one, bound=bound, next_bound="layers")
             if one.next_bound == "alone":
                 return replace(one, bound=self._bound_of_one_stage(candidate, bound), next_bound="")
-            if _needs_limit(one) and self._limit_s() == float("inf"):
-                # Without stages, a plan is soon played, and then decides what pipelines are not.
-                return replace(one, next_bound=self._after(one))
             width = RANGES.get(one.next_bound)
             higher = self._bound(candidate) if width is None else self._bound_of_ranges(candidate, width)
         except Infeasible:
@@ -550,13 +540,12 @@ class _Search:
         return _Bounded(candidate, higher, self.bounds.shortfall_bytes(higher), self._after(one))
 
     def _after(self, one: _Bounded) -> NextBound:
-        """Return the bounds that come after those of ``one``; a stage is played alone only where there are others."""
+        """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
         layout = one.candidate.base.layout
-        staged = layout.pp > 1
-        alone: NextBound = "alone" if staged and not self.front else ""
+        alone: NextBound = "" if self.front else "alone"
         if one.next_bound == "wide":
-            return "narrow" if staged and self.front else alone
-        if one.next_bound == "layers" and layout.subsequences == 1 and (staged or not self.front):
+            return "narrow" if self.front else alone
+        if one.next_bound == "layers" and layout.pp > 1 and layout.subsequences == 1:
             return "wide" if one.candidate.policy.alpha is None else alone
         return ""
 
@@ -729,7 +718,7 @@ class _Search:
 
     def next_name(self, one: _Bounded) -> Hashable:
         """Return the name of a candidate's next bounds, with what they depend on beside the candidate."""
-        return (one.next_bound, self._limit_s()) if _needs_limit(one) else one.next_bound
+        return (one.next_bound, self._limit_s()) if one.next_bound == "alone" else one.next_bound
 
     def _tightened(self, number: Number, one: _Bounded) -> _Bounded:
         """Return the next tighter lower bounds of a candidate, which another process may have computed."""
