@@ -29,15 +29,21 @@ def rotary_backward(call: Call) -> None:
     _rotate(call, "grad", -1.0)
 
 
+def frequencies(call: Call) -> tuple[Tensor, float]:
+    """Return the layer's frequencies, fp32 (rotary features / 2,), and the factor of cosines and sines."""
+    work, context = call.instruction.work, call.context
+    if isinstance(work, Rotary) and work.theta:
+        return context.own_frequencies[work.theta], 1.0
+    scaling = context.model.rope_scaling
+    return context.inverse_frequencies, 1.0 if scaling is None else scaling.attention_factor
+
+
 class Tables:
     """Cosine and sine tables in the workspace, for one row block at a time."""
 
     def __init__(self, call: Call, packed: Tensor, first: int) -> None:
         self._call, self._first = call, first
-        work = call.instruction.work
-        theta = work.theta if isinstance(work, Rotary) else 0.0
-        self._frequencies = call.context.own_frequencies[theta] if theta else call.context.inverse_frequencies
-        self._scaling = None if theta else call.context.model.rope_scaling
+        self._frequencies, self._factor = frequencies(call)
         half, self.scratch = call.context.model.rotary_dim // 2, call.scratch()
         rows = min(len(packed), NORM_ROWS)
         self._positions = self.scratch.take(rows)
@@ -53,10 +59,9 @@ class Tables:
         torch.outer(positions[:rows], self._frequencies, out=sines[:rows])
         torch.cos(sines[:rows], out=cosines[:rows])
         sines[:rows].sin_()
-        scaling = self._scaling
-        if scaling is not None and scaling.attention_factor != 1:
-            cosines[:rows].mul_(scaling.attention_factor)
-            sines[:rows].mul_(scaling.attention_factor)
+        if self._factor != 1:
+            cosines[:rows].mul_(self._factor)
+            sines[:rows].mul_(self._factor)
         if self._narrow is None:
             return cosines[:rows], sines[:rows]
         return self._narrow[0][:rows].copy_(cosines[:rows]), self._narrow[1][:rows].copy_(sines[:rows])

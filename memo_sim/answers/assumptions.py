@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
+from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.knobs import LINEAR_LOSSES, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.summary import NOT_READ, Assumption
@@ -17,7 +18,7 @@ from memo_sim.program.layout.fp8 import played
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS, loss_tiles
+from memo_sim.program.operators.workspaces import FUSED_KINDS, HEAD_KINDS, ROUNDED_KINDS, loss_tiles
 from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
@@ -74,7 +75,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_changes(question),
         *(Assumption(name="the job", value=text) for text in question.of_job),
         Assumption(name="attention kernel", value=f"{kernel}: {ATTENTION_KERNELS[kernel].title}", option="--attention"),
-        Assumption(name="other kernels", value=_rowwise(decisions), option="--compile, --eager"),
+        Assumption(name="other kernels", value=_rowwise(question, decisions), option="--compile, --eager"),
         Assumption(name="dtype", value=f"{decisions.dtype} parameters and activations", option="--dtype"),
         Assumption(name="states", value=_states(decisions), option="--states, --zero"),
         Assumption(name="batch", value=_batch(question, decisions), option="--global-batch, --micro-batch"),
@@ -96,6 +97,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_objective(decisions),
         *_not_read(question),
         *_network(question),
+        *_profile(question),
         *_beyond(simulation),
     ]
 
@@ -108,18 +110,20 @@ def _changes(question: Question) -> list[Assumption]:
     ]
 
 
-def _rowwise(decisions: Decisions) -> str:
-    """Return whose row-wise kernels a plan has; of fused ones, which operator of the model is not among them."""
+def _rowwise(question: Question, decisions: Decisions) -> str:
+    """Return whose row-wise kernels a plan has; of fused ones, what is not fused or not measured."""
     text = KERNELS[decisions.kernels.rowwise]
     model = decisions.model
     own = {
-        "qk_norm": model.qk_norm,
         "geglu": model.gated and model.activation != "silu",
         "attention.sink": model.sinks,
     }
     torchs = [kind.removeprefix("attention.") for kind, has in own.items() if has and kind not in FUSED_KINDS]
-    fused = decisions.kernels.rowwise == "triton" and torchs
-    return f"{text} ({', '.join(torchs)}: torch operators)" if fused else text
+    notes = [f"{', '.join(torchs)}: torch operators"] if torchs else []
+    measured = question.hardware.fused_rowwise_bytes_per_s.get("triton", {})
+    if model.qk_norm and not measured.keys() >= HEAD_KINDS:
+        notes.append("qk_norm: priced as torch operators until measured")
+    return f"{text} ({'; '.join(notes)})" if decisions.kernels.rowwise == "triton" and notes else text
 
 
 def _states(decisions: Decisions) -> str:
@@ -316,6 +320,14 @@ def _network(question: Question) -> list[Assumption]:
         return []
     value = "efficiency by size as of the clusters given by name (SimAI's rings); the cluster names none"
     return [Assumption(name="network", value=value, option="size_efficiency in the cluster's file")]
+
+
+def _profile(question: Question) -> list[Assumption]:
+    """Return that other work ran while the profile was measured, where it did."""
+    if not (disturbed := question.hardware.provenance.get(DISTURBED)):
+        return []
+    value = f"{question.hardware.name} was measured on a busy machine ({disturbed}); calibrate again"
+    return [Assumption(name="profile", value=value, option="--cluster")]
 
 
 def _beyond(simulation: Simulation) -> list[Assumption]:

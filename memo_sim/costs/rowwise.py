@@ -4,7 +4,8 @@
 - Its variants (``gelu.bwd``, ``cross_entropy.stats``) use that curve when they have none.
 - Every other operator uses the common curve of memory-bound kernels.
 - A fused kernel needs a curve of its own implementation; torch's curves say nothing about it. Only the rounding of
-  swapped rows on copy lanes has torch's price until it is measured: Triton's kernels go over memory fewer times.
+  swapped rows on copy lanes and norms over heads have torch's price until they are measured (``LATER_KINDS``):
+  Triton's kernels go over memory fewer times.
 - With a framework's library, an operator takes the sum of its kernels (``operators/framework_kernels.py``). A kernel
   has the curve of its library and pattern, or else that of the operator.
 - The loss that is fused in every plan (``knobs.Loss``) has Triton's curve, or the operator's where there is none.
@@ -18,7 +19,7 @@ from memo_sim.contract.knobs import FrameworkLibrary, RowwiseKernel
 from memo_sim.costs.curves import LogCurve
 from memo_sim.program.ir.work import FRESH, Rowwise
 from memo_sim.program.operators.framework_kernels import SHARED_KERNELS, Kernel, framework_kernels, library_of
-from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS
+from memo_sim.program.operators.workspaces import FUSED_KINDS, LATER_KINDS
 
 FUSED_LOSS, LOSS = "cross_entropy.fused", "cross_entropy"
 
@@ -63,7 +64,7 @@ class RowwiseRates:
                     hint="calibrate on a machine where it is installed, or --rowwise torch",
                 )
             return self._time(f"rowwise.{kernel}.{work.kind}", curve, work.moved_bytes, outside)
-        if kernel == "triton" and work.kind in ROUNDED_KINDS and (found := self._fused.get((kernel, work.kind))):
+        if kernel == "triton" and work.kind in LATER_KINDS and (found := self._fused.get((kernel, work.kind))):
             return self._time(f"rowwise.{kernel}.{work.kind}", found, work.moved_bytes, outside)
         if work.kind == FUSED_LOSS and (found := self._fused.get(("triton", LOSS))):
             return self._time(f"rowwise.triton.{LOSS}", found, work.moved_bytes, outside)

@@ -1,7 +1,7 @@
 """Lower bound of a pipeline's step time over all alphas, from one stage that is played alone (``stage_alone.py``).
 
 A range of alphas is halved until its bound reaches the time of the best plan so far. The widest ranges have the ends
-that the bounds of a few layers had before (``RANGES`` in ``search.py``), which are known for each. Ranges that these
+that the bounds of a few layers had before (``bounded_candidates.py``), which are known for each. Ranges that these
 decide are not played, nor are ranges whose most swapped tokens leave too much on the device. Neighbours share an alpha,
 so each is lowered once. The search ends at the first single alpha that may be faster.
 

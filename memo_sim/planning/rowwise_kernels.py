@@ -20,7 +20,7 @@ from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.lower import lower
-from memo_sim.program.operators.workspaces import FUSED_KINDS
+from memo_sim.program.operators.workspaces import FUSED_KINDS, HEAD_KINDS
 
 
 class RowwiseChoice:
@@ -206,4 +206,4 @@ def _works(decisions: Decisions) -> Counter[Rowwise]:
 def _works_of(template: Template) -> Counter[Rowwise]:
     """Return the work of one instance that fused kernels could play, with its counts."""
     works = (instruction.work for instruction in template.instructions)
-    return Counter(work for work in works if isinstance(work, Rowwise) and work.kind in FUSED_KINDS)
+    return Counter(work for work in works if isinstance(work, Rowwise) and work.kind in FUSED_KINDS | HEAD_KINDS)

@@ -33,10 +33,16 @@ PADS_DOCUMENTS = ("flash1", "flash2", "flash3", "flash4", "torch-flash")
 FUSED_KINDS = frozenset(
     f"{kind}{backward}" for kind in ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary") for backward in ("", ".bwd")
 ) | {"cross_entropy"}
-"""Row-wise works that run as fused kernels when the plan asks for them; all others run in torch in every plan."""
+"""Row-wise works that run as fused kernels when the plan asks for them, as do ``LATER_KINDS``; others run in torch."""
 
 ROUNDED_KINDS = frozenset({"swap.round", "swap.widen"})
 """Row-wise works on copy lanes that run as fused kernels in the same plans; their workspace and bytes are torch's."""
+
+HEAD_KINDS = frozenset({"qk_norm", "qk_norm.bwd"})
+"""Norms over each head of Q and K, of which the same is true."""
+
+LATER_KINDS = HEAD_KINDS | ROUNDED_KINDS
+"""Works whose fused kernels came after profiles: they have torch's price until they are measured."""
 
 FLASH_TILE_TOKENS, FLASH_LEAST_TILE_TOKENS = 128, 64
 """The largest and the smallest tile of tokens in the backward of flash-attn 3 and 4, which round up to whole tiles."""
@@ -312,7 +318,7 @@ def rotary_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str, row
     """Return the scratch of the rotary embedding of ``heads`` heads.
 
     For a block of rows: positions, cosines and sines, and half the features of its heads. Triton needs no copy of the
-    heads.
+    heads. It needs no tables either since it computes them itself, but plans pin their program, and with it this size.
     """
     block, half, size = min(rows, NORM_ROWS), head_dim // 2, DTYPE_BYTES[dtype]
     tables = [4 * block * half] * 2

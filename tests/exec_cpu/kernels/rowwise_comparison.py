@@ -138,6 +138,29 @@ def _rotary(*, backward: bool) -> Trial:
     )
 
 
+def _qk_norm(*, backward: bool) -> Trial:
+    model = llama(qk_norm=True, heads=6, kv_heads=3, head_dim=24)
+    heads, size = model.heads + model.kv_heads, model.head_dim
+    width, packed = heads * size, _random(ROWS, heads * size + model.kv_width, shift=0.4)
+    weights = {"q_weight": _random(size), "k_weight": _random(size, seed=1)}
+    if not backward:
+        return Trial(
+            "qk_norm",
+            decide(model),
+            {"qkv": packed, "raw": torch.zeros(ROWS, width).double(), **weights},
+            ("qkv", "raw"),
+            lambda dtype, rowwise: table.qk_norm_workspace_bytes(ROWS, heads, size, dtype),
+        )
+    grads = {f"grad_{name}": torch.ones(size) for name in weights}
+    return Trial(
+        "qk_norm.bwd",
+        decide(model),
+        {"grad": packed, "raw": _random(ROWS, width, seed=2), **weights, **grads},
+        ("grad", *grads),
+        lambda dtype, rowwise: table.qk_norm_backward_workspace_bytes(ROWS, heads, size, dtype),
+    )
+
+
 def _cross_entropy(uncounted: int) -> Trial:
     labels = torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(0))
     labels[:uncounted] = -100
@@ -164,6 +187,8 @@ TRIALS: dict[str, Callable[[], Trial]] = {
     "swiglu.bwd": lambda: _swiglu(backward=True),
     "rotary": lambda: _rotary(backward=False),
     "rotary.bwd": lambda: _rotary(backward=True),
+    "qk_norm": lambda: _qk_norm(backward=False),
+    "qk_norm.bwd": lambda: _qk_norm(backward=True),
     "cross_entropy": lambda: _cross_entropy(0),
     "cross_entropy, some": lambda: _cross_entropy(20),
     "cross_entropy, none": lambda: _cross_entropy(ROWS),

@@ -9,15 +9,20 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from memo_exec.kernels import KERNELS
+from memo_sim.contract.documents import Documents
 from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.layer_shape import LayerRun, LayerShape
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Kernels
+from memo_sim.contract.rope_scaling import RopeScaling
+from memo_sim.program.ir.work import Rotary
 from memo_sim.program.layout.swap_format import packed_features
 from memo_sim.program.operators import workspaces as table
 from tests.exec_cpu.kernels import rowwise_comparison as comparison
@@ -42,7 +47,9 @@ def test_fused_kernels_match_the_plain_ones(name: str, dtype: torch.dtype, monke
     assert comparison.faults(name, dtype=dtype, device="cpu", rounding=rounding) == []
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm.bwd", "gelu.bwd", "swiglu", "rotary", "cross_entropy"])
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "rms_norm.bwd", "gelu.bwd", "swiglu", "rotary", "qk_norm.bwd", "cross_entropy"]
+)
 def test_the_comparison_finds_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault changes one element of the first result by 5 % of the largest."""
     plain = comparison.Trial.played
@@ -58,7 +65,9 @@ def test_the_comparison_finds_a_wrong_kernel(name: str, monkeypatch: pytest.Monk
     assert comparison.faults(name, dtype=torch.bfloat16, device="cpu", rounding=comparison.CUT)
 
 
-@pytest.mark.parametrize("model", [gpt(layers=1), llama(layers=1)], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "model", [gpt(layers=1), llama(layers=1), llama(layers=1, qk_norm=True)], ids=["gpt", "llama", "qwen3"]
+)
 def test_a_step_with_fused_kernels_gives_the_gradients_of_one_without(model: Model) -> None:
     decisions = decide(model, recompute="full", micro_batch=1)
     kernels = msgspec.structs.replace(decisions.kernels, rowwise="triton")
@@ -141,3 +150,42 @@ def test_rows_rounded_for_the_host_have_torchs_bits(
     wanted, back = (found[rowwise][1].float() for rowwise in ("torch", "triton"))
     # Triton's interpreter cuts bf16 numbers, whereas a GPU rounds them.
     assert bool(((back - wanted).abs() <= wanted.abs() * (0 if dtype == torch.float32 else 2.0**-7)).all())
+
+
+@pytest.mark.parametrize("case", ["documents", "last of a million tokens", "a base of its own", "yarn", "9 heads"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_needs_no_tables(case: str, dtype: torch.dtype) -> None:
+    """The fused kernel plays without a workspace, and turns each row as torch's kernel does, wherever it stands."""
+    theta = 0.0
+    fields: dict[str, Any] = {"model": llama(layers=1), "seq_tokens": 256, "micro_batch": 1}
+    rows, first = 12, 90
+    match case:
+        case "documents":
+            fields["documents"] = Documents(lengths=((3, 1), (5, 1)))
+        case "last of a million tokens":
+            fields |= {"seq_tokens": 2**20}
+            first = 2**20 - rows
+        case "a base of its own":
+            theta = 1e6
+            pattern = (LayerRun(shape=LayerShape(ffn_hidden=160, rope_theta=theta)),)
+            fields["model"] = llama(layers=1, layer_pattern=pattern)
+        case "yarn":
+            scaling = RopeScaling(kind="yarn", factor=4.0, original_max_positions=64, attention_factor=1.2)
+            fields["model"] = llama(layers=1, rope_scaling=scaling)
+        case "9 heads":
+            fields["model"] = llama(layers=1, heads=6, kv_heads=3, head_dim=24)
+    model = fields["model"]
+    heads, width = model.heads + model.kv_heads, model.q_width + 2 * model.kv_width
+    packed = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    name = "fp32" if dtype == torch.float32 else "bf16"
+    for op, role in (("rotary", "qkv"), ("rotary.bwd", "grad")):
+        found: dict[RowwiseKernel, torch.Tensor] = {}
+        for rowwise in ("torch", "triton"):
+            decisions = decide(dtype=name, kernels=Kernels(attention="torch-flash-cpu", rowwise=rowwise), **fields)
+            room = table.rotary_workspace_bytes(rows, heads, model.head_dim, name) if rowwise == "torch" else 0
+            work = Rotary(op, rows, 0, 0, theta=theta)
+            call = play(op, decisions, {role: packed.clone()}, work=work, first=first, workspace_bytes=room)
+            found[rowwise] = call[role].float()
+        error = float((found["triton"] - found["torch"]).abs().max() / found["torch"].abs().max())
+        assert error < (2e-6 if dtype == torch.float32 else comparison.CUT), op
+        assert not torch.equal(found["triton"], packed.float())

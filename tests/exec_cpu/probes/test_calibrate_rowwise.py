@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memo_exec.commands.calibrate import calibrate
-from memo_exec.kernels import FUSED, ROUNDING
+from memo_exec.kernels import FUSED, IN_TRITON, ROUNDING
 from memo_exec.probes import memory
 from memo_exec.probes import usable as usables
 from memo_exec.probes.operators import Bench, Operator
@@ -18,7 +18,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
 from memo_sim.program.ir.work import Rowwise
-from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS
+from memo_sim.program.operators.workspaces import FUSED_KINDS, LATER_KINDS, ROUNDED_KINDS
 from tests.exec_cpu.probes.test_calibrate import FEW
 
 FUSED_TIMES = {"rms_norm": 4.0, "rms_norm.bwd": 4.0, "swiglu": 0.8, "cross_entropy": 0.7}
@@ -49,7 +49,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 def test_triton_has_curves_of_its_own(with_triton: Hardware) -> None:
     curves = with_triton.fused_rowwise_bytes_per_s["triton"]
-    assert set(curves) == FUSED_KINDS | ROUNDED_KINDS
+    assert set(curves) == set(IN_TRITON) == FUSED_KINDS | LATER_KINDS
     assert (set(FUSED), set(ROUNDING)) == (FUSED_KINDS, ROUNDED_KINDS)
     for kind, curve in curves.items():
         assert curve.y == [pytest.approx(1e9 * FUSED_TIMES.get(kind, 1.0))] * len(curve.x)

@@ -13,6 +13,7 @@ from memo_sim.answers.what_if import Outputs, plan_of, price, what_if
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
+from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB
 from memo_sim.planning.question import Pins, Question, with_memory
@@ -146,6 +147,15 @@ def test_a_plan_that_is_only_priced_has_a_verdict(asked) -> None:
     assert again.result.summary.price_per_step == pytest.approx(4 * again.result.summary.step_s * 8 / 3600)
 
 
+def test_a_profile_of_a_busy_machine_is_among_the_assumptions(asked) -> None:
+    busy = msgspec.structs.replace(asked.hardware, provenance={DISTURBED: "the load was 9.0 on 2 cores"})
+    (line,) = (
+        each for each in what_if(replace(asked, hardware=busy)).result.summary.assumptions if each.name == "profile"
+    )
+    assert "was measured on a busy machine (the load was 9.0 on 2 cores)" in line.value
+    assert all(each.name != "profile" for each in what_if(asked).result.summary.assumptions)
+
+
 def test_an_extrapolation_is_among_the_assumptions(asked) -> None:
     cluster, hardware = load_cluster("h100-1x8")
     model = msgspec.structs.replace(load_model("llama3-8b"), layers=4)
@@ -195,13 +205,13 @@ def test_host_memory_that_the_plan_needs_is_assumed_with_its_source(asked) -> No
         assert (text.count("of it buy 2.0 %: --host-memory-gib 1 takes ") == 1) == said
 
 
-def test_operators_that_run_in_torch_beside_fused_ones_are_named() -> None:
+def test_fused_operators_that_are_priced_as_torchs_are_named() -> None:
     tiny = msgspec.structs.replace(load_model("llama-tiny"), qk_norm=True)
     asked = Question(tiny, *load_cluster("h100-1x1"), seq_tokens=8192, pins=Pins(rowwise="triton"))
     for model, said in ((tiny, True), (load_model("llama-tiny"), False)):
         summary = what_if(replace(asked, model=model)).result.summary
         kernels = next(each.value for each in summary.assumptions if each.name == "other kernels")
-        assert kernels.endswith("(qk_norm: torch operators)") == said
+        assert kernels.endswith("(qk_norm: priced as torch operators until measured)") == said
     free = replace(asked, pins=Pins())
     assert "--compile" in {one.option for one in left_out(free)}
     assert "--compile" not in {one.option for each in (asked, replace(free, system="memo")) for one in left_out(each)}

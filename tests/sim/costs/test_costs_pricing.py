@@ -89,9 +89,10 @@ class TestWorks:
         assert price.outside == {"rowwise.gelu"}
         assert {work for work, curves in price.outside_of.items() if curves} == {large}
 
-    def test_rounded_rows_have_tritons_curve_or_torchs_price(self) -> None:
-        work = Rowwise("swap.round", 1000, 2 * 10**8, 10**8)
-        curves = {"triton": {"swap.round": Curve(x=[1e3, 1e9], y=[1e11, 1e11], source="memory-bound")}}
+    @pytest.mark.parametrize("kind", ["swap.round", "qk_norm", "qk_norm.bwd"])
+    def test_kernels_that_came_later_have_tritons_curve_or_torchs_price(self, kind: str) -> None:
+        work = Rowwise(kind, 1000, 2 * 10**8, 10**8)
+        curves = {"triton": {kind: Curve(x=[1e3, 1e9], y=[1e11, 1e11], source="memory-bound")}}
         plain, outside = load_hardware("a100-sxm4-80gb"), set[str]()
         before, measured = RowwiseRates(plain), RowwiseRates(replace(plain, fused_rowwise_bytes_per_s=curves))
         assert measured.seconds(work, outside, "triton") == pytest.approx(3e8 / 1e11)
