@@ -1,25 +1,44 @@
 """Lower bound of a pipeline's step time over all alphas, from one stage that is played alone (``stage_alone.py``).
 
-A range of alphas is halved until its bound reaches the time of the best plan so far. Ranges that the cheaper bounds of
-a few layers decide are not played. The search ends at the first single alpha that may be faster.
+A range of alphas is halved until its bound reaches the time of the best plan so far. The widest ranges have the ends
+that the bounds of a few layers had before (``bounded_candidates.py``), which are known for each. Ranges that these
+decide are not played, nor are ranges whose most swapped tokens leave too much on the device. Neighbours share an alpha,
+so each is lowered once. The search ends at the first single alpha that may be faster.
 
       alpha     0        1/4        1/2        3/4        1
-      bound     |---- 114 ----|- 108 -|- 109 -|---- 111 --|        none is below 107, the best so far
+      bound     |-- 114 --|- 108 -|109|-- 110 --|-- 111 --|        none is below 107, the best so far
 """
 
 from __future__ import annotations
 
-from memo_sim.planning.alpha_search import Grid
+from collections.abc import Callable
+from itertools import pairwise
+
+from memo_sim.planning.alpha_search import Grid, least_that_fits
 from memo_sim.planning.lower_bounds import LowerBounds
 
 WIDEST = 8
 """Grid steps of the widest range that is played: a wider one is too far below its alphas to decide anything."""
 
 
-def least_step_s(bounds: LowerBounds, grid: Grid, low: int, high: int, limit_s: float) -> float:
+def edges_of(low: int, high: int, width: int) -> list[int]:
+    """Return the grid steps from ``low`` to ``high`` that are one of both, or a multiple of ``width``."""
+    return sorted({low, *range(-(-low // width) * width, high, width), high})
+
+
+def least_step_s(
+    bounds: LowerBounds,
+    grid: Grid,
+    low: int,
+    high: int,
+    limit_s: float,
+    *,
+    lacks: Callable[[int], bool] | None = None,
+) -> float:
     """Return a lower bound of the step seconds at all grid steps from ``low`` to ``high``, if it reaches ``limit_s``.
 
-    0 when an alpha may be faster.
+    0 when an alpha may be faster. ``lacks``: whether a grid step does not fit on the device, nor any below; such steps
+    do not count. It is asked for only where time does not decide.
 
     Raises:
         Infeasible: when a plan cannot be lowered, or the profile has not measured its work.
@@ -30,12 +49,22 @@ def least_step_s(bounds: LowerBounds, grid: Grid, low: int, high: int, limit_s: 
     waiting = [(step, step) for step in ends]
     low, high = max(low, 1), min(high, grid.steps - 1)
     if low <= high:
-        waiting.append((low, high))
+        edges = edges_of(low, high, WIDEST)
+        if lacks is not None:
+            fitting = least_that_fits(lambda place: lacks(edges[place]), 0, len(edges) - 1)
+            edges = edges[max(0, fitting - 1) :]
+        waiting += reversed(list(pairwise(edges)) or [(low, high)])
+    widest, done = set(waiting), set[tuple[int, int]]()
     while waiting:
-        first, last = waiting.pop()
-        found_s = _least_step_s(bounds, grid, first, last, limit_s)
+        first, last = one = waiting.pop()
+        if one in done:
+            continue
+        done.add(one)
+        found_s = _least_step_s(bounds, grid, first, last, limit_s, few=one in widest or first == last)
         if found_s >= limit_s:
             least_s = min(least_s, found_s)
+        elif lacks is not None and lacks(last):
+            continue
         elif first == last:
             return 0.0
         elif last - first == 1:
@@ -46,13 +75,13 @@ def least_step_s(bounds: LowerBounds, grid: Grid, low: int, high: int, limit_s: 
     return least_s
 
 
-def _least_step_s(bounds: LowerBounds, grid: Grid, first: int, last: int, limit_s: float) -> float:
+def _least_step_s(bounds: LowerBounds, grid: Grid, first: int, last: int, limit_s: float, *, few: bool) -> float:
+    """Return a range's lower bound; ``few``: whether the bound of a few layers is tried first."""
     low, high = grid.at(first), grid.at(last)
-    if 0 < last - first <= WIDEST:
-        return bounds.of_one_stage(low, high, limit_s)
-    bound = bounds.between(low, high)
-    if bounds.shortfall_bytes(bound):
-        return float("inf")
-    if bound.step_s >= limit_s or last > first:
-        return bound.step_s
-    return max(bound.step_s, bounds.of_one_stage(low, high, limit_s))
+    if few:
+        bound = bounds.between(low, high)
+        if bounds.shortfall_bytes(bound):
+            return float("inf")
+        if bound.step_s >= limit_s:
+            return bound.step_s
+    return bounds.of_one_stage(low, high, limit_s)

@@ -16,8 +16,9 @@ from typing import Literal
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.planning.alpha_ranges import WIDEST, edges_of
 from memo_sim.planning.alpha_ranges import least_step_s as least_step_s_of_alphas
-from memo_sim.planning.alpha_search import Grid, least_that_fits, most_that_host_holds
+from memo_sim.planning.alpha_search import Grid, most_that_host_holds
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
 from memo_sim.planning.outcome import Key, ranked_s
@@ -27,7 +28,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.rivals import Opened
 from memo_sim.planning.space import Candidate, Space, policies
 
-RANGES: dict[str, int] = {"wide": 8, "narrow": 2}
+RANGES: dict[str, int] = {"wide": WIDEST, "narrow": 2}
 """Grid steps of the ranges of alpha that get lower bounds of their own, one after the other."""
 
 LEAST: Key = (False, False, 0.0)
@@ -163,8 +164,7 @@ class CandidateBounds:
         partial = candidate.policy == PARTIAL_SWAP
         low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
         most = most_that_host_holds(grid, bounds, low, high)
-        edges = [*range(low, most, width), most]
-        pairs = list(pairwise(edges)) or [(most, most)]
+        pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
         found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
         return min(found, key=lambda bound: _least_key(bound, bounds.shortfall_bytes(bound)))
 
@@ -186,8 +186,7 @@ class CandidateBounds:
             low, high = int(partial), grid.steps - full_swap
             if high < low:
                 return bound
-            if partial:
-                low = least_that_fits(lambda step: bounds.lack_device(grid.at(step)), low, high)
             most = most_that_host_holds(grid, bounds, low, high)
-            found_s = least_step_s_of_alphas(bounds, grid, low, max(low, most), limit_s)
+            lacks = (lambda step: bounds.lack_device(grid.at(step))) if partial else None
+            found_s = least_step_s_of_alphas(bounds, grid, low, most, limit_s, lacks=lacks)
         return replace(bound, step_s=max(bound.step_s, found_s))

@@ -24,6 +24,7 @@ from memo_sim.contract.knobs import MOST_ZERO
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
+from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
 from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import derive_edges
@@ -93,8 +94,7 @@ class Passes:
     """
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
-        self._hardware = hardware
-        self._cluster = cluster
+        self._pricers = Pricers(hardware, cluster)
         self._lowered: Recent[_Question, _FewLayers] = Recent(MOST_LOWERED, _FewLayers.size)
         self._numbers: dict[_Question, int] = {}
         self._known: dict[tuple[int, int], Pass] = {}
@@ -173,8 +173,7 @@ class Passes:
     def _lower(self, question: _Question) -> _FewLayers:
         def lowered() -> _FewLayers:
             alone, middle = question
-            pricer = Pricer(self._hardware, self._cluster, alone.layout, rowwise=alone.kernels.rowwise)
-            return _FewLayers(alone, pricer, middle)
+            return _FewLayers(alone, self._pricers.of(alone), middle)
 
         return self._lowered.of(question, lowered)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import msgspec
@@ -28,11 +29,12 @@ import numpy as np
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
-from memo_sim.costs.pricing import NodeRates, Pricer
+from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.memory import memory_of
 from memo_sim.engine.playback import Floats
 from memo_sim.engine.repetition import RECEIVED_AHEAD, Repetition, period_of, played_at_first, windows
 from memo_sim.engine.segments import Segments, cut
+from memo_sim.planning.pricers import Pricers
 from memo_sim.program.analysis.columns import FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Family, Lane, Template
@@ -61,23 +63,26 @@ def stands_alone(decisions: Decisions) -> bool:
     return layout.pp > 1 and layout.subsequences == 1 and layout.schedule != "gpipe"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Written:
     """The families and templates of a stage at one alpha, which cost a third of a lowering."""
 
     families: tuple[Family, ...]
     templates: tuple[Template, ...]
-    seconds: Floats
-    """By instruction of the templates, each alone on the machine."""
     form: Form
+    seconds: Floats | None = None
+    """By instruction of the templates, each alone on the machine; memory needs none."""
 
 
 class _Order:
-    """The order of a stage's instructions, which plans of one form share: as segments that wait for other lanes."""
+    """The order of a stage's instructions, which plans of one form share: as segments that wait for other lanes.
+
+    The segments are made when they are first played: memory needs none.
+    """
 
     def __init__(self, program: Program, decisions: Decisions) -> None:
         self.program, self.columns = program, fold(program)
-        edges, lane = derive_edges(self.columns), self.columns.lane
+        lane = self.columns.lane
         starts = np.cumsum([0, *(len(template.instructions) for template in program.templates)])
         self.of_template: Ints = starts[self.columns.template] + self.columns.position
         """By instruction: its number among those of all templates."""
@@ -88,6 +93,10 @@ class _Order:
         self.plays_all = not beyond
         of_step = np.array([template.kind.of_step for template in program.templates])[self.columns.template]
         self.last_of_passes = int(np.flatnonzero(~of_step & (lane == Lane.COMPUTE))[-1])
+
+    @cached_property
+    def _segments_and_steps(self) -> tuple[Segments, list[_Step]]:
+        edges, lane = derive_edges(self.columns), self.columns.lane
         anew = np.zeros(0, dtype=np.int64)
         if self.repeated:
             # What waits for more than a window, or for a lane that has no work in it, waits for nothing.
@@ -97,20 +106,20 @@ class _Order:
             after = np.arange(len(lane)) >= window.end
             idle = ~np.isin(lane, lane[window.first : window.end]) & after
             anew = np.flatnonzero(idle)[np.unique(lane[idle], return_index=True)[1]]
-        self._segments = cut(lane, edges, len(Lane), anew)
-        self._steps = _steps(self._segments, lane, set(anew.tolist()))
+        segments = cut(lane, edges, len(Lane), anew)
+        return segments, _steps(segments, lane, set(anew.tolist()))
 
     def played(self, seconds: Floats, before_s: float) -> tuple[Floats, Floats]:
         """Return when every instruction starts and ends, when its lane and its producers are all that it waits for.
 
         The stage's first input arrives ``before_s`` after the step's start.
         """
-        segments = self._segments
+        segments, steps = self._segments_and_steps
         ordered = seconds[segments.order]
         work = np.add.reduceat(ordered, segments.first).tolist()
         free, start, end = [0.0] * len(Lane), [0.0] * len(work), [0.0] * len(work)
         free[Lane.RECV] = before_s
-        for segment, lane, producers, anew in self._steps:
+        for segment, lane, producers, anew in steps:
             ready = 0.0 if anew else free[lane]
             for producer in producers:
                 ready = max(ready, end[producer])
@@ -145,6 +154,7 @@ class StagesAlone:
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
         self._hardware, self._cluster = hardware, cluster
+        self._pricers = Pricers(hardware, cluster)
         self._written: OrderedDict[tuple[Decisions, int], _Written] = OrderedDict()
         self._orders: OrderedDict[tuple[Decisions, int, Form], _Order] = OrderedDict()
         self._made: OrderedDict[Decisions, Made] = OrderedDict()
@@ -167,7 +177,7 @@ class StagesAlone:
         order = self._order(low, stage, first)
         if not order.repeated and not order.plays_all:
             return None
-        seconds = np.minimum(first.seconds, last.seconds)[order.of_template]
+        seconds = np.minimum(self._seconds(low, first), self._seconds(high, last))[order.of_template]
         start_s, end_s = order.played(seconds, before_s)
         added_s = max((each.times * _least_period_s(each, start_s) for each in order.repeated), default=0.0)
         ended_s = max(float(end_s.max()), float(end_s[order.last_of_passes]) + after_s)
@@ -212,14 +222,19 @@ class StagesAlone:
         families, templates = stage_templates(
             decisions, shape_of(decisions), chosen, micro_batches, made=self._layers(decisions)
         )
-        layout = decisions.layout
-        pricer = Pricer(self._hardware, self._cluster, layout, rowwise=decisions.kernels.rowwise)
-        local_devices = min(self._cluster.devices_per_node, layout.devices)
-        rates = NodeRates(self._hardware, self._cluster, local_devices, demands=pricer.demands)
-        # No lane is faster than while no other lane is busy.
-        alone = {lane: rates.rates(1 << lane)[lane] for lane in Lane}
-        seconds = [pricer.seconds(i.work) / alone[i.lane] for template in templates for i in template.instructions]
-        return _Written(families, templates, np.array(seconds), _form(families, templates))
+        return _Written(families, templates, _form(families, templates))
+
+    def _seconds(self, decisions: Decisions, written: _Written) -> Floats:
+        """Return the seconds of the templates' instructions, each alone on the machine; priced when first asked for."""
+        if written.seconds is None:
+            layout, pricer = decisions.layout, self._pricers.of(decisions)
+            local_devices = min(self._cluster.devices_per_node, layout.devices)
+            rates = NodeRates(self._hardware, self._cluster, local_devices, demands=pricer.demands)
+            # No lane is faster than while no other lane is busy.
+            alone = {lane: rates.rates(1 << lane)[lane] for lane in Lane}
+            every = (instruction for template in written.templates for instruction in template.instructions)
+            written.seconds = np.array([pricer.seconds(each.work) / alone[each.lane] for each in every])
+        return written.seconds
 
 
 def _kept(known: OrderedDict[K, V], key: K, most: int) -> V:

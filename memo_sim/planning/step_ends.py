@@ -15,6 +15,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
+from memo_sim.planning.pricers import Pricers
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Lane, Template
 from memo_sim.program.ir.kinds import TemplateKind
 from memo_sim.program.layout.recomputed_layers import ALL
@@ -49,7 +50,7 @@ class StepEnds:
     """The ends of steps on one cluster; plans that differ only in their passes share a lowering."""
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
-        self._hardware, self._cluster = hardware, cluster
+        self._pricers = Pricers(hardware, cluster)
         self._lowered: dict[Decisions, list[Template]] = {}
         """The templates of the steps' ends."""
         self._known: dict[tuple[Decisions, Layout], tuple[StepEnd, ...]] = {}
@@ -75,7 +76,7 @@ class StepEnds:
             if alone not in self._lowered:
                 (program,) = lower(alone)
                 self._lowered[alone] = [template for template in program.templates if template.kind.of_step]
-            pricer = Pricer(self._hardware, self._cluster, layout, rowwise=decisions.kernels.rowwise)
+            pricer = self._pricers.of(decisions)
             self._known[alone, placed] = tuple(
                 self._of_kind(alone, kind, pricer) for kind in range(len(model.layer_shapes))
             )

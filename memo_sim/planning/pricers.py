@@ -1,0 +1,34 @@
+"""Pricers of layouts, shared by plans that differ in what does not change the price of any work.
+
+A search prices thousands of small programs. Most of their works are equal: alphas of one layout differ only in rows
+that are copied or recomputed, and how a pipeline divides its layers and orders its passes prices nothing.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.costs.pricing import Pricer
+from memo_sim.planning.recent import Recent
+
+MOST_PRICERS = 64
+"""Number of pricers that are kept; each knows up to some thousand works, less than 1 MB."""
+
+
+class Pricers:
+    """The pricers of the layouts of one cluster."""
+
+    def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
+        self._hardware, self._cluster = hardware, cluster
+        self._made: Recent[tuple[Layout, RowwiseKernel], Pricer] = Recent(MOST_PRICERS, lambda _: 1)
+
+    def of(self, decisions: Decisions) -> Pricer:
+        """Return the pricer of a plan's layout and row-wise kernels."""
+        layout, rowwise = decisions.layout, decisions.kernels.rowwise
+        # Where stages lie on nodes decides how fast ranks exchange; their layers and the order of passes do not.
+        placed = replace(layout, schedule="1f1b", virtual_stages=1, pp_layers=())
+        return self._made.of((placed, rowwise), lambda: Pricer(self._hardware, self._cluster, placed, rowwise=rowwise))
