@@ -275,7 +275,10 @@ FUSED: dict[str, str] = {
 ROUNDING: dict[str, str] = dict.fromkeys(ROUNDED_KINDS, "triton_swap_rounding")
 """The same of the ops on copy lanes, whose price is torch's where a profile has not measured them."""
 
-TRITON = FUSED | ROUNDING | dict.fromkeys(HEAD_KINDS, "triton_qk_norm")
+HEADS: dict[str, str] = {kind: f"triton_{kind.removeprefix('attention.').removesuffix('.bwd')}" for kind in HEAD_KINDS}
+"""The same of the ops on each head of a row."""
+
+TRITON = FUSED | ROUNDING | HEADS
 """All ops with a Triton kernel in plans that ask for it."""
 
 KERNELS: Mapping[str, Kernel] = {
