@@ -352,10 +352,10 @@ def calibrate(
 ) -> CalibrateResult | None:
     """Measure single operators and copies on this machine; ``save`` writes its profile, for ``cluster=``.
 
-    ``name`` is the profile's, by default made from the device's. After ``budget_s`` seconds only the copies
-    and both ends of every table are still measured; the profile says which points are missing. ``dtypes`` are those in
-    which products and attention are measured besides the device's own (fp32 on a CPU, bf16 on a GPU). ``progress``
-    receives (measurements done, all) and ``note`` messages.
+    ``name`` is the profile's, by default made from the device's. The calibration needs ``budget_s`` seconds; only the
+    ends of the copies' curves and one point of every other table are measured in any case, and the profile says which
+    points are missing. ``dtypes`` are those in which products and attention are measured besides the device's own (fp32
+    on a CPU, bf16 on a GPU). ``progress`` receives (measurements done, all) and ``note`` messages.
 
     Raises:
         CannotRun: when no attention kernel works here, or another rank stops.

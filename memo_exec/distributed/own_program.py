@@ -8,7 +8,7 @@ and the buffers stay the same, and so do ids, lives and placements. Under ZeRO a
     shards.all_reduce                         this rank's share of each run
     norm                                      only the gradients that no other rank counts, and no loads of experts
 
-A run is a contiguous range of a block that the optimizer updates alike (``Block.runs``).
+A run is a contiguous range of a block that the optimizer updates alike (``fp8.runs``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from memo_exec.distributed.mesh import MeshCoordinates
-from memo_exec.distributed.shards import Part, Stretch, optimizer_of, own_runs, trained_ranges
+from memo_exec.distributed.shards import Part, Stretch, narrow_ahead, optimizer_of, own_runs, trained_ranges
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Family, Instruction, Operand, Template
 from memo_sim.program.ir.kinds import FamilyKind, TemplateKind
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.fp8 import ACTIVATIONS, NARROW, runs
 from memo_sim.program.layout.parameters import FROZEN
 from memo_sim.program.lower import lower
 
@@ -124,11 +125,32 @@ class _Block:
     def _is_whole(self, operand: Operand) -> bool:
         """Return whether the operand's buffer holds the whole block, not only this rank's share."""
         family = self.families[self.template.slots[operand.slot]]
-        if family.kind is FamilyKind.PARAMS:
+        if family.kind in (FamilyKind.PARAMS, FamilyKind.PARAMS_FP8):
             return not self.optimizer.shared("params")
         if family.kind is FamilyKind.GRADS:
             return not self.optimizer.shared("grads")
         return family.kind in (FamilyKind.GATHERED, FamilyKind.WHOLE_GRADS)
+
+    def _is_beside(self, operand: Operand) -> bool:
+        """Return whether an operand is no shard of a block: every rank has all of it."""
+        if operand.role in ("norm", "workspace"):
+            return True
+        return self.families[self.template.slots[operand.slot]].kind is FamilyKind.LARGEST
+
+    def _runs_in(self, operand: Operand) -> tuple[list[str], int]:
+        """Return the runs that a buffer contains, and how many elements of the block lie before its first one.
+
+        Weights in FP8 alone have buffers of their own; parameters are without them, gradients and states are not.
+        """
+        family, narrow = self.families[self.template.slots[operand.slot]], self.optimizer.narrow > 0
+        parameters = family.kind in (FamilyKind.PARAMS, FamilyKind.PARAMS_FP8, FamilyKind.GATHERED)
+        if not (narrow and parameters):
+            return list(self.runs), 0
+        if family.dtype == ACTIVATIONS:
+            return [NARROW], 0
+        return [name for name in self.runs if name != NARROW], narrow_ahead(
+            self.optimizer, whole=self._is_whole(operand)
+        )
 
     def _by_run(self, operands: tuple[Operand, ...], old: str, new: str) -> Iterator[Operand]:
         """Yield one operand per run: all of the run if the buffer holds the whole block, else this rank's share.
@@ -137,20 +159,26 @@ class _Block:
         """
         trained = any(operand.role == old for operand in operands)
         for operand in operands:
+            if self._is_beside(operand):
+                yield operand
+                continue
             role = new if operand.role == old else operand.role
-            for name, first, length in self.optimizer.block.runs():
-                if name == FROZEN and trained:
+            contained, ahead = self._runs_in(operand)
+            for name, first, length in runs(self.optimizer.decisions, self.optimizer.block):
+                if name not in contained or (name == FROZEN and trained):
                     continue
                 own = self.runs[name]
                 if self._is_whole(operand):
-                    yield replace(operand, role=f"{role}.{name}", first=first, tokens=length)
+                    yield replace(operand, role=f"{role}.{name}", first=first - ahead, tokens=length)
                 else:
-                    yield replace(operand, role=f"{role}.{name}", first=own.held, tokens=own.count)
+                    yield replace(operand, role=f"{role}.{name}", first=own.held - ahead, tokens=own.count)
 
     def _share(self, operand: Operand, own: Stretch) -> Operand:
-        if operand.role in ("norm", "workspace"):
+        if self._is_beside(operand):
             return operand
-        return replace(operand, first=own.first if self._is_whole(operand) else own.held, tokens=own.count)
+        _, ahead = self._runs_in(operand)
+        first = own.first if self._is_whole(operand) else own.held
+        return replace(operand, first=first - ahead, tokens=own.count)
 
     def _counted(self, operands: tuple[Operand, ...]) -> Iterator[Operand]:
         """Yield the gradients that this rank counts in the gradient norm.

@@ -21,6 +21,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.kinds import BlockKind
+from memo_sim.program.layout.fp8 import NARROW, runs
 from memo_sim.program.layout.parameters import (
     FROZEN,
     SELECTION_BIAS,
@@ -173,8 +174,7 @@ def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Par
 
     ``state`` is params, grads, master, moment1, ... Two kinds of buffers have the size of the whole block, but only
     this rank's share of them is valid: gradients that are reduced into shares, and parameters that the next step
-    gathers. Weights that are kept in FP8 alone are in no buffer of params (``machine/fp8_products.py`` refuses them
-    where ranks divide states).
+    gathers. Weights that are kept in FP8 alone are in no buffer of params, which begins behind them.
     """
     optimizer = optimizer_of(decisions, part, mesh)
     in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
@@ -184,23 +184,34 @@ def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Par
         if state != "params":
             return [Stretch(0, block.trained_elements, 0)]
         return [Stretch(optimizer.narrow, block.elements - optimizer.narrow, 0)]
-    runs = own_runs(optimizer, mesh)
+    own, ahead = own_runs(optimizer, mesh), 0
     if state != "params" or in_place:
-        runs.pop(FROZEN, None)
-    found = [Stretch(run.first, run.count, run.first if in_place else run.held) for run in runs.values()]
+        own.pop(FROZEN, None)
+    if state == "params":
+        ahead = narrow_ahead(optimizer, whole=in_place)
+        own.pop(NARROW, None)
+    found = [Stretch(run.first, run.count, (run.first if in_place else run.held) - ahead) for run in own.values()]
     if state == "params" and in_place:  # what is frozen is whole on every rank
         found.append(Stretch(block.trained_elements, block.elements - block.trained_elements, block.trained_elements))
     return found
 
 
 def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> dict[str, Stretch]:
-    """Return this rank's share of each run of a block (``Block.runs``), with its offset in a buffer of shares."""
+    """Return this rank's share of each run of a block (``fp8.runs``), with its offset in a buffer of shares."""
     held, found = 0, {}
-    for name, first, length in optimizer.block.runs():
+    for name, first, length in runs(optimizer.decisions, optimizer.block):
         start, count = Share(length, optimizer.shards).of(mesh.at(optimizer.shard_group) if optimizer.shards > 1 else 0)
         found[name] = Stretch(first + start, count, held)
         held += -(-length // optimizer.shards)
     return found
+
+
+def narrow_ahead(optimizer: Optimizer, *, whole: bool) -> int:
+    """Return how many elements of a block lie in FP8 alone before those of its buffers of params.
+
+    ``whole``: in the whole block; else in this rank's share.
+    """
+    return optimizer.narrow if whole else -(-optimizer.narrow // optimizer.shards)
 
 
 def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, part: Part) -> list[Shard]:

@@ -227,9 +227,11 @@ class Interpreter:
         if self._quantised:
             return
         with torch.inference_mode():
-            for bound in self.schedule.lanes[Lane.COMPUTE]:
-                if bound.instruction.op == "params.quantize" and bound.instruction.phase is Phase.OPTIMIZER:
-                    prepared = self._prepared[bound.number]
+            for bound in sorted(
+                (each for bounds in self.schedule.lanes.values() for each in bounds), key=lambda each: each.number
+            ):
+                prepared = self._prepared[bound.number]
+                if bound.instruction.phase is Phase.OPTIMIZER and _makes_copies(prepared.call):
                     prepared.kernel(prepared.call)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -433,6 +435,14 @@ class Interpreter:
             log=self.store.log,
             lasting_bytes=self.store.lasting_bytes,
         )
+
+
+def _makes_copies(call: Call) -> bool:
+    """Return whether an instruction of the optimizer quantises master weights, or gathers what ranks have quantised."""
+    op = call.instruction.op
+    return op in ("params.largest", "fp8.max_reduce", "params.quantize") or (
+        op == "params.all_gather" and "largest" in call.tensors
+    )
 
 
 def _refuse(

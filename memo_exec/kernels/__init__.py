@@ -28,6 +28,7 @@ from memo_exec.kernels import (
     fp8,
     fp8_delayed,
     fp8_experts,
+    fp8_shares,
     framework_loss,
     latent,
     linear,
@@ -90,6 +91,15 @@ def _in_fp8(plain: Kernel, narrow: Kernel) -> Kernel:
     return play
 
 
+def _of_shares(whole: Kernel, share: Kernel) -> Kernel:
+    """Return a kernel that calls ``share`` where scales follow from the largest values of several ranks' shares."""
+
+    def play(call: Call) -> None:
+        (share if "largest" in call.tensors else whole)(call)
+
+    return play
+
+
 def _fused_loss(call: Call) -> None:
     """Compute the loss in one kernel; with torch in row blocks that are written over on the CPU, and of a policy."""
     fused = call.context.device.type == "cuda" and "rollout" not in call.tensors
@@ -125,7 +135,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "linear.wgrad": _in_fp8(linear.linear_wgrad, fp8.linear_wgrad),
     "fp8.quantize": fp8.quantise,
     "fp8.transpose": fp8.transpose,
-    "params.quantize": fp8.quantise_weights,
+    "params.largest": fp8_shares.find_largest,
+    "params.quantize": _of_shares(fp8.quantise_weights, fp8_shares.quantise),
     "params.transpose": fp8.transpose_weights,
     "fp8.max_reduce": collective.max_reduce,
     "fp8.history": fp8_delayed.enter_history,
@@ -257,7 +268,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "params.all_gather": collective.params_all_gather,
 }
 
-FUSED: dict[str, str] = {
+FUSED: Mapping[str, str] = {
     "layer_norm": "triton_norm",
     "layer_norm.bwd": "triton_norm",
     "rms_norm": "triton_norm",
@@ -272,17 +283,19 @@ FUSED: dict[str, str] = {
 }
 """Module of each op's Triton kernel; the function there has the same name as the plain kernel."""
 
-ROUNDING: dict[str, str] = dict.fromkeys(ROUNDED_KINDS, "triton_swap_rounding")
+ROUNDING: Mapping[str, str] = dict.fromkeys(ROUNDED_KINDS, "triton_swap_rounding")
 """The same of the ops on copy lanes, whose price is torch's where a profile has not measured them."""
 
-HEADS: dict[str, str] = {kind: f"triton_{kind.removeprefix('attention.').removesuffix('.bwd')}" for kind in HEAD_KINDS}
+HEADS: Mapping[str, str] = {
+    kind: f"triton_{kind.removeprefix('attention.').removesuffix('.bwd')}" for kind in HEAD_KINDS
+}
 """The same of the ops on each head of a row."""
 
-TRITON = FUSED | ROUNDING | HEADS
-"""All ops with a Triton kernel in plans that ask for it."""
+IN_TRITON: Mapping[str, str] = {**FUSED, **ROUNDING, **HEADS}
+"""The same of all ops with a Triton kernel for each plan with ``--rowwise triton``."""
 
 KERNELS: Mapping[str, Kernel] = {
-    op: _plain_or_fused(plain, TRITON[op]) if op in TRITON else plain for op, plain in _PLAIN.items()
+    op: _plain_or_fused(plain, IN_TRITON[op]) if op in IN_TRITON else plain for op, plain in _PLAIN.items()
 } | {"cross_entropy": _divided(_plain_or_fused(loss.cross_entropy, "triton_loss"), divided_loss.divided_cross_entropy)}
 """The kernel of every op."""
 
@@ -291,10 +304,10 @@ LIBRARY_SCRATCH = LIBRARY_OPS
 
 __all__ = [
     "FUSED",
+    "IN_TRITON",
     "KERNELS",
     "LIBRARY_SCRATCH",
     "ROUNDING",
-    "TRITON",
     "Call",
     "Context",
     "Kernel",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memo_exec.distributed.mesh import Share
+from memo_exec.kernels import fp8_shares
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.fp8_scales import FORMATS
 from memo_sim.program.ir.work import Collective, Exchange
@@ -175,14 +176,20 @@ def grads_reduce_scatter(call: Call) -> None:
 
 
 def params_all_gather(call: Call) -> None:
-    """Gather each run of parameters; this rank's share is either in place in ``full`` already, or in ``shard``."""
+    """Gather each run of parameters; this rank's share is either in place in ``full`` already, or in ``shard``.
+
+    What is in FP8 has scales that follow from the ``largest`` values of all shares.
+    """
     group, mesh = _group(call), call.context.mesh
     members, here = mesh.members(_work(call).group), mesh.at(_work(call).group)
-    shards = call.numbered("shard")
-    for name, full in call.numbered("full").items():
+    shards = {name: _movable(shard) for name, shard in call.numbered("shard").items()}
+    for name, gathered in call.numbered("full").items():
+        full = _movable(gathered)
         share = Share(len(full), len(members))
         first, count = share.of(here)
         own = full[first : first + count]
+        if full is not gathered:
+            fp8_shares.keep_scales(call, gathered)
         if share.even:
             _all_gather(full, shards.get(name, own), group)
             continue
@@ -192,6 +199,11 @@ def params_all_gather(call: Call) -> None:
             first, count = share.of(index)
             if count:
                 dist.broadcast(full[first : first + count], rank, group=group)
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """Return a tensor as collectives accept it: in FP8, its bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype in FORMATS else tensor
 
 
 def _work(call: Call) -> Collective | Exchange:

@@ -22,7 +22,7 @@ Scales of blocks (``fp8_blocks.py``, ``fp8_mx.py``) move with the values. Each p
 by columns. On Hopper a copy by columns that was gathered becomes one matrix again before its product; on Blackwell the
 program has no such kernel, and a weight's gradient sums the products of its parts.
 
-``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in pieces in fp32, and added.
+On CUDA ``torch._scaled_mm`` multiplies. It has no sum, so a weight's gradient is made in pieces in fp32, and added.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def quantise_weights(call: Call) -> None:
     """
     x, out, columns = call["x"], call["out"], call.get("columns")
     to_fp8 = fp8_blocks.quantise_weight if _by_blocks(call) else _quantise
-    for weight in weights(call.context.decisions, _block_of(call)):
+    for weight in weights(call.context.decisions, block_of(call)[1]):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
         if _in_mx(call):
@@ -98,7 +98,7 @@ def quantise_weights(call: Call) -> None:
 def transpose_weights(call: Call) -> None:
     """Write the matrices of a block in FP8, each transposed, to ``out``, with their scales."""
     scales, x, out = _scales(call), call["x"], call["out"]
-    for weight in weights(call.context.decisions, _block_of(call)):
+    for weight in weights(call.context.decisions, block_of(call)[1]):
         part = slice(weight.first, weight.first + weight.elements)
         if _by_blocks(call):
             fp8_blocks.transpose_weight(scales, x[part], out[part], *weight.shape)
@@ -107,7 +107,7 @@ def transpose_weights(call: Call) -> None:
         out[part].view(weight.shape[::-1]).copy_(x[part].view(weight.shape).t())
 
 
-def _block_of(call: Call) -> Block:
+def block_of(call: Call) -> tuple[BlockKind, Block]:
     """Return the block whose weights are quantised: that of the layer, or of its experts that ranks divide.
 
     The instruction's name ends with the name of the block's family.
@@ -115,10 +115,10 @@ def _block_of(call: Call) -> Block:
     model, layout = call.context.model, call.context.decisions.layout
     layer = model.layer(call.layer)
     if not call.instruction.name.rpartition("params.")[2].startswith(str(BlockKind.EXPERTS)):
-        return layer_block(model, layout.divided, layer, ep=layout.ep)
+        return BlockKind.LAYER, layer_block(model, layout.divided, layer, ep=layout.ep)
     block = experts_block(model, layout.expert_divided, layout.ep, layer.experts)
     assert block is not None
-    return block
+    return BlockKind.EXPERTS, block
 
 
 def transpose(call: Call) -> None:
@@ -167,7 +167,7 @@ def linear_wgrad(call: Call) -> None:
     for rows, columns in _pieces(m, n, terms, wide.numel()):
         part, scratch = _apart(wide, rows, columns)
         for grad, x in terms:
-            _multiply(grad.rows(rows, scratch), _some(x, columns, scratch), part, scratch=scratch)
+            multiply(grad.rows(rows, scratch), _some(x, columns, scratch), part, scratch=scratch)
             out[rows, columns].add_(part)
 
 
@@ -177,14 +177,14 @@ def linear_wgrad_product(call: Call) -> None:
     m, n = (len(operand.matrix) for operand in first)
     out = call["out"].view(m, n)
     if not others:
-        _multiply(*first, out, scratch=wide)
+        multiply(*first, out, scratch=wide)
         return
     for rows, columns in _pieces(m, n, [first, *others], wide.numel(), results=2):
         summed, left = _apart(wide, rows, columns)
         part, scratch = _apart(left, rows, columns)
         for number, (grad, x) in enumerate((first, *others)):
             result = part if number else summed
-            _multiply(grad.rows(rows, scratch), _some(x, columns, scratch), result, scratch=scratch)
+            multiply(grad.rows(rows, scratch), _some(x, columns, scratch), result, scratch=scratch)
             if number:
                 summed.add_(part)
         out[rows, columns].copy_(summed)
@@ -252,6 +252,11 @@ _Found = tuple[int, int, Operand]
 """Tokens [begin, end) of an operand, as one matrix."""
 
 
+def values(of: OfExperts) -> Tensor:
+    """Return the values that a copy stands for, in fp32."""
+    return fp8_blocks.values(of) if isinstance(of, Blocks) else of.matrix.float() * of.scale
+
+
 def _parts(call: Call, role: str, *, by_columns: bool) -> list[_Found]:
     """Return the parts of an operand that were quantised together: (tokens, features), or the other way round."""
     scales, tensor, found = _scales(call), call.matrix(role), list[_Found]()
@@ -298,7 +303,7 @@ def _tokens(parts: list[_Found], begin: int, end: int) -> Operand:
 
 
 def _scales_of_a_row(operand: Operand) -> int:
-    """Return how many numbers in fp32 the scales of a row take that may have to be copied."""
+    """Return how many numbers in fp32 the scales of a row need, where they may have to be copied."""
     if isinstance(operand, MxBlocks):
         return 0 if operand.tiles.is_contiguous() else operand.tiles.shape[1]
     return operand.scale.shape[-1] if isinstance(operand, Blocks) else 0
@@ -373,12 +378,12 @@ def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: b
     out = out[:, :made]
     for begin, end, part in _parts(call, role, by_columns=False):
         if out.is_contiguous() and not add:
-            _multiply(part, weight, out[begin:end], scratch=scales.wide, bias=bias, fast=fast)
+            multiply(part, weight, out[begin:end], scratch=scales.wide, bias=bias, fast=fast)
             continue
         assert bias is None  # torch's products with fp32 results take none
         for rows in _blocks(end - begin, scales.wide.numel() // (made + _scales_of_a_row(part))):
             product, scratch = _apart(scales.wide, rows, slice(0, made))
-            _multiply(part.rows(rows, scratch), weight, product, scratch=scratch, fast=fast)
+            multiply(part.rows(rows, scratch), weight, product, scratch=scratch, fast=fast)
             into = out[begin + rows.start : begin + rows.stop]
             (into.add_ if add else into.copy_)(product)
 
@@ -386,16 +391,16 @@ def _multiply_rows(call: Call, role: str, *, bias: Tensor | None = None, fast: b
 def _weight(call: Call, role: str) -> Operand:
     """Return the copy of the weight that multiplies the rows of ``role``."""
     scales, copy, width = _scales(call), call["weight"], call.matrix(role).shape[1]
-    if _in_mx(call):
-        features = fp8_mx.features_of(width)
-        return fp8_mx.weight_blocks(scales, copy, copy.numel() // features, features)
     if _by_blocks(call):
         features = fp8_blocks.features_of(width)
-        return fp8_blocks.weight_blocks(scales, copy, copy.numel() // features, features)
+        shape = copy.numel() // features, features
+        if _in_mx(call):
+            return fp8_mx.weight_blocks(scales, copy, *shape)
+        return fp8_blocks.weight_blocks(scales, copy, *shape)
     return Scaled(copy.view(copy.numel() // width, width), scales.of(copy))
 
 
-def _multiply(
+def multiply(
     one: Operand, two: Operand, out: Tensor, *, scratch: Tensor, bias: Tensor | None = None, fast: bool = False
 ) -> None:
     """``out = one @ two.T (+ bias)``.
@@ -412,6 +417,9 @@ def _multiply(
         fp8_blocks.multiply(one, two, out, bias)
         return
     assert isinstance(two, Scaled)
+    if out.device.type == "cpu":  # where torch's product in FP8 is ten times slower; tests alone come here
+        out.copy_(torch.nn.functional.linear(values(one), values(two), None if bias is None else bias.float()))
+        return
     torch._scaled_mm(  # the public scaled_mm writes no tensor that is given
         one.matrix,
         two.matrix.t(),

@@ -54,7 +54,7 @@ class Blocks(NamedTuple):
 
 
 def features_of(width: int) -> int:
-    """Return the features of a row of ``width`` bytes, which holds their scales as well."""
+    """Return the features of a row of ``width`` bytes, which has their scales as well."""
     return width * 32 // 33
 
 
@@ -88,7 +88,7 @@ def _quantise_rows(scales: Fp8Scales, x: Tensor, out: Tensor) -> None:
     scales.made(out)
     rows, of_rows = blocks(out.view(-1), out.shape[1], by_columns=False), x.view(len(x), -1, BLOCK)
     torch.linalg.vector_norm(of_rows, torch.inf, dim=2, dtype=torch.float32, out=rows.scale)
-    _to_powers_of_two(rows.scale)
+    to_powers_of_two(rows.scale)
     for part, features in _tiles(len(x), x.shape[1], scales.wide.numel()):
         groups = slice(features.start // BLOCK, features.stop // BLOCK)
         wide = scales.wide[: x[part, features].numel()].view(part.stop - part.start, -1, BLOCK)
@@ -101,7 +101,7 @@ def _quantise_columns(scales: Fp8Scales, x: Tensor, columns: Tensor) -> None:
     turned = blocks(columns.view(-1), columns.shape[1], by_columns=True)
     of_columns, scale = x.view(-1, BLOCK, x.shape[1]), turned.scale.t()
     torch.linalg.vector_norm(of_columns, torch.inf, dim=1, dtype=torch.float32, out=scale)
-    _to_powers_of_two(turned.scale)
+    to_powers_of_two(turned.scale)
     for part, features in _tiles(len(x), x.shape[1], scales.wide.numel()):
         lines = slice(part.start // BLOCK, part.stop // BLOCK)
         wide = scales.wide[: x[part, features].numel()].view(lines.stop - lines.start, BLOCK, -1)
@@ -113,10 +113,10 @@ def quantise_weight(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor |
     """Write a weight ``x`` to its copy and, transposed, to ``columns``, with their scales."""
     n, k = x.shape
     scales.made(out)
-    scale = _grid(scales, out, n, k)[:, : k // BLOCK]
+    scale = weight_scales(scales, out, n, k)
     tiles = x.view(n // BLOCK, BLOCK, -1, BLOCK)
     torch.linalg.vector_norm(tiles, torch.inf, dim=(1, 3), dtype=torch.float32, out=scale)
-    _to_powers_of_two(scale)
+    to_powers_of_two(scale)
     for part, features in _tiles(n, k, scales.wide.numel()):
         lines, groups = (slice(each.start // BLOCK, each.stop // BLOCK) for each in (part, features))
         wide = scales.wide[: x[part, features].numel()].view(lines.stop - lines.start, BLOCK, -1, BLOCK)
@@ -130,7 +130,12 @@ def transpose_weight(scales: Fp8Scales, copy: Tensor, columns: Tensor, n: int, k
     """Write a weight's copy of ``n`` x ``k`` values, transposed, to ``columns``, with its scales."""
     scales.made(columns)
     columns.view(k, n).copy_(copy.view(n, k).t())
-    _grid(scales, columns, k, n)[:, : n // BLOCK].copy_(_grid(scales, copy, n, k)[:, : k // BLOCK].t())
+    weight_scales(scales, columns, k, n).copy_(weight_scales(scales, copy, n, k).t())
+
+
+def weight_scales(scales: Fp8Scales, copy: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the scales of a weight's copy of ``rows`` x ``columns`` values, for the kernel that writes it."""
+    return _grid(scales, copy, rows, columns)[:, : columns // BLOCK]
 
 
 def join(parts: list[Blocks], out: Tensor) -> None:
@@ -175,7 +180,7 @@ def _grid(scales: Fp8Scales, copy: Tensor, rows: int, columns: int) -> Tensor:
     return scales.grid(copy, rows // BLOCK, -(-columns // BLOCK // _GRID) * _GRID)
 
 
-def _to_powers_of_two(scale: Tensor) -> None:
+def to_powers_of_two(scale: Tensor) -> None:
     """Turn the largest values of blocks into scales: rounded up, by carrying any bit of the mantissa."""
     scale.clamp_(min=LEAST_LARGEST).div_(torch.finfo(torch.float8_e4m3fn).max)
     scale.view(torch.int32).add_(_MANTISSA).bitwise_and_(_EXPONENT)

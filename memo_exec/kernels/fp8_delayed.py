@@ -2,7 +2,7 @@
 
     scale = largest |x| of the last 1024 steps / largest value of the format,  copy = round(x / scale), clipped
 
-Before there is a largest value the scale is 1, and a largest value that is zero or not a number leaves it as it was.
+Before there is a largest value the scale is 1, and a largest value that is zero, infinite or NaN leaves it as it was.
 The first steps are clipped where values exceed the format's largest one, as in Transformer Engine.
 
 All states have a row for each operand of a product and a column for each layer of the stage

@@ -2,7 +2,7 @@
 
 Operands have the copies and scales of other products (``fp8.py``): rows of all experts were quantised together, and so
 were the weights of all experts. An expert's rows may begin and end inside a block of 128 rows with one scale, and a sum
-over its rows then leaves out the others. So no expert's rows are padded. Rows of no expert (seats that nothing takes)
+over its rows then leaves out the others. So no expert's rows are padded. Rows of no expert (empty seats)
 become zero, because the next kernel quantises them together with others.
 
     out = x w^T           x (rows, in)        w (expert, out, in)
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from memo_exec.kernels import fp8_blocks
 from memo_exec.kernels.call import Call
-from memo_exec.kernels.fp8 import OfExperts, parts_of, scales_of, terms_of
+from memo_exec.kernels.fp8 import parts_of, scales_of, terms_of, values
 from memo_exec.kernels.fp8_blocks import BLOCK
 
 
@@ -56,7 +56,7 @@ def linear_wgrad(call: Call) -> None:
 
             triton_fp8_experts.add_gradients(grad, x, ends, begun, out)
         else:
-            left, right = (_values(each) for each in (grad, x))
+            left, right = values(grad), values(x)
             for expert, rows in _runs(ends, begun, left.shape[1]):
                 out[expert].add_(left[:, rows] @ right[:, rows].t())
         begun += grad.matrix.shape[1]
@@ -71,9 +71,9 @@ def _multiply_rows(call: Call, role: str, *, by_columns: bool) -> None:
 
             triton_fp8_experts.multiply_rows(part, weights, ends, first + begin, out[begin:end])
             continue
-        found, values, each = out[begin:end].zero_(), _values(part), _weight_values(weights)
+        found, given, each = out[begin:end].zero_(), values(part), _weight_values(weights)
         for expert, rows in _runs(ends, first + begin, end - begin):
-            found[rows].copy_(values[rows] @ each[expert].t())
+            found[rows].copy_(given[rows] @ each[expert].t())
 
 
 def weights_of(call: Call, *, by_columns: bool) -> Weights:
@@ -81,11 +81,11 @@ def weights_of(call: Call, *, by_columns: bool) -> Weights:
     scales, copy, out, experts = scales_of(call), call["weight"], call.matrix("out").shape[1], len(call["ends"])
     inside = copy.numel() // (experts * out)
     shape = (out, experts * inside) if by_columns else (experts * out, inside)
-    values = _by_expert(copy.view(shape), experts, by_columns=by_columns)
+    matrices = _by_expert(copy.view(shape), experts, by_columns=by_columns)
     if call.context.decisions.fp8 == "tensor":
-        return Weights(values, scales.of(copy))
+        return Weights(matrices, scales.of(copy))
     grid = fp8_blocks.weight_blocks(scales, copy, *shape).scale[:, : shape[1] // BLOCK]
-    return Weights(values, _by_expert(grid, experts, by_columns=by_columns))
+    return Weights(matrices, _by_expert(grid, experts, by_columns=by_columns))
 
 
 def _by_expert(matrix: Tensor, experts: int, *, by_columns: bool) -> Tensor:
@@ -94,11 +94,6 @@ def _by_expert(matrix: Tensor, experts: int, *, by_columns: bool) -> Tensor:
     if by_columns:
         return matrix.view(rows, experts, columns // experts).transpose(0, 1)
     return matrix.view(experts, rows // experts, columns)
-
-
-def _values(of: OfExperts) -> Tensor:
-    """Return the values that an operand stands for, in fp32."""
-    return fp8_blocks.values(of) if isinstance(of, fp8_blocks.Blocks) else of.matrix.float() * of.scale
 
 
 def _weight_values(weights: Weights) -> Tensor:

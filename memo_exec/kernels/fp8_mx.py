@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
+from memo_exec.kernels.fp8_blocks import features_of
 from memo_exec.kernels.fp8_scales import Fp8Scales
 
 VALUES = 32
@@ -56,11 +57,6 @@ class MxBlocks(NamedTuple):
     def rows(self, rows: slice, scratch: Tensor) -> MxBlocks:
         """Return some rows, in whole tiles, whose scales are together: nothing is written to ``scratch``."""
         return MxBlocks(self.matrix[rows], self.tiles[rows.start // TILE : rows.stop // TILE])
-
-
-def features_of(width: int) -> int:
-    """Return the features of a row of ``width`` bytes, which holds their scales as well."""
-    return width * VALUES // (VALUES + 1)
 
 
 def blocks(part: Tensor, width: int, *, by_columns: bool) -> MxBlocks:

@@ -97,7 +97,7 @@ def gradient(call: Call) -> None:
     rows, block_rows = len(x), min(len(x), LOSS_ROWS)
     scratch = call.scratch()
     targets, absent = scratch.take(block_rows, 1, dtype=torch.int64), scratch.take(block_rows, 1, dtype=torch.bool)
-    column, _ = scratch.take(block_rows, 1), scratch.take(block_rows, 1)
+    column = scratch.take(block_rows, 1)
     room = scratch.take(block_rows, out.shape[1]) if out.dtype != torch.float32 else None
     torch.mm(x, tile_of(call).t()[:, :columns], out=out[:, :columns])
     for start in range(0, rows, LOSS_ROWS):

@@ -20,7 +20,7 @@ from memo_exec.kernels.linear_loss import clear_rest, columns_of, tile_of, vocab
 from memo_sim.program.operators.workspaces import LOSS_SPLIT_COLUMNS, loss_splits
 
 ROWS, COLUMNS, FEATURES = 128, 128, 64
-"""Tokens, columns and features of a block. Two fp32 operands of a stage take 64 KiB of shared memory, bf16 ones 32."""
+"""Tokens, columns and features of a block. Two fp32 operands of a stage need 64 KiB of shared memory, bf16 ones 32."""
 WARPS = 8
 
 

@@ -59,16 +59,6 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             wanted=", ".join(FURTHER),
             hint=f"make the plan with --fp8 {' or '.join(FURTHER)} for an H100 or H200; or {_EXPORT}",
         )
-    layout = decisions.layout
-    if decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1:
-        raise CannotRun(
-            "weights in FP8 alone run only where each rank has whole master weights: a share's scales depend on other "
-            "ranks' values",
-            where=f"{where}: $.decisions.fp8_params",
-            got=f"true with zero {layout.zero} over {max(layout.shards, layout.expert_shards)} ranks",
-            wanted="false, or zero 0",
-            hint="make the plan with --zero 0, or without --fp8-params",
-        )
     if decisions.fp8 == "mx" and decisions.fp8_layouts != "any":
         raise CannotRun(
             "memo-exec has kernels for MXFP8 with Blackwell's layouts of operands alone",
@@ -160,7 +150,7 @@ def check_operands(program: Program, decisions: Decisions) -> None:
                     wanted=f"multiples of {multiple}",
                     hint=f"another --tp, {_FINER.get(decisions.fp8, '')}or make the plan without --fp8",
                 )
-    if found := _without_scale(program, decisions, multiple):
+    if found := _without_scale(program, decisions, multiple, blocks=blocks):
         raise CannotRun(
             "a product in FP8 reads rows that no kernel quantised, or parts of rows that were quantised together",
             where="$.decisions.fp8",
@@ -175,12 +165,11 @@ def _sizes(work: Fp8Gemm | Fp8GroupedGemm) -> tuple[int, ...]:
     return (work.m, work.n, work.k) if isinstance(work, Fp8Gemm) else (work.n, work.k)
 
 
-def _without_scale(program: Program, decisions: Decisions, multiple: int) -> str:
+def _without_scale(program: Program, decisions: Decisions, multiple: int, *, blocks: bool) -> str:
     """Return the first instruction that reads rows in FP8 without scales, and what wrote them; "" without one.
 
-    ``multiple``: parts have such a number of tokens.
+    ``multiple``: parts have such a number of tokens. ``blocks``: scales are those of blocks.
     """
-    blocks = decisions.fp8 == "block"
     columns = expand(program)
     narrow = {number for number, family in enumerate(program.all_families) if family.dtype in ("e4m3", "e5m2")}
     buffers, family = columns.operand_buffer.tolist(), columns.buffer_family.tolist()
@@ -228,7 +217,7 @@ def _made_of_masters(program: Program, family: Sequence[int]) -> dict[int, _Scal
     return found
 
 
-_QUANTISE = ("fp8.quantize", "params.quantize", "params.transpose")
+_QUANTISE = ("fp8.quantize", "params.quantize", "params.transpose", "params.all_gather")
 _ANEW = ("all_gather", "fp8.transpose")
 """Operators whose result has new scales for each part of their operand."""
 _CARRY = ("d2h", "h2d", "copy", *_ANEW)

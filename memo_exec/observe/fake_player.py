@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from memo_exec.distributed.groups import communicates
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import own_program
-from memo_exec.kernels import KERNELS, TRITON, Call, Context, Kernel
+from memo_exec.interpreter.prepared import view_of
+from memo_exec.kernels import IN_TRITON, KERNELS, Call, Context, Kernel
 from memo_exec.memory.binding import Bound, Schedule, schedule
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
@@ -32,7 +33,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.arena.requests import buffer_names
 from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Attention
+from memo_sim.program.ir.work import Attention, LinearLoss
 from memo_sim.program.operators.workspaces import on_cpu
 
 
@@ -216,19 +217,28 @@ class _FakePlayer:
         if unseen is not None:
             self.log.close(unseen)
 
+    def _in_triton(self, instruction: Instruction) -> bool:
+        """Return whether Triton plays an instruction of this plan."""
+        decisions, work = self.context.decisions, instruction.work
+        if isinstance(work, LinearLoss):
+            return work.kernel == "triton"
+        if instruction.op == "cross_entropy.fused":
+            return not on_cpu(decisions.kernels.attention) and decisions.layout.tp == 1
+        return instruction.op in IN_TRITON and decisions.kernels.rowwise == "triton"
+
     def _events(self, bound: Bound) -> list[_Event]:
         """Play a kernel and return the births and deaths of the tensors that it allocates."""
         work = bound.instruction.work
         if isinstance(work, Attention) and not work.kernel.startswith("torch-"):
             return []  # the low-level calls of libraries do not support fake tensors
-        if bound.instruction.op in TRITON and self.context.decisions.kernels.rowwise == "triton":
-            return []  # Triton does not support them either, and its kernels return no tensors
+        if self._in_triton(bound.instruction):
+            return []  # Triton does not support them either; what its kernels need besides is the declared scratch
         tensors = {}
         for touch in bound.touches:
             if (host := self.slab.views.get(touch.buffer)) is not None:
                 tensors[touch.role] = host[touch.first : touch.first + touch.tokens]
             elif touch.buffer not in self.schedule.library:
-                tensors[touch.role] = self.store.view(touch.buffer, touch.first, touch.tokens)
+                tensors[touch.role] = view_of(self.store, touch)
         events: list[_Event] = []
         self.watch.events = events
         self.watch.ignore(*self._constants, *tensors.values())

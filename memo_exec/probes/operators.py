@@ -21,7 +21,7 @@ from math import log, prod
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import KERNELS, ROUNDING, TRITON, Call, Context, StepScalars
+from memo_exec.kernels import IN_TRITON, KERNELS, ROUNDING, Call, Context, StepScalars
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.probes.memory import core_cache_bytes
 from memo_exec.probes.timing import Effort, Sample, time_call
@@ -64,7 +64,7 @@ class Operator:
     @property
     def rowwise(self) -> RowwiseKernel:
         """The library that runs a row-wise operator; "torch" for operators that have no fused kernel."""
-        return self.decisions.kernels.rowwise if self.instruction.op in TRITON else "torch"
+        return self.decisions.kernels.rowwise if self.instruction.op in IN_TRITON else "torch"
 
     @cached_property
     def bytes(self) -> int:

@@ -239,6 +239,15 @@ def joined(prompt: Ids, completion: Ids) -> Conversation:
 
 
 def _conversation(line: dict[str, Any], tokenizer: _Tokenizer | None, vocab: int, where: str) -> Conversation:
+    if "advantage" in line and "old_logprobs" in line:
+        raise BadInput(
+            "the line is a rollout, and this plan trains on conversations: every completion would be a target, whatever"
+            " its advantage is",
+            where=where,
+            got="advantage and old_logprobs",
+            wanted=FORMS,
+            hint="make the plan with --objective grpo, or leave these two out",
+        )
     if "prompt_ids" in line or "completion_ids" in line:
         return joined(tokens_of(line, "prompt_ids", vocab, where), tokens_of(line, "completion_ids", vocab, where))
     if tokenizer is None:

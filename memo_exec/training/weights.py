@@ -22,7 +22,7 @@ from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.training import huggingface, peft_folder
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.layout.fp8 import OF_DENSE_LAYERS, OF_EXPERTS
+from memo_sim.program.layout.fp8 import products
 
 INIT_STD = 0.02
 RESIDUAL = ("proj.weight", "ffn_down.weight", "experts_down.weight", "shared_down.weight")
@@ -50,8 +50,8 @@ def is_adapter(name: str) -> bool:
 
 def in_fp8_alone(decisions: Decisions, name: str) -> bool:
     """Return whether the weight of this name is kept in FP8 alone, beside its fp32 master."""
-    products = (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ()))
-    return decisions.fp8_params and name.rpartition("/")[2] in {f"{product}.weight" for product in products}
+    of = name.rpartition("/")[2]
+    return decisions.fp8_params and of.removesuffix(".weight") in products(decisions) and of.endswith(".weight")
 
 
 def initialize(

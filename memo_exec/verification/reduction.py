@@ -191,6 +191,7 @@ _SHOWN: tuple[tuple[str, Callable[[Decisions], str]], ...] = (
     ("tokens of an MLP block", lambda d: str(d.mlp_chunk_tokens)),
     ("tokens of an attention chunk", lambda d: str(d.attention_chunk_tokens)),
     ("tokens of a loss chunk", lambda d: str(d.loss_chunk_tokens)),
+    ("loss", lambda d: d.loss),
     ("head groups", lambda d: str(d.kernels.head_groups)),
     ("dtype", lambda d: d.dtype),
     ("states", lambda d: d.states),
@@ -284,11 +285,12 @@ def _expert_degree(decisions: Decisions, replicas: int) -> int:
 
 def _policy(decisions: Decisions, layout: Layout, dtype: DtypeName, attention: str) -> Decisions:
     """Return the decisions with sizes that later functions replace, all of them valid on their own."""
+    of_cpu = attention == "torch-flash-cpu"
     kernels = msgspec.structs.replace(
         decisions.kernels,
         attention=attention or decisions.kernels.attention,
         head_groups=min(2, decisions.kernels.head_groups),
-        rowwise="torch" if attention == "torch-flash-cpu" else decisions.kernels.rowwise,
+        rowwise="torch" if of_cpu else decisions.kernels.rowwise,
     )
     subsequences = layout.subsequences
     if subsequences > MOST_SUBSEQUENCES:
@@ -302,6 +304,7 @@ def _policy(decisions: Decisions, layout: Layout, dtype: DtypeName, attention: s
         mlp_chunk_tokens=0,
         attention_chunk_tokens=0,
         loss_chunk_tokens=0,
+        loss="linear" if of_cpu and decisions.loss == "linear-triton" else decisions.loss,
         dtype=dtype,
         states="fp32" if without_masters(decisions) and dtype != "bf16" else decisions.states,
         grad_sums="auto" if dtype != "bf16" else decisions.grad_sums,

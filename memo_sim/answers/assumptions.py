@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.cluster import DEFAULT_EFFICIENCY
+from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.knobs import LINEAR_LOSSES, RowwiseKernel, States
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.summary import NOT_READ, Assumption
@@ -97,6 +98,7 @@ def assumptions(question: Question, simulation: Simulation) -> list[Assumption]:
         *_objective(decisions),
         *_not_read(question),
         *_network(question),
+        *_profile(question),
         *_beyond(simulation),
     ]
 
@@ -321,6 +323,14 @@ def _network(question: Question) -> list[Assumption]:
         return []
     value = "efficiency by size as of the clusters given by name (SimAI's rings); the cluster names none"
     return [Assumption(name="network", value=value, option="size_efficiency in the cluster's file")]
+
+
+def _profile(question: Question) -> list[Assumption]:
+    """Return that other work ran while the profile was measured, where it did."""
+    if not (disturbed := question.hardware.provenance.get(DISTURBED)):
+        return []
+    value = f"{question.hardware.name} was measured on a busy machine ({disturbed}); calibrate again"
+    return [Assumption(name="profile", value=value, option="--cluster")]
 
 
 def _beyond(simulation: Simulation) -> list[Assumption]:

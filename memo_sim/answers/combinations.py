@@ -7,8 +7,9 @@ For every two features the smallest decisions that have both are built, and the 
     subsequences layout.subsequences 4
     both         layout.tp 2, layout.subsequences 4    ->  no rule refuses: they go together
 
-A feature may need others: attention in chunks needs full recompute. Where it has several ways to be there (an eager
-framework has operators of its own, or those of Hugging Face's modules), two features go together if any of them does.
+A feature may need others: attention in chunks needs full or row-wise recompute. Where it has several ways to be there
+(an eager framework has operators of its own, or those of Hugging Face's modules), two features go together if any of
+them does.
 A pair says nothing about three features at once.
 
 How to add a feature: one ``yield`` in ``_features``.
@@ -144,7 +145,7 @@ def _features() -> Iterator[Feature]:
         name="attention-chunks",
         about="attention whose sequence exists in chunks (FPDT)",
         own={"attention_chunk_tokens": 256},
-        needs=({"recompute": "full"},),
+        needs=({"recompute": "full"}, {"recompute": "rowwise", "mlp_chunk_tokens": 256}),
     )
     yield Feature(
         name="mlp-chunks",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import multiprocessing
 import os
 import time
 from collections import deque
@@ -37,7 +36,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.sweep import Failure, Named, SweepLine
 from memo_sim.planning.default_batch import with_filling_batch
-from memo_sim.planning.processes import begin_process, without_main
+from memo_sim.planning.processes import ended_by_errors, process_executor, without_main
 from memo_sim.planning.question import Question
 
 MOST_TRIES = 2
@@ -312,25 +311,18 @@ def _workers(executor: Executor | None, jobs: int) -> Iterator[list[_Worker]]:
     if executor is not None:
         yield [_Worker(executor, IN_FLIGHT)]
         return
-    before = set(multiprocessing.active_children())
     workers = [_Worker(_process(), 1, _process) for _ in range(jobs)]
-    whole = False
     try:
-        yield workers
-        whole = True
+        with ended_by_errors():
+            yield workers
     finally:
-        if not whole:
-            for process in set(multiprocessing.active_children()) - before:
-                process.kill()
         for worker in workers:
             worker.executor.shutdown(wait=True, cancel_futures=True)
 
 
 def _process() -> ProcessPoolExecutor:
-    """Return an executor of one process, which is forked from a server that has no threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["memo_sim.answers.sweep"])
-    return ProcessPoolExecutor(1, mp_context=context, initializer=begin_process)
+    """Return an executor of one process."""
+    return process_executor(1, __name__)
 
 
 @contextmanager

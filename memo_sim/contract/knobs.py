@@ -748,8 +748,8 @@ class Pins:
     attention_chunk_tokens: int | None = _knob(
         None,
         Length(),
-        "Full recompute: tokens of the sequence whose attention exists at once, while the keys and values of the others"
-        " wait on the host; 0 = all. Chosen when not given.",
+        "Full or row-wise recompute: tokens of the sequence whose attention exists at once, while the keys and values"
+        " of the others wait on the host; 0 = all. Chosen when not given.",
     )
     attention: AttentionName | None = _knob(
         None,
@@ -829,10 +829,10 @@ class Chosen:
     fp8: Fp8Recipe = _knob(
         "none",
         _one_of(Fp8Recipe),
-        "Linear products of layers in FP8, by Transformer Engine's recipes; attention, routers, experts, the embedding"
-        " and the classifier stay in bf16. tensor: one scale a tensor, from its values (current scaling). delayed: from"
-        " earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32. memo-exec runs tensor,"
-        " delayed and block on Hopper, and mx on Blackwell.",
+        "Linear products of layers in FP8, by Transformer Engine's recipes; attention, routers, the embedding, the"
+        " classifier and, without --fp8-experts, experts stay in bf16. tensor: one scale a tensor, from its values"
+        " (current scaling). delayed: from earlier steps. block: scales of 1x128 and 128x128 values. mx: MXFP8, 1x32."
+        " memo-exec runs tensor, delayed and block on Hopper, and mx on Blackwell.",
     )
     """Not searched: it changes what is learned."""
     fp8_params: bool = _knob(
@@ -840,14 +840,15 @@ class Chosen:
         Flag(),
         "With --fp8: the weights of its products are kept in FP8 alone, without a bf16 copy; the optimizer writes them"
         " from fp32 master weights, and ranks gather them in FP8 (Megatron-LM's --fp8-param-gather). memo-exec runs it"
-        " without ZeRO.",
+        " with tensor and block.",
     )
     """Not searched: it changes what is learned."""
     fp8_experts: bool = _knob(
         False,
         Flag(),
         "With --fp8 and a model with experts: the grouped products of experts, and those of a shared expert, in FP8 too"
-        " (Megatron-LM's TEGroupedLinear, DeepSeek-V3's recipe with block). Rows are exchanged in bf16.",
+        " (Megatron-LM's TEGroupedLinear, DeepSeek-V3's recipe with block). Rows are exchanged in bf16. memo-exec runs"
+        " it with tensor and block.",
     )
     """Not searched: it changes what is learned."""
     swap_dtype: SwapDtype = _knob(

@@ -334,7 +334,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     document_cuts: DocumentCuts = "sequence"
     """Where context-parallel ranks cut sequences of several documents (``layout/documents.py``)."""
     attention_chunk_tokens: Tokens = 0
-    """Tokens of the sequence in one attention chunk; 0 means no chunks. Only with full recompute.
+    """Tokens of the sequence in one attention chunk; 0 means no chunks. Only with full and row-wise recompute.
 
     One chunk of queries is on the device at a time, with one chunk of keys and values. The other chunks wait in host
     memory (FPDT, Yao et al. 2024)."""

@@ -35,7 +35,7 @@ from memo_sim.program.analysis.rendezvous import AllRendezvous, all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 
 AT_ONCE = 1 << 18
-"""Instants that are interpolated at once; what that takes beside them is then a few MB."""
+"""Instants that are interpolated at once, which needs a few MB."""
 
 Loop = Callable[[Segments, Floats, UsedRates, Groups], Clock]
 """A loop over segments: SimPy's (``event_loop.py``) or one that gives the same (``fast_loop.py``)."""

@@ -1,14 +1,15 @@
-"""What other processes find out for a search before the search asks for it.
+"""Bounds and outcomes that other processes compute for a search before the search needs them.
 
-A search takes its candidates in the order of their lower bounds, one after the other. Other processes take the next
-ones meanwhile: they compute tighter bounds, and evaluate candidates that then still are among the next.
+A search looks at its candidates in the order of their lower bounds, one after the other. At the same time other
+processes work on the next ones: they compute tighter bounds, and evaluate candidates that then still are among the
+next.
 
     search     candidate 1          2: known    3: known    4
     process    candidate 2    candidate 3   candidate 5 ...
 
-The search decides as it does alone: it asks for the same bounds and outcomes in the same order, and takes those that
-are known. So its answer is the same to the last byte, whatever the number of processes. What was found out about
-candidates that turn out to be pruned is left out of it.
+The search decides as it does alone: it needs the same bounds and outcomes in the same order, and computes only those
+that are not known. So its answer is the same to the last byte for every number of processes. Outcomes of candidates
+that turn out to be pruned are left out of it.
 
 Candidates whose bounds lose to the best plans so far are not given to processes, and are taken back from them.
 """
@@ -21,6 +22,7 @@ from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.planning.outcome import Key
 from memo_sim.planning.processes import Helper, Kind, Message, Task, Team
 
 QUEUE = 3
@@ -31,7 +33,6 @@ NEXT = 8
 OUTCOME = "outcome"
 """Name of what a task yields last."""
 
-Key = tuple[bool, bool, float]
 Number = tuple[int, int]
 Entry = tuple[Key, Number, Any]
 """What a search has to look at: its least key, its number, and a candidate with its bounds, or something else."""
@@ -66,7 +67,7 @@ class Searching(Protocol):
         """Do a task in this process, without a change to the search."""
 
     def hear(self, found: Any) -> None:
-        """Take note of an outcome that has arrived."""
+        """Use an outcome that has arrived."""
 
 
 @dataclass(frozen=True, slots=True)

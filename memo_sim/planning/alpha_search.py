@@ -152,6 +152,14 @@ def least_that_fits(refuses: Callable[[int], bool], lowest: int, highest: int) -
     return lowest
 
 
+def most_that_host_holds(grid: Grid, bounds: LowerBounds, lowest: int, highest: int) -> int:
+    """Return the highest grid step that host memory may suffice for, or ``lowest``."""
+    while lowest < highest:
+        middle = (lowest + highest + 1) // 2
+        lowest, highest = (lowest, middle - 1) if bounds.lack_host(grid.at(middle)) else (middle, highest)
+    return lowest
+
+
 def best_partial_swap(
     base: Decisions, predict: Predict, *, bounds: LowerBounds | None = None, resolution: int = RESOLUTION
 ) -> AlphaSearch | None:

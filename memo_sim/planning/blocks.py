@@ -2,8 +2,8 @@
 
 MLP         row blocks of a rank's tokens; only with full recompute (``program/layers/mlp.py``), and with row-wise
             recompute, where they hold all of a layer but attention (``program/layers/rowwise.py``)
-attention   chunks of the sequence, whose keys and values wait on the host; only with full recompute
-            (``program/attention/chunked.py``)
+attention   chunks of the sequence, whose keys and values wait on the host; with full recompute
+            (``program/attention/chunked.py``), and with row-wise recompute, whose blocks divide them
 loss        tokens whose logits exist at the same time (``program/layers/embedding_and_head.py``)
 """
 
@@ -22,10 +22,15 @@ from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.planning.contradictions import check_rules
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
-from memo_sim.program.layout.attention_chunks import check_attention_chunks, most_chunks, ranks_of_a_chunk
+from memo_sim.program.layout.attention_chunks import (
+    check_attention_chunks,
+    most_chunks,
+    ranks_of_a_chunk,
+    rows_of_a_chunk,
+)
 from memo_sim.program.layout.compatibility import check_compatible, goes_together
 from memo_sim.program.layout.rowwise_blocks import ROWWISE, is_rowwise
-from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_FULL_RECOMPUTE
+from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_RECOMPUTE, ROW_BLOCKS_OF_CHUNKS
 from memo_sim.program.layout.rules.experts import EXPERTS_WHOLE_MLP
 from memo_sim.program.layout.rules.metp import METP_WHOLE_MLP
 from memo_sim.program.layout.rules.mlp_blocks import MLP_BLOCKS_UNDER_FULL_RECOMPUTE, MLP_BLOCKS_UNDER_ZERO_BUBBLE
@@ -49,6 +54,9 @@ LEAST_CHUNK_TOKENS = 64 * KIB
 """Smallest attention chunk. Shorter calls are slower, and fetch as many bytes for a fraction of the products."""
 LEAST_CHUNKS = 4
 """Smallest number of attention chunks; with fewer, the double buffers need what chunks save (reports/sppo.md)."""
+LEAST_ROWWISE = 0.3
+"""Least fraction of a device that row-wise recompute needs with whole attention, where chunks are tried: they save a
+third of it, and cost copies, and programs with a call for every pair of chunks."""
 LEAST_SAVED = 0.1
 """Least fraction of a device that attention of all rows needs, where chunks beside a ring are tried: they cost time,
 and their programs have a call for every pair of chunks and rank."""
@@ -70,7 +78,7 @@ def pinned(found: tuple[Policy, ...], question: Question) -> tuple[Policy, ...]:
     if tokens is not None:
         # A chunk that holds the whole sequence is for full recompute as well.
         cut = msgspec.structs.replace(base, attention_chunk_tokens=min(tokens, question.seq_tokens - 1))
-        left = _left(found, CHUNKS_UNDER_FULL_RECOMPUTE, cut)
+        left = _left(found, CHUNKS_UNDER_RECOMPUTE, cut)
         found = tuple(dict.fromkeys(replace(p, attention_chunks=tokens > 0) for p in left))
     return found
 
@@ -102,8 +110,10 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
     if rowwise and any(p.recompute != ROWWISE for p in others) and not goes_together(whole):
         return None
     kernel, shape = whole.kernels.attention, shape_of(whole)
-    rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
     tokens = attention_chunk(question, whole) if policy.attention_chunks else 0
+    rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
+    if rowwise and tokens and question.pins.mlp_chunk_tokens is None:
+        rows = _rows_in_a_chunk(msgspec.structs.replace(whole, attention_chunk_tokens=tokens), rows)
     one_block = not rows and any(not p.mlp_blocks for p in others)
     if policy.mlp_blocks and (one_block or (not rowwise and _whole_mlp(question, whole))):
         return None
@@ -116,11 +126,17 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
         check_attention_chunks(made)
         check_compatible(made)
     except Infeasible:
-        if policy.attention_chunks and optional:
+        if policy.attention_chunks and (optional or (rowwise and any(p.recompute != ROWWISE for p in others))):
             return None
         raise
     kernels = msgspec.structs.replace(made.kernels, attention=kernel, head_groups=head_groups(shape, made, kernel))
     return msgspec.structs.replace(made, kernels=kernels)
+
+
+def _rows_in_a_chunk(chunked: Decisions, rows: int) -> int:
+    """Return the rows of a block of row-wise recompute in chunks of attention: ``rows`` where they are allowed."""
+    divided = msgspec.structs.replace(chunked, mlp_chunk_tokens=rows)
+    return rows if not ROW_BLOCKS_OF_CHUNKS.breaks(divided) else rows_of_a_chunk(chunked)
 
 
 def _whole_mlp(question: Question, decisions: Decisions) -> bool:
@@ -193,18 +209,33 @@ def attention_chunk(question: Question, base: Decisions) -> int:
 
     A chunk consists of whole row blocks on every rank, and the number of chunks is limited. 0 when one chunk would hold
     the whole sequence, or when chunks would save no memory and the system does not fix their length. Beside a ring,
-    which divides attention's rows already, chunks are tried only where these rows still need much of a device.
+    which divides attention's rows already, chunks are tried only where these rows still need much of a device; so with
+    row-wise recompute, which already rebuilds the rest in blocks.
     """
     asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * ranks_of_a_chunk(base)
     own, tokens = question.preset.chunk_tokens, question.seq_tokens
     if asked is not None:
         return asked if asked < tokens else 0
     wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // BLOCKS))
+    if is_rowwise(base) and _rowwise_bytes(base) < LEAST_ROWWISE * question.hardware.device_memory_bytes.value:
+        return 0
     if base.layout.ring > 1 and _attention_bytes(base) < LEAST_SAVED * question.hardware.device_memory_bytes.value:
         return 0
     most = most_chunks(base.layout.ring)
     chunk = max(wanted // granule, -(-tokens // (most * granule)), 1) * granule
     return chunk if (1 if own else LEAST_CHUNKS - 1) * chunk < tokens else 0
+
+
+def _rowwise_bytes(base: Decisions) -> float:
+    """Return the bytes that attention's backward needs in row-wise recompute, with the other rounding buffer.
+
+    They are Q, K and V, the output, their gradients, the layer's input and the residual's gradient; in the other buffer
+    an input and an output.
+    """
+    model, layout = base.model, base.layout
+    inside = (5 * model.q_width + 4 * model.kv_width) / layout.tp
+    beside = 3 * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    return base.local_tokens * (inside + beside) * DTYPE_BYTES[base.dtype]
 
 
 def _attention_bytes(base: Decisions) -> float:

@@ -218,11 +218,12 @@ def _check_need(question: Question, knob: Knob, need: Knob) -> None:
     value, other = getattr(question.pins, knob.name), getattr(question.pins, need.name)
     if value not in (knob.default, _UNLESS_PINNED[knob.name]) and not _above_default(question, need):
         least = _UNLESS_PINNED[need.name] + 1
+        enough = least if knob.name != "pp_layers" else max(least, len(value) // (question.pins.virtual_stages or 1))
         raise UsageError(
             f"{knob.option} has no effect without {need.option}",
             got=f"{knob.name} {str(value).lower()}, {need.name} {'not given' if other is None else other}",
             wanted=f"{need.option} {least} or more",
-            hint=f"{need.option} {least}, or leave {knob.option} out",
+            hint=f"{need.option} {enough}, or leave {knob.option} out",
         )
 
 

@@ -215,7 +215,7 @@ class _FewLayers:
         self._rebuilt = _by_instruction(program, lambda _, i: float(i.phase is Phase.RECOMPUTE))
 
     def size(self) -> int:
-        """Return what it takes in memory, in instructions: one of a template is some ten in the arrays."""
+        """Return its size in memory, in instructions of a step; one of a template counts as ten."""
         return len(self._lane) + 10 * sum(len(t.instructions) for t in self._program.templates)
 
     def _of_instances(self, flags: list[bool]) -> Flags:

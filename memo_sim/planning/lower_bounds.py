@@ -453,10 +453,12 @@ class LowerBounds:
             for layer in stage.runs[0]:
                 one = layers[kinds[layer] if len(layers) > 1 else 0]
                 before_s += one.first_forward_s
-                # A layer's gradient leaves its pass before the pass has ended, so the wait has one layer less. And
-                # zero-bubble's last W passes fill that wait.
+                # A backward ends with the kernel that makes the gradient which leaves. Before its own gradient arrives
+                # it recomputes, with METP also the MLP's first rows. Zero-bubble's last W passes fill the wait. The
+                # first layer is left out as a margin.
                 if layer and decisions.layout.schedule != "zero-bubble":
-                    after_s += max(0.0, one.first_compute_s - one.first_forward_s - one.first_rebuild_s)
+                    early_s = one.first_rebuild_s + (one.first_forward_s if decisions.layout.metp > 1 else 0.0)
+                    after_s += max(0.0, one.first_compute_s - one.first_forward_s - early_s)
         return found
 
     def _shared_s(self, whole: Pass, stages: int) -> float:

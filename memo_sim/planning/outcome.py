@@ -11,6 +11,9 @@ from memo_sim.planning.alpha_linear_program import LinearProgram
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.presets import Policy
 
+Key = tuple[bool, bool, float]
+"""What outcomes are ranked by first (``Evaluated.rank_key``)."""
+
 
 def ranked_s(step_s: float) -> float:
     """Return a step time rounded to twelve digits for ranking; sums in another order differ in the last digits."""

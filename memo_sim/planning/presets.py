@@ -136,7 +136,7 @@ class Policy:
     """What a system may do with activations: a recompute mode, and a fixed alpha or None for a searched one.
 
     ``mlp_blocks``: the MLP in row blocks (with row-wise recompute, all but attention); ``attention_chunks``: attention
-    in chunks of the sequence. Full recompute can have either, row-wise recompute blocks alone.
+    in chunks of the sequence. Full recompute can have either; row-wise recompute has chunks with blocks.
     """
 
     recompute: str
@@ -163,7 +163,8 @@ class Policy:
             layers = "" if self.layers == ALL else f", layers {self.layers}"
             return f"full recompute{layers}{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
         if self.recompute == ROWWISE:
-            return f"row-wise recompute, attention {self._fate_of_shared}"
+            chunks = ", in chunks" if self.attention_chunks else ""
+            return f"row-wise recompute, attention {self._fate_of_shared}{chunks}"
         if self.recompute in OF_PARTS:
             return OF_PARTS[self.recompute]
         if self.hides:
@@ -189,7 +190,9 @@ LEAST_MEMORY = Policy("full", 1.0, mlp_blocks=True, attention_chunks=True)
 ROWWISE_KEPT = Policy(ROWWISE, 0.0, mlp_blocks=True)
 ROWWISE_SWAPPED = Policy(ROWWISE, 1.0, mlp_blocks=True)
 """Of a layer its input, attention's output and the log-sum-exp outlive its forward: on the device, or on the host."""
-EVERY_ROWWISE = (ROWWISE_KEPT, ROWWISE_SWAPPED)
+ROWWISE_IN_CHUNKS = Policy(ROWWISE, 1.0, mlp_blocks=True, attention_chunks=True)
+"""The same on the host, and queries, keys and values of chunks alone (``attention/kept_chunks.py``)."""
+EVERY_ROWWISE = (ROWWISE_KEPT, ROWWISE_SWAPPED, ROWWISE_IN_CHUNKS)
 PAIRS_OF_LAYERS = Policy("full", 0.0, layers="groups-2")
 """Full recompute with one input for two layers, which are live at once in backward.
 

@@ -1,6 +1,6 @@
-"""Processes that work beside this one: it gives them tasks, and they send back what they find out, part by part.
+"""Processes that work beside this one: it gives them tasks, and they send back results, part by part.
 
-Nothing depends on them. What a process does not deliver, because it fails, dies or is too late, its caller does itself.
+Nothing depends on them. If a process fails, dies or is too late, the caller does the task itself.
 So errors are raised where they are without other processes, and a process that is killed costs time alone.
 
     with processes(3):                  this process and two others
@@ -8,6 +8,8 @@ So errors are raised where they are without other processes, and a process that 
 
 The others start when they first can be used. They end with the block, at once, whatever they are doing; and with this
 process, however it ends. Ctrl-C reaches this process alone.
+
+Work that needs no search in common, such as the questions of a sweep, has a ``process_executor`` instead.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum, auto
@@ -197,7 +200,29 @@ def working_with(team: Team) -> Iterator[None]:
         _TEAM.reset(token)
 
 
-def begin_process() -> None:
+def process_executor(jobs: int, module: str) -> ProcessPoolExecutor:
+    """Return an executor of ``jobs`` processes, forked from a server that has imported ``module`` and has no threads.
+
+    They begin when they are first needed; submit inside of ``without_main``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_process)
+
+
+@contextmanager
+def ended_by_errors() -> Iterator[None]:
+    """End the processes that began in this block, at once, where it ends with an error or Ctrl-C."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        raise
+
+
+def _begin_process() -> None:
     """Leave Ctrl-C to the process that asks, and end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent := multiprocessing.parent_process():
@@ -227,7 +252,7 @@ def without_main() -> Iterator[None]:
 
 def _serve(connection: Connection, module: str) -> None:
     """Do the tasks that come, in their order, until the connection ends."""
-    begin_process()
+    _begin_process()
     importlib.import_module(module)
     kept: dict[str, Any] = {}
     tasks: dict[int, tuple[Task, tuple[object, ...]]] = {}

@@ -1,6 +1,6 @@
-"""A cache that keeps what was used last, as far as its sizes allow.
+"""A cache of limited size that drops what has not been used for the longest time.
 
-A search lowers thousands of small programs and comes back to few of them, most soon. Kept for good, they take
+A search lowers thousands of small programs and uses few of them again, most of these soon. All of them would need
 gigabytes.
 """
 

@@ -60,8 +60,8 @@ class Candidate:
 def policies(question: Question) -> tuple[Policy, ...]:
     """Return the policies to try: the system's, narrowed by a pinned alpha or recompute, which turn fallbacks off.
 
-    With offloaded inputs, pinned MLP blocks or attention chunks, or recompute of some layers, only full recompute is
-    left.
+    With offloaded inputs, or recompute of some layers, only full recompute is left; with pinned MLP blocks or attention
+    chunks, full and row-wise recompute.
 
     Raises:
         UsageError: when pins contradict each other or the system.

@@ -148,7 +148,8 @@ def rowwise_recompute(found: SearchResult, simulation: Simulation) -> list[str]:
     if decisions.swapped_tokens and kept is not None and kept.prediction.status != "ok":
         where += f"; kept on the device they would not fit ({short_by(kept.prediction)})"
     again = f"Norms, products and the MLP are rebuilt{blocks}, each right before its backward"
-    return [f"{text} {where}.", f"{again}{_token_by_token(found, best)}."]
+    chunks = _attention_chunks(found, best, simulation)
+    return [f"{text} {where}.", f"{again}{_token_by_token(found, best)}.", *chunks]
 
 
 def _token_by_token(found: SearchResult, best: Evaluated) -> str:

@@ -13,7 +13,7 @@ from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.work import Fp8Gemm, Fp8GroupedGemm, Gemm, GroupedGemm
 from memo_sim.program.layout.fp8 import weight_copies
 
-MAKES_COPIES = frozenset({"fp8.quantize", "fp8.transpose", "params.quantize", "params.transpose"})
+MAKES_COPIES = frozenset({"fp8.quantize", "fp8.transpose", "params.largest", "params.quantize", "params.transpose"})
 """Instructions that make the FP8 copies of operands."""
 
 

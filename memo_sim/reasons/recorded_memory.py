@@ -16,7 +16,8 @@ MOST_LIVE = 12
 """How many origins of buffers are listed."""
 CLASSES = {
     **dict.fromkeys(
-        (FamilyKind.PARAMS, FamilyKind.CAST, FamilyKind.PARAMS_FP8, FamilyKind.PARAMS_FP8_COLUMNS), WEIGHTS
+        (FamilyKind.PARAMS, FamilyKind.CAST, FamilyKind.PARAMS_FP8, FamilyKind.PARAMS_FP8_COLUMNS, FamilyKind.LARGEST),
+        WEIGHTS,
     ),
     **dict.fromkeys((FamilyKind.MOMENT1, FamilyKind.MOMENT2), OPTIMIZER),
     **dict.fromkeys((FamilyKind.GRADS, FamilyKind.WHOLE_GRADS), GRADIENTS),

@@ -10,7 +10,6 @@ reason, never dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
 
@@ -28,6 +27,7 @@ from memo_sim.contract.units import GIB, counted
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.presets import SYSTEMS
+from memo_sim.planning.processes import ended_by_errors, process_executor, without_main
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import Evaluated, search
 from memo_sim.validation.cases import SIZES, Case, CaseQuestion
@@ -70,12 +70,10 @@ def _predictions(cases: list[Case], change: Callable[[Hardware], Hardware] | Non
     if jobs == 1 or change is not None:
         yield from (predict(asked, ran=ok, change=change) for asked, ok in zip(questions, ran, strict=True))
         return
-    with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(_predict, questions, ran)
-
-
-def _predict(asked: CaseQuestion, ran: bool) -> Predicted:
-    return predict(asked, ran=ran)
+    with process_executor(jobs, __name__) as pool, ended_by_errors():
+        with without_main():
+            found = [pool.submit(predict, asked, ran=ok) for asked, ok in zip(questions, ran, strict=True)]
+        yield from (each.result() for each in found)
 
 
 def _report(case: Case, predicted: CasePrediction, fitted: frozenset[str]) -> CaseReport:

@@ -69,3 +69,27 @@ def test_subsequences_have_row_blocks_of_their_own(team: Team, layout: Layout, w
 @pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(tp=2, sequence_parallel=True)], ids=label)
 def test_norms_of_heads_are_rebuilt_too(team: Team, layout: Layout) -> None:
     parity(team, "llama-normed", layout, **blocks(layout, 1.0))
+
+
+CHUNKED = [
+    Layout(ulysses=2),
+    Layout(cp=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(tp=2, cp=2),
+    Layout(cp=2, ulysses=2, zero=3),
+    Layout(tp=2, sequence_parallel=True, ulysses=2),
+    Layout(pp=2),
+]
+
+
+@pytest.mark.parametrize(
+    "layout", [CHUNKED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in CHUNKED[1:])], ids=label
+)
+def test_attention_in_chunks_beside_it(team: Team, layout: Layout) -> None:
+    """Three chunks of one row block each, or two longer ones for more ranks; the last one is shorter."""
+    ranks = layout.tp * layout.ulysses * layout.cp
+    chunk, tokens = (512, 896) if ranks > 2 else (256, 640)
+    cut = {"attention_chunk_tokens": chunk, "mlp_chunk_tokens": chunk // layout.ulysses // layout.cp}
+    name = "llama-mha" if ranks > 2 else "llama4"
+    local = tokens // layout.ulysses // layout.cp
+    parity(team, name, layout, recompute="rowwise", seq_tokens=tokens, swapped_tokens=local, **cut)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memo_exec.commands.calibrate import calibrate
-from memo_exec.kernels import FUSED
+from memo_exec.kernels import IN_TRITON
 from memo_exec.probes import grid as grids
 from memo_exec.probes import memory
 from memo_exec.probes.timing import Effort, time_call
@@ -48,7 +48,7 @@ def test_rates_are_those_of_a_gpu(profile: Hardware) -> None:
 def test_fused_kernels_have_curves_where_triton_is_installed(profile: Hardware) -> None:
     curves = profile.fused_rowwise_bytes_per_s.get("triton", {})
     installed = importlib.util.find_spec("triton") is not None
-    assert set(curves) == (set(FUSED) if installed else set())
+    assert set(curves) == (set(IN_TRITON) if installed else set())
     assert all(1e11 < rate < 1e13 for curve in curves.values() for rate in curve.y)
 
 

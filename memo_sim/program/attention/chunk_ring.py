@@ -1,4 +1,4 @@
-"""Chunks of attention beside a ring: the keys and values of one chunk pass from rank to rank.
+"""Chunks of attention beside a ring: ranks send the keys and values of one chunk to the next rank, and so on.
 
 The ranks divide every chunk in zigzag order, as ``ring.py`` divides a whole sequence: of 2 x cp parts, rank r has parts
 r and 2*cp - 1 - r, its early and its late half. The queries of a chunk meet the keys of an earlier chunk in cp calls
@@ -8,9 +8,10 @@ chunks, a causal square and half a square a hop. One hop of cp 2 and two chunks:
     rank 0   | c0: 0 3 | c1: 0 3 |        queries c1, keys c0   own 0 3, then 1 2 of rank 1: all pairs
     rank 1   | c0: 1 2 | c1: 1 2 |        queries c1, keys c1   own square, then half a square
 
-Every pair of chunks passes its keys round anew, in cp - 1 hops. Backward passes them as often, and as often the sums
-of their gradients, which start one rank on and end at the rank that has the keys. That rank adds what arrives to its
-fp32 sum over the chunks of queries. A pair's last hop runs beside the first call of the next pair of the same keys.
+Each pair of chunks sends its keys round the ring again, in cp - 1 hops. Backward sends them as often, and equally often
+the sums of their gradients, which start at the next rank and end at the rank that has the keys. That rank adds what
+arrives to its fp32 sum over the chunks of queries. A pair's last hop runs beside the first call of the next pair of the
+same keys.
 
 Bytes: a rank's K and V of a layer are B bytes. With n chunks a forward sends (cp - 1) x B x (n + 1) / 2, which is
 (n + 1) / 2 times as much as without chunks. A hop is as easy to hide as in a ring whose sequence is one chunk long.

@@ -21,7 +21,9 @@ Ulysses, and passed back through product and norm.
 Fetches alternate between two buffers: one is read while the other is filled. The norm is recomputed for the product's
 weight gradient, not kept, like the norm of the MLP in row blocks (``layers/mlp.py``).
 
-Beside a ring every rank has its share of each chunk, and each pair of chunks passes its keys round (``chunk_ring.py``).
+Row-wise recompute keeps attention's output, so its chunks are different ones (``kept_chunks.py``).
+
+Beside a ring every rank has its share of each chunk. Each pair of chunks sends its keys round it (``chunk_ring.py``).
 """
 
 from __future__ import annotations
@@ -124,14 +126,26 @@ class ChunkedAttention:
 
     def backward(self, grad_in: str) -> None:
         """Write the backward from the residual's gradient, ``d_resid``, to the layer's input gradient, ``grad_in``."""
-        count = len(self.chunks)
-        order = [(k, c) for k in range(count) for c in (*range(k + 1, count), k)]
+        order = self._order()
         # Memory is allocated in program order: fetches that are placed after a product would wait for it.
         self._fetch_keys(0)
         self._fetch_queries(0, *order[0], ("q", *self._outputs))
         self._output_gradient()
         self._fetch_queries(0, *order[0], ("d_attn",))
         self._project_backward()
+        self._pairs_backward(grad_in)
+
+    def _order(self) -> list[tuple[int, int]]:
+        """Return (chunk of keys, chunk of queries) of each pair, in the order of backward."""
+        count = len(self.chunks)
+        return [(k, c) for k in range(count) for c in (*range(k + 1, count), k)]
+
+    def _pairs_backward(self, grad_in: str) -> None:
+        """Write the backward of every pair of chunks, whose fetches stand before the pair ahead of it.
+
+        Those of the first pair are written before. After a chunk's last pair, its product and norm follow.
+        """
+        order = self._order()
         for n, (k, c) in enumerate(order):
             if n + 1 < len(order):
                 gradients = ("d_attn", "d_q") if order[n + 1][0] else ("d_attn",)
@@ -230,9 +244,13 @@ class ChunkedAttention:
             return Rows("attn", *self.chunks[c])
         return self._chunk("attn", c, f"attn.{c % DOUBLE_BUFFER_SLOTS}")
 
+    def _lse(self, c: int) -> Rows:
+        """Return where attention of a chunk writes the log-sum-exp."""
+        return self._chunk("lse", c, f"lse.{c % DOUBLE_BUFFER_SLOTS}")
+
     def _attend(self, c: int) -> None:
         """Write a chunk's attention: over its own keys, then over the keys of each earlier chunk."""
-        out, lse = self._out(c), self._chunk("lse", c, f"lse.{c % DOUBLE_BUFFER_SLOTS}")
+        out, lse = self._out(c), self._lse(c)
         self.ring.start(f".c{c}", self._chunk("kv", c))
         self._call("attn", c, c, self._chunk("kv", c), out=out, lse=lse)
         self._attend_round(c, c, (out, lse))
@@ -297,7 +315,7 @@ class ChunkedAttention:
         writer, shape = self.writer, self.shape
         for c, (first, tokens) in enumerate(self.chunks):
             writer.suffix = f".c{c}"
-            head_sharded = self._chunk("d_attn", c, f"d_attn.{c % DOUBLE_BUFFER_SLOTS}")
+            head_sharded = self._chunk("d_attn", c, self._gradient_slot(c))
             sequence_sharded = head_sharded
             if shape.ulysses > 1:
                 sequence_sharded = Rows(writer.own("d_attn_seq", self.room, shape.q_width), 0, tokens)
@@ -312,6 +330,11 @@ class ChunkedAttention:
             self.ulysses.to_head_ranks("d_attn", sequence_sharded, head_sharded, writer.suffix)
             self._store("d_attn", c, head_sharded.slot)
         writer.suffix = ""
+
+    @staticmethod
+    def _gradient_slot(c: int) -> str:
+        """Return the slot of a chunk of the gradient of attention's output, until it is stored."""
+        return f"d_attn.{c % DOUBLE_BUFFER_SLOTS}"
 
     @property
     def _adapted(self) -> bool:
@@ -350,6 +373,14 @@ class ChunkedAttention:
     def _back(self, name: str, n: int, c: int) -> Rows:
         """Return the buffer of a chunk of queries, or of a tensor stored with them, for the ``n``-th pair."""
         return self._chunk(name, c, f"{name}.back.{n % DOUBLE_BUFFER_SLOTS}", SUM_DTYPE if name == "d_q" else "")
+
+    def _out_of_pair(self, n: int, c: int) -> Rows:
+        """Return attention's output of a chunk of queries, for the ``n``-th pair."""
+        return self._back("attn", n, c) if self.shape.ulysses > 1 else self._out(c)
+
+    def _lse_of_pair(self, n: int, c: int) -> Rows:
+        """Return the log-sum-exp of a chunk of queries, for the ``n``-th pair."""
+        return self._back("lse", n, c)
 
     def _fetch_queries(self, n: int, k: int, c: int, names: tuple[str, ...]) -> None:
         """Write the fetches of ``names`` for the ``n``-th pair: its queries, their outputs, and gradients so far."""
@@ -398,7 +429,6 @@ class ChunkedAttention:
         self, name: str, n: int, c: int, keys: Rows, mask: Mask, grad_q: Rows, grad_kv: Rows
     ) -> None:
         """Write the backward of one call: as many of chunk ``c``'s last queries as ``grad_q`` has, and ``keys``."""
-        out = self._back("attn", n, c) if self.shape.ulysses > 1 else self._out(c)
         self.builder.emit(
             name,
             "attention.bwd",
@@ -407,8 +437,8 @@ class ChunkedAttention:
             grad=reads(self._back("d_attn", n, c)),
             q=reads(self._back("q", n, c)),
             kv=reads(keys),
-            out=reads(out),
-            lse=reads(self._back("lse", n, c)),
+            out=reads(self._out_of_pair(n, c)),
+            lse=reads(self._lse_of_pair(n, c)),
             grad_q=writes(grad_q),
             grad_kv=writes(grad_kv),
             workspace=self._workspace(backward=True),

@@ -29,7 +29,11 @@ is bf16. States ``host`` keeps master copy and moments in host memory and update
 are copied to the host and parameters back to the device. When gradients are clipped, the update scales them in place.
 
 With ``fp8_params`` the weights of FP8 products are a run of their own, in families of their own: AdamW updates the
-master weights, which are then quantised and gathered in FP8.
+master weights, which are then quantised and gathered in FP8. Where ranks share them, the largest values that current
+scales follow from are found first and reduced over these ranks, once for each layer (Transformer Engine packs those of
+all layers into one reduction). They are kept, because ranks that gather the copies need their scales:
+
+    [AdamW of a share][largest values] -> max all-reduce -> [quantise the share] -> all-gather in FP8
 
 An eager framework makes more passes over the gradients (Megatron-LM, ``core/distributed/param_and_grad_buffer.py`` and
 ``core/optimizer``). Before the reduction one pass looks for NaN, and one divides by the number of replicas. Later one
@@ -49,7 +53,7 @@ from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Famil
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import FRESH, Collective, Copy, Group, HostUpdate, Rowwise
 from memo_sim.program.layout import fp8
-from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements, weight_copies, weights
+from memo_sim.program.layout.fp8 import ACTIVATIONS, copied_elements, largest_values, weight_copies, weights
 from memo_sim.program.layout.parameters import (
     FROZEN,
     Block,
@@ -74,6 +78,7 @@ from memo_sim.program.operators.fp8_operands import (
     SCALES,
     quantisation,
     requantisation,
+    search_of_largest,
     transposition,
 )
 from memo_sim.program.operators.framework_kernels import library_of
@@ -189,6 +194,14 @@ class Optimizer:
         """Whether what is kept in FP8 alone has a transposed copy."""
         return self.narrow > 0 and weight_copies(self.decisions) > 1
 
+    @property
+    def reduces_largest(self) -> bool:
+        """Whether the scales of what is kept in FP8 alone follow from the largest values of several ranks' shares.
+
+        Delayed scaling has scales from earlier steps.
+        """
+        return self.narrow > 0 and self.shards > 1 and not fp8.delayed(self.decisions)
+
     def shared(self, name: Literal["params", "grads"]) -> bool:
         """Whether a rank holds only its shard of the block's parameters or gradients."""
         if name == "grads" and self.frozen:
@@ -281,6 +294,8 @@ class Optimizer:
             found.append(state(FamilyKind.PARAMS_FP8, ACTIVATIONS, in_fp8, "device"))
             if self.narrow_columns and not shared:
                 found.append(state(FamilyKind.PARAMS_FP8_COLUMNS, ACTIVATIONS, in_fp8, "device"))
+            if self.reduces_largest:
+                found.append(state(FamilyKind.LARGEST, "fp32", largest_values(self.decisions, self.block), "device"))
         elif self.quantised and not shared:
             copies = copied_elements(self.decisions, self.block)
             found.append(state(FamilyKind.PARAMS_FP8, ACTIVATIONS, copies, "device"))
@@ -494,8 +509,7 @@ class Optimizer:
         for name in ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params"):
             if f"{name}.{self.name}" in families:
                 builder.bind(families[f"{name}.{self.name}"], slot=name)
-        if self.narrow:
-            builder.bind(families[f"params_fp8.{self.name}"], slot="params_fp8")
+        self._bind_narrow(builder, families)
         builder.bind(families["grad_norm"])
         offset = 0
         for name, first, length in self.runs():
@@ -521,10 +535,19 @@ class Optimizer:
         )
         if self.block.elements > self.narrow:
             builder.bind(families[f"{self._gathered}.{self.name}"], slot=self._gathered)
-        if self.narrow:
-            builder.bind(families[f"params_fp8.{self.name}"], slot="params_fp8")
+        self._bind_narrow(builder, families)
         self._gather(builder)
         return builder.build()
+
+    def _bind_narrow(self, builder: TemplateBuilder, families: Families) -> None:
+        """Bind what is kept in FP8 alone, with the largest values of all ranks' shares."""
+        wanted = {FamilyKind.PARAMS_FP8: self.narrow > 0, FamilyKind.LARGEST: self.reduces_largest}
+        for kind in (kind for kind, needed in wanted.items() if needed):
+            builder.bind(families[f"{kind}.{self.name}"], slot=str(kind))
+
+    def scales_of_gathered(self, builder: TemplateBuilder) -> dict[str, Access]:
+        """Return the largest values that the scales of what ranks gather in FP8 follow from, as an operand."""
+        return {"largest": reads(builder.all(str(FamilyKind.LARGEST)))} if self.reduces_largest else {}
 
     @property
     def _gathered(self) -> Literal["params", "master"]:
@@ -532,15 +555,17 @@ class Optimizer:
         return "master" if autocast(self.decisions) else "params"
 
     def _gather(self, builder: TemplateBuilder) -> None:
+        in_fp8 = f"gather.fp8.params.{self.name}"
         wholes = {
             "gather": Rows(self._gathered, 0, self.block.trained_elements - self.narrow),
-            "gather.fp8": Rows("params_fp8", 0, self.narrow),
+            in_fp8: Rows("params_fp8", 0, self.narrow),
         }
         for name, whole in ((name, whole) for name, whole in wholes.items() if whole.tokens):
+            scales = self.scales_of_gathered(builder) if name == in_fp8 else {}
             size = whole.tokens * DTYPE_BYTES[builder.dtype(whole.slot)]
             work = Collective("all_gather", size, self.shards, self.shard_group)
             lane = COLLECTIVE_LANES[self.shard_group]
-            builder.emit(name, "params.all_gather", lane, work, tensor=accumulates(whole))
+            builder.emit(name, "params.all_gather", lane, work, tensor=accumulates(whole), **scales)
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
         """Return the rows of this rank's shard of a run.
@@ -562,6 +587,8 @@ class Optimizer:
         scratch = builder.scratch(f"adamw.{fp8.NARROW}.scratch", adamw_workspace_bytes(length, *self._dtypes))
         name = f"adamw.{fp8.NARROW}"
         builder.emit(name, "adamw.decay", Lane.COMPUTE, work, **share, norm=norm, workspace=scratch)
+        if self.reduces_largest:
+            self._reduce_largest(builder, length)
         builder.emit(
             f"params.{self.name}",
             "params.quantize",
@@ -569,7 +596,18 @@ class Optimizer:
             requantisation(self.decisions, length, shard=self.shards > 1),
             x=reads(Rows("master", 0, length)),
             out=writes(Rows("params_fp8", 0, length)),
+            **self.scales_of_gathered(builder),
         )
+
+    def _reduce_largest(self, builder: TemplateBuilder, length: int) -> None:
+        """Emit the search for the largest values of a share of the master weights, and their reduction."""
+        largest = builder.all(str(FamilyKind.LARGEST))
+        search = search_of_largest(length, largest.tokens)
+        master, found = reads(Rows("master", 0, length)), writes(largest)
+        builder.emit(f"largest.params.{self.name}", "params.largest", Lane.COMPUTE, search, x=master, out=found)
+        reduction = Collective("all_reduce", DTYPE_BYTES["fp32"] * largest.tokens, self.shards, self.shard_group)
+        lane = COLLECTIVE_LANES[self.shard_group]
+        builder.emit("largest", "fp8.max_reduce", lane, reduction, tensor=accumulates(largest))
 
     def _device_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
         read, written = self._update_bytes()

@@ -238,9 +238,12 @@ class Sharding:
             gathered[f"params.{kind}"] = shard, builder.bind(families[whole])
         if optimizer.narrow:
             held, whole = (builder.bind(families[f"{name}.{kind}"]) for name in ("params_fp8", "gathered_fp8"))
-            gathered[f"params_fp8.{kind}"] = held, whole
+            gathered[f"fp8.params.{kind}"] = held, whole
+            if optimizer.reduces_largest:
+                builder.bind(families[f"{FamilyKind.LARGEST}.{kind}"], slot=str(FamilyKind.LARGEST))
         for name, (held, whole) in gathered.items():
             rows = builder.all(whole)
+            scales = optimizer.scales_of_gathered(builder) if name.startswith("fp8.") else {}
             builder.emit(
                 name,
                 "params.all_gather",
@@ -250,6 +253,7 @@ class Sharding:
                 ),
                 shard=reads(builder.all(held)),
                 full=writes(rows),
+                **scales,
             )
         return builder.build()
 

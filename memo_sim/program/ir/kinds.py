@@ -118,6 +118,8 @@ class FamilyKind(StrEnum):
     """Copies of a block's matrices in FP8, cached until the next update; or those matrices, kept in FP8 alone."""
     PARAMS_FP8_COLUMNS = "params_fp8_columns"
     """Matrices that are kept in FP8 alone, transposed."""
+    LARGEST = "fp8_largest"
+    """The largest values that the scales of matrices in FP8 alone follow from, where ranks share their masters."""
     GATHERED = "gathered"
     """Gathered parameters of a whole block, for one use; and FSDP2's copy of them, which the use reads."""
     CAST = "cast"
@@ -159,6 +161,7 @@ STATE_KINDS = frozenset(
         FamilyKind.HOST_PARAMS,
         FamilyKind.PARAMS_FP8,
         FamilyKind.PARAMS_FP8_COLUMNS,
+        FamilyKind.LARGEST,
     }
 )
 """The states of a block: one buffer for each of its layers."""

@@ -10,9 +10,9 @@ numbers a token, ``T`` the tokens of a chunk, ``V`` the vocabulary of a rank and
                      d_x += d_logits W_tile                                                      2 T tile H
                      dW_tile += d_logits^T x                                                     2 T tile H
 
-So backward computes the product again: 8 T V H FLOPs, where a loss with whole logits has 6. In return a chunk holds
+So backward computes the product again: 8 T V H FLOPs, where a loss with whole logits has 6. In return a chunk needs
 2 x tile + 4 H bytes a token in bf16 (the tile's gradient, and d_x, which is summed in fp32), where row blocks with
-whole logits hold 4 V. So chunks may be longer, and the weight's gradient in fp32 is read and written fewer times.
+whole logits need 4 V. So chunks may be longer, and the weight's gradient in fp32 is read and written fewer times.
 
 Tiles have at most ``workspaces.LOSS_COLUMNS`` columns. With ``linear``, torch multiplies into the tile's buffer and
 reads it, in statistics too. With ``linear-triton`` a kernel keeps the logits of statistics in registers, and writes

@@ -21,6 +21,9 @@ there before the gradient of attention's output is complete, and the gradient of
 Recompute makes the calls of forward, so its bits are the same. Weight gradients are sums over blocks in fp32, as with
 the MLP in row blocks (``mlp.py``).
 
+With attention in chunks Q, K and V and their gradients exist for chunks only (``attention/kept_chunks.py``). The
+gradient of attention's output waits on the host then, so the first loop needs 32 KiB a row, and the others no more.
+
 Under Ulysses the head-sharded output is kept, which attention's backward reads, and each block of it is exchanged
 again. Blocks replace the row blocks of a rank (``layout/token_order.py``), so gathered and exchanged rows are in order.
 """
@@ -29,12 +32,15 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import attention, shared_heads
+from memo_sim.program.attention.chunked import IN_CHUNKS
+from memo_sim.program.attention.kept_chunks import KeptChunks
 from memo_sim.program.attention.partial import split
 from memo_sim.program.attention.subsequence import KV
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layers.mlp import Mlp
+from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.rowwise_blocks import is_rowwise, rows_of_a_block, rowwise_blocks
 from memo_sim.program.layout.shape import Shape
@@ -55,7 +61,8 @@ RAW = "qk_raw"
 
 def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape, *, backward: bool) -> int:
     """Return the rows of a skeletal tensor that exist at once: one block, or all; ``backward``: in that template."""
-    if not is_rowwise(decisions) or tensor.name in WHOLE or (backward and tensor.name == RAW):
+    chunked = in_chunks(decisions) and tensor.name in IN_CHUNKS  # chunked.py says of these how many rows there are
+    if not is_rowwise(decisions) or chunked or tensor.name in WHOLE or (backward and tensor.name == RAW):
         return tensor.tokens
     return tensor.tokens * rows_of_a_block(decisions, shape.tokens) // shape.tokens
 
@@ -70,16 +77,18 @@ class RowwiseLayer(OperatorWriter):
         """Number of a rank's rows in a buffer for one block."""
         self.ulysses = Ulysses(builder, shape, decisions.dtype, room=self.room)
         self.mlp = Mlp(self)
+        self.chunks = KeptChunks(self, self.ulysses) if in_chunks(decisions) else None
+        """Attention in chunks, each of one or more row blocks; None where it is about all rows at once."""
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
         """Write the whole forward; ``blocks`` has one block with all rows, which row-wise recompute divides."""
         self.cast_weights()
-        for number, rows in enumerate(self.blocks):
-            self._begin(number)
-            self._queries_keys_values(rows)
-        self.suffix = ""
-        attention.forward(self.builder, self.decisions, self.shape.attention)
-        sink(self)
+        if self.chunks is not None:
+            self.chunks.forward(self.blocks)
+        else:
+            self._each_queries_keys_values()
+            attention.forward(self.builder, self.decisions, self.shape.attention)
+            sink(self)
         for number, rows in enumerate(self.blocks):
             self._begin(number)
             self._project(rows)
@@ -93,7 +102,8 @@ class RowwiseLayer(OperatorWriter):
     def backward(self, grad_out: str, grad_in: str) -> None:
         """Write the backward from ``grad_out`` (of the layer's output) to ``grad_in`` (of its input)."""
         inside = self.shape.attention
-        self.own("d_attn", inside.tokens, inside.attention_width)
+        if self.chunks is None:
+            self.own("d_attn", inside.tokens, inside.attention_width)
         for number, rows in enumerate(self.blocks):
             self._begin(number)
             phase, self.builder.phase = self.builder.phase, Phase.RECOMPUTE
@@ -102,11 +112,15 @@ class RowwiseLayer(OperatorWriter):
             self.builder.phase = phase
             self.mlp.block_backward(rows, grad_out, source)
             self._project_backward(rows, attended)
+        self.suffix = ""
         phase, self.builder.phase = self.builder.phase, Phase.RECOMPUTE
-        for number, rows in enumerate(self.blocks):
-            self._begin(number)
-            self._queries_keys_values(rows)
-        self.suffix, self.builder.phase = "", phase
+        if self.chunks is not None:
+            self.chunks.rebuild()
+            self.builder.phase = phase
+            self.chunks.backward(grad_in)
+            return
+        self._each_queries_keys_values()
+        self.builder.phase = phase
         self.own("d_qkv", inside.tokens, inside.qkv_width)
         sink_backward(self)
         attention.backward(self.builder, self.decisions, inside)
@@ -114,6 +128,13 @@ class RowwiseLayer(OperatorWriter):
         for number, rows in enumerate(self.blocks):
             self._begin(number)
             self._product_backward(rows, grad_in)
+        self.suffix = ""
+
+    def _each_queries_keys_values(self) -> None:
+        """Write norm, QKV product and positions of every block."""
+        for number, rows in enumerate(self.blocks):
+            self._begin(number)
+            self._queries_keys_values(rows)
         self.suffix = ""
 
     def _part_norms(self) -> None:
@@ -196,14 +217,18 @@ class RowwiseLayer(OperatorWriter):
         hidden, width = self.shape.hidden, self.shape.attention_width
         if self.shape.ulysses > 1:
             self.own("d_attn_seq", self.room, width)
-        d_attended, grad = self._at("d_attn", rows), self.shard_rows("d_resid", rows)
+        head_sharded = self.chunks.output_gradient(rows) if self.chunks else self._head_sharded("d_attn", rows)
+        d_attended = head_sharded if self.shape.ulysses == 1 else Rows("d_attn_seq", 0, rows[1])
+        grad = self.shard_rows("d_resid", rows)
 
         def product(some: Rows, into: RowBlock) -> None:
             made = Rows(d_attended.slot, d_attended.first + into[0], into[1])
             self.dgrad("proj", some, made, width, hidden)
 
         d_proj = self.gather_and_multiply("proj.grad", grad, "d_proj_full", (0, rows[1]), product, tokens=self.room)
-        self.ulysses.to_head_ranks("d_attn", d_attended, self._head_sharded("d_attn", rows), self.suffix)
+        self.ulysses.to_head_ranks("d_attn", d_attended, head_sharded, self.suffix)
+        if self.chunks is not None:
+            self.chunks.store_output_gradient(rows)
         self.wgrad("proj", d_proj, attended, hidden, width)
         self.bgrad("proj", grad, hidden)
 

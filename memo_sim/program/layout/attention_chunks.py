@@ -1,6 +1,6 @@
 """Boundaries of chunked attention (FPDT, Yao et al. 2024).
 
-A chunk is a run of ``attention_chunk_tokens`` tokens, divided over the ranks of Ulysses and of a ring: each rank holds
+A chunk is a run of ``attention_chunk_tokens`` tokens, divided over the ranks of Ulysses and of a ring: each rank has
 its share of every chunk. The last chunk may be shorter.
 
       tokens     |      c0      |      c1      |   c2   |
@@ -28,10 +28,14 @@ def most_chunks(ring: int) -> int:
 
 def attention_chunks(decisions: Decisions) -> list[tuple[int, int]]:
     """Return (first row, rows) of each chunk, in rows of a rank; one chunk of all rows when attention is whole."""
-    total = decisions.local_tokens
-    chunk = decisions.micro_batch * decisions.attention_chunk_tokens // ranks_of_a_chunk(decisions)
-    rows = min(chunk or total, total)
+    total, rows = decisions.local_tokens, rows_of_a_chunk(decisions)
     return [(first, min(rows, total - first)) for first in range(0, total, rows)]
+
+
+def rows_of_a_chunk(decisions: Decisions) -> int:
+    """Return a rank's rows of the longest chunk, of all sequences of a micro-batch; all when attention is whole."""
+    chunk = decisions.micro_batch * decisions.attention_chunk_tokens // ranks_of_a_chunk(decisions)
+    return min(chunk or decisions.local_tokens, decisions.local_tokens)
 
 
 def ranks_of_a_chunk(decisions: Decisions) -> int:

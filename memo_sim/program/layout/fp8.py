@@ -30,7 +30,9 @@ activation. The projection's input is kept twice, because attention's backward r
 
 Weights have FP8 copies beside those in the plan's dtype. With ``fp8_params`` there are only the FP8 ones: the optimizer
 quantises its master weights to the copy by rows, which ranks gather, and the one by columns is that one transposed.
-That is right for scales of 128 x 128 values too: the transposed weight has the same scales, transposed.
+That is right for scales of 128 x 128 values too: the transposed weight has the same scales, transposed. Where ranks
+share the masters (ZeRO), a scale follows from several ranks' values: each finds the largest ones of its share, and
+these are reduced over the ranks before any of them quantises.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ ACTIVATIONS = "e4m3"
 """Dtype of FP8 activations and weights."""
 FURTHER: tuple[Fp8Recipe, ...] = ("tensor", "block")
 """Recipes that memo-exec has for more than the products of dense layers (``further``)."""
+WEIGHT_BLOCK = 128
+"""Rows and columns of a weight's values that have one scale, with scales of blocks."""
 SCALE_SHARE = 32
 """Values whose scale takes one byte: 128 values with an fp32 scale, or 32 with one of 8 bits."""
 PRODUCTS: dict[Fp8Recipe, ProductDtype] = {
@@ -93,10 +97,7 @@ def played(decisions: Decisions) -> bool:
         ("block", "tn"),
         ("mx", "any"),
     )
-    layout = decisions.layout
-    if further(decisions) and decisions.fp8 not in FURTHER:
-        return False
-    return known and not (decisions.fp8_params and max(layout.shards, layout.expert_shards) > 1)
+    return known and not (further(decisions) and decisions.fp8 not in FURTHER)
 
 
 def further(decisions: Decisions) -> list[str]:
@@ -116,16 +117,21 @@ def delayed(decisions: Decisions) -> bool:
 
 def scaled_operands(decisions: Decisions) -> tuple[tuple[str, Scaled], ...]:
     """Return (product, operand) of all scales that a layer of any kind has with delayed scaling, in order."""
-    return tuple((product, operand) for product in _products(decisions.model, decisions) for operand in SCALED)
+    return tuple((product, operand) for product in _products(decisions) for operand in SCALED)
 
 
 def scaled_row(decisions: Decisions, product: str, operand: Scaled) -> int:
     """Return the number of an operand among ``scaled_operands``."""
-    return _products(decisions.model, decisions).index(product) * len(SCALED) + SCALED.index(operand)
+    return _products(decisions).index(product) * len(SCALED) + SCALED.index(operand)
 
 
-def _products(model: Model, decisions: Decisions) -> tuple[str, ...]:
-    return _products_of(model, (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ())))
+def products(decisions: Decisions) -> tuple[str, ...]:
+    """Return the names of the products that run in FP8; no layer has all of them."""
+    return (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ()))
+
+
+def _products(decisions: Decisions) -> tuple[str, ...]:
+    return _products_of(decisions.model, products(decisions))
 
 
 @lru_cache(maxsize=64)
@@ -146,8 +152,7 @@ def row_features(recipe: Fp8Recipe, features: int) -> int:
 
 def weights(decisions: Decisions, block: Block) -> tuple[Parameter, ...]:
     """Return the weights of a block's FP8 products, which lie at its beginning, one after the other."""
-    names = (*OF_DENSE_LAYERS, *(OF_EXPERTS if decisions.fp8_experts else ()))
-    found = (block.find(f"{name}.weight") for name in names)
+    found = (block.find(f"{name}.weight") for name in products(decisions))
     return tuple(weight for weight in found if weight is not None)
 
 
@@ -190,6 +195,21 @@ def runs(decisions: Decisions, block: Block) -> list[tuple[str, int, int]]:
     (name, _, elements), *others = found
     rest = [(name, narrow, elements - narrow)] if elements > narrow else []
     return [(NARROW, 0, narrow), *rest, *others]
+
+
+def weight_scales(recipe: Fp8Recipe, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the rows and columns of a weight's scales: one of each, or one for 128 x 128 values."""
+    if not by_blocks(recipe):
+        return 1, 1
+    rows, columns = shape
+    return -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK)
+
+
+def largest_values(decisions: Decisions, block: Block) -> int:
+    """Return how many largest values the scales of a block's FP8 weights follow from (``weight_scales``)."""
+    return sum(
+        rows * columns for rows, columns in (weight_scales(decisions.fp8, w.shape) for w in weights(decisions, block))
+    )
 
 
 def kept(decisions: Decisions, layer: LayerShape, tensors: tuple[Skeletal, ...]) -> tuple[Skeletal, ...]:

@@ -225,11 +225,19 @@ class Fp8Operands:
 def requantisation(decisions: Decisions, elements: int, *, shard: bool) -> Rowwise:
     """Return the work of quantising updated fp32 master weights to the copy by rows.
 
-    The scales of a ``shard`` depend on other ranks' values, so scales of blocks too need a pass of their own first
-    (Transformer Engine, ``tensor/utils.py``, cast_master_weights_to_fp8).
+    One current scale needs a pass for the largest value first. For a ``shard`` that pass is a kernel of its own
+    (``search_of_largest``).
     """
-    passes = 2 if decisions.fp8 == "tensor" or (shard and fp8.by_blocks(decisions.fp8)) else 1
+    passes = 2 if decisions.fp8 == "tensor" and not shard else 1
     return Rowwise("fp8.quantize", elements, passes * DTYPE_BYTES["fp32"] * elements, elements)
+
+
+def search_of_largest(elements: int, found: int) -> Rowwise:
+    """Return the work of finding the largest values of a shard of fp32 master weights; ``found``: how many are written.
+
+    Transformer Engine does this before it reduces them (``tensor/utils.py``, cast_master_weights_to_fp8).
+    """
+    return Rowwise("fp8.largest", elements, DTYPE_BYTES["fp32"] * elements, DTYPE_BYTES["fp32"] * found)
 
 
 def transposition(elements: int) -> Rowwise:

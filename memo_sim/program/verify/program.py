@@ -168,7 +168,7 @@ def _check_operands(program: Program) -> list[str]:
 def _collective_sizes(work: Collective, sizes: dict[str, int], row_bytes: dict[str, int]) -> list[str]:
     """Compare the bytes of a collective's operands, by role, with its work: the whole tensor, and one rank's shard.
 
-    Operands ``tensor.x`` are parts of one tensor.
+    Operands ``tensor.x`` are parts of one tensor. ``largest`` is not moved: scales of what is gathered follow from it.
     A shard may be up to two rows longer than one rank's share of the tensor, because a block has two runs, each divided
     and rounded up. An all-to-all of uneven heads is priced for the rank with the most; a rank then receives other bytes
     than it sends.
@@ -176,7 +176,7 @@ def _collective_sizes(work: Collective, sizes: dict[str, int], row_bytes: dict[s
     uneven = work.kind == "all_to_all" and sizes["send"] != sizes["recv"]
     faults = []
     parts = {role: size for role, size in sizes.items() if role.startswith("tensor.")}
-    sizes = {role: size for role, size in sizes.items() if role not in parts}
+    sizes = {role: size for role, size in sizes.items() if role not in (*parts, "largest")}
     for role, size in (sizes | ({"tensor": sum(parts.values())} if parts else {})).items():
         if role == "shard":
             beyond = size * work.ranks - work.bytes

@@ -88,7 +88,12 @@ def reduce_largest(call: Call) -> None:
     """Reduce the largest values of a step over a group of ranks, once."""
     work = call.work
     assert isinstance(work, Collective)
-    mark_reduced(call, call.buffers["tensor"], work.group)
+    buffer = call.buffers["tensor"]
+    mark_reduced(call, buffer, work.group)
+    if call.family("tensor").kind is FamilyKind.LARGEST:
+        if (buffer, "found") not in call.values.reduced:
+            call.fault("reduces largest values of weights before they were found")
+        call.values.reduced.add((buffer, "largest"))
 
 
 def enter_history(call: Call) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memo_sim.program.ir.kinds import STATE_KINDS, BlockKind, FamilyKind, TemplateKind
+from memo_sim.program.layout.fp8 import delayed
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_gradients import all_of
 from memo_sim.program.verify.value_rows import Sum, Value
@@ -105,10 +106,11 @@ def params_move(source: str, target: str) -> Rule:
 def quantise(call: Call) -> None:
     """Carry values to their copies in FP8, by rows and by columns; master weights, when they have been updated."""
     if call.family("x").kind is FamilyKind.MASTER:
-        v, block, rows = call.values, call.family("x").block, call.operands["x"]
-        updated = v.updated.get((block, v.layer_of(call.buffers["x"])), []) if block else []
-        if not any(first <= rows.first and rows.first + rows.tokens <= end for first, end in updated):
-            call.fault("quantises master weights that were not updated")
+        _of_updated(call)
+        v, block = call.values, call.family("x").block
+        current = not delayed(v.decisions) and block is not None and v.shards(block) > 1
+        if current and not (call.has("largest") and (call.buffers["largest"], "largest") in v.reduced):
+            call.fault("quantises a share of master weights before the largest values of all shares were reduced")
         v.reduced.add((call.buffers["out"], "quantised"))
     largest = [buffer for role, buffer in call.buffers.items() if role.partition(".")[0] == "amax"]
     if any((buffer, "history") in call.values.reduced for buffer in largest):
@@ -116,6 +118,20 @@ def quantise(call: Call) -> None:
     for first, end, value, row in call.rows("x"):
         for copy in ("out", "columns"):
             call.put(copy, first, end - first, value, row)
+
+
+def find_largest(call: Call) -> None:
+    """Find the largest values of a rank's share of master weights, when they have been updated."""
+    _of_updated(call)
+    call.values.reduced.add((call.buffers["out"], "found"))
+
+
+def _of_updated(call: Call) -> None:
+    """Check that the master weights that an operator reads were updated in this step."""
+    v, block, rows = call.values, call.family("x").block, call.operands["x"]
+    updated = v.updated.get((block, v.layer_of(call.buffers["x"])), []) if block else []
+    if not any(first <= rows.first and rows.first + rows.tokens <= end for first, end in updated):
+        call.fault("quantises master weights that were not updated")
 
 
 def recv(call: Call) -> None:
@@ -183,6 +199,7 @@ RULES: dict[str, Rule] = {
     "swap.widen": params_move("x", "out"),
     "params.cast": params_move("x", "out"),
     "params.copy_out": params_move("source", "target"),
+    "params.largest": find_largest,
     "params.quantize": quantise,
     "params.transpose": params_move("x", "out"),
     "fp8.quantize": quantise,

@@ -88,7 +88,7 @@ class Watched:
         KERNELS["fp8.quantize"](call)
         for copy in {"out", "columns"} & call.tensors.keys():
             width, recipe = call.matrix(copy).shape[1], call.context.decisions.fp8
-            narrow = {"block": fp8_blocks.features_of, "mx": fp8_mx.features_of}.get(recipe, int)(width)
+            narrow = width if recipe in ONE_SCALE else fp8_blocks.features_of(width)
             self.sources[call[copy].data_ptr()] = call.matrix("x")[:, :narrow].clone()
             if recipe == "delayed":
                 self.scales[call[copy].data_ptr()] = float(call.matrix("scale")[0, call.layer])
@@ -185,9 +185,9 @@ _SECOND = {"linear": "weight", "linear.dgrad": "weight", "linear.wgrad": "x"}
         pytest.param(gpt(layers=1), "tensor", id="gpt2"),
         pytest.param(llama(layers=1, **BLOCKS), "block", id="llama in blocks"),
         pytest.param(gpt(layers=1, **BLOCKS), "block", id="gpt2 in blocks"),
-        pytest.param(TENSOR_LATENTS, "tensor", marks=pytest.mark.slow, id="latents"),
+        pytest.param(TENSOR_LATENTS, "tensor", id="latents"),
         pytest.param(BLOCK_LATENTS, "block", id="latents in blocks"),
-        pytest.param(WITHOUT_QUERY_LATENT, "tensor", marks=pytest.mark.slow, id="no latent for queries"),
+        pytest.param(WITHOUT_QUERY_LATENT, "tensor", id="no latent for queries"),
         pytest.param(BLOCKS_WITHOUT_QUERY_LATENT, "block", id="no latent for queries, in blocks"),
         pytest.param(llama(layers=1, **BLOCKS), "mx", id="llama in mx"),
         pytest.param(llama(layers=1), "delayed", id="llama with scales of the step before"),
@@ -216,7 +216,7 @@ def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: A
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
-        pytest.param(EXPERTS, "tensor", marks=pytest.mark.slow, id="tensor"),
+        pytest.param(EXPERTS, "tensor", id="tensor"),
         pytest.param(EXPERTS, "block", id="block"),
     ],
 )

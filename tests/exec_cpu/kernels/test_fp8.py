@@ -1,10 +1,13 @@
 """FP8 kernels by hand: scales, copies by rows and by columns, and products of the values that the copies stand for."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from memo_exec.kernels import KERNELS, Call, Context
+from memo_exec.kernels.fp8 import Scaled, multiply
 from memo_exec.kernels.fp8_scales import Fp8Scales
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
@@ -94,6 +97,32 @@ def test_products_are_those_of_the_values_that_the_copies_stand_for() -> None:
     torch.testing.assert_close(d_w.view(48, 64), begun + g_values.t() @ x_values, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("contiguous", [True, False], ids=["rows", "columns"])
+def test_a_gpu_is_given_operands_that_are_contiguous_where_it_sums(
+    contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch checks the layouts of operands for a GPU also where there is none; on a CPU no such product runs."""
+    called = list[tuple[int, ...]]()
+
+    def checked(*operands: Any, out: Tensor, **options: Any) -> None:
+        made = torch.ops.aten._scaled_mm.default(*operands, **options)
+        assert (made.shape, made.dtype) == (out.shape, out.dtype)
+        called.append(tuple(made.shape))
+
+    monkeypatch.setattr(torch, "_scaled_mm", checked)
+    with torch.device("meta"):  # whose checks are those of a GPU
+        x, weight, out = torch.empty(80, 64, dtype=E4M3), torch.empty(48, 64, dtype=E4M3), torch.empty(80, 48)
+        scale, bias = torch.empty(1), torch.empty(48, dtype=torch.bfloat16)
+        if not contiguous:
+            with pytest.raises(RuntimeError, match="col_major"):
+                multiply(Scaled(x, scale), Scaled(weight.t().contiguous().t(), scale), out, scratch=out.view(-1))
+            return
+        multiply(Scaled(x, scale), Scaled(weight, scale), out.bfloat16(), scratch=out.view(-1), bias=bias, fast=True)
+        part = Scaled(torch.empty(48, 160, dtype=E5M2), scale).tokens(80, 160).rows(slice(16, 48), out.view(-1))
+        multiply(part, Scaled(torch.empty(64, 80, dtype=E4M3), scale), torch.empty(32, 64), scratch=out.view(-1))
+    assert called == [(80, 48), (32, 64)]
+
+
 def test_every_matrix_of_a_layer_has_a_scale_of_its_own() -> None:
     hand, block = Hand(), layer_block(PLAN.model, 1, PLAN.model.layer(0))
     matrices = weights(PLAN, block)
@@ -120,13 +149,14 @@ def test_a_copy_that_is_moved_keeps_its_scale() -> None:
 
 def test_rows_that_were_not_quantised_have_no_scale() -> None:
     hand = Hand()
+    never = torch.empty(16, 64, dtype=E4M3)  # before copies, so that they have no address of one that was freed
+    both = torch.empty(64, 64, dtype=E4M3)
     out, _, _ = hand.quantised(random(32, 64))
     scales = hand.context.fp8
     assert scales is not None
     assert [(p.first, p.elements) for p in scales.parts(out[:16])] == [(0, 16 * 64)]
     with pytest.raises(ValueError, match="not quantised"):
-        hand.scale(torch.empty(16, 64, dtype=E4M3))
-    both = torch.empty(64, 64, dtype=E4M3)
+        hand.scale(never)
     hand("fp8.quantize", x=random(32, 64), out=both[:32], columns=torch.empty(32, 64, dtype=E4M3))
     with pytest.raises(ValueError, match="not quantised"):
         scales.parts(both)

@@ -1,4 +1,4 @@
-"""Products of experts in FP8 by hand: rows of each expert, wherever they begin, and seats that nothing takes."""
+"""Products of experts in FP8 by hand: rows of each expert, wherever they begin, and empty seats."""
 
 import importlib.util
 import os

@@ -26,6 +26,7 @@ from memo_sim.contract.latent_attention import LatentAttention
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.layout.fp8 import played
 from memo_sim.program.lower import lower
+from tests import planted_faults
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
 from tests.exec_cpu.small import decide, gpt, llama
 from tests.refusals import check_fields, refused
@@ -90,13 +91,13 @@ def test_fp8_without_kernels_is_refused_on_every_machine(changes: dict[str, Any]
         preflight.checked_program(plan, where="plan.json")
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, ep=2, tp=2, zero=3), Layout(cp=2, zero=2)])
-def test_weights_in_fp8_alone_need_whole_masters(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=4, ep=2, zero=3), Layout(cp=2, zero=2)])
+def test_weights_in_fp8_alone_may_be_divided(layout: Layout) -> None:
     model = llama(vocab=256, experts=EXPERTS) if layout.ep > 1 else gpt(vocab=256)
-    decisions = byte_decisions(model=model, swapped_tokens=0, layout=layout, **IN_FP8, fp8_params=True)
-    with refused(CannotRun, where="plan.json: $.decisions.fp8_params", got="over 2 ranks", hint="--zero 0"):
-        check_recipe(decisions, "plan.json")
-    check_recipe(msgspec.structs.replace(decisions, layout=msgspec.structs.replace(layout, zero=0)), "plan.json")
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8_params": True, "fp8_experts": layout.ep > 1, "global_batch": 4}
+    decisions = byte_decisions(model=model, layout=layout, **fields)
+    check_recipe(decisions, "plan.json")
+    check_operands(lower(decisions)[0], decisions)
 
 
 @pytest.mark.parametrize("name", ["kept", "rows are rebuilt in part", "rows are gathered"])
@@ -245,6 +246,20 @@ def test_an_operand_in_fp8_that_nothing_made_is_refused(op: str) -> None:
     (number, *_) = planted.places(made, lambda each: each.op == op)
     with refused(CannotRun, where="$.decisions.fp8", got="not quantised", wanted="every operand quantised"):
         check_operands(planted.without(made, number, lambda each: each.op == op), decisions)
+
+
+@pytest.mark.parametrize(("recipe", "layouts"), [("block", "tn"), ("mx", "any")])
+def test_rows_that_were_quantised_in_blocks_are_read_as_a_whole(recipe: str, layouts: str) -> None:
+    """A part of their copy is no matrix with scales behind it, neither by columns nor by rows."""
+    model = gpt(vocab=256, hidden=256, heads=4, kv_heads=4, head_dim=64, ffn_hidden=512)
+    fields = IN_FP8 | {"swapped_tokens": 0, "fp8": recipe, "fp8_layouts": layouts}
+    decisions = byte_decisions(model=model, **fields)
+    (made,) = lower(decisions)
+    site = planted_faults.middle(planted_faults.sites(made, lambda each: each.op == "linear"))
+    assert site is not None
+    half = planted_faults.with_operand(site.instruction, "x", tokens=128)
+    with refused(CannotRun, where="$.decisions.fp8", got="cut where it was quantised together"):
+        check_operands(planted_faults.instead(made, site, half), decisions)
 
 
 def test_sizes_of_products_in_fp8_are_multiples_of_16() -> None:

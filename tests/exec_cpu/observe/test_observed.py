@@ -13,6 +13,7 @@ from memo_exec.observe.memory_history import read_history
 from memo_exec.observe.observed import LARGE_BYTES, NOT_OBSERVED, Observed
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.memory.place import place
 from memo_sim.program.analysis.liveness import live_bytes, peak
@@ -85,6 +86,25 @@ def test_fake_tensors_ask_for_what_real_ones_do(name: str) -> None:
         if kind == "workspace" and ": aten." in name and "/attn" not in name
     ]
     assert all(size <= NUMBER_BYTES for size in seen_elsewhere)
+
+
+@pytest.mark.parametrize("rowwise", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"loss": "linear"}, id="linear"),
+        pytest.param({"loss": "linear-triton"}, id="linear-triton"),
+        pytest.param({"loss": "fused"}, id="fused"),
+        pytest.param({"swap_dtype": "fp8", "swapped_tokens": 256}, id="rounded"),
+        pytest.param({"loss": "linear-triton", "objective": "grpo"}, id="policy"),
+    ],
+)
+def test_what_triton_plays_is_recorded_without_triton(changes: dict[str, Any], rowwise: RowwiseKernel) -> None:
+    """As the attention of libraries, its kernels are not played; what they need is declared."""
+    kernels = Kernels(attention="torch-flash", rowwise=rowwise)
+    found = observed(decide(llama(layers=3), dtype="bf16", kernels=kernels, **changes))
+    assert found.with_scratch_peak_bytes == pytest.approx(found.program_peak_bytes, rel=0.03)
+    assert found.unexplained == ()
 
 
 def test_experts_on_a_cpu_are_refused() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from memo_exec.commands import calibrate as commands
 from memo_exec.commands.calibrate import _operators, calibrate
-from memo_exec.kernels import KERNELS, TRITON
+from memo_exec.kernels import IN_TRITON, KERNELS
 from memo_exec.machine.machine import this_machine
 from memo_exec.probes import clocks, copy_rates, memory, timing
 from memo_exec.probes import grid as grids
@@ -303,7 +303,7 @@ def test_the_gpus_grid_fits_its_budget() -> None:
     widths = [0 if o.instruction.op in every_width else o.decisions.model.hidden for o in own]
     compiled = {(o.instruction.op, width, o.key[2]) for o, width in zip(own, widths, strict=True)}
     inside = {"linear_loss.statistics", "linear_loss.gradient"}
-    assert {op for op, _, _ in compiled} == {*TRITON, *inside}
+    assert {op for op, _, _ in compiled} == {*IN_TRITON, *inside}
     for operator in operators:
         work = operator.instruction.work
         rate, amount = (1.3e12, work.moved_bytes) if isinstance(work, Rowwise) else (2.5e14, work.flops)  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memo_exec.commands.calibrate import calibrate
-from memo_exec.kernels import FUSED, ROUNDING, TRITON
+from memo_exec.kernels import FUSED, IN_TRITON, ROUNDING
 from memo_exec.probes import memory
 from memo_exec.probes import usable as usables
 from memo_exec.probes.operators import Bench, Operator
@@ -49,7 +49,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 def test_triton_has_curves_of_its_own(with_triton: Hardware) -> None:
     curves = with_triton.fused_rowwise_bytes_per_s["triton"]
-    assert set(curves) == set(TRITON) == FUSED_KINDS | LATER_KINDS
+    assert set(curves) == set(IN_TRITON) == FUSED_KINDS | LATER_KINDS
     assert (set(FUSED), set(ROUNDING)) == (FUSED_KINDS, ROUNDED_KINDS)
     for kind, curve in curves.items():
         assert curve.y == [pytest.approx(1e9 * FUSED_TIMES.get(kind, 1.0))] * len(curve.x)

@@ -102,6 +102,10 @@ BAD = {
     "no conversation": ({"text": "hello"}, "needs a tokenizer"),
     "another id": ({"prompt_ids": [1], "completion_ids": [99]}, "outside the model's vocabulary"),
     "no numbers": ({"prompt_ids": [True], "completion_ids": [1]}, "whole numbers"),
+    "a rollout": (
+        {"prompt_ids": [1], "completion_ids": [2], "advantage": -1.0, "old_logprobs": [-1.0]},
+        "make the plan with --objective grpo",
+    ),
     "no target": ({"prompt_ids": [1, 2, 3], "completion_ids": []}, "no conversation has a target"),
 }
 

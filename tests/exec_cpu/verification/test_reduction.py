@@ -119,6 +119,16 @@ def test_swapped_and_other_tokens_both_stay() -> None:
         assert 0 < here.swapped_tokens < here.local_tokens
 
 
+def test_torchs_operators_replace_those_of_triton_on_a_cpu() -> None:
+    kernels = Kernels(attention="flash3", rowwise="triton")
+    decisions = msgspec.structs.replace(large(loss="linear-triton"), kernels=kernels)
+    here = reduced(decisions, attention=CPU)
+    assert (here.loss, here.kernels.rowwise) == ("linear", "torch")
+    found = {each.what: (each.plan, each.here) for each in reductions(decisions, here)}
+    assert found["loss"] == ("linear-triton", "linear")
+    assert reduced(decisions, attention="").loss == "linear-triton"
+
+
 def test_layers_can_be_chosen() -> None:
     assert reduced(large(recompute="full", recompute_layers="every-2"), layers=7, attention=CPU).model.layers == 7
     here = reduced(large(Layout(pp=4)), layers=6, attention=CPU)

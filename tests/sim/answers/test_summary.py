@@ -13,6 +13,7 @@ from memo_sim.answers.what_if import Outputs, plan_of, price, what_if
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
+from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB
 from memo_sim.planning.question import Pins, Question, with_memory
@@ -144,6 +145,15 @@ def test_a_plan_that_is_only_priced_has_a_verdict(asked) -> None:
     again = price(plan, replace(asked, pins=Pins()), price_per_device_hour=4)
     assert again.result.summary.step_s == answer.result.summary.step_s
     assert again.result.summary.price_per_step == pytest.approx(4 * again.result.summary.step_s * 8 / 3600)
+
+
+def test_a_profile_of_a_busy_machine_is_among_the_assumptions(asked) -> None:
+    busy = msgspec.structs.replace(asked.hardware, provenance={DISTURBED: "the load was 9.0 on 2 cores"})
+    (line,) = (
+        each for each in what_if(replace(asked, hardware=busy)).result.summary.assumptions if each.name == "profile"
+    )
+    assert "was measured on a busy machine (the load was 9.0 on 2 cores)" in line.value
+    assert all(each.name != "profile" for each in what_if(asked).result.summary.assumptions)
 
 
 def test_an_extrapolation_is_among_the_assumptions(asked) -> None:

@@ -16,7 +16,7 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning import search as searching
+from memo_sim.planning import plays as played
 from memo_sim.planning.processes import Kind, Message, Task, Team, working_with
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import SearchResult, play, search
@@ -90,7 +90,7 @@ def told(found: SearchResult) -> bytes:
 @pytest.fixture(autouse=True)
 def own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the searches a loop of their own: the tasks that play here change it."""
-    monkeypatch.setattr(searching, "run_fast", FastLoop())
+    monkeypatch.setattr(played, "run_fast", FastLoop())
 
 
 ALONE: dict[str, Any] = {"tp": 2, "zero": 1, "memory_policy": "planned"}
@@ -130,7 +130,7 @@ def test_no_plan_is_played_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         plays[decisions] += 1
         return simulate(decisions, *arguments, **more)
 
-    monkeypatch.setattr(searching, "simulate", counted)
+    monkeypatch.setattr(played, "simulate", counted)
     question = asked(2)
     found = search(question, siblings=True)
     assert play(question, found.ranked[0].decisions, found).prediction == found.ranked[0].prediction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.planning.lower_bounds import LowerBounds
-from memo_sim.planning.presets import INPUTS_SWAPPED_MLP_IN_BLOCKS, LEAST_MEMORY, Policy
+from memo_sim.planning.presets import INPUTS_SWAPPED_MLP_IN_BLOCKS, LEAST_MEMORY, ROWWISE_IN_CHUNKS, Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
 from memo_sim.planning.space import candidates, policies
@@ -135,6 +136,32 @@ def test_the_answer_names_the_gain() -> None:
     (line,) = [line for line in answer.result.why if line.startswith("Layer inputs")]
     # One of three layers: 768 Ki tokens of 4096 features in bf16; bytes that attention moves are not counted.
     assert "6.00 GiB per step" in line
+
+
+def test_row_wise_recompute_has_chunks_where_it_needs_much_of_a_device() -> None:
+    """At 256K tokens it needs 18 of 80 GiB. A chunk has two row blocks, or one where ranks exchange its rows."""
+
+    def cut(tokens: int, **pins: Any) -> set[tuple[int, int]]:
+        found, _ = candidates(ask(tokens, devices=pins.get("ulysses", 1), recompute="rowwise", **pins))
+        return {(c.base.attention_chunk_tokens, c.base.mlp_chunk_tokens) for c in found if c.policy.attention_chunks}
+
+    assert cut(256 * K) == set()
+    assert cut(1024 * K) == {(128 * K, 64 * K)}
+    assert cut(1024 * K, attention_chunk_tokens=96 * K) == {(96 * K, 96 * K)}
+    assert cut(1024 * K, ulysses=2) == {(128 * K, 64 * K)}
+    assert cut(256 * K, attention_chunk_tokens=64 * K, ulysses=2) == {(64 * K, 32 * K)}
+
+
+def test_row_wise_recompute_goes_further_in_chunks() -> None:
+    question = ask(896 * K, recompute="rowwise")
+    pruned, every = search(question), search(question, prune=False)
+    best = {e.policy: e.prediction.status for e in every.ranked}
+    assert best[ROWWISE_IN_CHUNKS] == "ok"
+    assert {status for policy, status in best.items() if policy != ROWWISE_IN_CHUNKS} == {"gpu_oom"}
+    assert pruned.best is not None
+    assert every.best is not None
+    assert pruned.best.decisions == every.best.decisions
+    assert "attention swapped, in chunks" in pruned.best.policy.label
 
 
 @pytest.mark.parametrize(("tokens", "cp"), [(192 * K, 1), (256 * K, 1), (256 * K, 2)])

@@ -57,6 +57,12 @@ def test_a_pin_without_effect_names_the_option_that_it_needs(name: str) -> None:
         assert str(error.got).endswith(f"{need.name} {others.get(need.name, 'not given')}")
 
 
+def test_numbers_of_layers_name_the_stages_that_they_are_of() -> None:
+    assert refused(ask(pp_layers=(7, 9, 9, 7))).hint == "--pp 4, or leave --pp-layers out"
+    chunks = ask(pp_layers=(7, 9, 9, 7), schedule="interleaved", virtual_stages=2, pp=1)
+    assert refused(chunks).hint == "--pp 2, or leave --pp-layers out"
+
+
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_a_pin_beside_what_it_needs_is_kept_and_else_dropped(name: str) -> None:
     pins = {**WITHOUT_EFFECT[name], **({"schedule": "interleaved"} if name == "virtual_stages" else {})}

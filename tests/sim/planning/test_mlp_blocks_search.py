@@ -10,7 +10,14 @@ import pytest
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
-from memo_sim.planning.presets import EVERY_ROWWISE, FULL_RECOMPUTE, INPUTS_SWAPPED_MLP_IN_BLOCKS, MLP_IN_BLOCKS, Policy
+from memo_sim.planning.presets import (
+    FULL_RECOMPUTE,
+    INPUTS_SWAPPED_MLP_IN_BLOCKS,
+    MLP_IN_BLOCKS,
+    ROWWISE_KEPT,
+    ROWWISE_SWAPPED,
+    Policy,
+)
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
 from memo_sim.planning.space import candidates, policies
@@ -73,7 +80,10 @@ def test_short_sequences_and_published_systems_have_no_row_blocks() -> None:
 def test_a_pinned_chunk() -> None:
     both = (MLP_IN_BLOCKS, INPUTS_SWAPPED_MLP_IN_BLOCKS)
     assert policies(ask(1 << 19, mlp_chunk_tokens=8192)) == both
-    assert policies(ask(1 << 19, mlp_chunk_tokens=8192, recompute=None)) == (*EVERY_ROWWISE, *both)
+    assert policies(ask(1 << 19, mlp_chunk_tokens=8192, recompute=None)) == (
+        *(ROWWISE_KEPT, ROWWISE_SWAPPED),
+        *both,
+    )
     assert policies(ask(1 << 19, mlp_chunk_tokens=8192, alpha=1.0)) == both[1:]
     assert policies(ask(1 << 19, mlp_chunk_tokens=8192, system="full-recompute")) == both[:1]
     assert {c.base.mlp_chunk_tokens for c in candidates(ask(1 << 19, mlp_chunk_tokens=8192))[0]} == {8192}

@@ -22,8 +22,10 @@ from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates, with_alpha
 from memo_sim.planning.stage_alone import StagesAlone
-from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.instruction import Lane, Mode
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.lower import lower
 
 ROOM = 2**50
 
@@ -74,6 +76,33 @@ def test_a_range_of_alphas_is_not_faster_than_one_of_its_stages_alone() -> None:
     assert not bounds.of_one_stage(grid.at(0), grid.at(32))  # other instructions: nothing is swapped at 0
     assert least_step_s(bounds, grid, 24, 32, found_s) >= found_s
     assert not least_step_s(bounds, grid, 24, 32, min(inside) * 1.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "recompute", "changed"),
+    [
+        ("llama3-8b", {"tp": 2, "sequence_parallel": True, "tp_overlap": "chunked"}, "none", {}),
+        ("llama3-8b", {"cp": 2}, "full", {"attention_chunk_tokens": 2048}),
+        ("gpt-7b", {"ulysses": 2}, "tokenwise", {"fp8": "tensor"}),
+        ("llama3-8b", {"metp": 2}, "tokenwise", {}),
+        ("deepseek-v3", {"dp": 2, "ep": 2}, "none", {}),
+        ("gemma3-4b", {}, "none", {"adapters": "r=16,alpha=16,targets=qkv+proj"}),
+    ],
+)
+def test_a_backward_ends_with_the_gradient_that_the_next_stage_waits_for(name, fields, recompute, changed) -> None:
+    """Otherwise stages overlap more than ``LowerBounds`` counts, and most in deep pipelines."""
+    model = load_model(name)
+    model = model.of_layers([model.layer(model.layers - 1)] * 2)
+    base = Decisions(model=model, layout=Layout(pp=2, **fields), seq_tokens=8192, global_batch=2, **changed)
+    template = next(t for t in lower(with_alpha(base, recompute, 0.5))[1].templates if t.name == "layer.bwd")
+    gradients = {slot for slot, bound in enumerate(template.slots) if bound == "grad.x"}
+    kernels = [i for i in template.instructions if i.lane is Lane.COMPUTE]
+    modes = [{o.mode & Mode.ACCUMULATE for o in i.operands if o.slot in gradients} for i in kernels]
+    assert any(mode & Mode.WRITE for mode in modes[-1])
+    before = kernels[: next(n for n, found in enumerate(modes) if any(mode & Mode.READ for mode in found))]
+    of_backward = {i.op for i in before if i.phase is not Phase.RECOMPUTE}
+    # METP computes the MLP's first rows again before it reads their gradient; the bound leaves a forward out for it.
+    assert of_backward == ({"linear", "swiglu"} if "metp" in fields else set())
 
 
 @pytest.mark.parametrize("cluster", ["h100-2x8", "a800-2x8", "l40s-1x8"])

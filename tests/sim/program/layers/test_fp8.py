@@ -241,18 +241,26 @@ def test_states_of_parameters_in_fp8_alone_are_as_by_hand(layouts: Fp8Layouts, c
     columns = after.pop(FamilyKind.PARAMS_FP8_COLUMNS, 0)
     assert (after.pop(FamilyKind.PARAMS_FP8), columns) == (MATRICES, (copies - 1) * MATRICES)
     assert before.pop(FamilyKind.PARAMS_FP8) == copies * MATRICES
+    assert after.pop(FamilyKind.LARGEST) == 4 * 4  # one number in fp32 for each of four matrices
     assert after == before
 
 
-@pytest.mark.parametrize(("recipe", "passes"), [("delayed", 1), ("tensor", 2), ("block", 2)])
-def test_the_optimizer_writes_fp8_and_ranks_gather_it(recipe: Fp8Recipe, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "largest"),
+    # 128 x 128 values: Q K V 4 x 2 blocks, projection 2 x 2, the first product of the MLP 10 x 2, the second 2 x 5
+    [("delayed", 0), ("tensor", 4), ("block", 8 + 4 + 20 + 10)],
+)
+def test_the_optimizer_writes_fp8_and_ranks_gather_it(recipe: Fp8Recipe, largest: int) -> None:
+    """Current scales of shares follow from the largest values of all ranks, which another pass finds."""
     made = program(recipe, layout=Layout(dp=2, zero=1), global_batch=2, fp8_params=True)
     (update,) = (t for t in made.templates if t.kind is TemplateKind.UPDATE and t.name.startswith("layer"))
     quantised = [i.work for i in update.instructions if i.op == "params.quantize"]
     half = MATRICES // 2
-    assert [(w.rows, w.read_bytes, w.write_bytes) for w in quantised] == [(half, passes * 4 * half, half)]
+    assert [(w.rows, w.read_bytes, w.write_bytes) for w in quantised] == [(half, 4 * half, half)]
+    found = [i.work for i in update.instructions if i.op == "params.largest"]
+    assert [(w.read_bytes, w.write_bytes) for w in found] == [(4 * half, 4 * largest)] * (largest > 0)
     sizes = [i.work.bytes for i in update.instructions if isinstance(i.work, Collective)]
-    assert sorted(sizes) == [2 * VECTORS, MATRICES]
+    assert sorted(sizes) == sorted([2 * VECTORS, MATRICES, *[4 * largest] * (largest > 0)])
     moved = [i.work for i in update.instructions if i.name.endswith("adamw.fp8")]
     assert [(w.read_bytes, w.write_bytes) for w in moved] == [(16 * half, 12 * half)]  # no copy in bf16
     kinds = [made.templates[each.template].kind for each in made.instances]
@@ -287,7 +295,12 @@ def test_zero_3_gathers_fp8_and_transposes_it_for_backward_alone() -> None:
 def test_parameters_in_fp8_that_were_not_updated_are_found() -> None:
     decisions = decide(LLAMA, Layout(dp=2, zero=1), ("none", 0.0), fp8="tensor", fp8_params=True, global_batch=2)
     (made,) = lower(decisions)
-    faults = {"params.quantize": "not those that were updated", "params.transpose": "hold nothing"}
+    faults = {
+        "params.quantize": "not those that were updated",
+        "params.transpose": "hold nothing",
+        "params.largest": "before they were found",
+        "fp8.max_reduce": "before the largest values of all shares were reduced",
+    }
     for op, fault in faults.items():
         (number, *_) = planted.places(made, lambda each, op=op: each.op == op)
         broken = planted.without(made, number, lambda each, op=op: each.op == op)

@@ -576,6 +576,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "true with chunks of 512 tokens",
     ),
     "attention in chunks: attention": (Layout(), {"kernels": PLAIN, **CHUNKS}, "plain with chunks of 512 tokens"),
+    "attention in chunks: row blocks of row-wise recompute": (
+        Layout(ulysses=2),
+        CHUNKS | {"recompute": "rowwise", "mlp_chunk_tokens": 128},
+        "128 with chunks of 256 rows on a rank",
+    ),
     "attention in chunks: recompute": (
         Layout(),
         {"attention_chunk_tokens": 512},

@@ -1,0 +1,193 @@
+"""Candidates with lower bounds, which get tighter step by step, each at a higher cost.
+
+rough        from what candidates share, without a lowering
+pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
+layers       from a few of the plan's layers
+wide, narrow the same for each of some ranges of alpha
+alone        from one stage that is played by itself, against the best plans so far
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.planning.alpha_ranges import least_step_s as least_step_s_of_alphas
+from memo_sim.planning.alpha_search import Grid, least_that_fits, most_that_host_holds
+from memo_sim.planning.few_layers import Passes
+from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
+from memo_sim.planning.outcome import Key, ranked_s
+from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
+from memo_sim.planning.presets import FULL_SWAP, KEEP, PARTIAL_SWAP
+from memo_sim.planning.question import Question
+from memo_sim.planning.rivals import Opened
+from memo_sim.planning.space import Candidate, Space, policies
+
+RANGES: dict[str, int] = {"wide": 8, "narrow": 2}
+"""Grid steps of the ranges of alpha that get lower bounds of their own, one after the other."""
+
+LEAST: Key = (False, False, 0.0)
+"""The key of what has no bounds: it may be the best of all."""
+
+NextBound = Literal["pipeline", "layers", "wide", "narrow", "alone", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A candidate with its lower bounds; None when they cannot be computed, which the evaluation will explain."""
+
+    candidate: Candidate
+    bound: LowerBound | None = None
+    shortfall_bytes: int = 0
+    next_bound: NextBound = ""
+    """The tighter bounds that come next; empty where there are none."""
+
+    @property
+    def least_key(self) -> Key:
+        """No outcome of the candidate ranks before this key (``Evaluated.rank_key``)."""
+        return LEAST if self.bound is None else _least_key(self.bound, self.shortfall_bytes)
+
+    def next_name(self, limit_s: float) -> Hashable:
+        """Return the name of the next bounds, with what they depend on beside the candidate."""
+        return (self.next_bound, limit_s) if self.next_bound == "alone" else self.next_bound
+
+
+def _least_key(bound: LowerBound, shortfall_bytes: int) -> Key:
+    """Return a key that nothing with these bounds ranks before."""
+    short = shortfall_bytes > 0
+    return (short, False, float(shortfall_bytes) if short else ranked_s(bound.step_s))
+
+
+class CandidateBounds:
+    """The lower bounds of one question's candidates and layouts."""
+
+    def __init__(self, question: Question, passes: Passes | None = None, *, front: bool) -> None:
+        """``front``: whether candidates may matter that are not among the fastest. ``passes``: see ``LowerBounds``."""
+        self._question = question
+        self._front = front
+        self.of_plans = LowerBounds(question.hardware, question.cluster, passes)
+        self._least_s: dict[Decisions, float] = {}
+        """By plan that keeps everything: the lower bound of its layout's step time (``pipeline_lower_bound.py``)."""
+
+    def least_key_of_layout(self, space: Space, layout: Layout) -> Key:
+        """Return a key that no outcome on the layout ranks before; the least of all where it cannot be lowered."""
+        try:
+            keep, chunked = space.keeping(layout)
+            timed = KEEP in space.policies and layout.subsequences == 1 and keep.modules == "auto"
+            bound = self.of_plans.of_layout(keep, timed=timed, in_chunks=chunked)
+        except Infeasible:
+            return LEAST
+        return _least_key(bound, self.of_plans.shortfall_bytes(bound))
+
+    def rough(self, candidate: Candidate, opened: Opened) -> Bounded:
+        """Return a candidate with bounds from what it shares with those that are ``opened``, without a lowering.
+
+        The pipeline's bound serves all candidates of its layout except the one that keeps everything, which costs no
+        more to play.
+        """
+        keep, any_alpha = kept(candidate.base), candidate.policy.alpha is None
+        beside_kept = keep in opened
+        try:
+            bound = self.of_plans.rough(candidate.base, keep=keep if beside_kept else None, any_alpha=any_alpha)
+        except Infeasible:
+            return Bounded(candidate)
+        short = self.of_plans.shortfall_bytes(bound)
+        itself = not any_alpha and candidate.base == keep
+        by_pipeline = not short and is_known(candidate.base) and beside_kept and not itself
+        return Bounded(candidate, bound, short, "pipeline" if by_pipeline else "layers")
+
+    def tightened(self, one: Bounded, limit_s: float) -> Bounded:
+        """Return a candidate with its next tighter bounds.
+
+        ``limit_s``: step seconds of the last of the best plans so far; infinite where there is none.
+        """
+        candidate, bound = one.candidate, one.bound
+        assert bound is not None
+        try:
+            if one.next_bound == "pipeline":
+                bound = replace(bound, step_s=max(bound.step_s, self._least_s_of_layout(kept(candidate.base))))
+                return replace(one, bound=bound, next_bound="layers")
+            if one.next_bound == "alone":
+                return replace(one, bound=self._of_one_stage(candidate, bound, limit_s), next_bound="")
+            width = RANGES.get(one.next_bound)
+            higher = self._of_layers(candidate) if width is None else self._of_ranges(candidate, width)
+        except Infeasible:
+            return Bounded(candidate)
+        higher = replace(higher, step_s=max(higher.step_s, bound.step_s))
+        return Bounded(candidate, higher, self.of_plans.shortfall_bytes(higher), self._after(one))
+
+    def _after(self, one: Bounded) -> NextBound:
+        """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
+        layout = one.candidate.base.layout
+        alone: NextBound = "" if self._front else "alone"
+        if one.next_bound == "wide":
+            return "narrow" if self._front else alone
+        if one.next_bound == "layers" and layout.pp > 1 and layout.subsequences == 1:
+            return "wide" if one.candidate.policy.alpha is None else alone
+        return ""
+
+    def _least_s_of_layout(self, keeping: Decisions) -> float:
+        if keeping not in self._least_s:
+            self._least_s[keeping] = least_step_s(keeping, self._question.hardware, self._question.cluster)
+        return self._least_s[keeping]
+
+    def _of_layers(self, candidate: Candidate) -> LowerBound:
+        bounds = self.of_plans
+        if candidate.policy.alpha is not None:
+            return bounds.of(candidate.base)
+        grid = Grid.of(candidate.base)
+        partial = candidate.policy == PARTIAL_SWAP
+        low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
+        if high < low:
+            return bounds.of(candidate.base)
+        most = most_that_host_holds(grid, bounds, low, high)
+        if not partial:
+            return bounds.between(grid.at(low), grid.at(most))
+        room = bounds.device_room_bytes
+        bound = bounds.rough(grid.at(most), keep=None)
+        if bound.device_bytes <= room:
+            bound = bounds.between(grid.at(most), grid.at(most))
+            bound = replace(bound, step_s=bounds.between(grid.at(low), grid.at(most)).step_s)
+        if most < grid.steps - 1 and bound.device_bytes > room:
+            # At every alpha, one of the two memories is too small; by how much is not known.
+            return replace(bound, device_bytes=room + 1, host_bytes_per_node=0)
+        return replace(bound, host_bytes_per_node=0)
+
+    def _of_ranges(self, candidate: Candidate, width: int) -> LowerBound:
+        """Return the least of the lower bounds of ranges of ``width`` grid steps; those that do not fit come last."""
+        bounds, grid = self.of_plans, Grid.of(candidate.base)
+        partial = candidate.policy == PARTIAL_SWAP
+        low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
+        most = most_that_host_holds(grid, bounds, low, high)
+        edges = [*range(low, most, width), most]
+        pairs = list(pairwise(edges)) or [(most, most)]
+        found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
+        return min(found, key=lambda bound: _least_key(bound, bounds.shortfall_bytes(bound)))
+
+    def _of_one_stage(self, candidate: Candidate, bound: LowerBound, limit_s: float) -> LowerBound:
+        """Return a bound that no alpha of the candidate is below, if one stage shows that none ranks among the best.
+
+        Else return ``bound``.
+        """
+        bounds, base = self.of_plans, candidate.base
+        if limit_s == float("inf"):
+            return bound
+        if candidate.policy.alpha is not None:
+            found_s = bounds.of_one_stage(base, base, limit_s)
+        else:
+            grid = Grid.of(base)
+            partial = candidate.policy == PARTIAL_SWAP
+            # Token-wise plans that swap every token are the full swap, a candidate of its own.
+            full_swap = partial or FULL_SWAP in policies(self._question)
+            low, high = int(partial), grid.steps - full_swap
+            if high < low:
+                return bound
+            if partial:
+                low = least_that_fits(lambda step: bounds.lack_device(grid.at(step)), low, high)
+            most = most_that_host_holds(grid, bounds, low, high)
+            found_s = least_step_s_of_alphas(bounds, grid, low, max(low, most), limit_s)
+        return replace(bound, step_s=max(bound.step_s, found_s))

@@ -1,0 +1,93 @@
+"""What a search does with one candidate, here or in another process: it tightens its bounds, then evaluates it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.planning.ahead import OUTCOME
+from memo_sim.planning.aims import Aims
+from memo_sim.planning.bounded_candidates import Bounded, CandidateBounds
+from memo_sim.planning.evaluation import Evaluation
+from memo_sim.planning.few_layers import Passes
+from memo_sim.planning.outcome import Evaluated, Key
+from memo_sim.planning.plays import Plays, play_beside
+from memo_sim.planning.question import Question
+from memo_sim.planning.rivals import Rivals
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What a process needs to know to examine a candidate."""
+
+    last: Key
+    """Where the candidate's bounds pass this key, the examination ends."""
+    limit_s: float
+    """Step seconds of the last of the best plans so far (``Ranking.limit_s``)."""
+    rivals: Rivals
+    known: dict[Decisions, Prediction]
+    """Plans that need not be played again."""
+    compiled: bool
+    """Whether to play in the compiled loop (``plays.is_compiled``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A candidate's outcome, and the predictions that its evaluation asked for, in this order."""
+
+    outcome: Evaluated | None
+    used: dict[Decisions, Prediction]
+
+
+class Examination:
+    """The bounds, plays and evaluation of one question's candidates."""
+
+    def __init__(self, question: Question, aims: Aims, passes: Passes | None = None) -> None:
+        self.question = question
+        self.bounds = CandidateBounds(question, passes, front=aims.front)
+        self.plays = Plays(question)
+        self.evaluation = Evaluation(question, self.bounds.of_plans, self.plays, aims)
+
+    @property
+    def passes(self) -> Passes:
+        """The passes that were lowered for bounds."""
+        return self.bounds.of_plans.passes
+
+    def parts(self, one: Bounded, needed: Needed) -> Iterator[tuple[Hashable, Bounded | Found]]:
+        """Yield a candidate with each of its tighter bounds, by their names, and then what its evaluation found."""
+        while one.next_bound and one.least_key <= needed.last:
+            name = one.next_name(needed.limit_s)
+            one = self.bounds.tightened(one, needed.limit_s)
+            yield name, one
+        if one.next_bound or one.least_key > needed.last:
+            return
+        self.plays.known.update(needed.known)
+        with self.plays.apart() as used:
+            outcome = self.evaluation.outcome(one.candidate, needed.rivals)
+        yield OUTCOME, Found(outcome, {plan: self.plays.known[plan] for plan in used})
+
+
+def begin(here: dict[str, Any], question: Question, aims: Aims, goes_on: bool) -> Iterator[object]:
+    """Begin to examine candidates of a question in another process.
+
+    ``goes_on``: whether the search uses the passes of an earlier one, as it then does there.
+    """
+    before: Examination | None = here.pop("examination", None)
+    passes = before.passes if goes_on and before is not None and _same_devices(before.question, question) else None
+    here["examination"] = Examination(question, aims, passes)
+    return iter(())
+
+
+def _same_devices(question: Question, other: Question) -> bool:
+    """Return whether passes that were lowered for one question serve the other."""
+    return question.hardware == other.hardware and question.cluster == other.cluster
+
+
+def examine(here: dict[str, Any], one: Bounded, needed: Needed) -> Iterator[tuple[Hashable, object]]:
+    """Examine a candidate in another process."""
+    examination: Examination = here["examination"]
+    examination.plays.fastest = None
+    play_beside(compiled=needed.compiled)
+    return examination.parts(one, needed)
