@@ -265,8 +265,10 @@ def _operators(
         operators = operators_of(grids.decisions(grid, attention[0], implementation))
         mine = [o for o in operators if implementation in (o.rowwise, "torch")]
         found += _thinned([o for o in mine if grid.wanted(o)])
-    parts = operators_of(grids.subsequences(grid, attention[0]))
-    found += _thinned([o for o in parts if o.instruction.op in grids.OF_PARTS and grid.wanted(o)])
+    for implementation in rowwise:
+        parts = operators_of(grids.subsequences(grid, attention[0], implementation))
+        mine = [o for o in parts if o.instruction.op in grids.OF_PARTS and o.rowwise == implementation]
+        found += _thinned([o for o in mine if grid.wanted(o)])
     several = operators_of(grids.with_experts(grid, attention[0]))
     found += _thinned([o for o in several if o.instruction.op.startswith(grids.OF_EXPERTS) and grid.wanted(o)])
     for implementation in rowwise:

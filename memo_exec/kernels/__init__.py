@@ -286,7 +286,12 @@ FUSED: Mapping[str, str] = {
 ROUNDING: Mapping[str, str] = dict.fromkeys(ROUNDED_KINDS, "triton_swap_rounding")
 """The same of the ops on copy lanes, whose price is torch's where a profile has not measured them."""
 
-IN_TRITON: Mapping[str, str] = {**FUSED, **ROUNDING, **dict.fromkeys(HEAD_KINDS, "triton_qk_norm")}
+HEADS: Mapping[str, str] = {
+    kind: f"triton_{kind.removeprefix('attention.').removesuffix('.bwd')}" for kind in HEAD_KINDS
+}
+"""The same of the ops on each head of a row."""
+
+IN_TRITON: Mapping[str, str] = {**FUSED, **ROUNDING, **HEADS}
 """The same of all ops with a Triton kernel for each plan with ``--rowwise triton``."""
 
 KERNELS: Mapping[str, Kernel] = {

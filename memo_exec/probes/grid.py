@@ -131,7 +131,7 @@ def decisions(grid: Grid, kernel: str, rowwise: RowwiseKernel = "torch") -> Iter
                 )
 
 
-def subsequences(grid: Grid, kernel: str) -> Iterator[Decisions]:
+def subsequences(grid: Grid, kernel: str, rowwise: RowwiseKernel = "torch") -> Iterator[Decisions]:
     """Yield decisions with two subsequences, for every width and length; they add the operators of ``OF_PARTS``."""
     for width in grid.widths:
         for tokens in grid.lengths:
@@ -140,7 +140,7 @@ def subsequences(grid: Grid, kernel: str) -> Iterator[Decisions]:
                 layout=Layout(subsequences=2, partition="length"),
                 seq_tokens=2 * tokens,
                 loss_chunk_tokens=min(tokens, grid.loss_chunk_tokens),
-                kernels=Kernels(attention=kernel),
+                kernels=Kernels(attention=kernel, rowwise=rowwise),
                 dtype=grid.dtype,
             )
 

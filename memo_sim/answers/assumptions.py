@@ -13,12 +13,13 @@ from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.question import Question
 from memo_sim.program.layers.linear_loss import kernel_of
 from memo_sim.program.layers.loss import FP32_BYTES, ROLLOUT_NUMBERS
+from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
 from memo_sim.program.layout.fp8 import played
 from memo_sim.program.layout.parameters import gradient_dtype
 from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.operators.workspaces import FUSED_KINDS, HEAD_KINDS, ROUNDED_KINDS, loss_tiles
+from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS, loss_tiles
 from memo_sim.reasons.adapters import trained_weights
 from memo_sim.reasons.answer import extrapolations
 from memo_sim.reasons.documents import packed_from
@@ -121,8 +122,10 @@ def _rowwise(question: Question, decisions: Decisions) -> str:
     torchs = [kind.removeprefix("attention.") for kind, has in own.items() if has and kind not in FUSED_KINDS]
     notes = [f"{', '.join(torchs)}: torch operators"] if torchs else []
     measured = question.hardware.fused_rowwise_bytes_per_s.get("triton", {})
-    if model.qk_norm and not measured.keys() >= HEAD_KINDS:
-        notes.append("qk_norm: priced as torch operators until measured")
+    merges = decisions.layout.ring > 1 or decisions.layout.subsequences > 1 or in_chunks(decisions)
+    found = {"qk_norm": model.qk_norm, "attention.merge": merges}
+    if later := [kind.removeprefix("attention.") for kind, has in found.items() if has and kind not in measured]:
+        notes.append(f"{', '.join(later)}: priced as torch operators until measured")
     return f"{text} ({'; '.join(notes)})" if decisions.kernels.rowwise == "triton" and notes else text
 
 

@@ -4,7 +4,7 @@
 - Its variants (``gelu.bwd``, ``cross_entropy.stats``) use that curve when they have none.
 - Every other operator uses the common curve of memory-bound kernels.
 - A fused kernel needs a curve of its own implementation; torch's curves say nothing about it. Only the rounding of
-  swapped rows on copy lanes and norms over heads have torch's price until they are measured (``LATER_KINDS``):
+  swapped rows on copy lanes, norms of heads and merges have torch's price until they are measured (``LATER_KINDS``):
   Triton's kernels go over memory fewer times.
 - With a framework's library, an operator takes the sum of its kernels (``operators/framework_kernels.py``). A kernel
   has the curve of its library and pattern, or else that of the operator.

@@ -7,6 +7,7 @@ that are faster for norms and slower for the loss are chosen when the norms weig
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 
@@ -84,10 +85,10 @@ class RowwiseChoice:
 
     def _fastest_of(self, works: _LayerWorks, layers: Counter[int]) -> RowwiseKernel | None:
         """Return the implementation that is the fastest for any number of resident layers; ``layers``: by kind."""
-        kinds = {work.kind for work in works.every}
-        if not kinds <= {work.kind for work in works.always}:
+        needed = _needed(works.every)
+        if not needed <= _needed(works.always):
             return None
-        usable: list[RowwiseKernel] = ["torch", *(k for k, curves in self._measured.items() if kinds <= curves.keys())]
+        usable: list[RowwiseKernel] = ["torch", *(k for k, curves in self._measured.items() if needed <= curves.keys())]
         for number, one in enumerate(usable):
             if all(
                 self._gains(works, layers, one, other, ties=number < place)
@@ -121,7 +122,7 @@ class RowwiseChoice:
         if kernel != "triton":
             return True
         curves = self._measured.get(kernel)
-        return curves is not None and all(work.kind in curves for work in _works(decisions))
+        return curves is not None and _needed(_works(decisions)) <= curves.keys()
 
     def fastest(self, decisions: Decisions) -> RowwiseKernel:
         """Return the implementation that takes the fewest seconds; torch wins a tie.
@@ -132,7 +133,7 @@ class RowwiseChoice:
         works = _works(decisions)
         seconds: dict[RowwiseKernel, float] = {"torch": self._seconds(works, "torch")}
         for kernel, curves in self._measured.items():
-            if all(work.kind in curves for work in works):
+            if _needed(works) <= curves.keys():
                 seconds[kernel] = self._seconds(works, kernel)
         return min(seconds, key=lambda kernel: seconds[kernel])
 
@@ -181,6 +182,11 @@ class _LayerWorks:
     def every(self) -> set[Rowwise]:
         """All works."""
         return self.always | _joined(self.backward) | _joined(self.resident)
+
+
+def _needed(works: Iterable[Rowwise]) -> set[str]:
+    """Return the kinds of ``works`` whose fused kernels have no price unless they are measured."""
+    return {work.kind for work in works} - HEAD_KINDS
 
 
 def _joined(by_kind: dict[int, Counter[Rowwise]]) -> set[Rowwise]:

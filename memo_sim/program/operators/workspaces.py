@@ -38,8 +38,8 @@ FUSED_KINDS = frozenset(
 ROUNDED_KINDS = frozenset({"swap.round", "swap.widen"})
 """Row-wise works on copy lanes that run as fused kernels in the same plans; their workspace and bytes are torch's."""
 
-HEAD_KINDS = frozenset({"qk_norm", "qk_norm.bwd"})
-"""Norms over each head of Q and K, of which the same is true."""
+HEAD_KINDS = frozenset({"qk_norm", "qk_norm.bwd", "attention.merge"})
+"""Works on each head of a row, of which the same is true: norms of Q and K, and merges of partial attention."""
 
 LATER_KINDS = HEAD_KINDS | ROUNDED_KINDS
 """Works whose fused kernels came after profiles: they have torch's price until they are measured."""

@@ -20,7 +20,7 @@ from memo_sim.contract.documents import Documents
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.layer_shape import LayerRun, LayerShape
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Kernels
+from memo_sim.contract.plan import Kernels, Layout
 from memo_sim.contract.rope_scaling import RopeScaling
 from memo_sim.program.ir.work import Rotary
 from memo_sim.program.layout.swap_format import packed_features
@@ -189,3 +189,28 @@ def test_rotary_needs_no_tables(case: str, dtype: torch.dtype) -> None:
         error = float((found["triton"] - found["torch"]).abs().max() / found["torch"].abs().max())
         assert error < (2e-6 if dtype == torch.float32 else comparison.CUT), op
         assert not torch.equal(found["triton"], packed.float())
+
+
+@pytest.mark.parametrize("distance", [-200.0, -3.0, 0.0, 200.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_partial_attention_is_merged_in_one_pass(dtype: torch.dtype, distance: float) -> None:
+    """Parts that are the late half of each of two sequences, far apart, and one with no key at all."""
+    heads, size, rows = 3, 24, 10
+    out, part = (torch.randn(n, heads * size, generator=torch.Generator().manual_seed(n)) for n in (2 * rows, rows))
+    lse, part_lse = (torch.randn(n, heads, generator=torch.Generator().manual_seed(n)) for n in (2 * rows, rows))
+    part_lse += distance
+    part_lse[4] = -torch.inf
+    lse[17] = -torch.inf
+    model, found = llama(layers=1, heads=heads, kv_heads=1, head_dim=size), dict[RowwiseKernel, list[torch.Tensor]]()
+    for rowwise in ("torch", "triton"):
+        fields: dict[str, Any] = {"micro_batch": 2, "dtype": "fp32" if dtype == torch.float32 else "bf16"}
+        kernels = Kernels(attention="torch-flash-cpu", rowwise=rowwise)
+        decisions = decide(model, layout=Layout(cp=2), kernels=kernels, **fields)
+        whole = [out.to(dtype).clone(), lse.clone()]
+        operands = {"part": part.to(dtype), "part_lse": part_lse, "out": whole[0], "lse": whole[1]}
+        play("attention.merge", decisions, operands)
+        found[rowwise] = [tensor.float() for tensor in whole]
+    for mine, torchs in zip(found["triton"], found["torch"], strict=True):
+        assert bool(mine.isfinite().all())
+        assert float((mine - torchs).abs().max()) < (2e-5 if dtype == torch.float32 else 0.05)
+    assert torch.equal(found["triton"][0][:5], out.to(dtype).float()[:5])  # the early half is no part's

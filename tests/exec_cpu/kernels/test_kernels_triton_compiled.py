@@ -23,6 +23,7 @@ BF16, FP32, INT, LONG = "*bf16", "*fp32", "i32", "i64"
 NORM = [BF16, BF16, BF16, BF16, FP32, INT, INT, INT, "fp32"]
 NORM_BACKWARD = [BF16, BF16, BF16, FP32, BF16, BF16, FP32, *[INT] * 7]
 ROTATE = [BF16, FP32, INT, INT, INT, "fp32", "fp32"]
+MERGE = [BF16, FP32, BF16, FP32, *[INT] * 7]
 QK_NORM_BACKWARD = [*[BF16] * 4, FP32, *[INT] * 6, "fp32"]
 REDUCTION_BYTES = 28
 """Local memory in which CUDA's accurate sine and cosine reduce large angles; only angles above 105,615 use it."""
@@ -54,6 +55,7 @@ KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
     ("qk_norm._forward_kernel", [*[BF16] * 4, *[INT] * 4, "fp32"], {"SIZE": 128, "HEADS": 8, "BLOCK": 128}, 4),
     ("qk_norm._backward_kernel", QK_NORM_BACKWARD, {"SIZE": 128, "HEADS": 32, "BLOCK": 128}, 8),
     ("qk_norm._backward_kernel", QK_NORM_BACKWARD, {"SIZE": 96, "HEADS": 32, "BLOCK": 128}, 8),
+    ("merge._merge_kernel", MERGE, {"SIZE": 128, "HEADS": 8, "BLOCK": 128}, 4),
     (
         "loss._cross_entropy_kernel",
         [BF16, "*i64", BF16, FP32, INT, INT, INT, "fp32"],

@@ -294,7 +294,12 @@ def test_the_gpus_grid_fits_its_budget() -> None:
     total = 0.0
     operators = _operators(grids.CUDA, kernels, ("torch", "triton"), ("linear-triton",))
     own = [o for o in operators if o.rowwise == "triton" or isinstance(o.instruction.work, LinearLoss)]
-    every_width = {"rotary", "rotary.bwd", "qk_norm"}  # compiled for eight heads at once, whatever the number of heads
+    every_width = {
+        "rotary",
+        "rotary.bwd",
+        "qk_norm",
+        "attention.merge",
+    }  # compiled for eight heads at once, whatever the number of heads
     widths = [0 if o.instruction.op in every_width else o.decisions.model.hidden for o in own]
     compiled = {(o.instruction.op, width, o.key[2]) for o, width in zip(own, widths, strict=True)}
     inside = {"linear_loss.statistics", "linear_loss.gradient"}

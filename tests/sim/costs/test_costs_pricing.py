@@ -89,7 +89,7 @@ class TestWorks:
         assert price.outside == {"rowwise.gelu"}
         assert {work for work, curves in price.outside_of.items() if curves} == {large}
 
-    @pytest.mark.parametrize("kind", ["swap.round", "qk_norm", "qk_norm.bwd"])
+    @pytest.mark.parametrize("kind", ["swap.round", "qk_norm", "qk_norm.bwd", "attention.merge"])
     def test_kernels_that_came_later_have_tritons_curve_or_torchs_price(self, kind: str) -> None:
         work = Rowwise(kind, 1000, 2 * 10**8, 10**8)
         curves = {"triton": {kind: Curve(x=[1e3, 1e9], y=[1e11, 1e11], source="memory-bound")}}

@@ -141,6 +141,14 @@ def test_an_implementation_that_lacks_an_operator_is_not_chosen() -> None:
     assert chosen(question(fused, "gpt-tiny")) == {"triton"}  # this model has learned positions
 
 
+def test_norms_of_heads_count_where_they_are_measured() -> None:
+    """They have torch's price until then, and keep no plan from the fused kernels that are measured."""
+    slower = every(0.99)
+    assert chosen(question(every(FAST), "qwen3-0.6b")) == {"triton"}
+    assert chosen(question(slower, "qwen3-0.6b")) == {"torch"}
+    assert chosen(question(slower | {"qk_norm": FAST, "qk_norm.bwd": FAST}, "qwen3-0.6b")) == {"triton"}
+
+
 def test_a_divided_vocabulary_has_no_fused_loss() -> None:
     """With a divided vocabulary, torch plays the loss in every plan, so its price is torch's."""
     cluster, hardware = machine(every(0.99, cross_entropy=1000.0), "a800-1x8")
