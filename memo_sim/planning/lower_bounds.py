@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import inf
 
 import msgspec
@@ -149,10 +150,11 @@ class LowerBounds:
         parts = self._parts(kept(low), self.passes.computed)
         around, last = self._around_stages(low, parts.layers, ()), low.layout.pp - 1
         of_stages = self._of_stages(kept(low), parts.whole, parts.layers, ())
+        gain = self._gain_of_cuts if in_chunks(low) else 1.0  # the passes around the stage are priced whole
         found_s = 0.0
         for stage in dict.fromkeys((last, of_stages.index(max(of_stages)))):
-            each = around[stage]
-            alone_s = self._alone.step_s(low, high, stage, before_s=each.before_s, after_s=each.after_s)
+            before_s, after_s = around[stage].before_s / gain, around[stage].after_s / gain
+            alone_s = self._alone.step_s(low, high, stage, before_s=before_s, after_s=after_s)
             found_s = max(found_s, alone_s or 0.0)
             if found_s >= enough_s:
                 break
@@ -462,12 +464,13 @@ class LowerBounds:
         return found
 
     def _shared_s(self, whole: Pass, stages: int) -> float:
-        """Return a lower bound of the compute seconds of stages that share rows or attention chunks, cut anywhere.
+        """Return a lower bound of the compute seconds of stages that share rows or attention chunks, cut anywhere."""
+        return whole.compute_s / stages / self._gain_of_cuts
 
-        A cut divides a masked square of attention into smaller squares and a rectangle, which may be faster.
-        """
-        gain = max((table.most_gain for table in self._hardware.attention), default=1.0)
-        return whole.compute_s / stages / max(1.0, gain)
+    @cached_property
+    def _gain_of_cuts(self) -> float:
+        """By how much cuts shorten attention at most: of a masked square they make smaller squares and a rectangle."""
+        return max((1.0, *(table.most_gain for table in self._hardware.attention)))
 
     def _busy_s(self, one: Pass) -> float:
         """Return a lower bound of the seconds that compute is busy or waits in one pass."""
