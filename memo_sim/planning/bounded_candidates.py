@@ -159,14 +159,24 @@ class CandidateBounds:
         return replace(bound, host_bytes_per_node=0)
 
     def _of_ranges(self, candidate: Candidate, width: int) -> LowerBound:
-        """Return the least of the lower bounds of ranges of ``width`` grid steps; those that do not fit come last."""
+        """Return what no alpha is below, from ranges of ``width`` grid steps: of those that may fit, if there are any.
+
+        The range with the shortest step need not be the one with the fewest bytes, which a Pareto front asks for too.
+        """
         bounds, grid = self.of_plans, Grid.of(candidate.base)
         partial = candidate.policy == PARTIAL_SWAP
         low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
         most = most_that_host_holds(grid, bounds, low, high)
         pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
         found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
-        return min(found, key=lambda bound: _least_key(bound, bounds.shortfall_bytes(bound)))
+        may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
+        if not may_fit:
+            return min(found, key=bounds.shortfall_bytes)
+        return LowerBound(
+            step_s=min(bound.step_s for bound in may_fit),
+            device_bytes=min(bound.device_bytes for bound in may_fit),
+            host_bytes_per_node=min(bound.host_bytes_per_node for bound in may_fit),
+        )
 
     def _of_one_stage(self, candidate: Candidate, bound: LowerBound, limit_s: float) -> LowerBound:
         """Return a bound that no alpha of the candidate is below, if one stage shows that none ranks among the best.

@@ -1,0 +1,39 @@
+"""Bounds of a candidate whose alpha is open are below those of each of its alphas, in time and in both memories."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.plan import Layout
+from memo_sim.planning.alpha_search import Grid
+from memo_sim.planning.bounded_candidates import Bounded, CandidateBounds
+from memo_sim.planning.presets import TOKENWISE
+from memo_sim.planning.question import Pins, Question, with_memory
+from memo_sim.planning.space import candidates
+
+ROOM = 2**50
+
+
+def test_the_fastest_range_of_alphas_does_not_give_the_bytes_of_all() -> None:
+    """Alphas that swap less need less host memory; they are slower here, but may be on the front."""
+    cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=8)
+    pins = Pins(pp=2, dp=4, tp=1, cp=1)
+    question = Question(model, cluster, hardware, 8192, global_batch=32, system="memo", pins=pins)
+    bounds = CandidateBounds(question, front=True)
+    (one,) = (each for each in candidates(question)[0] if each.policy == TOKENWISE and _is_plain(each.base.layout))
+    found = bounds.tightened(Bounded(one, bounds.of_plans.memory(one.base), 0, "wide"), float("inf")).bound
+    grid = Grid.of(one.base)
+    alone = [bounds.of_plans.of(grid.at(step)) for step in range(0, grid.steps + 1, 8)]
+    assert found is not None
+    fastest, smallest = min(alone, key=lambda b: b.step_s), min(alone, key=lambda b: b.host_bytes_per_node)
+    assert smallest.host_bytes_per_node < fastest.host_bytes_per_node
+    for each in alone:
+        assert found.step_s <= each.step_s
+        assert found.device_bytes <= each.device_bytes
+        assert found.host_bytes_per_node <= each.host_bytes_per_node
+
+
+def _is_plain(layout: Layout) -> bool:
+    return layout.zero == 1 and layout.schedule == "1f1b" and not layout.sequence_parallel
