@@ -51,7 +51,7 @@ def test_knobs_that_a_bidirectional_model_excludes_are_named() -> None:
 
 
 def test_a_kernels_integer_limit_is_not_reported_as_divisibility() -> None:
-    """At a billion tokens, every layout that divides one sequence exceeds the kernels' 32-bit integers."""
-    found = longest(ask("gpt-7b", 1), step_tokens=1000 << 20).document
+    """At a billion tokens, every layout without a ring exceeds the kernels' 32-bit integers."""
+    found = longest(ask("gpt-7b", 1, cp=1), step_tokens=1000 << 20).document
     assert found.bound == "cannot be"
     assert "32 bits" in found.tried[0].reason
