@@ -294,7 +294,7 @@ def some_cases(folder: Path, source: str, *names: str) -> str:
 
 
 def test_validate_prints_a_document_and_honours_max_error(tmp_path: Path) -> None:
-    names = ("memo-t3-7b-deepspeed-ulysses-4k", "memo-t3-7b-memo-4k", "memo-t3-7b-memo-32k")
+    names = ("memo-t3-7b-deepspeed-ulysses-4k", "memo-t3-7b-memo-4k")
     cases = some_cases(tmp_path, "memo-table3", *names)
     done = memo_sim("validate", cases, "--system", "memo", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
