@@ -24,6 +24,7 @@ def test_two_ranks(team: Team, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "llama-mha"])
+@pytest.mark.slow
 def test_four_ranks_and_no_race_on_any(team: Team, name: str) -> None:
     parity(team, name, Layout(metp=4), debug=True, **KEEP)
 

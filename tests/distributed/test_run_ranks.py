@@ -190,6 +190,7 @@ def test_weights_of_several_ranks_are_written_whole(team: Team, plans: Path, sav
     assert begun[0] < outcomes(team, plans, "one", steps=1)[0].comparison.losses[0] - 0.1
 
 
+@pytest.mark.slow
 def test_parameters_left_to_the_next_step_are_saved_whole(team: Team, plans: Path, tmp_path: Path) -> None:
     uninterrupted = outcomes(team, plans, "late")[0].comparison.losses
     outcomes(team, plans, "late", steps=SAVED, save=tmp_path)

@@ -125,6 +125,7 @@ SPEEDS = {
 
 
 @pytest.mark.parametrize("case", SPEEDS)
+@pytest.mark.slow
 def test_any_speed_of_lanes_gives_the_same_bits(case: str) -> None:
     """Random delays before every kernel do not change the gradients."""
     shared, policy = SPEEDS[case]

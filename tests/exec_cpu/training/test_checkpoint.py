@@ -224,6 +224,7 @@ def command(plan: Path, folder: Path, steps: int) -> list[str]:
     return [sys.executable, "-m", "memo_exec", "run", str(plan), *options]
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_it_resumes_with_the_same_losses(tmp_path: Path) -> None:
     plan, folder = write_plan(tmp_path / "plan.json"), tmp_path / "run"
     whole = losses(plan, steps=5)

@@ -71,6 +71,7 @@ def test_the_limit_is_named(change: dict[str, object], bound: str) -> None:
         assert document.best is None
 
 
+@pytest.mark.slow
 def test_a_time_limit_limits_the_length() -> None:
     asked = ask()
     free = longest(asked, step_tokens=STEP).document

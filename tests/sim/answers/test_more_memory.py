@@ -64,6 +64,7 @@ def test_a_gib_that_makes_the_first_plan_fit() -> None:
     assert "lets row-wise recompute, attention swapped" in device.text
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_grows_with_device_memory() -> None:
     asked, step = ask(20, recompute="full"), 1 << 14
     found = with_what_more_holds(asked, longest(asked, step_tokens=step), step_tokens=step, most_step_s=None)
@@ -72,6 +73,7 @@ def test_the_longest_sequence_grows_with_device_memory() -> None:
     assert "more tokens fit, in steps of 16k" in device.text
 
 
+@pytest.mark.slow
 def test_the_front_is_complete_when_it_is_asked_for() -> None:
     short, whole = what_if(ask(80)).result, what_if(ask(80), pareto=True).result
     assert not short.front_is_whole

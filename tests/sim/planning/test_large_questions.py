@@ -29,6 +29,7 @@ from tests.refusals import refused
 @pytest.mark.parametrize(
     ("model", "memory_gib"), [("llama-tiny", 2.0), pytest.param("qwen3-moe-tiny", 80.0, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_layouts_that_are_opened_one_by_one_give_the_same_plans(
     model: str, memory_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,8 +33,10 @@ def fails(here: dict[str, Any]) -> Iterator[int]:
     raise ValueError(here)
 
 
-def dies(here: dict[str, Any]) -> Iterator[int]:
+def dies(here: dict[str, Any], when: Path) -> Iterator[int]:
     yield 1
+    while not when.exists():
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -51,8 +53,10 @@ def received(team: Team, *, until: int) -> list[Message]:
     return found
 
 
-def test_tasks_are_done_in_their_order_and_one_that_fails_or_dies_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    team = Team(1)
+def test_tasks_are_done_in_their_order_and_one_that_fails_or_dies_is_lost(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    team, now = Team(1), tmp_path / "now"
     (helper,) = team.helpers(__name__)
     try:
         assert helper.give(0, counts_up, 2)
@@ -66,8 +70,9 @@ def test_tasks_are_done_in_their_order_and_one_that_fails_or_dies_is_lost(caplog
             Message(2, Kind.PART, 2),
             Message(2, Kind.ENDED),
         ]
-        helper.give(3, dies)
-        helper.give(4, counts_up, 0)
+        assert helper.give(3, dies, now)
+        assert helper.give(4, counts_up, 0)
+        now.touch()  # a task that is given to a dead process is never answered
         with caplog.at_level(logging.WARNING):
             found = received(team, until=4)
         assert found == [Message(3, Kind.PART, 1), Message(3, Kind.LOST), Message(4, Kind.ENDED)]
@@ -75,6 +80,7 @@ def test_tasks_are_done_in_their_order_and_one_that_fails_or_dies_is_lost(caplog
             "a process of the search ended (signal 9); the others go on, and the answer is the same"
         ]
         assert team.helpers(__name__) == []
+        assert not helper.give(5, counts_up, 0)
         assert list(team.messages(block=False)) == []
     finally:
         team.end()

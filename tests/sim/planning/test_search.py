@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.knobs import MemoryPolicy
@@ -97,6 +99,7 @@ def test_swapping_every_token_is_one_plan_not_two() -> None:
     assert TOKENWISE not in {e.policy for e in found.ranked}
 
 
+@pytest.mark.slow
 def test_candidates_of_the_caching_policy_are_evaluated_with_its_memory() -> None:
     found = accounted(question(128 * 1024, memory_policy="caching"))
     assert {e.decisions.memory_policy for e in found.ranked} == {"caching"}
