@@ -24,7 +24,7 @@ class Pricers:
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
         self._hardware, self._cluster = hardware, cluster
-        self._made: Recent[tuple[Layout, RowwiseKernel], Pricer] = Recent(MOST_PRICERS, lambda _: 1)
+        self._made: Recent[tuple[Layout, RowwiseKernel], Pricer] = Recent(MOST_PRICERS)
 
     def of(self, decisions: Decisions) -> Pricer:
         """Return the pricer of a plan's layout and row-wise kernels."""

@@ -17,7 +17,8 @@ Value = TypeVar("Value")
 class Recent(Generic[Key, Value]):
     """Values by key whose sizes add up to at most ``most``, and in any case the one that was used last."""
 
-    def __init__(self, most: int, size: Callable[[Value], int]) -> None:
+    def __init__(self, most: int, size: Callable[[Value], int] = lambda _: 1) -> None:
+        """``size``: the size of a value; without it, ``most`` is a number of values."""
         self._most, self._size = most, size
         self._kept: OrderedDict[Key, Value] = OrderedDict()
         self._sum = 0

@@ -17,11 +17,9 @@ range have the same instructions and edges, and no instruction is shorter than a
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -35,6 +33,7 @@ from memo_sim.engine.playback import Floats
 from memo_sim.engine.repetition import RECEIVED_AHEAD, Repetition, period_of, played_at_first, windows
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.planning.pricers import Pricers
+from memo_sim.planning.recent import Recent
 from memo_sim.program.analysis.columns import FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Family, Lane, Template
@@ -47,8 +46,6 @@ from memo_sim.program.pipeline.template_cache import seen_by_layers
 
 Form = tuple[tuple[object, ...], ...]
 """What the plans of a range of alphas have in common (``_form``)."""
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 MOST_WRITTEN, MOST_ORDERS = 128, 8
 """Number of alphas whose templates are kept, about 0.3 MiB each, and of orders, about 5 MiB each."""
@@ -155,9 +152,9 @@ class StagesAlone:
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
         self._hardware, self._cluster = hardware, cluster
         self._pricers = Pricers(hardware, cluster)
-        self._written: OrderedDict[tuple[Decisions, int], _Written] = OrderedDict()
-        self._orders: OrderedDict[tuple[Decisions, int, Form], _Order] = OrderedDict()
-        self._made: OrderedDict[Decisions, Made] = OrderedDict()
+        self._written: Recent[tuple[Decisions, int], _Written] = Recent(MOST_WRITTEN)
+        self._orders: Recent[tuple[Decisions, int, Form], _Order] = Recent(MOST_ORDERS)
+        self._made: Recent[Decisions, Made] = Recent(MOST_WRITTEN)
 
     def step_s(self, low: Decisions, high: Decisions, stage: int, *, before_s: float, after_s: float) -> float | None:
         """Return a lower bound of the step seconds of plans that swap as many rows as ``low``, ``high``, or between.
@@ -198,24 +195,19 @@ class StagesAlone:
         return memory_of(program, columns, decisions, self._hardware, self._cluster).device.bytes
 
     def _of(self, decisions: Decisions, stage: int) -> _Written:
-        key = decisions, stage
-        if key not in self._written:
-            self._written[key] = self._write(decisions, stage)
-        return _kept(self._written, key, MOST_WRITTEN)
+        return self._written.of((decisions, stage), lambda: self._write(decisions, stage))
 
     def _order(self, decisions: Decisions, stage: int, written: _Written) -> _Order:
-        key = msgspec.structs.replace(decisions, swapped_tokens=0), stage, written.form
-        if key not in self._orders:
-            made = self._layers(decisions)
-            chosen = stages_of(decisions)[stage]
+        def ordered() -> _Order:
+            made, chosen = self._layers(decisions), stages_of(decisions)[stage]
             program = stage_program(decisions, shape_of(decisions), chosen, _micro_batches(decisions, stage), made=made)
-            self._orders[key] = _Order(program, decisions)
-        return _kept(self._orders, key, MOST_ORDERS)
+            return _Order(program, decisions)
+
+        return self._orders.of((msgspec.structs.replace(decisions, swapped_tokens=0), stage, written.form), ordered)
 
     def _layers(self, decisions: Decisions) -> Made:
         """Return the layer templates that were written for plans that differ in stages or data parallelism."""
-        self._made.setdefault(key := seen_by_layers(decisions), {})
-        return _kept(self._made, key, MOST_WRITTEN)
+        return self._made.of(seen_by_layers(decisions), dict)
 
     def _write(self, decisions: Decisions, stage: int) -> _Written:
         chosen, micro_batches = stages_of(decisions)[stage], _micro_batches(decisions, stage)
@@ -235,14 +227,6 @@ class StagesAlone:
             every = (instruction for template in written.templates for instruction in template.instructions)
             written.seconds = np.array([pricer.seconds(each.work) / alone[each.lane] for each in every])
         return written.seconds
-
-
-def _kept(known: OrderedDict[K, V], key: K, most: int) -> V:
-    """Return a known value, and forget the one that was not asked for the longest if there are more than ``most``."""
-    known.move_to_end(key)
-    if len(known) > most:
-        known.popitem(last=False)
-    return known[key]
 
 
 def _form(families: Sequence[Family], templates: Sequence[Template]) -> Form:
