@@ -73,26 +73,24 @@ def quantise_weights(call: Call) -> None:
     ``x``: bf16 parameters, or the master weights of what is kept in FP8 alone.
     """
     x, out, columns = call["x"], call["out"], call.get("columns")
-    to_fp8 = fp8_blocks.quantise_weight if _by_blocks(call) else _quantise
     for weight in weights(call.context.decisions, block_of(call)[1]):
         part = slice(weight.first, weight.first + weight.elements)
         turned = None if columns is None else columns[part]
+        matrix, rows = x[part].view(weight.shape), out[part].view(weight.shape)
         if _in_mx(call):
             assert columns is not None  # MXFP8's copies have a direction, so there are two
             assert turned is not None
             behind = columns[out.numel() :].view(2, -1)  # the scales of all matrices by rows, and by columns
             first, end = part.start // fp8_mx.VALUES, part.stop // fp8_mx.VALUES
             tiles = behind[0, first:end], behind[1, first:end]
-            fp8_mx.quantise_weight(_scales(call), x[part].view(weight.shape), out[part], turned, tiles)
-            continue
-        if _delayed(call):
-            matrix, given = (
-                x[part].view(weight.shape),
-                fp8_delayed.scale_of(call, x[part], weight.name[: -len(".weight")]),
-            )
-            _quantise(_scales(call), matrix, out[part].view(weight.shape), turned, given)
-            continue
-        to_fp8(_scales(call), x[part].view(weight.shape), out[part].view(weight.shape), turned)
+            fp8_mx.quantise_weight(_scales(call), matrix, out[part], turned, tiles)
+        elif _delayed(call):
+            given = fp8_delayed.scale_of(call, x[part], weight.name.removesuffix(".weight"))
+            _quantise(_scales(call), matrix, rows, turned, given)
+        elif _by_blocks(call):
+            fp8_blocks.quantise_weight(_scales(call), matrix, rows, turned)
+        else:
+            _quantise(_scales(call), matrix, rows, turned)
 
 
 def transpose_weights(call: Call) -> None:

@@ -89,7 +89,7 @@ def _quantise_rows(scales: Fp8Scales, x: Tensor, out: Tensor) -> None:
     rows, of_rows = blocks(out.view(-1), out.shape[1], by_columns=False), x.view(len(x), -1, BLOCK)
     torch.linalg.vector_norm(of_rows, torch.inf, dim=2, dtype=torch.float32, out=rows.scale)
     to_powers_of_two(rows.scale)
-    for part, features in _tiles(len(x), x.shape[1], scales.wide.numel()):
+    for part, features in pieces(len(x), x.shape[1], scales.wide.numel()):
         groups = slice(features.start // BLOCK, features.stop // BLOCK)
         wide = scales.wide[: x[part, features].numel()].view(part.stop - part.start, -1, BLOCK)
         torch.div(of_rows[part, groups], rows.scale[part, groups, None], out=wide)
@@ -102,7 +102,7 @@ def _quantise_columns(scales: Fp8Scales, x: Tensor, columns: Tensor) -> None:
     of_columns, scale = x.view(-1, BLOCK, x.shape[1]), turned.scale.t()
     torch.linalg.vector_norm(of_columns, torch.inf, dim=1, dtype=torch.float32, out=scale)
     to_powers_of_two(turned.scale)
-    for part, features in _tiles(len(x), x.shape[1], scales.wide.numel()):
+    for part, features in pieces(len(x), x.shape[1], scales.wide.numel()):
         lines = slice(part.start // BLOCK, part.stop // BLOCK)
         wide = scales.wide[: x[part, features].numel()].view(lines.stop - lines.start, BLOCK, -1)
         torch.div(of_columns[lines, :, features], scale[lines, None, features], out=wide)
@@ -117,7 +117,7 @@ def quantise_weight(scales: Fp8Scales, x: Tensor, out: Tensor, columns: Tensor |
     tiles = x.view(n // BLOCK, BLOCK, -1, BLOCK)
     torch.linalg.vector_norm(tiles, torch.inf, dim=(1, 3), dtype=torch.float32, out=scale)
     to_powers_of_two(scale)
-    for part, features in _tiles(n, k, scales.wide.numel()):
+    for part, features in pieces(n, k, scales.wide.numel()):
         lines, groups = (slice(each.start // BLOCK, each.stop // BLOCK) for each in (part, features))
         wide = scales.wide[: x[part, features].numel()].view(lines.stop - lines.start, BLOCK, -1, BLOCK)
         torch.div(tiles[lines, :, groups], scale[lines, None, groups, None], out=wide)
@@ -186,8 +186,8 @@ def to_powers_of_two(scale: Tensor) -> None:
     scale.view(torch.int32).add_(_MANTISSA).bitwise_and_(_EXPONENT)
 
 
-def _tiles(rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Yield parts of a matrix in whole blocks, each of at most ``most`` values."""
+def pieces(rows: int, columns: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Yield parts of a matrix in whole blocks, or tiles of MXFP8, each of at most ``most`` values."""
     wide = min(columns, most // BLOCK // BLOCK * BLOCK)
     high = most // wide // BLOCK * BLOCK
     for first in range(0, rows, high):

@@ -23,14 +23,13 @@ the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from memo_exec.kernels.fp8_blocks import features_of
+from memo_exec.kernels.fp8_blocks import features_of, pieces
 from memo_exec.kernels.fp8_scales import Fp8Scales
 
 VALUES = 32
@@ -140,7 +139,8 @@ def _in_order(tiles: Tensor) -> Tensor:
 def _quantise(x: Tensor, copy: MxBlocks, wide: Tensor, *, turned: bool) -> None:
     """Write ``x``, or with ``turned`` its transposition, to ``copy``; blocks lie along the rows of ``copy``."""
     most = torch.finfo(copy.matrix.dtype).max
-    for part, features in _parts(len(x), x.shape[1], wide.numel()):
+    room = wide.numel() * VALUES // (VALUES + 1)  # for values and their scales
+    for part, features in pieces(len(x), x.shape[1], room):
         source = x[part, features]
         high, broad = source.shape
         along, shape = (1, (-1, VALUES, broad)) if turned else (2, (high, -1, VALUES))
@@ -156,13 +156,3 @@ def _quantise(x: Tensor, copy: MxBlocks, wide: Tensor, *, turned: bool) -> None:
         torch.div(source.view(shape), scale.unsqueeze(along), out=rounded.view(shape))
         rounded = rounded.view(high, broad)
         copy.matrix[rows, columns].copy_(rounded.t() if turned else rounded)
-
-
-def _parts(rows: int, columns: int, room: int) -> Iterator[tuple[slice, slice]]:
-    """Yield parts of a matrix in whole tiles, each with room in scratch for its values and their scales."""
-    most = room * VALUES // (VALUES + 1)
-    wide = min(columns, most // TILE // TILE * TILE)
-    high = most // wide // TILE * TILE
-    for first in range(0, rows, high):
-        for begin in range(0, columns, wide):
-            yield slice(first, min(rows, first + high)), slice(begin, min(columns, begin + wide))

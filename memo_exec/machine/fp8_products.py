@@ -24,7 +24,7 @@ from memo_sim.program.ir.instruction import Mode
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Fp8Gemm, Fp8GroupedGemm
-from memo_sim.program.layout.fp8 import FURTHER, by_blocks, not_played
+from memo_sim.program.layout.fp8 import FURTHER, PLAYED_LAYOUTS, by_blocks, not_played
 
 LEAST_CAPABILITY: Final = (9, 0)
 """Hopper: the first device with FP8 that memo has rates for. Ada (8.9) has the products, and no plan is made for it."""
@@ -60,23 +60,24 @@ def check_recipe(decisions: Decisions, where: str) -> None:
             wanted=", ".join(recipes),
             hint=f"make the plan with --fp8 tensor or block for an H100 or H200; or {_EXPORT}",
         )
-    if decisions.fp8 == "mx" and decisions.fp8_layouts != "any":
+    if decisions.fp8 == "none" or decisions.fp8_layouts == PLAYED_LAYOUTS[decisions.fp8]:
+        return
+    if decisions.fp8 == "mx":
         raise CannotRun(
             "memo-exec has kernels for MXFP8 with Blackwell's layouts of operands alone",
             where=f"{where}: $.decisions.fp8_layouts",
             got=decisions.fp8_layouts,
-            wanted="any",
+            wanted=PLAYED_LAYOUTS[decisions.fp8],
             hint="make the plan for a cluster of Blackwell GPUs; memo-sim list clusters names them",
         )
-    if decisions.fp8 not in ("none", "mx") and decisions.fp8_layouts != "tn":
-        raise CannotRun(
-            f"memo-exec has kernels for FP8 ({decisions.fp8}) with Hopper's layout of operands alone; "
-            "other layouts are priced only",
-            where=f"{where}: $.decisions.fp8_layouts",
-            got=decisions.fp8_layouts,
-            wanted="tn",
-            hint=f"make the plan with --fp8 mx, or for a cluster of H100 or H200; or {_EXPORT}",
-        )
+    raise CannotRun(
+        f"memo-exec has kernels for FP8 ({decisions.fp8}) with Hopper's layout of operands alone; "
+        "other layouts are priced only",
+        where=f"{where}: $.decisions.fp8_layouts",
+        got=decisions.fp8_layouts,
+        wanted=PLAYED_LAYOUTS[decisions.fp8],
+        hint=f"make the plan with --fp8 mx, or for a cluster of H100 or H200; or {_EXPORT}",
+    )
 
 
 def refuse_fp8(decisions: Decisions, where: str, why: str) -> None:

@@ -37,11 +37,12 @@ these are reduced over the ranks before any of them quantises.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from memo_sim.contract.knobs import Fp8Recipe, ProductDtype
+from memo_sim.contract.knobs import Fp8Layouts, Fp8Recipe, ProductDtype
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
@@ -85,6 +86,9 @@ Scaled = Literal["input", "weight", "gradient"]
 """The operands of a product and its gradients that have a scale each."""
 SCALED: tuple[Scaled, ...] = ("input", "weight", "gradient")
 
+PLAYED_LAYOUTS: Mapping[Fp8Recipe, Fp8Layouts] = {"tensor": "tn", "delayed": "tn", "block": "tn", "mx": "any"}
+"""The layouts of operands that memo-exec has kernels for, by recipe."""
+
 
 def by_blocks(recipe: Fp8Recipe) -> bool:
     """Return whether scales are those of blocks, so that tensors have copies by rows and by columns."""
@@ -95,13 +99,7 @@ def played(decisions: Decisions) -> bool:
     """Return whether memo-exec has kernels for the products of a plan: those of Hopper, and MXFP8 of Blackwell."""
     if decisions.fp8 == "none":
         return True
-    known = (decisions.fp8, decisions.fp8_layouts) in (
-        ("tensor", "tn"),
-        ("delayed", "tn"),
-        ("block", "tn"),
-        ("mx", "any"),
-    )
-    return known and not not_played(decisions)
+    return decisions.fp8_layouts == PLAYED_LAYOUTS[decisions.fp8] and not not_played(decisions)
 
 
 def further(decisions: Decisions) -> list[str]:
