@@ -21,7 +21,7 @@ ENDED = -1
 
 SIGNATURE = (
     "Tuple((int64, float64[:, ::1], int64))("
-    "int64[::1], int64[::1], int64[::1], int64[::1], float64[::1],"  # the segments and their work
+    "int64[::1], int64[::1], int64[::1], int64[::1], boolean[::1], float64[::1],"  # the segments and their work
     "int64[::1], int64[::1], int64[::1],"  # the groups
     "int64[::1], float64[:, ::1],"  # known rates
     "int64[::1], int64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
@@ -44,11 +44,12 @@ def run_compiled(segments: Segments, work: Floats, rates_of: UsedRates, groups: 
     arrived = np.zeros(len(groups.bounds) - 1, dtype=np.int64)
     changed = np.zeros(stages, dtype=np.bool_)
     clock = np.array([0.0, 0.0, 0.0])
-    points, count = np.empty((2 * len(work) + 16, 4)), 0
+    several = segments.several
+    points, count = np.empty((2 * int(several.sum()) + 16, 4)), 0
     while stages:
         try:
             busy_lanes, points, count = _advance(
-                *(bounds, segments.targets, segments.target_bounds, lane_of, work),
+                *(bounds, segments.targets, segments.target_bounds, lane_of, several, work),
                 *(groups.of, groups.bounds, groups.members),
                 *(row_of, rows),
                 *(missing, heads, start, end, left, since, rate, finish),
@@ -98,7 +99,7 @@ def _first(finish, soonest, stage, own):
 
 @njit(SIGNATURE, cache=True, error_model="numpy")
 def _advance(  # noqa: PLR0912, PLR0915 - one loop
-    bounds, targets, target_bounds, lane_of, work,
+    bounds, targets, target_bounds, lane_of, several, work,
     group_of, group_bounds, members,
     row_of, rows,
     missing, heads, start, end, left, since, rate, finish,
@@ -146,8 +147,9 @@ def _advance(  # noqa: PLR0912, PLR0915 - one loop
                             since[other] = now
                             rate[other] = least
                             finish[other] = now + left[other] / least
-                            points = _point(points, count, heads[other], now, left[other], least)
-                            count += 1
+                            if several[heads[other]]:
+                                points = _point(points, count, heads[other], now, left[other], least)
+                                count += 1
                             if other // own != stage:
                                 _first(finish, soonest, other // own, own)
                 _first(finish, soonest, stage, own)
@@ -178,8 +180,9 @@ def _advance(  # noqa: PLR0912, PLR0915 - one loop
                 start[following] = since[lane] = now
                 left[lane] = work[following]
                 finish[lane] = now + left[lane] / rate[lane]
-                points = _point(points, count, following, now, left[lane], rate[lane])
-                count += 1
+                if several[following]:
+                    points = _point(points, count, following, now, left[lane], rate[lane])
+                    count += 1
                 lane = _first(finish, soonest, lane // own, own) * own
                 while finish[lane] != soonest[lane // own]:
                     lane += 1

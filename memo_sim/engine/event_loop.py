@@ -45,7 +45,8 @@ class Groups:
 class Clock:
     """The result of the events: start and end of segments, the next segment of each lane, and the rates' breakpoints.
 
-    ``points`` has rows (segment, instant, work left, rate from then on).
+    ``points`` has rows (segment, instant, work left, rate from then on), of segments with several instructions. Nothing
+    is interpolated in the others, which are most.
     """
 
     start: Floats
@@ -80,14 +81,15 @@ def run(  # noqa: PLR0915 - locals are fast
 ) -> Clock:
     """Play the segments, one SimPy event per change of the set of busy lanes; lanes are numbered over all stages."""
     env = simpy.Environment()
-    bounds, targets = segments.lane_bounds.tolist(), segments.targets.tolist()
-    target_bounds, work_of = segments.target_bounds.tolist(), work.tolist()
+    bounds, several = segments.lane_bounds.tolist(), segments.several.tolist()
+    targets, target_bounds = array("q", segments.targets.tobytes()), array("q", segments.target_bounds.tobytes())
+    work_of = array("d", work.tobytes())
     lanes, own = len(bounds) - 1, rates_of.lanes
     """All lanes, and those of one stage."""
     lane_of = np.repeat(np.arange(lanes), np.diff(segments.lane_bounds)).tolist()
     group_of, group_bounds, members = groups.of.tolist(), groups.bounds.tolist(), groups.members.tolist()
     missing, heads = segments.waits.tolist(), bounds[:-1]
-    start, end = [0.0] * len(work_of), [0.0] * len(work_of)
+    start, end = array("d", bytes(work.nbytes)), array("d", bytes(work.nbytes))
     left, since, rate, finish = ([0.0] * lanes, [0.0] * lanes, [0.0] * lanes, [IDLE] * lanes)
     ends: list[tuple[float, int]] = []
     """A heap of (end, lane); an entry that is not the lane's ``finish`` any more counts for nothing."""
@@ -128,7 +130,8 @@ def run(  # noqa: PLR0915 - locals are fast
         rate[lane] = speed
         finish[lane] = soon = now + rest / speed
         heappush(ends, (soon, lane))
-        points.extend((heads[lane], now, rest, speed))
+        if several[heads[lane]]:
+            points.extend((heads[lane], now, rest, speed))
 
     def first() -> float:
         """Return the first end, after dropping the entries before it that count for nothing."""
@@ -179,7 +182,8 @@ def run(  # noqa: PLR0915 - locals are fast
             rest = left[lane] = work_of[following]
             finish[lane] = soon = now + rest / rate[lane]
             heappush(ends, (soon, lane))
-            points.extend((following, now, rest, rate[lane]))
+            if several[following]:
+                points.extend((following, now, rest, rate[lane]))
             soonest = first()
             lane, now = ends[0][1], max(now, soonest)
         finish[lane] = IDLE

@@ -124,21 +124,20 @@ def _groups(segments: Segments, met: Ints, bounds: Ints) -> Groups:
 
 def _spans(segments: Segments, work: Floats, clock: Clock, seconds: Floats) -> tuple[Floats, Floats]:
     """Return start and end of every instruction, interpolated between the ends of its segment."""
-    start, end = np.empty(len(seconds)), np.empty(len(seconds))
+    start, end, last = np.empty(len(seconds)), np.empty(len(seconds)), segments.last
     if not len(seconds):
         return start, end
     ends = np.empty(len(seconds))
-    ends[segments.last] = clock.end
+    ends[last] = clock.end
     between = np.ones(len(seconds), dtype=bool)
-    between[segments.last] = False
+    between[last] = False
     within = np.flatnonzero(between)
+    del between
     ends[within] = _interpolated(segments, work, clock, seconds, within)
-    starts = np.empty_like(ends)
-    starts[1:] = ends[:-1]
-    starts[segments.first] = clock.start
-    start[segments.order] = starts
-    end[segments.order] = np.maximum(starts, ends, out=ends)
-    return start, end
+    start[segments.order[1:]] = ends[:-1]
+    start[segments.order[segments.first]] = clock.start
+    end[segments.order] = ends
+    return start, np.maximum(start, end, out=end)
 
 
 def _interpolated(segments: Segments, work: Floats, clock: Clock, seconds: Floats, within: Ints) -> Floats:
@@ -148,20 +147,20 @@ def _interpolated(segments: Segments, work: Floats, clock: Clock, seconds: Float
     keep it inside the segment, because a piece without work is ambiguous.
     """
     of_point, order = sorted_with_places(clock.points[:, 0].astype(np.int64))
-    done_before = np.cumsum(work) - work
+    done = np.cumsum(work)
     point_done = work[of_point] - clock.points[order, 2]
-    point_done += done_before[of_point]
+    point_done += done[of_point] - work[of_point]
     after = np.cumsum(np.bincount(of_point, minlength=len(work)))
     del of_point
-    ordered = seconds[segments.order]
-    inside = np.cumsum(ordered)
-    before_first = inside[segments.first] - ordered[segments.first]
-    del ordered
+    inside = seconds[segments.order]
+    np.cumsum(inside, out=inside)
     ends = np.empty(len(within))
     for block in range(0, len(within), AT_ONCE):
         mine = within[block : block + AT_ONCE]
         of = segments.of[mine]
-        wanted = done_before[of] + (inside[mine] - before_first[of])
+        first = segments.first[of]
+        before_first = inside[first] - seconds[segments.order[first]]
+        wanted = (done[of] - work[of]) + (inside[mine] - before_first)
         low, high = np.where(of > 0, after[of - 1], 0), after[of] - 1
         piece = np.clip(np.searchsorted(point_done, wanted, side="right") - 1, low, high)
         point = order[piece]

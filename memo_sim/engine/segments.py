@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.program.analysis.columns import Ints
+from memo_sim.program.analysis.columns import Flags, Ints
 from memo_sim.program.analysis.edges import Edges, sorted_with_places
 
 
@@ -37,6 +37,12 @@ class Segments:
     targets: Ints
     """Consumer segments of all edges, by producer: ``targets[target_bounds[s] : target_bounds[s + 1]]`` for s."""
     target_bounds: Ints
+
+    @property
+    def several(self) -> Flags:
+        """Whether each segment has several instructions."""
+        found: Flags = self.last > self.first
+        return found
 
 
 def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
