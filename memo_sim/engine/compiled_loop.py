@@ -15,16 +15,17 @@ from numba import njit
 from memo_sim.engine.event_loop import IDLE, Clock, Groups, UsedRates
 from memo_sim.engine.playback import Floats
 from memo_sim.engine.segments import Segments
+from memo_sim.program.analysis.columns import NUMBER
 
 ENDED = -1
 """Returned instead of an unknown set of busy lanes: nothing is left to play."""
 
 SIGNATURE = (
     "Tuple((int64, float64[:, ::1], int64))("
-    "int64[::1], int64[::1], int64[::1], int64[::1], boolean[::1], float64[::1],"  # the segments and their work
-    "int64[::1], int64[::1], int64[::1],"  # the groups
+    "int64[::1], int32[::1], int32[::1], int32[::1], boolean[::1], float64[::1],"  # the segments and their work
+    "int32[::1], int64[::1], int32[::1],"  # the groups
     "int64[::1], float64[:, ::1],"  # known rates
-    "int64[::1], int64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
+    "int32[::1], int64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
     "float64[::1], int64[::1], int64[::1], int64[::1], boolean[::1], float64[::1], float64[:, ::1], int64)"  # the state
 )
 
@@ -33,7 +34,7 @@ def run_compiled(segments: Segments, work: Floats, rates_of: UsedRates, groups: 
     """Play the segments as ``event_loop.run`` does; every number that is returned is the same to the last bit."""
     bounds, own = segments.lane_bounds, rates_of.lanes
     lanes, stages = len(bounds) - 1, (len(bounds) - 1) // own if own else 0
-    lane_of = np.repeat(np.arange(lanes), np.diff(bounds))
+    lane_of = np.repeat(np.arange(lanes, dtype=NUMBER), np.diff(bounds))
     row_of = np.full(1 << own, -1, dtype=np.int64)
     rows, known = np.ones((16, own)), 0
     missing, heads = segments.waits.copy(), bounds[:-1].copy()

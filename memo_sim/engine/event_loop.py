@@ -16,7 +16,7 @@ import simpy
 
 from memo_sim.engine.playback import Floats
 from memo_sim.engine.segments import Segments
-from memo_sim.program.analysis.columns import Ints
+from memo_sim.program.analysis.columns import NUMBER, Ints
 
 Rates = Callable[[int], tuple[float, ...]]
 """Maps the set of busy lanes (bit ``1 << lane``) to every lane's rate, in (0, 1]."""
@@ -36,7 +36,7 @@ class Groups:
     @classmethod
     def of_bounds(cls, segments: int, members: Ints, bounds: Ints) -> Groups:
         """Return the groups among ``segments`` segments."""
-        of = np.full(segments, -1, dtype=np.int64)
+        of = np.full(segments, -1, dtype=NUMBER)
         of[members] = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
         return cls(of, bounds, members)
 
@@ -82,7 +82,7 @@ def run(  # noqa: PLR0915 - locals are fast
     """Play the segments, one SimPy event per change of the set of busy lanes; lanes are numbered over all stages."""
     env = simpy.Environment()
     bounds, several = segments.lane_bounds.tolist(), segments.several.tolist()
-    targets, target_bounds = array("q", segments.targets.tobytes()), array("q", segments.target_bounds.tobytes())
+    targets, target_bounds = array("i", segments.targets.tobytes()), array("i", segments.target_bounds.tobytes())
     work_of = array("d", work.tobytes())
     lanes, own = len(bounds) - 1, rates_of.lanes
     """All lanes, and those of one stage."""

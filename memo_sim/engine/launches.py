@@ -34,11 +34,12 @@ from itertools import pairwise
 import numpy as np
 
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.analysis.columns import InstructionColumns, Ints
-from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Instance, Lane
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Instance, Instruction, Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import FRESH, Rowwise
 from memo_sim.program.operators.framework_kernels import launches, library_of
@@ -68,7 +69,7 @@ def launch_waits(
     serial = np.flatnonzero(np.isin(columns.lane, lanes))
     launch_s = _kernels(program, columns, decisions)[serial] * hardware.host_launch_s.value
     if hardware.host_pass_s is not None:
-        starts = np.searchsorted(columns.instance[serial], [instance for _, instance in program.passes])
+        starts = np.searchsorted(serial, columns.starts[[instance for _, instance in program.passes]])
         launch_s[starts] += hardware.host_pass_s.value
     window = _windows(program, columns)[serial]
     busy_before = np.cumsum(seconds[serial]) - seconds[serial]
@@ -85,21 +86,18 @@ def launch_waits(
 def _kernels(program: Program, columns: InstructionColumns, decisions: Decisions) -> Ints:
     """Return the number of kernels that the host launches for each instruction; one for a collective."""
     library = library_of(decisions.kernels.rowwise)
-    longest = max((len(template.instructions) for template in program.templates), default=0)
-    table = np.ones((len(program.templates), longest), dtype=np.int64)
-    for row, template in zip(table, program.templates, strict=True):
-        for position, instruction in enumerate(template.instructions):
-            if instruction.lane is Lane.COMPUTE:
-                if instruction.further:
-                    row[position] = 1
-                elif isinstance(instruction.work, Rowwise) and instruction.work.kind == FRESH:
-                    row[position] = 0
-                elif library in (None, "fused", "jit"):
-                    row[position] = KERNELS
-                else:
-                    row[position] = launches(instruction.work, library)
-    found: Ints = table[columns.template, columns.position]
-    return found
+    return columns.by_template(
+        [np.array([_kernels_of(i, library) for i in t.instructions], dtype=np.int64) for t in program.templates]
+    )
+
+
+def _kernels_of(instruction: Instruction, library: FrameworkLibrary | None) -> int:
+    """Return the number of kernels that the host launches for one instruction."""
+    if instruction.lane is not Lane.COMPUTE or instruction.further:
+        return 1
+    if isinstance(instruction.work, Rowwise) and instruction.work.kind == FRESH:
+        return 0
+    return KERNELS if library in (None, "fused", "jit") else launches(instruction.work, library)
 
 
 def _windows(program: Program, columns: InstructionColumns) -> Ints:

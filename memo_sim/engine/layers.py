@@ -64,7 +64,7 @@ def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Clus
     if simulation.memory.fault is not None:
         return None
     added_s, playback = 0.0, stage.playback
-    firsts = np.searchsorted(stage.columns.instance, np.arange(len(stage.program.instances) + 1)).tolist()
+    firsts = stage.columns.starts.tolist()
     for run in _runs(stage.program, len(few.shapes)):
         end = _end_of_window(stage.program, run, few)
         window_s = _window_s(stage.program, playback, firsts, run, [end - n * few.window for n in (2, 1, 0)])

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from memo_sim.program.analysis.columns import InstructionColumns, Ints
+from memo_sim.program.analysis.columns import NUMBER, InstructionColumns, Ints
 from memo_sim.program.analysis.edges import Edges, sorted_with_places
 from memo_sim.program.ir.instruction import Lane
 
@@ -56,7 +56,7 @@ class Playback:
     def previous(self) -> Ints:
         """The previous instruction on the same lane, or -1."""
         lane, order = sorted_with_places(self.columns.lane)
-        before = np.full(len(order), -1, dtype=np.int64)
+        before = np.full(len(order), -1, dtype=NUMBER)
         same = np.flatnonzero(lane[1:] == lane[:-1]) + 1
         before[order[same]] = order[same - 1]
         return before

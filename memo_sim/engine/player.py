@@ -29,7 +29,7 @@ from memo_sim.contract.errors import MemoError
 from memo_sim.engine.event_loop import Clock, Groups, Rates, UsedRates, run
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
-from memo_sim.program.analysis.columns import InstructionColumns, Ints
+from memo_sim.program.analysis.columns import NUMBER, InstructionColumns, Ints
 from memo_sim.program.analysis.edges import Edges, sorted_with_places
 from memo_sim.program.analysis.rendezvous import AllRendezvous, all_rendezvous
 from memo_sim.program.ir.instruction import Lane
@@ -71,15 +71,16 @@ def play_stages(
     Raises:
         MemoError: when instructions wait for each other in a cycle, which no programs of ``lower`` do.
     """
-    first = np.cumsum([0] + [len(part.seconds) for part in parts])
+    first = np.cumsum([0] + [len(part.seconds) for part in parts]).astype(NUMBER)
     joined = Edges(
         _joined([part.edges.producer for part in parts], first),
         _joined([part.edges.consumer for part in parts], first),
     )
     used = np.flatnonzero(sum(np.bincount(part.columns.lane, minlength=len(Lane)) for part in parts))
-    place = np.zeros(len(Lane), dtype=np.int64)
+    place = np.zeros(len(Lane), dtype=NUMBER)
     place[used] = np.arange(len(used))
-    lanes = _joined([place[part.columns.lane] for part in parts], len(used) * np.arange(len(parts)))
+    stages = len(used) * np.arange(len(parts), dtype=NUMBER)
+    lanes = _joined([place[part.columns.lane] for part in parts], stages)
     seconds: Floats = np.concatenate([part.seconds for part in parts]) if len(parts) > 1 else parts[0].seconds
     matched = matched or all_rendezvous(())
     met: Ints = first[matched.stage] + matched.instruction
@@ -117,7 +118,7 @@ def _joined(numbers: Sequence[Ints], bases: Ints) -> Ints:
 
 def _groups(segments: Segments, met: Ints, bounds: Ints) -> Groups:
     """Return the segments that are matched with other stages; group g has ``met[bounds[g] : bounds[g + 1]]``."""
-    segment = np.empty(len(segments.order), dtype=np.int64)
+    segment = np.empty(len(segments.order), dtype=NUMBER)
     segment[segments.order] = segments.of
     return Groups.of_bounds(len(segments.first), segment[met], bounds)
 

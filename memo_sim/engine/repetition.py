@@ -118,7 +118,7 @@ class Repetition:
         """``beyond``: number of micro-batches of the step that are not played; a multiple of the window's."""
         self.times = beyond // window.micro_batches if window else 0
         marks = [program.passes[p][1] for p in (window.before, window.first, window.end)] if window else [0, 0, 0]
-        self.before, self.first, self.end = np.searchsorted(columns.instance, marks).tolist()
+        self.before, self.first, self.end = columns.starts[marks].tolist()
         """First instructions of the period before the window, of the window, and after the window."""
         self._instructions = len(columns.lane)
 

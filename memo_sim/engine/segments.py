@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.program.analysis.columns import Flags, Ints
+from memo_sim.program.analysis.columns import NUMBER, Flags, Ints
 from memo_sim.program.analysis.edges import Edges, sorted_with_places
 
 
@@ -30,13 +30,17 @@ class Segments:
     order: Ints
     of: Ints
     first: Ints
-    last: Ints
     lane_bounds: Ints
     waits: Ints
     """Number of edges that enter each segment."""
     targets: Ints
     """Consumer segments of all edges, by producer: ``targets[target_bounds[s] : target_bounds[s + 1]]`` for s."""
     target_bounds: Ints
+
+    @property
+    def last(self) -> Ints:
+        """The last entry of ``order`` that each segment covers."""
+        return np.append(self.first[1:], len(self.order))[: len(self.first)] - 1
 
     @property
     def several(self) -> Flags:
@@ -58,22 +62,24 @@ def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
     begins = has_in[order]
     begins[1:] |= has_out[order][:-1] | (lane[1:] != lane[:-1])
     begins[:1] = True
-    of = np.cumsum(begins) - 1
-    first = np.flatnonzero(begins)
-    last = np.append(first[1:], total)[: len(first)] - 1
+    del has_in, has_out
+    of = np.cumsum(begins, dtype=NUMBER)
+    of -= 1
+    first = np.flatnonzero(begins).astype(NUMBER)
+    lane_bounds = np.searchsorted(lane[first], np.arange(count + 1, dtype=lane.dtype))
+    del lane, begins
 
-    segment = np.empty(total, dtype=np.int64)
+    segment = np.empty(total, dtype=NUMBER)
     segment[order] = of
     producer, consumer = segment[edges.producer], segment[edges.consumer]
-    producer, by_producer = sorted_with_places(producer)
-    numbers = np.arange(len(first) + 1)
+    del segment
+    leaving, by_producer = np.bincount(producer, minlength=len(first)), sorted_with_places(producer)[1]
     return Segments(
         order=order,
         of=of,
         first=first,
-        last=last,
-        lane_bounds=np.searchsorted(lane[first], np.arange(count + 1)),
-        waits=np.bincount(consumer, minlength=len(first)),
+        lane_bounds=lane_bounds,
+        waits=np.bincount(consumer, minlength=len(first)).astype(NUMBER),
         targets=consumer[by_producer],
-        target_bounds=np.searchsorted(producer, numbers),
+        target_bounds=np.append(0, np.cumsum(leaving)).astype(NUMBER),
     )

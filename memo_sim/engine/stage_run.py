@@ -335,12 +335,8 @@ class StageRun:
 
     def per_instruction(self, value: Callable[[Instruction], float]) -> Floats:
         """Return a value for each played instruction; ``value`` is called once per instruction of a template."""
-        templates = self.program.templates
-        table = np.zeros((len(templates), max((len(t.instructions) for t in templates), default=0)))
-        for row, template in zip(table, templates, strict=True):
-            row[: len(template.instructions)] = [value(i) for i in template.instructions]
-        found: Floats = table[self.columns.template, self.columns.position]
-        return found
+        rows = [np.array([value(i) for i in t.instructions], dtype=np.float64) for t in self.program.templates]
+        return self.columns.by_template(rows)
 
 
 def _kind(instruction: Instruction) -> str:

@@ -151,7 +151,7 @@ def eager_buffers(
     """
     birth, death, sizes = lives.birth.copy(), lives.death.copy(), lives.bytes.copy()
     held = _never_read(program, columns, lives) if holds_outputs else np.empty(0, dtype=np.int64)
-    death[held] = np.searchsorted(columns.instance, columns.instance[birth[held]], side="right") - 1
+    death[held] = columns.starts[np.searchsorted(columns.starts, birth[held], side="right")] - 1
     added: list[Added] = []
     for loss in _losses(program, columns) if own_loss else ():
         if fused_loss(libraries):
@@ -327,7 +327,7 @@ def _belongs_to_loss(instruction: Instruction) -> bool:
 
 def starts_of(program: Program, columns: Columns) -> list[int]:
     """Return the first instruction of every instance."""
-    starts: list[int] = np.searchsorted(columns.instance, np.arange(len(program.instances))).tolist()
+    starts: list[int] = columns.starts[:-1].tolist()
     return starts
 
 

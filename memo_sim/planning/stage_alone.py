@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -81,7 +82,7 @@ class _Order:
         self.program, self.columns = program, fold(program)
         lane = self.columns.lane
         starts = np.cumsum([0, *(len(template.instructions) for template in program.templates)])
-        self.of_template: Ints = starts[self.columns.template] + self.columns.position
+        self.of_template = self.columns.by_template([np.arange(*each) for each in pairwise(starts.tolist())])
         """By instruction: its number among those of all templates."""
         beyond = decisions.micro_batches - program.micro_batches
         found = windows(decisions.layout, [[each for each, _ in program.passes]], beyond) if beyond else []

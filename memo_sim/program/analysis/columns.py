@@ -9,14 +9,17 @@ instance but for the numbers of the instruction and of the buffer. So there are 
     fold      a template's own operands have their rows once, for all of its instances: what looks at whole programs
 
 These arrays are the only form of a program that is as long as the step. Everything that looks at all instructions
-(edges, liveness, the engine) works on them.
+(edges, liveness, the engine) works on them. So arrays that are kept have 32 bits (``NUMBER``) where they number
+instructions, lanes, instances, buffers or segments, and what follows from the instances is computed when it is asked
+for. Sizes and ranges of rows have 64 bits: a region has billions of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +27,12 @@ from numpy.typing import NDArray
 from memo_sim.program.ir.instruction import Family, Operand, Template
 from memo_sim.program.ir.program import Program
 
-Ints = NDArray[np.int64]
+NUMBER = np.int32
+"""The type of numbers of instructions, lanes, instances, buffers and segments; 2**31 of them need 8 GiB an array."""
+
+Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
+Entry = TypeVar("Entry", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -64,17 +71,40 @@ class Operands:
 
 @dataclass(frozen=True)
 class InstructionColumns:
-    """Arrays over instructions: lane, instance, template and position in it, in program order."""
+    """The lane of every instruction in program order, and where each instance begins.
+
+    The properties are arrays over instructions that follow from this; each access makes a new one.
+    """
 
     lane: Ints
-    instance: Ints
-    template: Ints
-    position: Ints
+    template_of: Ints
+    """The template of every instance."""
+    starts: Ints
+    """The first instruction of every instance, and the number of all instructions."""
+
+    @property
+    def instance(self) -> Ints:
+        """The instance of every instruction."""
+        return np.repeat(np.arange(len(self.template_of), dtype=NUMBER), np.diff(self.starts))
+
+    @property
+    def template(self) -> Ints:
+        """The template of every instruction."""
+        return np.repeat(self.template_of, np.diff(self.starts))
+
+    @property
+    def position(self) -> Ints:
+        """The place of every instruction in its template."""
+        return np.arange(len(self.lane), dtype=NUMBER) - np.repeat(self.starts[:-1], np.diff(self.starts))
+
+    def by_template(self, rows: Sequence[NDArray[Entry]]) -> NDArray[Entry]:
+        """Return for every instruction the entry of its template's row at its position."""
+        return np.concatenate([rows[0][:0], *(rows[template] for template in self.template_of.tolist())])
 
     @property
     def of_instructions(self) -> InstructionColumns:
         """These arrays alone, without what a subclass adds."""
-        return InstructionColumns(self.lane, self.instance, self.template, self.position)
+        return InstructionColumns(self.lane, self.template_of, self.starts)
 
 
 @dataclass(frozen=True)
@@ -121,14 +151,14 @@ class Columns(InstructionColumns):
 
 def expand(program: Program) -> Columns:
     """Return the columns of ``program``, with a row for every operand of the step."""
-    laid, template_of, starts = _instructions(program)
+    laid = _instructions(program)
     sizes, families, dynamic = _buffers(program)
     row = _rows_of(program, lambda template: [True] * len(template.slots))
-    taken, instance = _taken(row.lengths, template_of)
-    buffers, first_slot = _slots(program, template_of, own=True)
+    taken, instance = _taken(row.lengths, laid.template_of)
+    buffers, first_slot = _slots(program, laid.template_of, own=True)
     return Columns(
         **vars(laid),
-        operand_instruction=starts[instance] + row.position[taken],
+        operand_instruction=laid.starts.astype(np.int64)[instance] + row.position[taken],
         operand_buffer=buffers[first_slot[instance] + row.slot[taken]],
         operand_first=row.first[taken],
         operand_end=row.end[taken],
@@ -141,28 +171,30 @@ def expand(program: Program) -> Columns:
 
 def fold(program: Program) -> FoldedColumns:
     """Return the columns of ``program``, with the operands of each template's own buffers once."""
-    laid, template_of, starts = _instructions(program)
+    laid = _instructions(program)
     sizes, families, dynamic = _buffers(program)
     row = _rows_of(program, lambda template: [not own for own in _own_slots(template)])
-    taken, instance = _taken(row.lengths, template_of)
-    bound, first_slot = _slots(program, template_of, own=False)
+    taken, instance = _taken(row.lengths, laid.template_of)
+    bound, first_slot = _slots(program, laid.template_of, own=False)
     used, number = np.unique(bound, return_inverse=True)
     shared = Operands(
-        instruction=starts[instance] + row.position[taken],
-        buffer=number[first_slot[instance] + row.slot[taken]],
+        instruction=laid.starts[instance] + row.position[taken],
+        buffer=number.astype(NUMBER)[first_slot[instance] + row.slot[taken]],
         first=row.first[taken],
         end=row.end[taken],
         mode=row.mode[taken],
         lane=laid.lane,
         bases=used,
         dynamic=dynamic[used],
-        starts=np.zeros(1, dtype=np.int64),
+        starts=np.zeros(1, dtype=NUMBER),
     )
+    del taken, instance, bound, number
     own = _rows_of(program, _own_slots)
     ends = np.cumsum(own.lengths).tolist()
     found = [shared]
     for number_of_template, (template, end) in enumerate(zip(program.templates, ends, strict=True)):
-        mine, at = slice(end - own.lengths[number_of_template], end), starts[template_of == number_of_template]
+        mine = slice(end - own.lengths[number_of_template], end)
+        at = laid.starts[:-1][laid.template_of == number_of_template]
         if mine.start == end or not len(at):
             continue
         names = [slot for slot, is_own in zip(template.slots, _own_slots(template), strict=True) if is_own]
@@ -174,7 +206,7 @@ def fold(program: Program) -> FoldedColumns:
                 first=own.first[mine],
                 end=own.end[mine],
                 mode=own.mode[mine],
-                lane=np.array([int(i.lane) for i in template.instructions], dtype=np.int64),
+                lane=np.array([int(i.lane) for i in template.instructions], dtype=NUMBER),
                 bases=bases,
                 dynamic=dynamic[bases],
                 starts=at,
@@ -189,21 +221,14 @@ def fold(program: Program) -> FoldedColumns:
     )
 
 
-def _instructions(program: Program) -> tuple[InstructionColumns, Ints, Ints]:
-    """Return the columns of instructions, the template of every instance, and each instance's first instruction."""
-    templates = program.templates
-    lengths = np.array([len(t.instructions) for t in templates], dtype=np.int64)
-    template_of = np.array([i.template for i in program.instances], dtype=np.int64)
-    instance_length = lengths[template_of]
-    starts = np.concatenate(([0], np.cumsum(instance_length)[:-1])).astype(np.int64)
-    total = int(instance_length.sum())
-    instance = np.repeat(np.arange(len(template_of), dtype=np.int64), instance_length)
-    position = np.arange(total, dtype=np.int64) - starts[instance]
-    lane_table = np.zeros((len(templates), int(lengths.max(initial=1))), dtype=np.int64)
-    for t, template in enumerate(templates):
-        lane_table[t, : len(template.instructions)] = [int(i.lane) for i in template.instructions]
-    column = template_of[instance]
-    return InstructionColumns(lane_table[column, position], instance, column, position), template_of, starts
+def _instructions(program: Program) -> InstructionColumns:
+    """Return the columns of instructions."""
+    lanes = [np.array([int(i.lane) for i in template.instructions], dtype=NUMBER) for template in program.templates]
+    template_of = np.array([i.template for i in program.instances], dtype=NUMBER)
+    lengths = np.array([len(each) for each in lanes], dtype=NUMBER)
+    starts = np.append(0, np.cumsum(lengths[template_of])).astype(NUMBER)
+    none = InstructionColumns(np.zeros(0, dtype=NUMBER), template_of, starts)
+    return replace(none, lane=none.by_template(lanes))
 
 
 def _buffers(program: Program) -> tuple[Ints, Ints, Flags]:
@@ -212,7 +237,8 @@ def _buffers(program: Program) -> tuple[Ints, Ints, Flags]:
     counts = [f.count for f in families]
     dynamic = np.array([f.space == "device" and f.lifetime == "dynamic" for f in families], dtype=np.bool_)
     sizes = np.array([f.bytes for f in families], dtype=np.int64)
-    return np.repeat(sizes, counts), np.repeat(np.arange(len(families)), counts), np.repeat(dynamic, counts)
+    numbers = np.arange(len(families), dtype=NUMBER)
+    return np.repeat(sizes, counts), np.repeat(numbers, counts), np.repeat(dynamic, counts)
 
 
 @dataclass(frozen=True)
@@ -249,7 +275,8 @@ def _rows_of(program: Program, chosen: Callable[[Template], Sequence[bool]]) -> 
         ]
         lengths.append(len(rows) - before)
     table = np.array(rows, dtype=np.int64).reshape(-1, 5)
-    return _Rows(lengths, *(np.ascontiguousarray(table[:, column]) for column in range(5)))
+    position, slot, first, end, mode = (np.ascontiguousarray(table[:, column]) for column in range(5))
+    return _Rows(lengths, position.astype(NUMBER), slot.astype(NUMBER), first, end, mode.astype(NUMBER))
 
 
 def _range(operand: Operand, part: Family | None) -> tuple[int, int]:
@@ -261,12 +288,12 @@ def _range(operand: Operand, part: Family | None) -> tuple[int, int]:
 
 
 def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
-    """Return the table rows that the instances take, one instance after another, and the instance of each row."""
-    length = np.array(lengths, dtype=np.int64)
+    """Return the table rows that the instances use, one instance after another, and the instance of each row."""
+    length = np.array(lengths, dtype=NUMBER)
     taken = length[template_of]
-    instance = np.repeat(np.arange(len(template_of), dtype=np.int64), taken)
-    shift = (np.cumsum(length) - length)[template_of] - (np.cumsum(taken) - taken)
-    return np.arange(len(instance), dtype=np.int64) + shift[instance], instance
+    instance = np.repeat(np.arange(len(template_of), dtype=NUMBER), taken)
+    shift = ((np.cumsum(length) - length)[template_of] - (np.cumsum(taken) - taken)).astype(NUMBER)
+    return np.arange(len(instance), dtype=NUMBER) + shift[instance], instance
 
 
 def _own_slots(template: Template) -> list[bool]:

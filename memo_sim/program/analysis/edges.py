@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.program.analysis.columns import Columns, Flags, FoldedColumns, Ints, Operands
+from memo_sim.program.analysis.columns import NUMBER, Columns, Flags, FoldedColumns, Ints, Operands
 from memo_sim.program.ir.instruction import Lane, Mode
 
 
@@ -56,7 +56,7 @@ def derive_edges(columns: Columns | FoldedColumns) -> Edges:
 
 def _concatenated(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     """Return the producers and the consumers of all edges."""
-    none = np.zeros(0, dtype=np.int64)
+    none = np.zeros(0, dtype=NUMBER)
     return np.concatenate([none, *(p for p, _ in edges)]), np.concatenate([none, *(c for _, c in edges)])
 
 
@@ -86,7 +86,7 @@ def _conflicts(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
 def _shared(operands: Operands) -> Flags:
     """Return a flag for each buffer of a repetition: whether several lanes touch it."""
     touching = np.zeros(len(operands.bases), dtype=np.int64)
-    np.bitwise_or.at(touching, operands.buffer, 1 << operands.lane[operands.instruction])
+    np.bitwise_or.at(touching, operands.buffer, 1 << operands.lane[operands.instruction].astype(np.int64))
     found: Flags = (touching & (touching - 1)) > 0
     return found
 
@@ -114,8 +114,8 @@ class _Uses:
 
 def _uses(operands: Operands, shared: Flags) -> _Uses:
     """Return how the dynamic buffers of all repetitions are used."""
-    birth = np.full(len(operands.bases), len(operands.lane), dtype=np.int64)
-    death = np.full(len(operands.bases), -1, dtype=np.int64)
+    birth = np.full(len(operands.bases), len(operands.lane), dtype=NUMBER)
+    death = np.full(len(operands.bases), -1, dtype=NUMBER)
     np.minimum.at(birth, operands.buffer, operands.instruction)
     np.maximum.at(death, operands.buffer, operands.instruction)
     used = operands.dynamic & (death >= 0)
@@ -173,7 +173,8 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     cut = divided[buffer]
     some, other = np.flatnonzero(cut), np.flatnonzero(~cut)
     span = int(end[some].max(initial=0)) + 1
-    begins, ends = buffer[some] * span + first[some], buffer[some] * span + end[some]
+    base = buffer[some].astype(np.int64) * span
+    begins, ends = base + first[some], base + end[some]
     cuts = np.sort(np.concatenate((begins, ends)))
     cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])[: len(cuts)]]  # faster than np.unique, which hashes
     low = np.searchsorted(cuts, begins)
@@ -189,13 +190,15 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
 def sorted_with_places(numbers: Ints) -> tuple[Ints, Ints]:
     """Return small numbers in increasing order, and their places; equal ones stay in order.
 
-    It sorts (number, place) packed in one integer, which is several times faster than a stable ``argsort``.
+    It sorts (number, place) packed in 64 bits, which is several times faster than a stable ``argsort``.
     """
     bits = len(numbers).bit_length()
-    packed = np.left_shift(numbers, bits)
+    packed = np.left_shift(numbers, bits, dtype=np.int64)
     packed |= np.arange(len(numbers), dtype=np.int64)
     packed.sort()
-    return packed >> bits, packed & ((1 << bits) - 1)
+    places = (packed & ((1 << bits) - 1)).astype(NUMBER)
+    packed >>= bits
+    return packed.astype(numbers.dtype, copy=False), places
 
 
 def _distinct(numbers: Ints) -> Ints:
@@ -226,7 +229,7 @@ def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
         kept_producers.append(best[keep])
         kept_consumers.append(c[keep])
     if not kept_producers:
-        empty = np.zeros(0, dtype=np.int64)
+        empty = np.zeros(0, dtype=NUMBER)
         return Edges(empty, empty)
     p, c = np.concatenate(kept_producers), np.concatenate(kept_consumers)
     return Edges(*_by_consumer(p, c, len(lane)))
@@ -235,7 +238,9 @@ def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
 def _by_consumer(producer: Ints, consumer: Ints, count: int) -> tuple[Ints, Ints]:
     """Return edges between ``count`` instructions in the order of consumers, then of producers."""
     bits = count.bit_length()
-    packed = np.left_shift(consumer, bits)
+    packed = np.left_shift(consumer, bits, dtype=np.int64)
     packed |= producer
     packed.sort()
-    return packed & ((1 << bits) - 1), packed >> bits
+    producers = (packed & ((1 << bits) - 1)).astype(NUMBER)
+    packed >>= bits
+    return producers, packed.astype(NUMBER)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.program.analysis.columns import Columns, Flags, FoldedColumns, Ints
+from memo_sim.program.analysis.columns import NUMBER, Columns, Flags, FoldedColumns, Ints
 from memo_sim.program.ir.program import Program
 
 
@@ -45,11 +45,11 @@ def liveness(program: Program, columns: Columns | FoldedColumns) -> Liveness:
     """Return the lives of all buffers of ``program``."""
     families = program.all_families
     count = len(columns.buffer_bytes)
-    birth = np.full(count, columns.lane.size, dtype=np.int64)
-    death = np.full(count, -1, dtype=np.int64)
+    birth = np.full(count, columns.lane.size, dtype=NUMBER)
+    death = np.full(count, -1, dtype=NUMBER)
     for operands in columns.operands:
-        first = np.full(len(operands.bases), columns.lane.size, dtype=np.int64)
-        last = np.full(len(operands.bases), -1, dtype=np.int64)
+        first = np.full(len(operands.bases), columns.lane.size, dtype=NUMBER)
+        last = np.full(len(operands.bases), -1, dtype=NUMBER)
         np.minimum.at(first, operands.buffer, operands.instruction)
         np.maximum.at(last, operands.buffer, operands.instruction)
         used = last >= 0
@@ -59,7 +59,7 @@ def liveness(program: Program, columns: Columns | FoldedColumns) -> Liveness:
     birth[lasting] = -1
     death[lasting] = columns.lane.size
     names = tuple(sorted({f.buffer_class.value for f in families}))
-    class_of_family = np.array([names.index(f.buffer_class.value) for f in families], dtype=np.int64)
+    class_of_family = np.array([names.index(f.buffer_class.value) for f in families], dtype=NUMBER)
     device = np.array([f.space == "device" for f in families], dtype=bool)
     return Liveness(
         birth=birth,

@@ -65,7 +65,7 @@ def arena_requests(program: Program, decisions: Decisions) -> Requests:
 
 
 def _phases(program: Program, columns: InstructionColumns) -> list[Phase]:
-    first = np.searchsorted(columns.instance, np.arange(len(program.instances) + 1)).tolist()
+    first = columns.starts.tolist()
     return [
         Phase(
             name=f"{i.place}/{program.templates[i.template].name}",
