@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+
 from memo_exec.kernels import KERNELS, Call, Kernel
 from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode, Operand
 from memo_sim.program.ir.kinds import FamilyKind, Phase, TemplateKind

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import msgspec
+
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.shards import Part, Stretch, narrow_ahead, optimizer_of, own_runs, trained_ranges
-import msgspec
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Family, Instruction, Operand, Template

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
+
 from memo_sim.program.ir.instruction import Instance, Instruction, Template
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
