@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from memo_exec.kernels import KERNELS, Call, Kernel
 from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode, Operand
 from memo_sim.program.ir.kinds import FamilyKind, Phase, TemplateKind
@@ -62,7 +64,7 @@ def edited(
 def with_template(program: Program, number: int, template: Any, indices: tuple[int, ...]) -> Program:
     """Return the program with one instance of another template."""
     instances = list(program.instances)
-    instances[number] = replace(instances[number], template=len(program.templates), indices=indices)
+    instances[number] = msgspec.structs.replace(instances[number], template=len(program.templates), indices=indices)
     return replace(program, templates=(*program.templates, template), instances=tuple(instances))
 
 
@@ -90,8 +92,8 @@ def operand(instruction: Instruction, role: str) -> Operand:
 
 def with_operand(instruction: Instruction, role: str, **changes: Any) -> Instruction:
     """Return the instruction with one operand changed."""
-    changed = tuple(replace(o, **changes) if o.role == role else o for o in instruction.operands)
-    return replace(instruction, operands=changed)
+    changed = tuple(msgspec.structs.replace(o, **changes) if o.role == role else o for o in instruction.operands)
+    return msgspec.structs.replace(instruction, operands=changed)
 
 
 def family_of(program: Program, site: Site, role: str) -> tuple[str, int]:
@@ -213,7 +215,7 @@ def one_rounding_buffer_for_all(program: Program) -> Program | None:
         own = {f.name for f in template.own}
         bound = [slot for slot in template.slots if slot not in own]
         indices = tuple(0 if s in rounding else i for s, i in zip(bound, instance.indices, strict=True))
-        instances.append(replace(instance, indices=indices))
+        instances.append(msgspec.structs.replace(instance, indices=indices))
     return replace(program, instances=tuple(instances))
 
 
@@ -254,7 +256,7 @@ def wgrad_twice(program: Program) -> Program | None:
     site = middle(sites(program, WGRAD, *BACKWARDS))
     if site is None:
         return None
-    again = replace(site.instruction, name=f"{site.instruction.name}.again")
+    again = msgspec.structs.replace(site.instruction, name=f"{site.instruction.name}.again")
     at = site.position
     return edited(program, site.instance, lambda each: (*each[: at + 1], again, *each[at + 1 :]))
 
@@ -274,7 +276,7 @@ def residual_gradient_left_out(program: Program) -> Program | None:
     if site is None:
         return None
     kept = tuple(o for o in site.instruction.operands if o.role != "residual_grad")
-    return instead(program, site, replace(site.instruction, operands=kept))
+    return instead(program, site, msgspec.structs.replace(site.instruction, operands=kept))
 
 
 def backward_operator_left_out(program: Program) -> Program | None:

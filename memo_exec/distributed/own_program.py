@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import msgspec
+
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.shards import Part, Stretch, narrow_ahead, optimizer_of, own_runs, trained_ranges
 from memo_sim.contract.errors import CannotRun
@@ -108,18 +110,24 @@ class _Block:
     def own(self, instruction: Instruction) -> Instruction:
         """Return the instruction with this rank's operands."""
         if instruction.op == "grads.reduce_scatter":
-            return replace(instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full")))
+            return msgspec.structs.replace(
+                instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full"))
+            )
         if instruction.op == "params.all_gather":
-            return replace(instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full")))
+            return msgspec.structs.replace(
+                instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full"))
+            )
         if instruction.op == "shards.all_reduce":
             runs = [self.runs[operand.role.partition(".")[2]] for operand in instruction.operands]
             shares = [self._share(o, run) for o, run in zip(instruction.operands, runs, strict=True)]
-            return replace(instruction, operands=tuple(shares))
+            return msgspec.structs.replace(instruction, operands=tuple(shares))
         if instruction.op == "grad_norm":
-            return replace(instruction, operands=tuple(self._counted(instruction.operands)))
+            return msgspec.structs.replace(instruction, operands=tuple(self._counted(instruction.operands)))
         if instruction.run and self.optimizer.shards > 1:
             run = self.runs[instruction.run]
-            return replace(instruction, operands=tuple(self._share(o, run) for o in instruction.operands))
+            return msgspec.structs.replace(
+                instruction, operands=tuple(self._share(o, run) for o in instruction.operands)
+            )
         return instruction
 
     def _is_whole(self, operand: Operand) -> bool:
@@ -169,16 +177,18 @@ class _Block:
                     continue
                 own = self.runs[name]
                 if self._is_whole(operand):
-                    yield replace(operand, role=f"{role}.{name}", first=first - ahead, tokens=length)
+                    yield msgspec.structs.replace(operand, role=f"{role}.{name}", first=first - ahead, tokens=length)
                 else:
-                    yield replace(operand, role=f"{role}.{name}", first=own.held - ahead, tokens=own.count)
+                    yield msgspec.structs.replace(
+                        operand, role=f"{role}.{name}", first=own.held - ahead, tokens=own.count
+                    )
 
     def _share(self, operand: Operand, own: Stretch) -> Operand:
         if self._is_beside(operand):
             return operand
         _, ahead = self._runs_in(operand)
         first = own.first if self._is_whole(operand) else own.held
-        return replace(operand, first=first - ahead, tokens=own.count)
+        return msgspec.structs.replace(operand, first=first - ahead, tokens=own.count)
 
     def _counted(self, operands: tuple[Operand, ...]) -> Iterator[Operand]:
         """Yield the gradients that this rank counts in the gradient norm.
@@ -209,4 +219,4 @@ class _Block:
                     if low < high:
                         found.append((begin + low - run.first, high - low))
             for i, (first, tokens) in enumerate(found or [(0, 0)]):
-                yield replace(operand, role=f"grads.{i}", first=first, tokens=tokens)
+                yield msgspec.structs.replace(operand, role=f"grads.{i}", first=first, tokens=tokens)

@@ -72,10 +72,15 @@ def run_compiled(segments: Segments, work: Floats, rates_of: UsedRates, groups: 
 
 @njit(cache=True, error_model="numpy")
 def _point(points, count, segment, now, rest, speed):
-    """Return ``points`` with one more row; a longer copy when it is full."""
+    """Return ``points`` with one more row; a longer copy when it is full.
+
+    It copies number by number, because numba compiles ``longer[:count] = points`` for three seconds.
+    """
     if count == len(points):
         longer = np.empty((2 * count, 4))
-        longer[:count] = points
+        for row in range(count):
+            for column in range(4):
+                longer[row, column] = points[row, column]
         points = longer
     points[count, 0] = segment
     points[count, 1] = now

@@ -1,7 +1,7 @@
 """Chooses the loop of plays that only rank plans: numba's where it is installed and pays, else SimPy's.
 
 Importing numba and reading the compiled loop from its cache takes about half a second; compiling it the first time
-takes about six. So plays begin in SimPy, and numba is imported once they have played ``FIRST`` segments. Which loop
+takes about two. So plays begin in SimPy, and numba is imported once they have played ``FIRST`` segments. Which loop
 plays changes no number.
 """
 

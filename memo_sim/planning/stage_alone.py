@@ -93,7 +93,7 @@ class _Order:
         self.last_of_passes = int(np.flatnonzero(~of_step & (lane == Lane.COMPUTE))[-1])
 
     @cached_property
-    def _segments_and_steps(self) -> tuple[Segments, list[_Step]]:
+    def _segments_and_steps(self) -> tuple[Segments, _Steps]:
         edges, lane = derive_edges(self.columns), self.columns.lane
         anew = np.zeros(0, dtype=np.int64)
         if self.repeated:
@@ -104,8 +104,9 @@ class _Order:
             after = np.arange(len(lane)) >= window.end
             idle = ~np.isin(lane, lane[window.first : window.end]) & after
             anew = np.flatnonzero(idle)[np.unique(lane[idle], return_index=True)[1]]
-        segments = cut(lane, edges, len(Lane), anew)
-        return segments, _steps(segments, lane, set(anew.tolist()))
+            lane = np.where(idle, lane + len(Lane), lane)
+        segments = cut(lane, edges, 2 * len(Lane), anew)
+        return segments, _Steps.of(segments, lane)
 
     def played(self, seconds: Floats, before_s: float) -> tuple[Floats, Floats]:
         """Return when every instruction starts and ends, when its lane and its producers are all that it waits for.
@@ -114,37 +115,54 @@ class _Order:
         """
         segments, steps = self._segments_and_steps
         ordered = seconds[segments.order]
-        work = np.add.reduceat(ordered, segments.first).tolist()
-        free, start, end = [0.0] * len(Lane), [0.0] * len(work), [0.0] * len(work)
+        work = np.add.reduceat(ordered, segments.first)
+        free, started, end = [0.0] * (2 * len(Lane)), list[float](), list[float]()
         free[Lane.RECV] = before_s
-        for segment, lane, producers, anew in steps:
-            ready = 0.0 if anew else free[lane]
-            for producer in producers:
-                ready = max(ready, end[producer])
-            start[segment] = ready
-            free[lane] = end[segment] = ready + work[segment]
+        begin = 0
+        for lane, work_s, stop in zip(steps.lanes, work[steps.order].tolist(), steps.stops, strict=True):
+            ready = free[lane]
+            for producer in steps.producers[begin:stop]:
+                if end[producer] > ready:  # noqa: PLR1730 - a call of max() is slower
+                    ready = end[producer]
+            begin = stop
+            started.append(ready)
+            free[lane] = ready = ready + work_s
+            end.append(ready)
+        start = np.empty(len(work))
+        start[steps.order] = started
         inside = np.cumsum(ordered)
         before = inside - ordered
         found = np.empty(len(ordered))
-        found[segments.order] = np.array(start)[segments.of] + (before - before[segments.first][segments.of])
+        found[segments.order] = start[segments.of] + (before - before[segments.first][segments.of])
         return found, found + seconds
 
 
-_Step = tuple[int, int, list[int], bool]
-"""A segment, its lane, the segments that it waits for, and whether its lane starts anew."""
+@dataclass(frozen=True)
+class _Steps:
+    """Segments in program order of their first instructions; so each comes after those it waits for.
 
+    Lists of numbers, because an object for each segment would have Python look for cycles all the time.
+    """
 
-def _steps(segments: Segments, lane: Ints, anew: set[int]) -> list[_Step]:
-    """Return the segments in program order of their first instructions; so each comes after those it waits for."""
-    bounds = segments.target_bounds
-    of_edge = np.repeat(np.arange(len(segments.first)), np.diff(bounds))
-    by_target = np.argsort(segments.targets, kind="stable")
-    waited = of_edge[by_target].tolist()
-    ends = np.searchsorted(segments.targets[by_target], np.arange(len(segments.first) + 1)).tolist()
-    firsts = segments.order[segments.first]
-    order = np.argsort(firsts)
-    found = zip(order.tolist(), lane[firsts[order]].tolist(), firsts[order].tolist(), strict=True)
-    return [(n, lane_of, waited[ends[n] : ends[n + 1]], first in anew) for n, lane_of, first in found]
+    order: Ints
+    """The segments."""
+    lanes: list[int]
+    """The lane of each; lanes that start anew behind the repeated window have numbers of their own."""
+    stops: list[int]
+    """Step n waits for ``producers[stops[n - 1] : stops[n]]``, which are steps, too."""
+    producers: list[int]
+
+    @classmethod
+    def of(cls, segments: Segments, lane: Ints) -> _Steps:
+        """Return the steps of ``segments``; ``lane``: of every instruction."""
+        firsts = segments.order[segments.first]
+        order = np.argsort(firsts)
+        step = np.empty_like(order)
+        step[order] = np.arange(len(order))
+        producer, consumer = np.repeat(step, np.diff(segments.target_bounds)), step[segments.targets]
+        by_consumer = np.argsort(consumer, kind="stable")
+        stops = np.cumsum(np.bincount(consumer, minlength=len(order)))
+        return cls(order, lane[firsts[order]].tolist(), stops.tolist(), producer[by_consumer].tolist())
 
 
 class StagesAlone:

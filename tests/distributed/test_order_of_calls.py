@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from memo_exec.distributed.groups import communicates
@@ -145,7 +146,10 @@ def _on_one_lane(program: Program) -> Program:
     def moved(template: Template) -> Template:
         lanes = {Lane.RECV: Lane.SEND}
         return replace(
-            template, instructions=tuple(replace(i, lane=lanes.get(i.lane, i.lane)) for i in template.instructions)
+            template,
+            instructions=tuple(
+                msgspec.structs.replace(i, lane=lanes.get(i.lane, i.lane)) for i in template.instructions
+            ),
         )
 
     return replace(program, templates=tuple(moved(t) for t in program.templates))

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
+
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.instruction import BufferClass, Family, Instruction, Lane, Mode, Operand, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Work
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True, gc=False):
     """A token range of a slot; with a role and a mode it becomes an operand."""
 
     slot: str

@@ -2,6 +2,9 @@
 
 An operand is a token range of a buffer, with an access mode. Programs do not store edges between instructions; these
 are derived from program order and ranges (``analysis/edges.py``). All types are immutable and hash by value.
+
+A search makes millions of operands, instructions and instances. msgspec makes them several times faster than
+``dataclass`` does, and without ``gc`` Python does not look for cycles in them, of which they are never part.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Literal
+
+import msgspec
 
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
@@ -147,8 +152,7 @@ Families = dict[str, Family]
 """Families by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(msgspec.Struct, frozen=True, gc=False):
     """Tokens [first, first + tokens) of the buffer bound to ``slot``; ``role`` names the kernel's argument."""
 
     role: str
@@ -158,8 +162,7 @@ class Operand:
     mode: Mode
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(msgspec.Struct, frozen=True, gc=False):
     """One kernel call, copy or collective. ``name`` is unique in its template; ``op`` is the instruction's kind."""
 
     name: str
@@ -168,12 +171,19 @@ class Instruction:
     work: Work
     operands: tuple[Operand, ...]
     phase: Phase = Phase.FORWARD
-    run: str = field(default="", repr=False)
+    run: str = ""
     """The run of a parameter block that it updates or adds to; the name contains it, so the hash leaves it out."""
-    further: bool = field(default=False, repr=False)
+    further: bool = False
     """Whether it belongs to the call of an earlier instruction, as the chunks of a product after the first do.
 
     A framework launches it in the same call. The name contains it, so the hash leaves it out."""
+
+    def __repr__(self) -> str:
+        """Return the text that is hashed."""
+        return (
+            f"Instruction(name={self.name!r}, op={self.op!r}, lane={self.lane!r}, work={self.work!r}, "
+            f"operands={self.operands!r}, phase={self.phase!r})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +205,7 @@ class Template:
     """Number of the instruction with which the second half of a helper stage's layer begins; 0 without halves."""
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
+class Instance(msgspec.Struct, frozen=True, gc=False):
     """A template at a place (``m0/s0/l12``), with the index of the buffer that each bound slot takes in its family."""
 
     template: int
@@ -204,7 +213,14 @@ class Instance:
     indices: tuple[int, ...]
     micro_batch: int
     layer: int = -1
-    subsequence: int = field(default=0, repr=False)
+    subsequence: int = 0
     """The subsequence of its rows; the place contains it, so the hash leaves it out."""
-    first: int = field(default=0, repr=False)
+    first: int = 0
     """The row of the subsequence that its buffers begin with; helper stages compute those before."""
+
+    def __repr__(self) -> str:
+        """Return the text that is hashed."""
+        return (
+            f"Instance(template={self.template!r}, place={self.place!r}, indices={self.indices!r}, "
+            f"micro_batch={self.micro_batch!r}, layer={self.layer!r})"
+        )

@@ -19,6 +19,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+import msgspec
+
 from memo_sim.program.layout.schedule import Kind, Pass
 
 ROUNDING_BUFFERS = 2
@@ -27,8 +29,7 @@ Key = tuple[int, int, int]
 """Micro-batch, subsequence and layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPass:
+class LayerPass(msgspec.Struct, frozen=True, gc=False):
     """One layer's forward or backward of one micro-batch's subsequence; ``layer`` counts on the rank's stage."""
 
     micro_batch: int

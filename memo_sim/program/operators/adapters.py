@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memo_sim.contract.adapters import Adapters
 from memo_sim.contract.hardware import GemmPass
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.program.ir.builder import Access, Rows, accumulates, reads, writes
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AdapterWriter:
-    """Emits low-rank adapters beside the products of a layer (``contract/adapters.py``); nothing without them.
+    """Emits low-rank adapters beside the products of a layer (``contract/adapters.py``).
 
     Forward adds to the result of the product, and backward to the gradient of its input:
 
@@ -31,8 +32,8 @@ class AdapterWriter:
     What they are multiplied into is summed over the ranks anyway, as are the gradients of the whole sides (``Part``).
     """
 
-    def __init__(self, writer: OperatorWriter) -> None:
-        self.writer, self.adapters = writer, writer.decisions.lora
+    def __init__(self, writer: OperatorWriter, adapters: Adapters) -> None:
+        self.writer, self.adapters = writer, adapters
         self._gradients: dict[str, Rows] = {}
         """By product: where the gradient of its low-rank rows lies."""
 
@@ -79,13 +80,12 @@ class AdapterWriter:
 
     @property
     def _rank(self) -> int:
-        assert self.adapters is not None  # products have columns with adapters alone
         return self.adapters.rank
 
     def _columns(self, name: str) -> tuple[tuple[int, int], ...]:
         """Return the features of a product's result that have adapters: (first, features) of each target."""
         writer = self.writer
-        if self.adapters is None or writer.block.find(f"{name}.lora_a") is None:
+        if writer.block.find(f"{name}.lora_a") is None:
             return ()
         shape = writer.shape
         layer = LayerShape(ffn_hidden=shape.ffn * shape.divided)

@@ -54,7 +54,7 @@ class OperatorWriter:
         """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False
         """Whether another template computes the weight gradients (``layers/weight_gradients.py``)."""
-        self.adapter = AdapterWriter(self)
+        self.adapter = AdapterWriter(self, decisions.lora) if decisions.lora else None
 
     @property
     def activation_op(self) -> str:
@@ -164,7 +164,8 @@ class OperatorWriter:
             bias=self.param(f"{name}.bias") if bias else None,
             out=writes(out),
         )
-        self.adapter.forward(name, x, out, k)
+        if self.adapter:
+            self.adapter.forward(name, x, out, k)
 
     def linear_beside_gate(  # noqa: PLR0917 - the operands of a product
         self, name: str, x: Rows, out: Rows, gate: Rows, ffn: int, k: int, *, again: bool
@@ -328,7 +329,8 @@ class OperatorWriter:
             weight=self.weight(name, for_dgrad=True),
             out=accumulates(out) if op == "linear.dgrad.add" else writes(out),
         )
-        self.adapter.dgrad(name, grad, out, n)
+        if self.adapter:
+            self.adapter.dgrad(name, grad, out, n)
 
     def wgrad(
         self,
@@ -348,7 +350,8 @@ class OperatorWriter:
         if self.defers_wgrad:
             return
         if (trained := self.block.find(f"{name}.weight")) and trained.frozen:
-            self.adapter.wgrad(name, grad, x, n, shard=shard)
+            if self.adapter:
+                self.adapter.wgrad(name, grad, x, n, shard=shard)
             return
         kernel = self.decisions.kernels.attention
         scratch = table.wgrad_workspace_bytes(

@@ -84,8 +84,11 @@ class Rules:
         self._counted: dict[int | None, LayerCount] = {None: LayerCount(len(every), {layer: layer for layer in every})}
         """By kind: which layers its families count; None stands for those of all layers."""
         self._counted |= {each.number: LayerCount(len(each.layers), each.place) for each in kinds if each.suffix}
-        self.double_buffered: frozenset[Rule] = frozenset({self._buffer_slot, self._next_buffer_slot})
+
+    @property
+    def double_buffered(self) -> frozenset[Rule]:
         """The rules that are not linear."""
+        return frozenset({self._buffer_slot, self._next_buffer_slot})
 
     def of(self, template: Template, slot: str, family: Family) -> Rule:  # noqa: PLR0911 - one return a kind of buffer
         """Return the rule of a template's slot; equal rules compare equal."""
@@ -160,11 +163,12 @@ class Bindings:
 
     def __init__(self, rules: Sequence[Rule], double_buffered: frozenset[Rule], micro_batches: int) -> None:
         """``double_buffered``: the rules that are not linear in the micro-batch."""
-        self._rules = list(dict.fromkeys(rules))
+        number = {rule: n for n, rule in enumerate(dict.fromkeys(rules))}
+        self._rules = list(number)
         self._not_linear = double_buffered
         self._several = micro_batches > 1
-        self._double_buffered = [(number, rule) for number, rule in enumerate(self._rules) if rule in double_buffered]
-        numbers = [self._rules.index(rule) for rule in rules]
+        self._double_buffered = [(n, rule) for n, rule in enumerate(self._rules) if rule in double_buffered]
+        numbers = [number[rule] for rule in rules]
         self._of_slots: Callable[[list[int]], tuple[int, ...]] = itemgetter(*numbers) if len(numbers) > 1 else tuple
         self._lines: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """By subsequence and layer, for each rule: the first micro-batch's index, and the step to the next one's."""

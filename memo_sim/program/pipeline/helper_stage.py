@@ -209,5 +209,5 @@ class HelperStage:
 
 
 def _renumbered(instruction: Instruction, numbers: dict[int, int]) -> Instruction:
-    operands = tuple(replace(each, slot=numbers[each.slot]) for each in instruction.operands)
-    return replace(instruction, operands=operands)
+    operands = tuple(msgspec.structs.replace(each, slot=numbers[each.slot]) for each in instruction.operands)
+    return msgspec.structs.replace(instruction, operands=operands)

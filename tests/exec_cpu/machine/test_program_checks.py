@@ -77,7 +77,9 @@ def out_of_its_buffer(programs: tuple[Program, ...]) -> tuple[Program, ...]:
         if instruction.op != "linear":
             return instruction
         first, *others = instruction.operands
-        return replace(instruction, operands=(replace(first, first=first.first + 1), *others))
+        return msgspec.structs.replace(
+            instruction, operands=(msgspec.structs.replace(first, first=first.first + 1), *others)
+        )
 
     return (changed(programs[0], change), *programs[1:])
 
@@ -88,7 +90,7 @@ def another_size(kind: type[Any]) -> Callable[[tuple[Program, ...]], tuple[Progr
             if not isinstance(instruction.work, kind):
                 return instruction
             work: Any = instruction.work
-            return replace(instruction, work=replace(work, bytes=work.bytes + 4))
+            return msgspec.structs.replace(instruction, work=replace(work, bytes=work.bytes + 4))
 
         return (changed(programs[0], change), *programs[1:])
 

@@ -73,7 +73,7 @@ def from_another_layer(program: Program) -> Program:
         if instance.template != number or instance.layer != 1:
             return instance
         indices = tuple(i - 1 if slot in sources else i for slot, i in enumerate(instance.indices))
-        return replace(instance, indices=indices)
+        return msgspec.structs.replace(instance, indices=indices)
 
     found = tuple(map(changed, program.instances))
     assert found != program.instances

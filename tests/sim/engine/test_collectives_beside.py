@@ -181,7 +181,9 @@ def test_every_call_moves_all_its_bytes(layout: Layout) -> None:
 def on_lanes(program: Program, lanes: dict[Lane, Lane]) -> Program:
     """Return the program with the instructions of some lanes on other lanes."""
     templates = tuple(
-        replace(t, instructions=tuple(replace(i, lane=lanes.get(i.lane, i.lane)) for i in t.instructions))
+        replace(
+            t, instructions=tuple(msgspec.structs.replace(i, lane=lanes.get(i.lane, i.lane)) for i in t.instructions)
+        )
         for t in program.templates
     )
     return replace(program, templates=templates)

@@ -255,7 +255,7 @@ def test_another_window_or_another_neighbour_is_found(
         program,
         planted.places(program, is_it)[0],
         is_it,
-        lambda each: replace(each, work=replace(each.work, **change)),
+        lambda each: msgspec.structs.replace(each, work=replace(each.work, **change)),
     )
     assert check_values(wrong, expand(wrong), decisions)
 
@@ -264,8 +264,11 @@ def test_a_window_that_begins_one_key_late_is_found() -> None:
     program, decisions = program_of("cp")
 
     def one_key_less(each: Instruction) -> Instruction:
-        operands = [replace(o, first=o.first + 1, tokens=o.tokens - 1) if o.role == "kv" else o for o in each.operands]
-        return replace(each, operands=tuple(operands))
+        operands = [
+            msgspec.structs.replace(o, first=o.first + 1, tokens=o.tokens - 1) if o.role == "kv" else o
+            for o in each.operands
+        ]
+        return msgspec.structs.replace(each, operands=tuple(operands))
 
     chosen = named("fwd/attn.late")
     wrong = planted.replaced(program, planted.places(program, chosen)[0], chosen, one_key_less)

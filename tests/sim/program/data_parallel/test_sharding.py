@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -307,8 +308,8 @@ def test_the_checker_finds_a_shard_of_the_wrong_size_and_a_second_reader() -> No
     templates = list(program.templates)
     at = next(n for n, t in enumerate(templates) if t.name == "layer.gather")
     (gather,) = templates[at].instructions
-    shorter = dataclasses.replace(gather.operands[0], tokens=gather.operands[0].tokens - 2)
-    broken = dataclasses.replace(gather, operands=(shorter, gather.operands[1]))
+    shorter = msgspec.structs.replace(gather.operands[0], tokens=gather.operands[0].tokens - 2)
+    broken = msgspec.structs.replace(gather, operands=(shorter, gather.operands[1]))
     templates[at] = dataclasses.replace(templates[at], instructions=(broken,))
     faulty = dataclasses.replace(program, templates=tuple(templates))
     assert any("is not 1/4 of" in fault for fault in check_program(faulty, expand(faulty)))
@@ -319,7 +320,7 @@ def test_the_checker_finds_a_shard_of_the_wrong_size_and_a_second_reader() -> No
     forward, backward = (next(i for i in instances if i.place == "m0/s0/l1" and named(program, i) == t) for t in PASSES)
     indices = list(backward.indices)
     indices[slot] = forward.indices[slot]
-    instances[instances.index(backward)] = dataclasses.replace(backward, indices=tuple(indices))
+    instances[instances.index(backward)] = msgspec.structs.replace(backward, indices=tuple(indices))
     faulty = dataclasses.replace(program, instances=tuple(instances))
     faults = check_program(faulty, expand(faulty))
     assert any("is read by 2 passes" in fault for fault in faults)

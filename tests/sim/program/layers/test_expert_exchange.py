@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -205,7 +204,10 @@ def test_biases_for_slots_that_may_have_no_seat_are_found() -> None:
 
     def elsewhere(each: Instruction) -> Instruction:
         slot = next(o.slot for o in each.operands if o.role == "experts")
-        return replace(each, operands=tuple(replace(o, slot=slot) if o.role == "seats" else o for o in each.operands))
+        return msgspec.structs.replace(
+            each,
+            operands=tuple(msgspec.structs.replace(o, slot=slot) if o.role == "seats" else o for o in each.operands),
+        )
 
     for part in ("", ".dgrad", ".wgrad"):
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from memo_sim.program.ir.instruction import Instance, Instruction, Template
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
@@ -24,7 +26,7 @@ def altered(program: Program, number: int, change: Callable[[Template], Template
     template = change(program.templates[instance.template])
     mine = replace(template, name=f"{template.name}.planted")
     instances = list(program.instances)
-    instances[number] = replace(instance, template=len(program.templates))
+    instances[number] = msgspec.structs.replace(instance, template=len(program.templates))
     return replace(program, templates=(*program.templates, mine), instances=tuple(instances))
 
 
@@ -44,7 +46,7 @@ def twice(program: Program, number: int, chosen: Chosen) -> Program:
 
     def change(template: Template) -> Template:
         at = next(n for n, each in enumerate(template.instructions) if chosen(each))
-        again = replace(template.instructions[at], name=f"{template.instructions[at].name}.twice")
+        again = msgspec.structs.replace(template.instructions[at], name=f"{template.instructions[at].name}.twice")
         return replace(
             template, instructions=(*template.instructions[: at + 1], again, *template.instructions[at + 1 :])
         )
@@ -65,13 +67,15 @@ def replaced(program: Program, number: int, chosen: Chosen, change: Callable[[In
 
 def one_row_late(instruction: Instruction, role: str = "source") -> Instruction:
     """Return a copy of one row less, whose operand ``role`` begins one row later."""
-    moved = tuple(replace(o, first=o.first + (o.role == role), tokens=o.tokens - 1) for o in instruction.operands)
-    return replace(instruction, operands=moved)
+    moved = tuple(
+        msgspec.structs.replace(o, first=o.first + (o.role == role), tokens=o.tokens - 1) for o in instruction.operands
+    )
+    return msgspec.structs.replace(instruction, operands=moved)
 
 
 def without_operand(instruction: Instruction, role: str) -> Instruction:
     """Return an instruction without an operand."""
-    return replace(instruction, operands=tuple(o for o in instruction.operands if o.role != role))
+    return msgspec.structs.replace(instruction, operands=tuple(o for o in instruction.operands if o.role != role))
 
 
 def bound(program: Program, number: int, family: str, index: int) -> Program:
@@ -82,7 +86,7 @@ def bound(program: Program, number: int, family: str, index: int) -> Program:
     names = [slot for slot in template.slots if slot not in own]
     indices = [index if name == family else old for name, old in zip(names, instance.indices, strict=True)]
     instances = list(program.instances)
-    instances[number] = replace(instance, indices=tuple(indices))
+    instances[number] = msgspec.structs.replace(instance, indices=tuple(indices))
     return replace(program, instances=tuple(instances))
 
 
@@ -95,5 +99,5 @@ def with_one_rounding_buffer(program: Program) -> Program:
         own = {f.name for f in template.own}
         names = [slot for slot in template.slots if slot not in own]
         indices = [0 if kinds[n] is FamilyKind.SKELETAL else i for n, i in zip(names, instance.indices, strict=True)]
-        instances.append(replace(instance, indices=tuple(indices)))
+        instances.append(msgspec.structs.replace(instance, indices=tuple(indices)))
     return replace(program, instances=tuple(instances))

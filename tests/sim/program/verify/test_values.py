@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
+import msgspec
 import pytest
 
 from memo_sim.contract.plan import Decisions, Layout
@@ -133,8 +133,8 @@ def test_a_prefetch_from_another_tensors_rows() -> None:
     slots = {name: slot for slot, name in enumerate(template.slots)}
 
     def other(each: Instruction) -> Instruction:
-        source = replace(each.operands[0], slot=slots["host.resid"])
-        return replace(each, operands=(source, each.operands[1]))
+        source = msgspec.structs.replace(each.operands[0], slot=slots["host.resid"])
+        return msgspec.structs.replace(each, operands=(source, each.operands[1]))
 
     norm1 = slots["host.norm1"]
     wrong = planted.replaced(program, number, lambda i: i.op == "h2d" and i.operands[0].slot == norm1, other)
@@ -232,7 +232,7 @@ def test_a_collective_a_merge_or_a_kernel_that_is_left_out(plan: str, chosen: Ch
 
 def test_an_op_without_a_rule_is_a_fault() -> None:
     program = rank("keep")
-    unknown: Callable[[Instruction], Instruction] = lambda each: replace(each, op="new")  # noqa: E731
+    unknown: Callable[[Instruction], Instruction] = lambda each: msgspec.structs.replace(each, op="new")  # noqa: E731
     expect("keep", planted.replaced(program, 9, lambda _: True, unknown), "no rule for op 'new'")
 
 
