@@ -24,6 +24,9 @@ the MLP in row blocks (``mlp.py``).
 With attention in chunks Q, K and V and their gradients exist for chunks only (``attention/kept_chunks.py``). The
 gradient of attention's output waits on the host then, so the first loop needs 32 KiB a row, and the others no more.
 
+Products in FP8 read copies of a row block, which recompute makes again, so attention's output is kept in the plan's
+dtype alone. A recipe with one scale a tensor has one for each row block (``layout/fp8.py``).
+
 Under Ulysses the head-sharded output is kept, which attention's backward reads, and each block of it is exchanged
 again. Blocks replace the row blocks of a rank (``layout/token_order.py``), so gathered and exchanged rows are in order.
 """
@@ -139,11 +142,15 @@ class RowwiseLayer(OperatorWriter):
 
     def _part_norms(self) -> None:
         """Give the first norm other buffers from here on; else a block of it lives through attention's backward."""
-        before = self.builder
-        self.builder = before.under({slot: f"{slot}.again" for slot in FIRST_NORM}, "")
-        for slot in FIRST_NORM:
+        before, phase = self.builder, Phase.RECOMPUTE
+        in_fp8 = (slot for slot in (f"{phase}.norm1.wide", f"{phase}.norm1.rows") if before.has(slot))
+        slots = (*FIRST_NORM, *in_fp8)
+        self.builder = before.under({slot: f"{slot}.again" for slot in slots}, "")
+        for slot in slots:
             held = before.all(slot).tokens, before.features(slot)
             self.builder.own(slot, before.buffer_class(slot), before.dtype(slot), *held)
+        if self.fp8 is not None:
+            self.fp8.builder = self.builder
 
     def _begin(self, number: int) -> None:
         """Let names of instructions end in the number of a block, where there are several."""
@@ -188,7 +195,7 @@ class RowwiseLayer(OperatorWriter):
             made = Rows(packed.slot, packed.first + into[0], into[1])
             shared_heads.product(self, x, made, room)
 
-        shard = self.shard_rows("norm1", (0, tokens))
+        shard = self.shard_rows(self.read_by_product("norm1"), (0, tokens))
         self.gather_and_multiply("norm1", shard, "norm1_full", (0, tokens), product, tokens=self.room)
         shared_heads.exchange(self, packed, room)
         positions(self, packed, self._raw(rows), first=first - packed.first)
@@ -200,17 +207,23 @@ class RowwiseLayer(OperatorWriter):
             split(self.builder, f"qkv.split{self.suffix}", self._head_sharded("qkv", at), queries, keys)
 
     def _project(self, rows: RowBlock) -> Rows:
-        """Write the projection of a block and the residual sum; return the projection's input."""
-        attended, at = self._at("attn", rows), (0, rows[1])
+        """Write the projection of a block and the residual sum; return its input as the weight's gradient reads it."""
+        attended, at, width = self._at("attn", rows), (0, rows[1]), self.shape.attention_width
+        if not self.builder.has(attended.slot):
+            self.own(attended.slot, self.room, width)  # not a skeletal tensor: the projection reads it in FP8
         self.ulysses.to_sequence_ranks("attn", self._head_sharded("attn", rows), attended, self.suffix)
-        width = self.shape.attention_width
+        kept = attended
+        if self.fp8 is not None:
+            kept = Rows(self.attended(attended.slot, kept=True), *at)
+            self.quantise(attended, kept)
+            attended = Rows(self.attended(attended.slot), *at)
 
         def product(x: Rows, out: Rows) -> None:
             self.linear("proj", x, out, self.shape.hidden, width, bias=False)
 
         summed = self.multiply_and_scatter("proj", attended, "proj_out", 0, product, tokens=self.room)
         self.residual("resid_add", "x", summed, out="resid", rows=at, at=rows, bias="proj.bias")
-        return attended
+        return kept
 
     def _project_backward(self, rows: RowBlock, attended: Rows) -> None:
         """Write the gradients of a block's projection, and the all-to-all of that of attention's output."""
@@ -220,12 +233,13 @@ class RowwiseLayer(OperatorWriter):
         head_sharded = self.chunks.output_gradient(rows) if self.chunks else self._head_sharded("d_attn", rows)
         d_attended = head_sharded if self.shape.ulysses == 1 else Rows("d_attn_seq", 0, rows[1])
         grad = self.shard_rows("d_resid", rows)
+        gathered = self.before_gather(grad, "proj")
 
         def product(some: Rows, into: RowBlock) -> None:
             made = Rows(d_attended.slot, d_attended.first + into[0], into[1])
             self.dgrad("proj", some, made, width, hidden)
 
-        d_proj = self.gather_and_multiply("proj.grad", grad, "d_proj_full", (0, rows[1]), product, tokens=self.room)
+        d_proj = self.gather_and_multiply("proj.grad", gathered, "d_proj_full", (0, rows[1]), product, tokens=self.room)
         self.ulysses.to_head_ranks("d_attn", d_attended, head_sharded, self.suffix)
         if self.chunks is not None:
             self.chunks.store_output_gradient(rows)

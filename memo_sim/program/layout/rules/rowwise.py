@@ -1,4 +1,4 @@
-"""What row-wise recompute does not go with; FP8, norms behind attention and MLP, and RSA have rules of their own."""
+"""What row-wise recompute does not go with; norms behind attention and MLP, and RSA have rules of their own."""
 
 from __future__ import annotations
 
