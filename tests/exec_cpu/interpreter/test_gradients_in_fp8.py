@@ -314,6 +314,9 @@ ROWS_OF_BLOCKS = pytest.mark.parametrize(
         pytest.param(llama(layers=2), "delayed", id="delayed"),
         pytest.param(llama(layers=2, **BLOCKS), "block", id="block"),
         pytest.param(llama(layers=2, **BLOCKS), "mx", id="mx"),
+        pytest.param(TENSOR_LATENTS, "tensor", id="latents"),
+        pytest.param(BLOCK_LATENTS, "block", id="latents in blocks"),
+        pytest.param(BLOCKS_WITHOUT_QUERY_LATENT, "mx", id="no latent for queries, in mx"),
     ],
 )
 
@@ -338,10 +341,10 @@ def test_every_product_of_a_row_block_rounds_as_plain_torch_and_gradients_are_ne
         record = interpreter.run_step(batches, scalars(batches, lr=0.0, step=2))
         found = gradients(interpreter)
     blocks = decisions.local_tokens // 128
-    products = 4 * blocks * model.layers
+    products = (5 if model.latent else 4) * blocks * model.layers
     # Recompute leaves the MLP's second product out.
     assert watched.compared == {
-        "linear": products + 3 * products // 4,
+        "linear": 2 * products - blocks * model.layers,
         "linear.dgrad": products,
         "linear.wgrad": products,
     }

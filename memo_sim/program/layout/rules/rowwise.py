@@ -39,13 +39,6 @@ ROWWISE_RECOMPUTE = (
         because="each block of rows would be routed by itself",
     ),
     _not_beside(
-        "latent attention",
-        lambda d: d.model.latent is not None,
-        what="latent attention",
-        wanted=_OTHERS,
-        because="Q, K and V would be expanded from latents block by block",
-    ),
-    _not_beside(
         "metp",
         lambda d: d.layout.metp > 1,
         what="METP",
