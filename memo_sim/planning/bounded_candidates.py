@@ -23,7 +23,7 @@ from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
 from memo_sim.planning.outcome import Key, ranked_s
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
-from memo_sim.planning.presets import FULL_SWAP, KEEP, PARTIAL_SWAP
+from memo_sim.planning.presets import FULL_SWAP, KEEP
 from memo_sim.planning.question import Question
 from memo_sim.planning.rivals import Opened
 from memo_sim.planning.space import Candidate, Space, policies
@@ -141,7 +141,7 @@ class CandidateBounds:
         if candidate.policy.alpha is not None:
             return bounds.of(candidate.base)
         grid = Grid.of(candidate.base)
-        partial = candidate.policy == PARTIAL_SWAP
+        partial = candidate.policy.swaps_some
         low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
         if high < low:
             return bounds.of(candidate.base)
@@ -164,7 +164,7 @@ class CandidateBounds:
         The range with the shortest step need not be the one with the fewest bytes, which a Pareto front asks for too.
         """
         bounds, grid = self.of_plans, Grid.of(candidate.base)
-        partial = candidate.policy == PARTIAL_SWAP
+        partial = candidate.policy.swaps_some
         low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
         most = most_that_host_holds(grid, bounds, low, high)
         pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
@@ -190,7 +190,7 @@ class CandidateBounds:
             found_s = bounds.of_one_stage(base, base, limit_s)
         else:
             grid = Grid.of(base)
-            partial = candidate.policy == PARTIAL_SWAP
+            partial = candidate.policy.swaps_some
             # Token-wise plans that swap every token are the full swap, a candidate of its own.
             full_swap = partial or FULL_SWAP in policies(self._question)
             low, high = int(partial), grid.steps - full_swap

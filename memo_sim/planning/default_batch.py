@@ -91,7 +91,7 @@ def _can_fit(question: Question, bounds: LowerBounds, layout: Layout, tried: tup
 def _may_hold(bounds: LowerBounds, base: Decisions, policy: Policy) -> bool:
     """Return whether a policy may fit: with an open alpha, the device at full swap, and the host without swap."""
     low = with_alpha(base, policy.recompute, policy.alpha or 0.0)
-    high = with_alpha(base, policy.recompute, 1.0) if policy.alpha is None and policy.recompute == "none" else low
+    high = with_alpha(base, policy.recompute, 1.0) if policy.swaps_some else low
     if not goes_together(low):
         return False
     device = bounds.memory(high, eager_too=True).device_bytes

@@ -3,7 +3,7 @@
 Some candidates are left out because a simpler plan is at least as good (``rivals.py``):
 
 - a partial swap, when everything can be kept: keeping copies less;
-- full recompute with swapped inputs, when the inputs can be kept: it computes the same;
+- full recompute with swapped inputs, when the inputs can be kept: it computes the same; row-wise recompute likewise;
 - a wide offload window, when everything can be kept, or when, in the narrow window, a full swap is as fast as swapping
   only what hides.
 
@@ -29,6 +29,7 @@ from memo_sim.planning.presets import (
     INPUTS_SWAPPED,
     INPUTS_SWAPPED_MLP_IN_BLOCKS,
     PARTIAL_SWAP,
+    ROWWISE_PARTLY_SWAPPED,
     ROWWISE_SWAPPED,
 )
 from memo_sim.planning.question import Question
@@ -36,7 +37,7 @@ from memo_sim.planning.rivals import Rivals
 from memo_sim.planning.space import Candidate, policies
 from memo_sim.planning.subsequences import swap_each
 
-STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, ROWWISE_SWAPPED)
+STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, ROWWISE_SWAPPED, ROWWISE_PARTLY_SWAPPED)
 """Policies that are not worth their copies when the same tensors can be kept on the device."""
 
 
@@ -104,7 +105,7 @@ class Evaluation:
         if policy.alpha is not None:
             return Evaluated(policy, base, predict(base))
         bounds = self._bounds if self._aims.prune else None
-        if policy == PARTIAL_SWAP:
+        if policy.swaps_some:
             partial = best_partial_swap(base, predict, bounds=bounds)
             return Evaluated(policy, partial.decisions, partial.prediction) if partial else None
         grid = Grid.of(base)

@@ -174,9 +174,14 @@ class Policy:
         return "token-wise"
 
     @property
+    def swaps_some(self) -> bool:
+        """Whether alpha is searched between its ends: some rows are swapped, and the others are kept on the device."""
+        return self.alpha is None and not self.hides and self.recompute in ("none", ROWWISE)
+
+    @property
     def _fate_of_shared(self) -> str:
         """How tables call what happens to the tensors that row-wise recompute starts from."""
-        return "kept" if not self.alpha else "swapped" if self.alpha == 1 else "partly swapped"
+        return {0.0: "kept", 1.0: "swapped"}.get(-1.0 if self.alpha is None else self.alpha, "partly swapped")
 
 
 KEEP = Policy("none", 0.0)
@@ -190,9 +195,11 @@ LEAST_MEMORY = Policy("full", 1.0, mlp_blocks=True, attention_chunks=True)
 ROWWISE_KEPT = Policy(ROWWISE, 0.0, mlp_blocks=True)
 ROWWISE_SWAPPED = Policy(ROWWISE, 1.0, mlp_blocks=True)
 """Of a layer its input, attention's output and the log-sum-exp outlive its forward: on the device, or on the host."""
+ROWWISE_PARTLY_SWAPPED = Policy(ROWWISE, None, mlp_blocks=True)
+"""Some of their rows are on the host, the others on the device."""
 ROWWISE_IN_CHUNKS = Policy(ROWWISE, 1.0, mlp_blocks=True, attention_chunks=True)
 """The same on the host, and queries, keys and values of chunks alone (``attention/kept_chunks.py``)."""
-EVERY_ROWWISE = (ROWWISE_KEPT, ROWWISE_SWAPPED, ROWWISE_IN_CHUNKS)
+EVERY_ROWWISE = (ROWWISE_KEPT, ROWWISE_SWAPPED, ROWWISE_PARTLY_SWAPPED, ROWWISE_IN_CHUNKS)
 PAIRS_OF_LAYERS = Policy("full", 0.0, layers="groups-2")
 """Full recompute with one input for two layers, which are live at once in backward.
 

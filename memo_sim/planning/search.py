@@ -39,7 +39,7 @@ from memo_sim.planning.findings import Findings
 from memo_sim.planning.offload_windows import with_best_window
 from memo_sim.planning.outcome import Evaluated, Key, SearchResult, as_good
 from memo_sim.planning.plays import play
-from memo_sim.planning.presets import PARTIAL_SWAP, Policy
+from memo_sim.planning.presets import Policy
 from memo_sim.planning.processes import current_team
 from memo_sim.planning.question import Question
 from memo_sim.planning.ranking import Ranking
@@ -150,7 +150,7 @@ def _eighths(candidate: Candidate) -> list[Candidate]:
     """Return a candidate with open alpha at every eighth: less host memory for more time or more device memory."""
     if candidate.policy.alpha is not None:
         return []
-    least = 1 if candidate.policy == PARTIAL_SWAP else 0
+    least = 1 if candidate.policy.swaps_some else 0
     made = []
     for eighth in range(least, 8):
         policy = replace(candidate.policy, alpha=eighth / 8)

@@ -24,7 +24,6 @@ from memo_sim.planning.presets import (
     LAGGING,
     MODULES_RECOMPUTE,
     OPERATOR_RECOMPUTE,
-    PARTIAL_SWAP,
     SELECTIVE_RECOMPUTE,
     TOKENWISE,
     Policy,
@@ -290,7 +289,7 @@ def _offloaded(
     for one in swapped:
         parts = one.layout.subsequences
         # When alpha is open, one row block of every subsequence stands for what it will swap.
-        least = swap_each(one, one.swap_granule) if policy == PARTIAL_SWAP and parts > 1 else one
+        least = swap_each(one, one.swap_granule) if policy.swaps_some and parts > 1 else one
         swaps = parts > 1 and (least.swapped_tokens > 0 or least.recompute == "tokenwise")
         windows = [window for window in own if window < parts] if swaps else [0]
         made += [

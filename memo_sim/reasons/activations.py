@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from memo_sim.contract.knobs import MlpRebuild
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import format_bytes, format_percent, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.outcome import Evaluated, SearchResult
@@ -100,9 +101,14 @@ def partial_swap(found: SearchResult) -> list[str]:
     if best is None or best.policy != PARTIAL_SWAP:
         return []
     text = f"Alpha is {best.decisions.alpha:.3g}: so much is swapped, the rest is kept, and nothing is recomputed"
+    return [f"{text}{_next_alphas(best)}."]
+
+
+def _next_alphas(best: Evaluated) -> str:
+    """Return which of the next alphas do not fit; an empty text where both do."""
     less = f"; the next lower alpha does not fit ({short_by(best.below)})" if best.below else ""
     more = f"; the next higher alpha does not fit ({short_by(best.above)})" if best.above else ""
-    return [f"{text}{less}{more}."]
+    return f"{less}{more}"
 
 
 def rounded_swaps(simulation: Simulation) -> list[str]:
@@ -143,13 +149,21 @@ def rowwise_recompute(found: SearchResult, simulation: Simulation) -> list[str]:
     blocks = f" in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens" if 0 < rows < tokens else ""
     text = "Attention runs forward once. Of a layer, its input, attention's output and the log-sum-exp"
     moved = format_bytes(simulation.pace.moved_by(lambda t: t.kind is TemplateKind.OFFLOAD).d2h)
-    where = f"wait in host memory for backward, {moved} per step" if decisions.swapped_tokens else "stay on the device"
+    some = f"{_swapped_share(decisions)}wait in host memory for backward, {moved} per step{_next_alphas(best)}"
+    where = some if decisions.swapped_tokens else "stay on the device"
     kept = next((e for e in found.ranked if e.decisions == swap_each(decisions, 0)), None)
-    if decisions.swapped_tokens and kept is not None and kept.prediction.status != "ok":
+    if decisions.swapped_tokens and not best.below and kept is not None and kept.prediction.status != "ok":
         where += f"; kept on the device they would not fit ({short_by(kept.prediction)})"
     again = f"Norms, products and the MLP are rebuilt{blocks}, each right before its backward"
     chunks = _attention_chunks(found, best, simulation)
     return [f"{text} {where}.", f"{again}{_token_by_token(found, best)}.", *chunks]
+
+
+def _swapped_share(decisions: Decisions) -> str:
+    """Return how much of the rows is swapped, where others stay on the device; an empty text where none does."""
+    if decisions.alpha == 1:
+        return ""
+    return f"stay on the device but for alpha {decisions.alpha:.3g} of their rows, which "
 
 
 def _token_by_token(found: SearchResult, best: Evaluated) -> str:

@@ -39,6 +39,7 @@ NEAR = 0.25
 
 IN_BLOCKS = {"hidden": 256, "head_dim": 64, "ffn_hidden": 256}
 SIZES: dict[str, dict[str, Any]] = {"tensor": {}, "block": IN_BLOCKS, "mx": IN_BLOCKS}
+ROWWISE = {"recompute": "rowwise", "mlp_chunk_tokens": 256, "swapped_tokens": 256}
 TOKENWISE = {"recompute": "tokenwise", "swapped_tokens": 256}
 
 
@@ -51,6 +52,9 @@ TOKENWISE = {"recompute": "tokenwise", "swapped_tokens": 256}
         pytest.param("block", TOKENWISE, marks=pytest.mark.slow, id="tokenwise, in blocks"),
         pytest.param("mx", {"seq_tokens": 256, "swapped_tokens": 0}, marks=pytest.mark.slow, id="kept, in mx"),
         pytest.param("mx", TOKENWISE, marks=pytest.mark.slow, id="tokenwise, in mx"),
+        pytest.param("tensor", ROWWISE, marks=pytest.mark.slow, id="row-wise"),
+        pytest.param("block", ROWWISE, marks=pytest.mark.slow, id="row-wise, in blocks"),
+        pytest.param("mx", ROWWISE, marks=pytest.mark.slow, id="row-wise, in mx"),
     ],
 )
 def test_gathered_rows_are_multiplied_with_the_scale_of_each_rank(

@@ -15,6 +15,7 @@ from tests.distributed.team import Member, Team
 from tests.exec_cpu.small import DEEPSEEK_MODEL, LATENT_MODELS, decide
 
 SP = {"sequence_parallel": True}
+ROWWISE = {"recompute": "rowwise", "mlp_chunk_tokens": 256}
 CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "tensor parallel and ring": ("latent", Layout(tp=2, cp=2, **SP), {"rebuild_qkv": True}),
     "tensor parallel": ("latent-yarn", Layout(tp=2, **SP), {}),
@@ -28,6 +29,9 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "stages and zero 1": ("latent", Layout(pp=2, dp=2, zero=1), {}),
     "experts": ("deepseek", Layout(tp=2, pp=2, **SP), {"rebuild_qkv": True}),
     "experts, whole tokens": ("deepseek", Layout(tp=2, dp=2, zero=1), {}),
+    "row-wise recompute": ("latent", Layout(tp=2, cp=2, **SP), ROWWISE),
+    "row-wise recompute, ulysses": ("latent-yarn", Layout(ulysses=2), ROWWISE),
+    "row-wise recompute, queries without a latent": ("latent-lite-yarn", Layout(tp=2, dp=2, zero=3, **SP), ROWWISE),
     "full recompute": ("latent", Layout(tp=2, ulysses=2, **SP), {"recompute": "full", "swapped_tokens": 0}),
 }
 QUICK = {"tensor parallel and ring"}

@@ -24,6 +24,12 @@ the MLP in row blocks (``mlp.py``).
 With attention in chunks Q, K and V and their gradients exist for chunks only (``attention/kept_chunks.py``). The
 gradient of attention's output waits on the host then, so the first loop needs 32 KiB a row, and the others no more.
 
+Products in FP8 read copies of a row block, which recompute makes again, so attention's output is kept in the plan's
+dtype alone. A recipe with one scale a tensor has one for each row block (``layout/fp8.py``).
+
+Latent attention (MLA) makes Q, K and V of latents block by block. Backward holds the latents whole, which are narrow
+beside the heads, so that their product is not repeated a second time.
+
 Under Ulysses the head-sharded output is kept, which attention's backward reads, and each block of it is exchanged
 again. Blocks replace the row blocks of a rank (``layout/token_order.py``), so gathered and exchanged rows are in order.
 """
@@ -39,6 +45,8 @@ from memo_sim.program.attention.subsequence import KV
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
+from memo_sim.program.layers.latents import Block as LatentBlock
+from memo_sim.program.layers.latents import Latents
 from memo_sim.program.layers.mlp import Mlp
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import Block
@@ -57,12 +65,14 @@ WHOLE = KEPT | {"qkv", "q"}
 FIRST_NORM = ("norm1", "norm1_stats")
 RAW = "qk_raw"
 """Input of the norm of query and key heads: backward needs it after attention's, so there it is whole."""
+LATENTS = ("latent", "latent_stats", "q_latent", "kv_latent")
+"""Latents before and after their norms. Backward needs them after attention's too, and they are narrow."""
 
 
 def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape, *, backward: bool) -> int:
     """Return the rows of a skeletal tensor that exist at once: one block, or all; ``backward``: in that template."""
     chunked = in_chunks(decisions) and tensor.name in IN_CHUNKS  # chunked.py says of these how many rows there are
-    if not is_rowwise(decisions) or chunked or tensor.name in WHOLE or (backward and tensor.name == RAW):
+    if not is_rowwise(decisions) or chunked or tensor.name in WHOLE or (backward and tensor.name in (RAW, *LATENTS)):
         return tensor.tokens
     return tensor.tokens * rows_of_a_block(decisions, shape.tokens) // shape.tokens
 
@@ -77,6 +87,7 @@ class RowwiseLayer(OperatorWriter):
         """Number of a rank's rows in a buffer for one block."""
         self.ulysses = Ulysses(builder, shape, decisions.dtype, room=self.room)
         self.mlp = Mlp(self)
+        self.latents = Latents(self) if shape.latent else None
         self.chunks = KeptChunks(self, self.ulysses) if in_chunks(decisions) else None
         """Attention in chunks, each of one or more row blocks; None where it is about all rows at once."""
 
@@ -139,11 +150,15 @@ class RowwiseLayer(OperatorWriter):
 
     def _part_norms(self) -> None:
         """Give the first norm other buffers from here on; else a block of it lives through attention's backward."""
-        before = self.builder
-        self.builder = before.under({slot: f"{slot}.again" for slot in FIRST_NORM}, "")
-        for slot in FIRST_NORM:
+        before, phase = self.builder, Phase.RECOMPUTE
+        copies = [slot for slot in (f"{phase}.norm1.wide", f"{phase}.norm1.rows") if before.has(slot)]
+        slots = (*FIRST_NORM, *(copies if before.dtype("norm1") != before.dtype("x") else ()))
+        self.builder = before.under({slot: f"{slot}.again" for slot in slots}, "")
+        for slot in slots:
             held = before.all(slot).tokens, before.features(slot)
             self.builder.own(slot, before.buffer_class(slot), before.dtype(slot), *held)
+        if self.fp8 is not None:
+            self.fp8.builder = self.builder
 
     def _begin(self, number: int) -> None:
         """Let names of instructions end in the number of a block, where there are several."""
@@ -177,9 +192,20 @@ class RowwiseLayer(OperatorWriter):
         """Return a block's rows of the input of the norm of heads."""
         return Rows(RAW, 0, rows[1]) if self.builder.phase is Phase.FORWARD else Rows(RAW, *rows)
 
+    def _block(self, rows: RowBlock) -> LatentBlock:
+        """Return where a block's rows lie in latents and in the buffers that make heads of them."""
+        at = (0, rows[1])
+        return LatentBlock(rows, at, at if self.builder.phase is Phase.FORWARD else rows, self.room)
+
     def _queries_keys_values(self, rows: RowBlock) -> None:
         """Write norm, QKV product and positions of a block, and the all-to-all to the ranks of their heads."""
         first, tokens = rows
+        if self.latents is not None:
+            packed, block = self._packed(rows), self._block(rows)
+            self.latents.compress(block)
+            self.latents.expand(block, packed)
+            self.ulysses.to_head_ranks("qkv", packed, self._head_sharded("qkv", rows), self.suffix)
+            return
         norms.norm(self, "norm1", "x", rows, (0, tokens))
         packed = self._packed(rows)
         room = self._room_of(packed)
@@ -188,7 +214,7 @@ class RowwiseLayer(OperatorWriter):
             made = Rows(packed.slot, packed.first + into[0], into[1])
             shared_heads.product(self, x, made, room)
 
-        shard = self.shard_rows("norm1", (0, tokens))
+        shard = self.shard_rows(self.read_by_product("norm1"), (0, tokens))
         self.gather_and_multiply("norm1", shard, "norm1_full", (0, tokens), product, tokens=self.room)
         shared_heads.exchange(self, packed, room)
         positions(self, packed, self._raw(rows), first=first - packed.first)
@@ -200,17 +226,23 @@ class RowwiseLayer(OperatorWriter):
             split(self.builder, f"qkv.split{self.suffix}", self._head_sharded("qkv", at), queries, keys)
 
     def _project(self, rows: RowBlock) -> Rows:
-        """Write the projection of a block and the residual sum; return the projection's input."""
-        attended, at = self._at("attn", rows), (0, rows[1])
+        """Write the projection of a block and the residual sum; return its input as the weight's gradient reads it."""
+        attended, at, width = self._at("attn", rows), (0, rows[1]), self.shape.attention_width
+        if not self.builder.has(attended.slot):
+            self.own(attended.slot, self.room, width)  # not a skeletal tensor: the projection reads it in FP8
         self.ulysses.to_sequence_ranks("attn", self._head_sharded("attn", rows), attended, self.suffix)
-        width = self.shape.attention_width
+        kept = attended
+        if self.fp8 is not None:
+            kept = Rows(self.attended(attended.slot, kept=True), *at)
+            self.quantise(attended, kept)
+            attended = Rows(self.attended(attended.slot), *at)
 
         def product(x: Rows, out: Rows) -> None:
             self.linear("proj", x, out, self.shape.hidden, width, bias=False)
 
         summed = self.multiply_and_scatter("proj", attended, "proj_out", 0, product, tokens=self.room)
         self.residual("resid_add", "x", summed, out="resid", rows=at, at=rows, bias="proj.bias")
-        return attended
+        return kept
 
     def _project_backward(self, rows: RowBlock, attended: Rows) -> None:
         """Write the gradients of a block's projection, and the all-to-all of that of attention's output."""
@@ -220,12 +252,13 @@ class RowwiseLayer(OperatorWriter):
         head_sharded = self.chunks.output_gradient(rows) if self.chunks else self._head_sharded("d_attn", rows)
         d_attended = head_sharded if self.shape.ulysses == 1 else Rows("d_attn_seq", 0, rows[1])
         grad = self.shard_rows("d_resid", rows)
+        gathered = self.before_gather(grad, "proj")
 
         def product(some: Rows, into: RowBlock) -> None:
             made = Rows(d_attended.slot, d_attended.first + into[0], into[1])
             self.dgrad("proj", some, made, width, hidden)
 
-        d_proj = self.gather_and_multiply("proj.grad", grad, "d_proj_full", (0, rows[1]), product, tokens=self.room)
+        d_proj = self.gather_and_multiply("proj.grad", gathered, "d_proj_full", (0, rows[1]), product, tokens=self.room)
         self.ulysses.to_head_ranks("d_attn", d_attended, head_sharded, self.suffix)
         if self.chunks is not None:
             self.chunks.store_output_gradient(rows)
@@ -239,12 +272,13 @@ class RowwiseLayer(OperatorWriter):
             self.own("d_qkv_seq", self.room, self.shape.qkv_width)
         d_qkv = self._at("d_qkv", rows)
         self.ulysses.to_sequence_ranks("d_qkv", self._head_sharded("d_qkv", rows), d_qkv, self.suffix)
+        if self.latents is not None:
+            self._norm_again(rows)
+            self.latents.backward(self._block(rows), d_qkv, grad_in)
+            return
         positions_backward(self, d_qkv, first=rows[0] - d_qkv.first, raw=Rows(RAW, *rows))
         grad = shared_heads.product_gradient(self, d_qkv, self._room_of(d_qkv))
-        phase, suffix = self.builder.phase, self.suffix
-        self.builder.phase, self.suffix = Phase.RECOMPUTE, f".again{suffix}"
-        norms.norm(self, "norm1", "x", rows, at)
-        self.builder.phase, self.suffix = phase, suffix
+        self._norm_again(rows)
         self.product_and_norm_backward(
             "qkv",
             "norm1",
@@ -257,3 +291,10 @@ class RowwiseLayer(OperatorWriter):
             at=at,
             tokens=self.room,
         )
+
+    def _norm_again(self, rows: RowBlock) -> None:
+        """Write the first norm of a block once more."""
+        phase, suffix = self.builder.phase, self.suffix
+        self.builder.phase, self.suffix = Phase.RECOMPUTE, f".again{suffix}"
+        norms.norm(self, "norm1", "x", rows, (0, rows[1]))
+        self.builder.phase, self.suffix = phase, suffix

@@ -6,6 +6,7 @@ the order in which row blocks are summed.
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
 from memo_sim.program.ir.work import Copy
 from memo_sim.program.lower import lower
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds, replayed
-from tests.exec_cpu.small import MODELS, decide, llama, one_step
+from tests.exec_cpu.small import LATENT_MODELS, MODELS, decide, llama, one_step
 
 
 def rowwise(name: str, **changes: Any) -> Decisions:
@@ -86,3 +87,49 @@ def test_memory_is_the_programs_and_falls(swapped: int) -> None:
         assert record.peak_device_bytes == peak(curves).bytes
         peaks.append(record.peak_device_bytes)
     assert peaks[1] < peaks[0]
+
+
+LATENTS = [
+    name if name in ("latent", "latent-lite-yarn") else pytest.param(name, marks=pytest.mark.slow)
+    for name in LATENT_MODELS
+]
+
+
+def latent(name: str, **changes: Any) -> Decisions:
+    """Return a plan of a model with latent attention, with three row blocks, of which the last is shorter."""
+    fields: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "global_batch": 2}
+    return decide(LATENT_MODELS[name], **(fields | {"recompute": "rowwise", "mlp_chunk_tokens": 128} | changes))
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_gradients_with_latents_equal_autograd(name: str) -> None:
+    assert_gradients_equal_autograds(latent(name))
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_one_block_with_latents_is_keep_bit_for_bit(name: str) -> None:
+    kept, wanted = one_step(latent(name, recompute="none", mlp_chunk_tokens=0))
+    record, found = one_step(latent(name, mlp_chunk_tokens=0, swapped_tokens=128), debug=True)
+    assert record.loss == kept.loss
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+
+
+def test_heads_are_expanded_again_bit_for_bit() -> None:
+    """The product of queries writes some features of the packed rows; the assembly then has all of them."""
+    decisions = latent("latent", dtype="bf16", global_batch=1, swapped_tokens=320)
+    ops = [op for op in KERNELS if op != "latent.q_up"]
+    again = replayed(decisions, ".b", ops, ("out", "qkv", "stats", "q", "kv", "rope"))
+    wanted = ("norm1", "latent", "latent.norm", "kv_up", "latent.assemble", "proj", "ffn_up", "act")
+    assert {f"rec/{op}.b{i}" for op in wanted for i in range(3)} <= again
+
+
+def test_memory_and_copies_with_latents_are_the_programs() -> None:
+    three = msgspec.structs.replace(LATENT_MODELS["latent"], layers=3)
+    sizes: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "mlp_chunk_tokens": 128, "swapped_tokens": 128}
+    decisions = decide(three, recompute="rowwise", **sizes)
+    record, _ = one_step(decisions)
+    program = lower(decisions)[0]
+    assert record.peak_device_bytes == peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
+    copies = [i.work for _, i in program.walk() if isinstance(i.work, Copy)]
+    for direction in ("d2h", "h2d"):
+        assert getattr(record.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0

@@ -52,7 +52,7 @@ POLICIES = [
     *(("none", alpha) for alpha in (0.0, 0.5, 1.0)),
     *(("tokenwise", alpha) for alpha in (0.0, 0.25, 0.75)),
     *(("full", alpha) for alpha in (0.0, 1.0)),
-    *(("rowwise", alpha) for alpha in (0.0, 1.0)),
+    *(("rowwise", alpha) for alpha in (0.0, 0.5, 1.0)),
     ("selective", 0.0),
     ("norms", 0.0),
     ("mlp", 0.0),

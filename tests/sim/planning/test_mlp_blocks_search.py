@@ -15,6 +15,7 @@ from memo_sim.planning.presets import (
     INPUTS_SWAPPED_MLP_IN_BLOCKS,
     MLP_IN_BLOCKS,
     ROWWISE_KEPT,
+    ROWWISE_PARTLY_SWAPPED,
     ROWWISE_SWAPPED,
     Policy,
 )
@@ -81,7 +82,7 @@ def test_a_pinned_chunk() -> None:
     both = (MLP_IN_BLOCKS, INPUTS_SWAPPED_MLP_IN_BLOCKS)
     assert policies(ask(1 << 19, mlp_chunk_tokens=8192)) == both
     assert policies(ask(1 << 19, mlp_chunk_tokens=8192, recompute=None)) == (
-        *(ROWWISE_KEPT, ROWWISE_SWAPPED),
+        *(ROWWISE_KEPT, ROWWISE_SWAPPED, ROWWISE_PARTLY_SWAPPED),
         *both,
     )
     assert policies(ask(1 << 19, mlp_chunk_tokens=8192, alpha=1.0)) == both[1:]

@@ -61,7 +61,8 @@ def check(decisions: Decisions, cluster: Cluster, hardware: Hardware, least: flo
 
 
 @pytest.mark.parametrize(
-    ("name", "recompute"), [("1f1b", "none"), ("chunks", "tokenwise"), ("zero-bubble", "tokenwise")]
+    ("name", "recompute"),
+    [("1f1b", "none"), ("chunks", "tokenwise"), ("zero-bubble", "tokenwise"), ("1f1b", "rowwise")],
 )
 def test_no_pipeline_is_faster_than_one_of_its_stages_alone(name: str, recompute: str) -> None:
     check(with_alpha(PIPELINES[name], recompute, 1.0 if recompute == "none" else 0.5), *machine(), least=0.75)

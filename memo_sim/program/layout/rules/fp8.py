@@ -70,7 +70,7 @@ IN_FP8 = (
     _FP8.allows("decisions.mlp_rebuild", "block", because="frameworks that rebuild an MLP like this have no FP8"),
     _FP8.allows(
         "decisions.recompute",
-        *("none", "full", "selective", "tokenwise"),
+        *("none", "full", "selective", "tokenwise", "rowwise"),
         because="what other modes rebuild is kept in FP8 alone",
     ),
     _FP8.allows(

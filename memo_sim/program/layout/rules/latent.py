@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memo_sim.contract.attention_kernels import takes_values
-from memo_sim.program.layout.rowwise_blocks import is_rowwise
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
 from memo_sim.program.layout.rules.rule import Rule
@@ -13,7 +13,7 @@ _LATENT = Feature(
     chosen=lambda d: d.model.latent is not None,
     beside="beside latent attention",
     setting="a model with latent attention",
-    hint="tp, cp, Ulysses, dp, pp and ZeRO go with latents, and every recompute but operators and rowwise",
+    hint="tp, cp, Ulysses, dp, pp and ZeRO go with latents, and every recompute but operators",
 )
 
 LATENT = (
@@ -33,9 +33,8 @@ LATENT = (
     _LATENT.allows("model.bidirectional", False, because="no such model has a latent"),
     _LATENT.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        *("none", "selective", "norms", "mlp", "full", "tokenwise", "rowwise"),
         because="every second product would have to be chosen among those of latents",
-        when=lambda d: d.model.latent is not None and not is_rowwise(d),  # refused in rowwise.py, with its own reason
     ),
     _LATENT.allows(
         "layout.schedule",
@@ -71,10 +70,10 @@ LATENT = (
     ),
     Rule(
         name="rebuild_qkv: recompute",
-        breaks=lambda d: d.rebuild_qkv and d.recompute == "full",
-        what="full recompute computes Q, K and V again anyway",
+        breaks=lambda d: d.rebuild_qkv and d.recompute in ("full", ROWWISE),
+        what="full and row-wise recompute compute Q, K and V again anyway",
         where="decisions.rebuild_qkv",
-        got="true with recompute full",
+        got=lambda d: f"true with recompute {d.recompute}",
         wanted="false, or another recompute",
         hint="leave --rebuild-qkv out, or --recompute tokenwise",
     ),

@@ -1,4 +1,4 @@
-"""What row-wise recompute does not go with; FP8, norms behind attention and MLP, and RSA have rules of their own."""
+"""What row-wise recompute does not go with; norms behind attention and MLP, and RSA have rules of their own."""
 
 from __future__ import annotations
 
@@ -37,13 +37,6 @@ ROWWISE_RECOMPUTE = (
         what="experts",
         wanted=_OTHERS,
         because="each block of rows would be routed by itself",
-    ),
-    _not_beside(
-        "latent attention",
-        lambda d: d.model.latent is not None,
-        what="latent attention",
-        wanted=_OTHERS,
-        because="Q, K and V would be expanded from latents block by block",
     ),
     _not_beside(
         "metp",

@@ -76,6 +76,39 @@ def test_attention_in_chunks_passes_the_checkers(recipe: tuple[Fp8Recipe, Fp8Lay
         assert faults_of(decide(LLAMA, layout, ("full", 1.0), mlp_chunk_tokens=512, **fields)) == []
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_row_wise_recompute_passes_the_checkers(name: str, recipe: tuple[Fp8Recipe, Fp8Layouts]) -> None:
+    layout, fields = LAYOUTS[name]
+    cut = {"seq_tokens": 4096, "mlp_chunk_tokens": 1536 // layout.cp}  # the last block is shorter
+    if layout.tp == 8:
+        cut["mlp_chunk_tokens"] = 3072
+    policy = ("rowwise", 0.5)
+    assert faults_of(decide(LLAMA, layout, policy, fp8=recipe[0], fp8_layouts=recipe[1], **(cut | fields))) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
+def test_row_wise_recompute_with_attention_in_chunks_passes_the_checkers(recipe: tuple[Fp8Recipe, Fp8Layouts]) -> None:
+    fields = {"fp8": recipe[0], "fp8_layouts": recipe[1], "attention_chunk_tokens": 512}
+    for layout, rows in ((Layout(tp=2, sequence_parallel=True), 512), (Layout(ulysses=2), 256), (Layout(), 128)):
+        assert faults_of(decide(LLAMA, layout, ("rowwise", 1.0), mlp_chunk_tokens=rows, **fields)) == []
+
+
+def test_row_wise_recompute_keeps_no_copy_and_leaves_no_norm_beside_attention() -> None:
+    """What outlives a layer is in bf16 alone, and attention's backward begins when a block of the norm is dead."""
+    found = program("tensor", "tn", policy=("rowwise", 0.0), mlp_chunk_tokens=512)
+    kept = {f.name: f.dtype for f in found.families if f.kind is FamilyKind.SKELETAL}
+    assert kept == {"skeletal.x": "bf16", "skeletal.attn": "bf16", "skeletal.lse": "fp32"}
+    backward = next(t for t in found.templates if t.name == "layer.bwd")
+    names = [i.name for i in backward.instructions]
+    attention = next(n for n, name in enumerate(names) if name.startswith("bwd/attn"))
+    before, after = (
+        {backward.slots[o.slot] for i in part for o in i.operands}
+        for part in (backward.instructions[:attention], backward.instructions[attention:])
+    )
+    assert not [slot for slot in before & after if "norm1" in slot]
+
+
 def program(recipe: Fp8Recipe, layouts: Fp8Layouts = "tn", **fields: Any) -> Program:
     layout, policy = fields.pop("layout", None), fields.pop("policy", HALF)
     return lower(decide(LLAMA, layout, policy, fp8=recipe, fp8_layouts=layouts, **fields))[0]

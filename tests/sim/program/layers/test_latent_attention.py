@@ -62,6 +62,28 @@ def test_programs_pass_the_checkers(model: Model, layout: str, form: str) -> Non
     assert faults_of(chosen(model, LAYOUTS[layout], form)) == []
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", [LATENT, NO_Q_LATENT], ids=lambda model: model.name)
+def test_row_wise_recompute_passes_the_checkers(model: Model, layout: str) -> None:
+    """Two row blocks, of which the second is a third of the first."""
+    where = LAYOUTS[layout]
+    granule = 128 * (where.tp if where.sequence_parallel else 1)
+    cut = {"seq_tokens": 4 * granule * where.cp * where.ulysses, "mlp_chunk_tokens": 3 * granule}
+    kernels = Kernels(attention="flash2")
+    assert faults_of(decide(model, where, ("rowwise", 0.5), kernels=kernels, **cut)) == []
+
+
+def test_row_wise_recompute_makes_latents_once_in_backward() -> None:
+    """Heads are expanded block by block before attention's backward; latents stay, and only norm1 is repeated."""
+    (program,) = lower(decide(LATENT, None, ("rowwise", 0.0), mlp_chunk_tokens=1024))
+    backward = next(t for t in program.templates if t.name == "layer.bwd")
+    names = [i.name for i in backward.instructions]
+    attention = next(n for n, name in enumerate(names) if name.startswith("bwd/attn"))
+    assert [name for name in names[:attention] if "latent.b" in name] == ["rec/latent.b0", "rec/latent.b1"]
+    again = [name for name in names[attention:] if name.startswith("rec/")]
+    assert again == ["rec/norm1.again.b0", "rec/norm1.again.b1"]
+
+
 def instructions(decisions: Decisions, kind: TemplateKind) -> Iterator[Instruction]:
     (program,) = lower(decisions)
     for template in program.templates:

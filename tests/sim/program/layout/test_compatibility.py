@@ -685,11 +685,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "3 with recompute_layers groups-2",
     ),
     "row-wise recompute: experts": (Layout(), {"model": EXPERTS, "recompute": "rowwise"}, "rowwise with experts"),
-    "row-wise recompute: latent attention": (
-        Layout(),
-        {"model": LATENT, "recompute": "rowwise"},
-        "rowwise with latent attention",
-    ),
     "row-wise recompute: metp": (Layout(metp=2), {"recompute": "rowwise"}, "rowwise with METP"),
     "row-wise recompute: multiplexed": (
         multiplexed(pp=5),
