@@ -81,7 +81,7 @@ class _Works:
         return cls(
             (_on_lane(forward, Lane.COMPUTE), _on_lane(backward, Lane.COMPUTE)),
             (_on_lane(forward, Lane.TP, Lane.ULYSSES), _on_lane(backward, Lane.TP, Lane.ULYSSES)),
-            (*waited_for(forward), *waited_for(backward)),
+            tuple(each for template in (forward, backward) for each in waited_for(template) if not _of_cp(each)),
             _on_lane(head, Lane.COMPUTE),
         )
 
@@ -134,21 +134,25 @@ class PartPrices:
             layout=Layout(
                 tp=layout.tp,
                 sequence_parallel=layout.sequence_parallel,
+                cp=layout.cp,
+                cp_exchange=layout.cp_exchange,
                 ulysses=layout.ulysses,
                 uneven_heads=layout.uneven_heads,
             ),
-            seq_tokens=tokens * layout.ulysses // sequences,
+            seq_tokens=tokens * layout.cp * layout.ulysses // sequences,
             global_batch=sequences,
         )
         if alone not in self._alone:
             self._alone[alone] = _Works.of(alone)
         works = self._alone[alone]
         earlier = start * layout.ulysses // sequences
-        compute_s = [_seconds(each, pricer, earlier) for each in works.compute]
-        beside_s = [_seconds(each, pricer, 0) for each in works.collective]
+        # Queries meet the earlier keys of each rank in a call of their own, or those of all ranks in one.
+        calls = 1 if layout.cp_exchange == "all_gather" else layout.cp
+        compute_s = [_seconds(each, pricer, earlier * layout.cp // calls, calls) for each in works.compute]
+        beside_s = [_seconds(each, pricer) for each in works.collective]
         forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, beside_s, strict=True))
         idle_s = sum(max(pricer.seconds(work) for work in each) for each in works.waited_for)
-        head_s = _seconds(works.head, pricer, 0)
+        head_s = _seconds(works.head, pricer)
         return PartTimes(tokens, forward_s, backward_s, compute_s[0], compute_s[1], idle_s, head_s)
 
 
@@ -167,20 +171,28 @@ def part_prices(hardware: Hardware, cluster: Cluster) -> PartPrices:
     return _prepared[-1]
 
 
+def _of_cp(works: tuple[Work, ...]) -> bool:
+    """Return whether a kernel waits for keys of other cp ranks: calls over earlier keys hide these exchanges."""
+    return any(isinstance(work, Collective) and work.group == "cp" for work in works)
+
+
 def _on_lane(template: Template, *lanes: Lane) -> tuple[Work, ...]:
     return tuple(instruction.work for instruction in template.instructions if instruction.lane in lanes)
 
 
-def _seconds(works: Sequence[Work], pricer: Pricer, earlier_tokens: int) -> float:
-    """Return the seconds of one lane, with attention to the keys of ``earlier_tokens`` earlier tokens."""
+def _seconds(works: Sequence[Work], pricer: Pricer, earlier_tokens: int = 0, calls: int = 1) -> float:
+    """Return the seconds of one lane, with attention to earlier keys: ``calls`` calls of ``earlier_tokens`` each.
+
+    The causal call of a subsequence's own tokens stands for its queries: beside cp there are more calls over its keys.
+    """
     total = 0.0
     for work in works:
         total += pricer.seconds(work)
         if earlier_tokens and isinstance(work, WindowedAttention):
             keys = work.q_tokens + min(earlier_tokens, work.window - 1)
             total += pricer.seconds(replace(work, k_tokens=keys)) - pricer.seconds(work)
-        elif earlier_tokens and isinstance(work, Attention):
-            total += pricer.seconds(replace(work, k_tokens=earlier_tokens, mask="none"))
+        elif earlier_tokens and isinstance(work, Attention) and work.mask == "causal":
+            total += calls * pricer.seconds(replace(work, k_tokens=earlier_tokens, mask="none"))
     return total
 
 

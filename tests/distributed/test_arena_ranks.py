@@ -5,6 +5,7 @@ import pytest
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.machine.rank_placement import rank_placement
+from memo_sim.contract.knobs import CpExchange
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory.place import place
 from memo_sim.program.arena.requests import requests_of
@@ -47,3 +48,12 @@ def test_planned_memory_of_unequal_ranks(team: Team, name: str, layout: Layout) 
     chosen = training(MODELS[name], layout, recompute="none", swapped_tokens=0, global_batch=4)
     ranks = team.play(play_planned, 2, chosen)
     compare(ranks, reference(name, chosen.seq_tokens, chosen.global_batch, STEPS), steps=STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+def test_planned_memory_of_subsequences_that_ranks_divide(team: Team, exchange: CpExchange) -> None:
+    layout = Layout(cp=2, cp_exchange=exchange, subsequences=3)
+    chosen = training(MODELS["llama4"], layout, recompute="full", swapped_tokens=0, seq_tokens=1040, global_batch=2)
+    ranks = team.play(play_planned, 2, chosen)
+    compare(ranks, reference("llama4", chosen.seq_tokens, chosen.global_batch, STEPS), steps=STEPS)

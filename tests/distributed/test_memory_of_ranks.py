@@ -16,7 +16,7 @@ from tests.exec_cpu.small import gpt
 COMPUTE = frozenset({Lane.COMPUTE})
 OTHERS = frozenset(Lane) - COMPUTE
 FEW = (Layout(metp=2), Layout(dp=2, zero=3), Layout(pp=2))
-MANY = (Layout(metp=4), Layout(tp=2, sequence_parallel=True), Layout(cp=2))
+MANY = (Layout(metp=4), Layout(tp=2, sequence_parallel=True), Layout(cp=2), Layout(cp=2, subsequences=2))
 
 
 def small(layout: Layout) -> Decisions:

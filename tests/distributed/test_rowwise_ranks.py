@@ -51,15 +51,16 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, layout
         Layout(pp=2, subsequences=2),
         Layout(tp=2, sequence_parallel=True, subsequences=2),
         Layout(ulysses=2, subsequences=2),
+        Layout(cp=2, subsequences=2),
     ],
     ids=label,
 )
 def test_subsequences_have_row_blocks_of_their_own(team: Team, layout: Layout, window: int) -> None:
-    tokens = 512 * layout.tp * layout.ulysses
+    rows = 512 * layout.tp
     cut: dict[str, Any] = {
-        "seq_tokens": tokens,
-        "mlp_chunk_tokens": tokens // layout.ulysses // 4,
-        "swapped_tokens": tokens // layout.ulysses,
+        "seq_tokens": rows * layout.ulysses * layout.cp,
+        "mlp_chunk_tokens": rows // 4,
+        "swapped_tokens": rows,
         "offload_window": window,
     }
     parity(team, "llama4", layout, recompute="rowwise", **cut)

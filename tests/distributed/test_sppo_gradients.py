@@ -145,6 +145,36 @@ def test_heads_divided_over_ranks(team: Team, name: str, layout: Layout, policy:
     assert len(found) == layout.devices
 
 
+DIVIDED = [
+    ("llama", Layout(cp=2, subsequences=3), "tokenwise mixed", {}),
+    ("llama", Layout(cp=2, cp_exchange="all_gather", subsequences=3), "swap mixed in a window", {}),
+    ("gpt", Layout(cp=4, subsequences=2), "keep", {"seq_tokens": 1024}),
+    ("gpt", Layout(cp=4, cp_exchange="all_gather", subsequences=2), "full, inputs mixed", {"seq_tokens": 1024}),
+    ("llama", Layout(cp=4, subsequences=3), "full, inputs mixed", {"seq_tokens": 1136}),
+    ("llama", Layout(cp=4, cp_exchange="all_gather", subsequences=3), "keep", {"seq_tokens": 1136}),
+    ("llama", Layout(cp=2, subsequences=5), "swap", {"seq_tokens": 2560}),
+    ("llama", Layout(cp=2, cp_exchange="all_gather", subsequences=5), "tokenwise swap", {"seq_tokens": 2560}),
+    ("llama-normed", Layout(tp=2, sequence_parallel=True, cp=2, subsequences=2), "tokenwise mixed", {}),
+    ("llama-uneven", Layout(ulysses=2, cp=2, uneven_heads=True, subsequences=2), "tokenwise mixed", {}),
+    ("llama4", Layout(cp=2, pp=2, subsequences=3), "swap mixed in a window", {}),
+    ("llama4", Layout(cp=2, pp=2, schedule="zero-bubble", subsequences=3), "keep", {}),
+    ("llama4", Layout(cp=2, cp_exchange="all_gather", pp=2, subsequences=3), "tokenwise mixed", {}),
+    ("llama", Layout(cp=2, dp=2, zero=3, subsequences=2), "tokenwise mixed", {}),
+]
+"""A ring or an all-gather of context-parallel ranks; the last subsequence is shorter than the others."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "policy", "changes"),
+    [*DIVIDED[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in DIVIDED[2:])],
+    ids=text,
+)
+def test_rows_divided_over_ranks(team: Team, name: str, layout: Layout, policy: str, changes: dict[str, Any]) -> None:
+    """Context parallelism: every rank has its share of each subsequence in zigzag order, and of the KV cache."""
+    found = matches(team, name, sppo(name, layout, policy, **{"seq_tokens": 1040} | changes))
+    assert len(found) == layout.devices
+
+
 QUICK = {("gpt", "full, inputs mixed"), ("gpt", "swap"), ("gpt", "tokenwise mixed"), ("llama", "full")}
 QUICK |= {("llama", "swap mixed"), ("llama", "tokenwise"), ("llama", "tokenwise mixed")}
 QUICK |= {("gpt", "swap mixed in a window"), ("llama", "tokenwise in a window")}

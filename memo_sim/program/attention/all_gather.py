@@ -66,7 +66,7 @@ def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write the calls after the local square, over all other earlier keys; merge them into ``attn`` and ``lse``."""
-    for part in _parts(decisions, shape, _gathered(builder)[0]):
+    for part in parts_of_earlier_keys(decisions, shape, _gathered(builder)[0]):
         most = keys_before(shape)
         part_forward(builder, decisions, shape, part, "attn.before", merge="attn.merge", most_keys=most)
 
@@ -76,16 +76,16 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     for name, ranks in ((D_ALL, shape.cp), (D_MINE, 1)):
         builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, shape.cache_width)
     own_d_q(builder, decisions, shape)
-    for part in _parts(decisions, shape, _gathered(builder)[0]):
+    for part in parts_of_earlier_keys(decisions, shape, _gathered(builder)[0]):
         into = Rows(D_ALL, part.keys.first, part.keys.tokens)
         most = keys_before(shape)
         part_backward(builder, decisions, shape, part, "attn.before.bwd", into=into, most_keys=most)
         queries = Rows("d_q.part", 0, part.queries(shape))
         add(builder, decisions, f"d_q.add{part.suffix}", queries, builder.all("d_qkv"))
-    for i, rows in enumerate(_unmet(shape)):
-        size = rows.tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]
-        work = Rowwise("zero", rows.tokens, 0, size)
-        builder.emit(f"d_kv.clear{i or ''}", "zero", Lane.COMPUTE, work, target=writes(rows))
+    for i, (first, tokens) in enumerate(rows_without_queries(shape)):
+        size = tokens * shape.cache_width * DTYPE_BYTES[decisions.dtype]
+        work = Rowwise("zero", tokens, 0, size)
+        builder.emit(f"d_kv.clear{i or ''}", "zero", Lane.COMPUTE, work, target=writes(Rows(D_ALL, first, tokens)))
     builder.emit(
         "d_kv.scatter",
         "reduce_scatter",
@@ -97,7 +97,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     add(builder, decisions, "d_kv.return", builder.all(D_MINE), builder.all("d_qkv"))
 
 
-def _parts(decisions: Decisions, shape: Shape, everyone: str) -> list[Part]:
+def parts_of_earlier_keys(decisions: Decisions, shape: Shape, everyone: str) -> list[Part]:
     """Return the earlier keys of other ranks, rows of ``everyone``.
 
     Early chunks come before both own chunks, other chunks before the late one.
@@ -115,12 +115,12 @@ def _parts(decisions: Decisions, shape: Shape, everyone: str) -> list[Part]:
     return [replace(part, segments=segments) for part in parts]
 
 
-def _unmet(shape: Shape) -> list[Rows]:
-    """Return the gathered rows that no call of ``_parts`` reads: this rank's own chunks and all later keys."""
+def rows_without_queries(shape: Shape) -> list[tuple[int, int]]:
+    """Return (first row, rows) of the gathered rows that no call reads: this rank's own chunks and all later keys."""
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
     if rank == cp - 1:
-        return [Rows(D_ALL, rank * half, (cp + 1) * half)]
-    return [Rows(D_ALL, rank * half, half), Rows(D_ALL, cp * half, (rank + 1) * half)]
+        return [(rank * half, (cp + 1) * half)]
+    return [(rank * half, half), (cp * half, (rank + 1) * half)]
 
 
 def keys_before(shape: Shape) -> int:

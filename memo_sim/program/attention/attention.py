@@ -1,7 +1,8 @@
 """Attention over a rank's tokens: chooses the form by the decisions and writes its forward and backward.
 
 cp 1           one square over all tokens, causal unless the model is bidirectional
-subsequences   a square over the subsequence's own tokens, and one call over all earlier keys (``subsequence.py``)
+subsequences   a square over the subsequence's own tokens, and one call over all earlier keys (``subsequence.py``);
+               with cp also calls over the keys of other ranks (``divided_subsequence.py``)
 ring           the local square; keys and values pass from rank to rank (``ring.py``)
 windowed       a window's keys come from the neighbouring ranks alone, in both forms above (``windowed.py``)
 all_gather     the local square; every rank gathers all keys and values (``all_gather.py``)
@@ -15,8 +16,8 @@ from typing import Protocol
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import all_gather as gathered_attention
+from memo_sim.program.attention import divided_subsequence, ring, rsa, windowed
 from memo_sim.program.attention import plain as plain_attention
-from memo_sim.program.attention import ring, rsa, windowed
 from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.attention.partial import attention_work, documents, workspace
 from memo_sim.program.ir.builder import TemplateBuilder, reads, writes
@@ -54,7 +55,8 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         plain_attention.forward(builder, decisions, shape)
         return
     if shape.kv_cache_tokens:
-        prefix_attention.forward(builder, decisions, shape)
+        prefix = divided_subsequence if shape.cp > 1 else prefix_attention
+        prefix.forward(builder, decisions, shape)
         return
     if shape.window and shape.cp > 1:
         windowed.forward(builder, decisions, shape)
@@ -95,7 +97,8 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         plain_attention.backward(builder, decisions, shape)
         return
     if shape.kv_cache_tokens:
-        prefix_attention.backward(builder, decisions, shape)
+        prefix = divided_subsequence if shape.cp > 1 else prefix_attention
+        prefix.backward(builder, decisions, shape)
         return
     if shape.window and shape.cp > 1:
         windowed.backward(builder, decisions, shape)
@@ -140,7 +143,13 @@ def longest_keys(decisions: Decisions, shape: Shape) -> int:
 
     ``shape`` has the sizes inside attention (``Shape.attention``).
     """
-    return max(shape.tokens, gathered_attention.keys_before(shape) if _gathers(decisions) else 0)
+    if not _gathers(decisions):
+        return shape.tokens
+    subsequences = decisions.layout.subsequences > 1
+    gathered = (
+        divided_subsequence.most_gathered_keys(decisions) if subsequences else gathered_attention.keys_before(shape)
+    )
+    return max(shape.tokens, gathered)
 
 
 def _mask(decisions: Decisions) -> Mask:

@@ -110,9 +110,19 @@ def split(builder: TemplateBuilder, shape: Shape, packed: Rows, suffix: str, *, 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention forward: reads slots ``q`` and ``prefix.kv``, writes ``attn`` and ``lse``."""
-    keys = _seen(shape)
-    work = attention_work(decisions, shape, shape.tokens, keys.tokens, "causal", backward=False, window=shape.window)
     builder.cut()
+    own_square(builder, decisions, shape, _seen(shape))
+    if shape.start and not shape.window:
+        before = _calls(decisions, [(0, Rows(KV, 0, shape.start))])
+        longest = max(rows.tokens for _, rows in before)
+        for number, (_, rows) in enumerate(before):
+            part = Part(rows, suffix=f".k{number}" if len(before) > 1 else "")
+            part_forward(builder, decisions, shape, part, KEY_PART, merge=MERGE, most_keys=longest)
+
+
+def own_square(builder: TemplateBuilder, decisions: Decisions, shape: Shape, keys: Rows) -> None:
+    """Write the causal call over the subsequence's own ``keys``, and with a window those before them."""
+    work = attention_work(decisions, shape, shape.tokens, keys.tokens, "causal", backward=False, window=shape.window)
     builder.emit(
         "attn",
         "attention",
@@ -124,12 +134,6 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         lse=writes(builder.all("lse")),
         workspace=workspace(builder, decisions, work, "attn.scratch"),
     )
-    if shape.start and not shape.window:
-        before = _calls(decisions, [(0, Rows(KV, 0, shape.start))])
-        longest = max(rows.tokens for _, rows in before)
-        for number, (_, rows) in enumerate(before):
-            part = Part(rows, suffix=f".k{number}" if len(before) > 1 else "")
-            part_forward(builder, decisions, shape, part, KEY_PART, merge=MERGE, most_keys=longest)
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
@@ -147,25 +151,34 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     d_q = builder.own("d_q", BufferClass.TRANSIENT, dtype, shape.tokens, shape.q_width)
     if earlier:
         own_d_q(builder, decisions, shape)
-    if not _direct(builder, decisions, shape):
+    if not is_direct(builder, decisions, shape):
         room = max(shape.tokens, longest)
         builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, room, shape.cache_width)
-    work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=True)
     queries = builder.all(d_q)
-    into_q = queries if builder.dtype(d_q) == decisions.dtype else builder.all("d_q.part")
-    into = _written(builder, decisions, shape, mine)
-    _own_call_backward(builder, decisions, work, _own(KV, shape), into_q, into)
-    if into_q != queries:
-        put(builder, "d_q.put", into_q, queries)
-    _sum(builder, decisions, shape, "", into, mine)
+    own_square_backward(builder, decisions, shape, queries, _written(builder, decisions, shape, mine), mine)
     for run, (first, rows) in enumerate(earlier):
         part = Part(Rows(KV, first, rows.tokens), suffix=f".k{run}" if len(earlier) > 1 else "")
         written = _written(builder, decisions, shape, rows)
         part_backward(builder, decisions, shape, part, f"{KEY_PART}.bwd", into=written, most_keys=longest)
         add(builder, decisions, f"d_q.add{part.suffix}", builder.all("d_q.part"), queries)
-        _sum(builder, decisions, shape, f".before{part.suffix}", written, rows)
+        sum_into(builder, decisions, shape, f".before{part.suffix}", written, rows)
     summed = _with_behind(builder, decisions, mine)
     attention_part.join(builder, "qkv.join", queries, summed, builder.all("d_qkv"))
+
+
+def own_square_backward(  # noqa: PLR0917 - the context, and where both gradients go
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, queries: Rows, written: Rows, into: Rows
+) -> None:
+    """Write the backward of the subsequence's causal square: the first term of the gradients of its queries.
+
+    The kernel writes gradients of keys to ``written``, from where they move into the sums ``into``.
+    """
+    work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=True)
+    into_q = queries if builder.dtype(queries.slot) == decisions.dtype else builder.all("d_q.part")
+    _own_call_backward(builder, decisions, work, _own(KV, shape), into_q, written)
+    if into_q != queries:
+        put(builder, "d_q.put", into_q, queries)
+    sum_into(builder, decisions, shape, "", written, into)
 
 
 def _calls(decisions: Decisions, earlier: list[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
@@ -231,17 +244,19 @@ def _last(shape: Shape) -> bool:
     return shape.start + shape.tokens == shape.kv_cache_tokens
 
 
-def _direct(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> bool:
+def is_direct(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> bool:
     """Return whether kernels write gradients of keys and values straight to the sums: first term, and same dtype."""
     return _last(shape) and builder.dtype(sums_of(shape)[0][1].slot) == decisions.dtype
 
 
 def _written(builder: TemplateBuilder, decisions: Decisions, shape: Shape, into: Rows) -> Rows:
     """Return the rows to which a kernel writes gradients that belong to the sums ``into``."""
-    return into if _direct(builder, decisions, shape) else Rows(ASIDE, 0, into.tokens)
+    return into if is_direct(builder, decisions, shape) else Rows(ASIDE, 0, into.tokens)
 
 
-def _sum(builder: TemplateBuilder, decisions: Decisions, shape: Shape, name: str, written: Rows, into: Rows) -> None:  # noqa: PLR0917
+def sum_into(  # noqa: PLR0917 - the context, and both buffers
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, name: str, written: Rows, into: Rows
+) -> None:
     """Move what a kernel wrote to a buffer of its own into the sums: copy the first term, add the others."""
     if written == into:
         return

@@ -49,7 +49,7 @@ def partition(decisions: Decisions) -> tuple[int, ...]:
     if layout.partition == "length" or 0 < decisions.model.layer(0).window < decisions.seq_tokens:
         ideal = [granules / parts] * parts
     else:
-        ideal = balanced(granules, parts, earlier_tokens(decisions.model) / (granule * layout.ulysses))
+        ideal = balanced(granules, parts, earlier_tokens(decisions.model) / (granule * layout.ulysses * layout.cp))
     sizes = [size * granule for size in _whole(ideal, granules)]
     sizes[-1] -= granules * granule - tokens
     return tuple(sequences * size for size in sizes)

@@ -53,7 +53,7 @@ def subsequences_of(decisions: Decisions, shape: Shape) -> tuple[Subsequence, ..
     parts, swapped = partition(decisions), swapped_parts(decisions)
     if len(parts) == 1:
         return (Subsequence(0, 1, shape, shape, swapped[0]),)
-    starts, sums = (0, *accumulate(parts)), _runs(parts)
+    starts, sums = (0, *accumulate(parts)), run_ends(parts)
     shapes = [
         replace(
             shape, tokens=tokens, shard_tokens=shape.shard(tokens), start=start, kv_cache_tokens=shape.tokens, sums=sums
@@ -67,7 +67,7 @@ def subsequences_of(decisions: Decisions, shape: Shape) -> tuple[Subsequence, ..
     )
 
 
-def _runs(parts: Sequence[int]) -> tuple[int, ...]:
+def run_ends(parts: Sequence[int]) -> tuple[int, ...]:
     """Return the ends of the runs of whole subsequences; a run has at least an eighth of all tokens.
 
     The last run may have less.

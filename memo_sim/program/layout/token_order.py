@@ -18,6 +18,11 @@ parts one after the other, each with its tokens of every sequence:
 
     two sequences in two parts    0  1  2  3 | 8  9 10 11 || 4  5  6  7 | 12 13 14 15
 
+The ranks of a ring divide every subsequence, and every chunk of attention, in the same zigzag order:
+
+    cp rank 0, two subsequences    0  3 | 4  7 of eight parts of the sequence: the first and the last of each four
+    cp rank 1                      1  2 | 5  6
+
 All ranks of a tensor-parallel group have the same rows, and a gathered row block has them in this order. Outside of the
 products, sequence parallelism divides the rows of each block once more in the same way. Subsequences are runs of a
 rank's rows, each with its own row blocks. A token shard therefore holds its share of each subsequence, one after the
@@ -150,11 +155,17 @@ def _ring_runs(decisions: Decisions, rank: int, ends: Ends) -> list[Run]:
 
 
 def _divided(decisions: Decisions) -> list[tuple[int, int]]:
-    """Return (first token, tokens) of each part of a sequence that a ring divides: chunks of attention, or all."""
-    if not in_chunks(decisions):
+    """Return (first token, tokens) of each part of a sequence that a ring divides.
+
+    The parts are chunks of attention, subsequences, or the whole sequence.
+    """
+    if in_chunks(decisions):
+        ranks = ranks_of_a_chunk(decisions)
+        return [(first * ranks, rows * ranks) for first, rows in attention_chunks(decisions)]
+    if decisions.layout.subsequences == 1:
         return [(0, decisions.seq_tokens)]
-    ranks = ranks_of_a_chunk(decisions)
-    return [(first * ranks, rows * ranks) for first, rows in attention_chunks(decisions)]
+    ranks, parts = decisions.layout.ulysses * decisions.layout.ring, partition(decisions)
+    return [(first * ranks, rows * ranks) for first, rows in zip((0, *accumulate(parts)), parts, strict=False)]
 
 
 def _in_parts(decisions: Decisions) -> list[Run]:

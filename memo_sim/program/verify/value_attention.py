@@ -18,11 +18,12 @@ from memo_sim.program.verify.value_terms import (
     Packed,
     Spans,
     chain,
-    chunk_at,
-    halves_of_chunks,
+    half_of_a_part,
+    halves_of_parts,
     inside,
     joined,
     keys_needed,
+    part_at,
     shown,
     whole,
     window_of,
@@ -91,12 +92,12 @@ def _keys(  # noqa: PLR0911 - one return per kind of keys
         return None, None, 0
     end = first + call.tokens("kv")
     if value.terms is None:
-        # Halves of a ring's chunk may have outputs with different terms, and are then looked at one by one.
-        fits = first <= row < row + tokens <= end if v.ring_chunks else (row, row + tokens) == (first, end)
+        # Halves of what a ring divides may have outputs with different terms, and are then looked at one by one.
+        fits = first <= row < row + tokens <= end if v.divided_parts else (row, row + tokens) == (first, end)
         if work.mask == "causal" and not fits:
             call.fault(f"a causal square of queries [{row}, {row + tokens}) and keys [{first}, {end})")
-        if v.ring_chunks:
-            return _chunks_keys(call, 0, first, end), value, first
+        if v.divided_parts:
+            return _parts_keys(call, 0, first, end), value, first
         return Spans((), (first, end)) if work.mask == "causal" else Spans(((first, end),)), value, first
     return _ranks_keys(call, value, first, end), value, first
 
@@ -139,9 +140,11 @@ def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[obj
     v, half, ring = call.values, call.values.attended // 2, call.values.layout.ring
     if isinstance(call.work, Attention) and call.work.mask != "none":
         call.fault("keys of other ranks have a causal mask")
-    if v.ring_chunks:
+    if v.divided_parts:
         assert isinstance(value.terms, tuple)
-        return _chunks_keys(call, value.terms[1], first, end)
+        if value.terms[0] == "all":
+            return _gathered_parts_keys(call, value.terms[1:], first, end)
+        return _parts_keys(call, value.terms[1], first, end)
     terms: set[object] = set()
     for n in range(first // half, -(-end // half)):
         if not first <= n * half <= (n + 1) * half <= end:
@@ -154,19 +157,40 @@ def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[obj
     return frozenset(terms)
 
 
-def _chunks_keys(call: Call, hops: int, first: int, end: int) -> frozenset[object]:
-    """Return the terms that keys [first, end) of chunks are, which were computed ``hops`` ranks before."""
+def _parts_keys(call: Call, hops: int, first: int, end: int) -> frozenset[object]:
+    """Return the terms that keys [first, end) of chunks or subsequences are, which were computed ``hops`` ranks before.
+
+    Keys of a causal square are one whole part. Others are whole halves of parts.
+    """
     v, work = call.values, call.work
-    chunk = chunk_at(v, first)
-    low, high = v.ring_chunks[chunk]
-    middle = (low + high) // 2
-    if first not in (low, middle) or end not in (middle, high):
-        call.fault(f"keys [{first}, {end}) are not whole halves of the chunk [{low}, {high})")
     if isinstance(work, Attention) and work.mask == "causal":
-        if (first, end) != (low, high):
-            call.fault(f"the causal square of keys [{first}, {end}) is not that of the chunk [{low}, {high})")
-        return frozenset({("square", chunk)})
-    return frozenset(("hop", hops, n) for n in halves_of_chunks(v, first, end))
+        part = part_at(v, first)
+        if (first, end) != v.divided_parts[part]:
+            low, high = v.divided_parts[part]
+            call.fault(f"the causal square of keys [{first}, {end}) is not that of rows [{low}, {high})")
+        return frozenset({("square", part)})
+    return frozenset(("hop", hops, n) for n in _whole_halves(call, first, end))
+
+
+def _whole_halves(call: Call, first: int, end: int) -> set[int]:
+    """Return the halves that rows [first, end) of chunks or subsequences are, counted over all of them."""
+    found = halves_of_parts(call.values, first, end)
+    ends = {each for n in found for each in half_of_a_part(call.values, n)}
+    if first not in ends or end not in ends:
+        call.fault(f"keys [{first}, {end}) are not whole halves of what ranks divide")
+    return found
+
+
+def _gathered_parts_keys(call: Call, gathered: Sequence[int], first: int, end: int) -> frozenset[object]:
+    """Return the terms that rows [first, end) are, of rows ``gathered`` of all ranks: early halves, then late ones."""
+    v, (low, high) = call.values, gathered
+    ring, half = v.layout.ring, (high - low) // 2
+    if (first, end) == (0, ring * (high - low)):
+        return frozenset(("rank", of, n) for of in range(ring) for n in _whole_halves(call, low, high))
+    if (low, high) not in v.divided_parts or first % half or end % half:
+        call.fault(f"gathered keys [{first}, {end}) are not whole halves of one part of what ranks divide")
+    part = part_at(v, low)
+    return frozenset(("rank", n % ring, 2 * part + n // ring) for n in range(first // half, end // half))
 
 
 def _query_role(call: Call) -> str:
@@ -249,9 +273,9 @@ def _sum(  # noqa: PLR0911 - one return per kind of sum
 
 
 def _returned(call: Call, terms: object) -> object:
-    """Return the terms of gradients of a chunk's keys that came back from all other ranks; other terms as they are."""
+    """Return the terms of gradients of a part's keys that came back from all other ranks; other terms as they are."""
     ring = call.values.layout.ring
-    if not call.values.ring_chunks or not isinstance(terms, tuple) or terms[:2] != ("from", ring):
+    if not call.values.divided_parts or not isinstance(terms, tuple) or terms[:2] != ("from", ring):
         return terms
     return frozenset({("others", terms[3])}) if len(terms[2]) == ring - 1 else terms
 
@@ -329,10 +353,14 @@ def _gradient_of_keys(
         return
     if keys is not None and terms is not None:
         made: object
-        if call.values.ring_chunks:
-            chunk = chunk_at(call.values, queries[0][0])
-            hops = keys.terms[1] if isinstance(keys.terms, tuple) else 0
-            made = ("from", hops, frozenset({hops}), chunk) if hops else frozenset({("by", chunk)})
+        if call.values.divided_parts:
+            part = part_at(call.values, queries[0][0])
+            if not isinstance(keys.terms, tuple):
+                made = frozenset({("by", part)})
+            elif keys.terms[0] == "all":
+                made = (*keys.terms, part)
+            else:
+                made = ("from", keys.terms[1], frozenset({keys.terms[1]}), part)
         elif isinstance(terms, Spans) or terms == {WINDOW}:
             made = terms if isinstance(terms, Spans) and terms.square else _spans(queries)
         elif keys.terms == "all":
@@ -389,6 +417,14 @@ def gather_keys(call: Call) -> None:
     """Gather every rank's keys and values: the early half of every rank, then the late half of every rank."""
     rows = call.rows("shard")
     value = rows[0].value
+    if call.values.divided_parts:
+        known = len(rows) == 1 and value is not None and value.name == "kv" and value.terms is None
+        if value is not None and not known:
+            call.wrong("shard", value, rows[0].row, "this rank's rows of the KV cache")
+        gathered = ("all", rows[0].row, rows[0].row + call.tokens("shard"))
+        made = value._replace(terms=gathered) if known and value is not None else None
+        call.put("full", 0, call.tokens("full"), made, 0)
+        return
     good = len(rows) == 1 and value is not None and value.name == "kv" and value.terms == ("shift", 0)
     if value is not None and not good:
         call.wrong("shard", value, rows[0].row, "this rank's keys and values")
@@ -398,6 +434,9 @@ def gather_keys(call: Call) -> None:
 def scatter_keys(call: Call) -> None:
     """Sum the gradients of every rank's keys: this rank has written its terms, and zeros where it has none."""
     v, half, ring = call.values, call.values.attended // 2, call.values.layout.ring
+    if v.divided_parts:
+        _scatter_parts_keys(call)
+        return
     rows, known, found = call.rows("full"), None, set[tuple[int, int]]()
     for first, end, value, row in rows:
         if value is None:
@@ -413,7 +452,7 @@ def scatter_keys(call: Call) -> None:
         found |= {(n % ring, n // ring) for n in range(first // half, -(-end // half))}
     fits = set()
     for rank in v.ring_ranks:
-        needed = keys_needed(v, rank, 0) | keys_needed(v, rank, 1)
+        needed = _needed_by_both_halves(v, rank)
         if {("rank", of, which) for of, which in found} == needed - {OWN}:
             fits.add(rank)
     if known is not None and not fits:
@@ -421,6 +460,45 @@ def scatter_keys(call: Call) -> None:
     v.ring_ranks = fits or v.ring_ranks
     value = None if known is None or not fits else known._replace(terms=("from", ring, frozenset(range(1, ring))))
     call.put("shard", 0, call.tokens("shard"), value, 0)
+
+
+def _scatter_parts_keys(call: Call) -> None:
+    """Sum the gradients of every rank's keys of one subsequence, or of a run of earlier ones, which all need."""
+    v, ring = call.values, call.values.layout.ring
+    rows = call.rows("full")
+    known = next((each.value for each in rows if each.value is not None and each.value.name == "d_kv"), None)
+    if known is None or any(each.value is None for each in rows) or not isinstance(known.terms, tuple):
+        if known is None and all(each.value is not None for each in rows):
+            call.fault("sums zeros in place of gradients of keys")
+        call.put("shard", 0, call.tokens("shard"), None)
+        return
+    _, low, high, part = known.terms
+    half, found = (high - low) // 2, set[tuple[int, int]]()
+    for first, end, value, row in rows:
+        assert value is not None
+        if value.name == "zero":
+            continue
+        if value != known or row != first:
+            call.wrong("full", value, row, f"{known} (row {first})")
+        found |= {(n % ring, n // ring) for n in range(first // half, -(-end // half))}
+    everyone = {(of, which) for of in range(ring) for which in (0, 1)}
+    made: frozenset[object] | None = None
+    if high <= v.divided_parts[part][0]:
+        made = frozenset({("by", part), ("others", part)}) if found == everyone else None
+    elif (low, high) == v.divided_parts[part]:
+        terms = {("rank", of, which) for of, which in found}
+        fits = {rank for rank in v.ring_ranks if terms == _needed_by_both_halves(v, rank) - {OWN}}
+        made = frozenset({("others", part)}) if fits else None
+        v.ring_ranks = fits or v.ring_ranks
+    if made is None:
+        call.fault(
+            f"full has gradients of the keys {sorted(found)} of rows [{low}, {high}), which are those of no rank"
+        )
+    call.put("shard", 0, call.tokens("shard"), None if made is None else known._replace(terms=made), low)
+
+
+def _needed_by_both_halves(v: Values, rank: int) -> set[object]:
+    return keys_needed(v, rank, 0) | keys_needed(v, rank, 1)
 
 
 def send_gradients(call: Call, rows: list[Held]) -> None:
@@ -442,10 +520,12 @@ def send_gradients(call: Call, rows: list[Held]) -> None:
         call.put("recv", 0, call.tokens("recv"), None)
         return
     hop, base, end_of_keys, all_needed = terms[1], 0, v.attended, False
-    if v.ring_chunks:
-        number = chunk_at(v, next(each.row for each in rows if each.value is known))
-        base, end_of_keys = v.ring_chunks[number]
-        all_needed = terms[3] != number  # the queries are of a later chunk
+    if v.divided_parts:
+        base = next(each.row - each.first for each in rows if each.value is known)
+        end_of_keys, own = base + call.tokens("send"), v.divided_parts[terms[3]]
+        all_needed = end_of_keys <= own[0]  # the queries are of a later chunk or subsequence
+        if not all_needed and (base, end_of_keys) != own:
+            call.fault(f"sends gradients of the keys [{base}, {end_of_keys}) of queries of rows [{own[0]}, {own[1]})")
     half = (end_of_keys - base) // 2
     have: dict[int, frozenset[int]] = {}
     for first, end, value, row in rows:
@@ -462,7 +542,7 @@ def send_gradients(call: Call, rows: list[Held]) -> None:
     earlier = frozenset(range(1, hop))
     fits = set()
     for rank in v.ring_ranks:
-        needed = keys_needed(v, rank, 0) | keys_needed(v, rank, 1)
+        needed = _needed_by_both_halves(v, rank)
         owner = (rank - hop) % ring
         wanted = {n: earlier | {hop} if all_needed or ("rank", owner, n) in needed else earlier for n in (0, 1)}
         if wanted == have:

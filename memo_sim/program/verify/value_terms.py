@@ -6,12 +6,12 @@ has the same terms. The gradient of a key has a term of every query that needs t
 
 Terms are written in one of four ways:
 
-- ``Spans``, of tokens of the micro-batch, where one rank has all tokens (subsequences, chunked attention).
+- ``Spans``, of tokens of the micro-batch, where one rank has all tokens (subsequences and chunks without a ring).
 - A set of ``("own",)`` and ("hop", hops, half) or ("rank", rank, half), where a ring has the tokens in zigzag order:
   rank r has chunks r and 2 p - 1 - r of 2 p, its early and its late half.
-- A set of ("square", chunk) and ("hop", hops, half), where a ring divides every chunk of a sequence in zigzag order;
-  halves are counted over all chunks. Gradients of a chunk's keys have ("by", chunk) and ("others", chunk): the queries
-  of a chunk on the rank of the keys, and on all others.
+- A set of ("square", part) and ("hop", hops, half) or ("rank", rank, half), where a ring divides every part of a
+  sequence, a chunk or a subsequence, in zigzag order; halves are counted over all parts. Gradients of a part's keys
+  have ("by", part) and ("others", part): the queries of a part on the rank of the keys, and on all others.
 - A set of names or numbers: of ranks, where attention writes its scores, and of parts of weights (METP).
 """
 
@@ -140,9 +140,9 @@ def _is_whole(call: Call, value: Value, first: int, end: int) -> bool:  # noqa: 
         return _queries_are_whole(v, terms, first, end)
     if name == "d_kv" and isinstance(terms, Spans):
         return _keys_are_whole(v, terms, first, end)
-    if name == "d_kv" and v.ring_chunks:
-        later = {c for c in range(len(v.ring_chunks)) if c >= chunk_at(v, first)}
-        return end <= v.ring_chunks[min(later)][1] and terms == {(by, c) for by in ("by", "others") for c in later}
+    if name == "d_kv" and v.divided_parts:
+        later = {c for c in range(len(v.divided_parts)) if c >= part_at(v, first)}
+        return end <= v.divided_parts[min(later)][1] and terms == {(by, c) for by in ("by", "others") for c in later}
     if name in ("proj", "down", "d_norm1", "d_norm2") and isinstance(terms, frozenset):
         return len(terms) == v.layout.metp
     return False
@@ -181,8 +181,8 @@ def _queries_are_whole(v: Values, terms: object, first: int, end: int) -> bool: 
         return len(terms) == ring
     if ring == 1:
         return terms == {OWN}
-    if v.ring_chunks:
-        halves, needed = halves_of_chunks(v, first, end), keys_of_chunks_needed
+    if v.divided_parts:
+        halves, needed = halves_of_parts(v, first, end), keys_of_parts_needed
     else:
         halves, needed = _halves(v, first, end), keys_needed
     fits = {rank for rank in v.ring_ranks if all(needed(v, rank, half) == _on(v, rank, terms) for half in halves)}
@@ -190,25 +190,32 @@ def _queries_are_whole(v: Values, terms: object, first: int, end: int) -> bool: 
     return bool(fits)
 
 
-def chunk_at(v: Values, row: int) -> int:
-    """Return the number of the chunk that a row inside attention is in."""
-    return next(number for number, (_, end) in enumerate(v.ring_chunks) if row < end)
+def part_at(v: Values, row: int) -> int:
+    """Return the number of the chunk or subsequence that a row inside attention is in."""
+    return next(number for number, (_, end) in enumerate(v.divided_parts) if row < end)
 
 
-def halves_of_chunks(v: Values, first: int, end: int) -> set[int]:
-    """Return the halves of chunks that rows [first, end) are in, counted over all chunks."""
-    bounds = [each for low, high in v.ring_chunks for each in ((low, (low + high) // 2), ((low + high) // 2, high))]
+def half_of_a_part(v: Values, half: int) -> tuple[int, int]:
+    """Return the first row and the end of a half of a chunk or subsequence; halves are counted over all of them."""
+    low, high = v.divided_parts[half // 2]
+    middle = (low + high) // 2
+    return (middle, high) if half % 2 else (low, middle)
+
+
+def halves_of_parts(v: Values, first: int, end: int) -> set[int]:
+    """Return the halves of chunks or subsequences that rows [first, end) are in, counted over all of them."""
+    bounds = [half_of_a_part(v, n) for n in range(2 * len(v.divided_parts))]
     return {n for n, (low, high) in enumerate(bounds) if low < end and first < high}
 
 
-def keys_of_chunks_needed(v: Values, rank: int, half: int) -> set[object]:
-    """Return the terms of a half chunk of a rank's queries: its own chunk's in zigzag order, and all earlier chunks."""
-    chunk, which = divmod(half, 2)
+def keys_of_parts_needed(v: Values, rank: int, half: int) -> set[object]:
+    """Return the terms of half of a rank's queries of a chunk or subsequence: its own in zigzag order, all earlier."""
+    part, which = divmod(half, 2)
     own = keys_needed(v, rank, which)
     others = {(of, late) for of in range(v.layout.ring) for late in (0, 1) if ("rank", of, late) in own}
-    beside = {("rank", of, 2 * chunk + late) for of, late in others}
-    before = {("rank", of, n) for of in range(v.layout.ring) for n in range(2 * chunk)}
-    return {("square", chunk), *beside, *before}
+    beside = {("rank", of, 2 * part + late) for of, late in others}
+    before = {("rank", of, n) for of in range(v.layout.ring) for n in range(2 * part)}
+    return {("square", part), *beside, *before}
 
 
 def _on(v: Values, rank: int, terms: frozenset[object]) -> set[object]:

@@ -31,7 +31,7 @@ What it takes on trust:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -143,8 +143,8 @@ class Values:
         """Columns of this rank's logits."""
         self.attended = self.tokens * layout.ulysses
         """Rows inside attention."""
-        self.ring_chunks = self._chunks_of_a_ring()
         self.starts = (0, *accumulate(partition(decisions)))
+        self.divided_parts = self._parts_of_a_ring()
         runs = layout.pp * layout.virtual_stages
         given = layout.pp_layers or _nearly_equal(model.layers, runs)
         ends = (0, *accumulate(given))
@@ -165,10 +165,17 @@ class Values:
             experts_block(model, layout.expert_divided, ep, s.experts, lora) for s in model.layer_shapes
         ]
 
-    def _chunks_of_a_ring(self) -> tuple[tuple[int, int], ...]:
-        """Return the rows inside attention of each chunk that a ring divides; none where it divides whole sequences."""
+    def _parts_of_a_ring(self) -> tuple[tuple[int, int], ...]:
+        """Return the rows inside attention of each chunk or subsequence that ranks of a ring divide in zigzag order.
+
+        None where they divide whole sequences.
+        """
         chunk, total, ring = self.decisions.attention_chunk_tokens, self.decisions.seq_tokens, self.layout.ring
-        if ring == 1 or not 0 < chunk < total:
+        if ring == 1:
+            return ()
+        if len(self.starts) > 2:
+            return tuple(pairwise(self.layout.ulysses * start for start in self.starts))
+        if not 0 < chunk < total:
             return ()
         return tuple((first // ring, min(first + chunk, total) // ring) for first in range(0, total, chunk))
 

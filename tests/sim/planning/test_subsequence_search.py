@@ -43,14 +43,22 @@ def asked(
     return Question(shallow(layers), cluster, hardware, seq_tokens, system=system, pins=Pins(**pins))  # type: ignore[arg-type]
 
 
+TP = {"tp": 2, "sequence_parallel": True}
+
+
 @pytest.mark.parametrize(
-    ("schedule", "sequences", "pp", "ulysses"),
-    [("1f1b", 1, 1, 1), ("1f1b", 3, 4, 1), ("gpipe", 2, 2, 1), ("zero-bubble", 3, 4, 1), ("1f1b", 1, 2, 2)],
+    ("schedule", "sequences", "pp", "degrees"),
+    [
+        *[("1f1b", 1, 1, TP), ("1f1b", 3, 4, TP), ("gpipe", 2, 2, TP), ("zero-bubble", 3, 4, TP)],
+        *[("1f1b", 1, 2, {"ulysses": 2}), ("1f1b", 1, 2, {"cp": 4}), ("gpipe", 2, 2, TP | {"cp": 2})],
+        ("1f1b", 1, 2, {"cp": 4, "cp_exchange": "all_gather"}),
+    ],
 )
-def test_no_plan_of_subsequences_is_below_its_lower_bound(schedule: str, sequences: int, pp: int, ulysses: int) -> None:
+def test_no_plan_of_subsequences_is_below_its_lower_bound(
+    schedule: str, sequences: int, pp: int, degrees: dict[str, object]
+) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
     bounds = LowerBounds(hardware, cluster)
-    degrees = {"tp": 1, "ulysses": ulysses} if ulysses > 1 else {"tp": 2, "sequence_parallel": True}
     layout = Layout(**degrees, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
     base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, global_batch=sequences, loss_chunk_tokens=4096)
     for recompute, alpha in POLICIES:
@@ -181,7 +189,7 @@ def test_a_full_swap_that_hides_is_not_played_twice() -> None:
             "layout.subsequences",
             "as many as stages, or more",
         ),
-        ({"tp": 2, "cp": 2, "subsequences": 4}, "layout.cp", "1"),
+        ({"cp": 2, "pp": 2, "subsequences": 4, "multiplexed": True}, "layout.multiplexed", "false"),
     ],
 )
 def test_a_single_reason_is_reported_in_full(pins: dict[str, object], where: str, wanted: str) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.recompute import KEEPS_ALL_TOKENS, swaps
 from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.layout.rules.windows import windowed
 
-_SUBSEQUENCES = Feature(
-    name="subsequences",
-    chosen=lambda d: d.layout.subsequences > 1,
-    what="subsequences divide one whole sequence",
-    setting=lambda d: f"{d.layout.subsequences} subsequences",
-    hint="tp, Ulysses, pp and dp go with --subsequences",
+
+def _divided(decisions: Decisions) -> bool:
+    """Return whether ranks of context parallelism divide every subsequence."""
+    return decisions.layout.subsequences > 1 and decisions.layout.cp > 1
+
+
+_DIVIDED = Feature(
+    name="subsequences with cp",
+    chosen=_divided,
+    beside="with subsequences that cp ranks divide",
+    setting=lambda d: f"{d.layout.subsequences} subsequences and cp {d.layout.cp}",
+    hint="--ulysses in place of --cp, or leave --subsequences out",
 )
 
 SUBSEQUENCES = (
@@ -45,7 +52,21 @@ SUBSEQUENCES = (
         wanted="1",
         hint="--micro-batch 1, or leave --subsequences out",
     ),
-    _SUBSEQUENCES.allows("layout.cp", 1),
+    _DIVIDED.allows(
+        "decisions.micro_batch",
+        1,
+        because="the halves of several sequences lie apart in what ranks exchange",
+    ),
+    _DIVIDED.allows(
+        "layout.cp",
+        1,
+        because="a window's keys before a subsequence lie on several ranks",
+        when=lambda d: _divided(d) and windowed(d),
+    ),
+    _DIVIDED.allows(
+        "layout.multiplexed", False, because="helper stages have rows whose halves in zigzag order are not equal"
+    ),
+    _DIVIDED.allows("decisions.memory_policy", "planned", "caching", because="no framework has subsequences with cp"),
     Rule(
         name="subsequences: attention",
         breaks=lambda d: d.layout.subsequences > 1 and d.kernels.attention == "plain",

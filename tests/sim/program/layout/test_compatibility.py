@@ -635,7 +635,18 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
         "2 with 2 subsequences and a window",
     ),
-    "subsequences: cp": (Layout(subsequences=2, cp=2), {}, "2 with 2 subsequences"),
+    "subsequences with cp: micro_batch": (
+        Layout(subsequences=2, cp=2),
+        {"micro_batch": 2, "global_batch": 2},
+        "2 with 2 subsequences and cp 2",
+    ),
+    "subsequences with cp: cp": (Layout(subsequences=2, cp=2), {"model": WINDOW}, "2 with 2 subsequences and cp 2"),
+    "subsequences with cp: multiplexed": (multiplexed(cp=2), {}, "true with 8 subsequences and cp 2"),
+    "subsequences with cp: memory_policy": (
+        Layout(subsequences=2, cp=2),
+        {"memory_policy": "eager"},
+        "eager with 2 subsequences and cp 2",
+    ),
     "subsequences: attention": (Layout(subsequences=2), {"kernels": PLAIN}, "plain with 2 subsequences"),
     "subsequences: recompute": (
         Layout(subsequences=2),

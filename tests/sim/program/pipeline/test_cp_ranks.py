@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -22,6 +23,8 @@ from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention, Collective, Exchange, PointToPoint
 from memo_sim.program.layout.attention_chunks import attention_chunks
+from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.subsequence import run_ends
 from memo_sim.program.layout.token_order import token_runs
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
@@ -34,6 +37,12 @@ CHUNKED = decide(
     LLAMA.of_layers([LLAMA.layer(0)]), Layout(cp=4), ("full", 0.0), attention_chunk_tokens=1024, global_batch=1
 )
 """Two chunks of attention, which a ring divides."""
+
+SUBSEQUENCES = [
+    decide(LLAMA, Layout(cp=4, cp_exchange=exchange, subsequences=3), ("full", 0.0), seq_tokens=2560, global_batch=1)
+    for exchange in EXCHANGES
+]
+"""Three subsequences, which context-parallel ranks divide."""
 
 
 def ranks(decisions: Decisions) -> tuple[Program, ...]:
@@ -66,14 +75,17 @@ def test_every_rank_passes_the_checkers_and_matches_the_others(
         assert check_edges(mine, orders) == []
 
 
-def test_ranks_of_a_ring_divide_chunks_of_attention() -> None:
-    programs = ranks(CHUNKED)
+@pytest.mark.parametrize("decisions", [CHUNKED, *SUBSEQUENCES], ids=["chunks", *EXCHANGES])
+def test_ranks_divide_chunks_and_subsequences(decisions: Decisions) -> None:
+    programs = ranks(decisions)
     columns = [expand(program) for program in programs]
+    edges = [derive_edges(each) for each in columns]
     assert check_stages(programs) == []
-    assert check_deadlock(programs, columns, [derive_edges(each) for each in columns], ("cp", "grads")) == []
-    for program, mine in zip(programs, columns, strict=True):
+    assert check_deadlock(programs, columns, edges, ("cp", "grads")) == []
+    for program, mine, orders in zip(programs, columns, edges, strict=True):
         assert check_program(program, mine) == []
-        assert check_values(program, mine, CHUNKED) == []
+        assert check_edges(mine, orders) == []
+        assert check_values(program, mine, decisions) == []
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -112,8 +124,9 @@ def test_the_representatives_arena_serves_every_rank(policy: tuple[str, float], 
     _serves_every_rank(decide(LLAMA, Layout(cp=4, cp_exchange=exchange), policy))
 
 
-def test_the_representatives_arena_serves_every_rank_of_divided_chunks() -> None:
-    _serves_every_rank(CHUNKED)
+@pytest.mark.parametrize("decisions", [CHUNKED, *SUBSEQUENCES], ids=["chunks", *EXCHANGES])
+def test_the_representatives_arena_serves_every_rank_of_divided_parts(decisions: Decisions) -> None:
+    _serves_every_rank(decisions)
 
 
 def _serves_every_rank(decisions: Decisions) -> None:
@@ -180,6 +193,43 @@ def test_every_query_in_a_divided_chunk_attends_to_every_earlier_key_once(phase:
             keys = held[(rank - hops) % 2][rows[numbers[-1]][0] + of.first :][: of.tokens]
             met[np.ix_(queries, keys)] += 1 if call.work.mask == "none" else keys <= queries[:, None]
     assert np.array_equal(met, np.tri(640, dtype=int))
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_every_query_in_a_divided_subsequence_attends_to_every_earlier_key_once(
+    exchange: CpExchange, phase: Phase
+) -> None:
+    """Count the pairs in the calls of all ranks, by the places of their rows in the sequence."""
+    cp, seq = 4, 4 * 5 * 128
+    layout = Layout(cp=cp, cp_exchange=exchange, subsequences=3, partition="length")
+    decisions = decide(GPT, layout, seq_tokens=seq, global_batch=1)
+    held = [
+        np.concatenate([np.arange(run.token, run.token + run.tokens) for run in token_runs(decisions, rank)])
+        for rank in range(cp)
+    ]
+    starts, met = (0, *accumulate(partition(decisions))), np.zeros((seq, seq), dtype=int)
+    runs = (0, *run_ends(partition(decisions)))
+    for rank, program in enumerate(ranks(decisions)):
+        for template in (t for t in program.templates if t.name.startswith(f"layer.{phase}.s")):
+            number = int(template.name[-1])
+            start, end = starts[number : number + 2]
+            for call in (i for i in template.instructions if isinstance(i.work, Attention)):
+                blocks = [int(n) for n in re.findall(r"\.k(\d+)", call.name)]
+                low, high = (runs[blocks[0]], min(start, runs[blocks[0] + 1])) if blocks else (start, end)
+                (of,) = (o for o in call.operands if o.role == "kv")
+                hops = int("".join(re.findall(r"ring(\d+)", call.name)) or 0)
+                rows = held[(rank - hops) % cp]
+                if template.slots[of.slot].startswith("kv.all"):
+                    halves = np.stack([each[low:high].reshape(2, -1) for each in held], axis=1)
+                    keys = halves.reshape(-1)[of.first :][: of.tokens]
+                elif template.slots[of.slot].startswith("kv.ring"):
+                    keys = rows[low:high][of.first :][: of.tokens]
+                else:
+                    keys = rows[of.first :][: of.tokens]
+                queries = held[rank][start:end][-call.work.q_tokens :]
+                met[np.ix_(queries, keys)] += 1 if call.work.mask == "none" else keys <= queries[:, None]
+    assert np.array_equal(met, np.tri(seq, dtype=int))
 
 
 def _own(rank: int, cp: int, chunk: int) -> np.ndarray:

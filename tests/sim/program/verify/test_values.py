@@ -8,6 +8,7 @@ from functools import cache
 import msgspec
 import pytest
 
+from memo_sim.contract.knobs import CpExchange
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.ir.instruction import Instruction
@@ -20,6 +21,9 @@ from tests.sim.program.verify.planted import Chosen
 from tests.sim.small_programs import GPT, LLAMA, decide
 
 HALF = ("tokenwise", 0.5)
+EXCHANGES: tuple[CpExchange, ...] = ("ring", "all_gather")
+DIVIDED = tuple(f"subsequences, {exchange}" for exchange in EXCHANGES)
+"""Plans of subsequences that context-parallel ranks divide."""
 PLANS: dict[str, Decisions] = {
     "keep": decide(LLAMA),
     "gpt": decide(GPT, policy=HALF),
@@ -48,6 +52,15 @@ PLANS: dict[str, Decisions] = {
     "chunks in a ring": decide(
         LLAMA.of_layers([LLAMA.layer(0)]), Layout(cp=4), ("full", 0.0), attention_chunk_tokens=1024, global_batch=1
     ),
+    **{
+        f"subsequences, {exchange}": decide(
+            LLAMA.of_layers([LLAMA.layer(0)]),
+            Layout(cp=4, cp_exchange=exchange, subsequences=3),
+            seq_tokens=2560,
+            global_batch=1,
+        )
+        for exchange in EXCHANGES
+    },
 }
 
 
@@ -180,7 +193,9 @@ def test_a_weight_gradient_that_is_left_out_or_added_twice(plan: str) -> None:
     expect(plan, planted.twice(program, number, chosen), "twice")
 
 
-@pytest.mark.parametrize("plan", each("subsequences", "ring", "all-gather", "attention chunks", "chunks in a ring"))
+@pytest.mark.parametrize(
+    "plan", each("subsequences", "ring", "all-gather", "attention chunks", "chunks in a ring", *DIVIDED)
+)
 def test_a_term_of_a_sum_of_gradients_that_is_missing(plan: str) -> None:
     program = rank(plan)
     chosen: Chosen = lambda each: each.op == "grad.accumulate" and each.phase is Phase.BACKWARD  # noqa: E731
@@ -207,6 +222,12 @@ def test_the_gradient_of_the_residual_branch_that_is_missing() -> None:
         ("chunks in a ring", op("send_recv", phase=Phase.BACKWARD), ""),
         ("chunks in a ring", op("attention.merge"), "not the whole sum"),
         ("chunks in a ring", op("zero", phase=Phase.BACKWARD), "not d_kv of layer 0"),
+        *[(plan, op("attention.merge"), "not the whole sum") for plan in DIVIDED],
+        *[(plan, op("zero", phase=Phase.BACKWARD), "") for plan in DIVIDED],
+        (DIVIDED[0], op("send_recv"), ""),
+        (DIVIDED[0], op("send_recv", phase=Phase.BACKWARD), ""),
+        (DIVIDED[1], op("all_gather"), ""),
+        (DIVIDED[1], op("reduce_scatter"), ""),
         ("ulysses", op("all_to_all"), "d_attn^ of layer 0"),
         ("subsequences", op("attention.merge"), "not the whole sum"),
         ("1F1B", op("recv"), "hold nothing"),
