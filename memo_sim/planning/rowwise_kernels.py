@@ -67,14 +67,14 @@ class RowwiseChoice:
         """Return the implementation that is the fastest however layers are divided over stages; None without one.
 
         Stages have the works of a model in one stage. Only the number of layers whose backward finds all activations in
-        a rounding buffer, and recomputes nothing, depends on the stages. So one layer of each kind is lowered, and an
-        implementation is returned that is the fastest for any such number.
+        a rounding buffer, and recomputes nothing, depends on the stages. So one layer of each kind is lowered, with all
+        subsequences, and an implementation is returned that is the fastest for any such number.
 
         Raises:
             Infeasible: when the plan cannot be lowered in one stage.
         """
         layout, model = decisions.layout, decisions.model
-        if layout.subsequences > 1 or layout.multiplexed or decisions.recompute_layers != ALL:
+        if layout.multiplexed or decisions.recompute_layers != ALL:
             return None
         whole = msgspec.structs.replace(layout, pp=1, pp_layers=(), schedule="1f1b", virtual_stages=1)
         alone = msgspec.structs.replace(decisions, layout=whole, global_batch=layout.dp * decisions.micro_batch)
@@ -101,15 +101,18 @@ class RowwiseChoice:
     def _gains(
         self, works: _LayerWorks, layers: Counter[int], one: RowwiseKernel, other: RowwiseKernel, *, ties: bool
     ) -> bool:
-        """Return whether ``one`` beats ``other``, or with ``ties`` equals it, for any number of resident layers."""
+        """Return whether ``one`` beats ``other``, or with ``ties`` equals it, for any number of resident layers.
+
+        That number may differ between subsequences.
+        """
 
         def more_s(of: Counter[Rowwise]) -> float:
             return self._seconds(of, one) - self._seconds(of, other)
 
         most_s = more_s(works.ends)
-        for kind, times in layers.items():
-            backward_s = max(more_s(works.backward[kind]), more_s(works.resident[kind]))
-            most_s += times * (more_s(works.forward[kind]) + backward_s)
+        for part in works.forward:
+            backward_s = max(more_s(works.backward[part]), more_s(works.resident[part]))
+            most_s += layers[part[0]] * (more_s(works.forward[part]) + backward_s)
         return most_s < 0 or (ties and most_s == 0)
 
     def has_rates(self, decisions: Decisions) -> bool:
@@ -142,6 +145,10 @@ class RowwiseChoice:
         return sum(times * self._rates.seconds(work, outside, kernel) for work, times in works.items())
 
 
+_Part = tuple[int, int]
+"""A kind of layer and the number of a subsequence."""
+
+
 class _LayerWorks:
     """The row-wise work of one micro-batch that fused kernels could play, by what the number of layers multiplies."""
 
@@ -154,20 +161,24 @@ class _LayerWorks:
         (program,) = lower(decisions)
         self.ends: Counter[Rowwise] = Counter()
         """Of what is not in layers."""
-        self.forward: dict[int, Counter[Rowwise]] = {}
-        self.backward: dict[int, Counter[Rowwise]] = {}
-        self.resident: dict[int, Counter[Rowwise]] = {}
-        """By kind of layer; backward with what is recomputed before it, or of activations that stay."""
+        self.forward: dict[_Part, Counter[Rowwise]] = {}
+        self.backward: dict[_Part, Counter[Rowwise]] = {}
+        self.resident: dict[_Part, Counter[Rowwise]] = {}
+        """By kind of layer and subsequence; backward with what is recomputed before it, or of activations that stay."""
         of_layers = {
             TemplateKind.FORWARD: self.forward,
             TemplateKind.BACKWARD: self.backward,
             TemplateKind.BACKWARD_RESIDENT: self.resident,
         }
         uses = Counter(instance.template for instance in program.instances)
+        written = Counter[int]()
         for number, template in enumerate(program.templates):
             works = _works_of(template)
             if template.block is BlockKind.LAYER and template.kind in of_layers:
-                of_layers[template.kind][template.layer_kind or 0] = works
+                kind = template.layer_kind or 0
+                written[kind] += template.kind is TemplateKind.BACKWARD  # a subsequence's forward is before it
+                subsequence = written[kind] - (template.kind is not TemplateKind.FORWARD)
+                of_layers[template.kind][kind, subsequence] = works
             else:
                 for work, times in works.items():
                     self.ends[work] += times * uses[number]
@@ -189,8 +200,8 @@ def _needed(works: Iterable[Rowwise]) -> set[str]:
     return {work.kind for work in works} - HEAD_KINDS
 
 
-def _joined(by_kind: dict[int, Counter[Rowwise]]) -> set[Rowwise]:
-    return {work for works in by_kind.values() for work in works}
+def _joined(by_part: dict[_Part, Counter[Rowwise]]) -> set[Rowwise]:
+    return {work for works in by_part.values() for work in works}
 
 
 def _least_micro_batches(decisions: Decisions) -> int:

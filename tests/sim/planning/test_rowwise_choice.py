@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import pytest
 
@@ -197,3 +199,35 @@ def stages(fused: dict[str, float], **pins: object) -> Question:
     cluster, hardware = machine(fused, "a800-1x4")
     given = Pins(tp=1, cp=1, dp=2, pp=2, recompute="none", **pins)  # type: ignore[arg-type]
     return Question(load_model("llama-tiny"), cluster, hardware, 16_384, global_batch=8, pins=given)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "tokenwise"])
+@pytest.mark.parametrize("subsequences", [1, 4])
+def test_one_layer_has_the_works_of_all_stages(
+    subsequences: int, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each backward of a layer and subsequence recomputes, or finds its activations in a rounding buffer."""
+    asked = question(every(FAST), "llama-tiny")
+    seen = list[rowwise_kernels._LayerWorks]()
+    written = rowwise_kernels._LayerWorks
+    monkeypatch.setattr(rowwise_kernels, "_LayerWorks", lambda of: seen.append(written(of)) or seen[-1])
+    layers = asked.model.layers
+    for pp in (1, 2):
+        layout = Layout(pp=pp, subsequences=subsequences)
+        decisions = msgspec.structs.replace(asked.decisions(layout), recompute=recompute, swapped_tokens=0)
+        chosen_of_one = rowwise_kernels.RowwiseChoice(asked.hardware)._of_any_stages(decisions)
+        assert chosen_of_one == rowwise_kernels.RowwiseChoice(asked.hardware).fastest(decisions) == "triton"
+        works = seen[-1]
+        assert len(works.forward) == len(works.backward) == len(works.resident) == subsequences
+        whole = Counter(works.ends)
+        for part, forward in works.forward.items():
+            for work, times in (forward + works.backward[part]).items():
+                whole[work] += layers * times
+        spared = whole - rowwise_kernels._works(decisions)
+        assert whole - spared == rowwise_kernels._works(decisions)
+        assert bool(spared) == any(works.resident[part] != works.backward[part] for part in works.forward)
+        recomputed = Counter[Rowwise]()
+        for part in works.forward:
+            recomputed |= works.backward[part] - works.resident[part]
+        assert spared.keys() <= recomputed.keys()
+        assert all(times % recomputed[work] == 0 for work, times in spared.items())

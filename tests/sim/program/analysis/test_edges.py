@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.analysis.columns import Columns, expand, fold
+from memo_sim.engine.segments import cut
+from memo_sim.program.analysis.columns import NUMBER, Columns, expand, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.analysis.liveness import live_bytes, liveness, peak, peak_of
 from memo_sim.program.ir.instruction import Lane
@@ -203,3 +205,18 @@ def test_rounding_buffers_hold_figure_4() -> None:
     assert elements["skeletal.x"] == elements["skeletal.attn"] == one
     assert sum(f.bytes for f in tensors) == 32 * one
     assert {f.count for f in skeletal} == {2}
+
+
+def test_arrays_as_long_as_the_step_have_32_bits() -> None:
+    """They are most of an evaluation's memory; the rows of a region may be billions, so ranges keep 64 bits."""
+    (program,) = lower(decide(("tokenwise", 0.5), layout=Layout(tp=2, sequence_parallel=True)))
+    columns = fold(program)
+    edges, lives = derive_edges(columns), liveness(program, columns)
+    segments = cut(columns.lane, edges, len(Lane), np.zeros(0, dtype=NUMBER))
+    numbers = [columns.lane, columns.template_of, columns.starts, columns.instance, columns.template, columns.position]
+    numbers += [edges.producer, edges.consumer, lives.birth, lives.death, lives.family, lives.class_of]
+    numbers += [segments.order, segments.of, segments.first, segments.waits, segments.targets, segments.target_bounds]
+    numbers += [each for o in columns.operands for each in (o.instruction, o.buffer, o.mode, o.lane, o.starts)]
+    assert {each.dtype for each in numbers} == {np.dtype(NUMBER)}
+    ranges = [each for operands in columns.operands for each in (operands.first, operands.end)]
+    assert {each.dtype for each in [*ranges, lives.bytes]} == {np.dtype(np.int64)}
