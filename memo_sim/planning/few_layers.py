@@ -10,7 +10,7 @@ or no stretch repeats, all are lowered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -202,16 +202,18 @@ class _FewLayers:
         self._decisions, self._program = decisions, program
         lengths = [len(program.templates[i.template].instructions) for i in program.instances]
         self._instance = np.repeat(np.arange(len(lengths)), lengths)
-        self._lane = _by_instruction(program, lambda _, i: i.lane).astype(np.int64)
+        rows = [_row(template, each, pricer) for template in program.templates for each in template.instructions]
+        lane, seconds, forward, head, attention, rebuilt = np.array(rows, dtype=np.float64).T
+        starts = np.cumsum([0, *(len(template.instructions) for template in program.templates)])
+        at = np.concatenate([np.arange(starts[i.template], starts[i.template + 1]) for i in program.instances])
+        self._lane = lane.astype(np.int64)[at]
         self._inside = self._of_instances([_in_every_micro_batch(_template(program, i)) for i in program.instances])
         self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
         self._middle_buffers = _of_layers(program, middle, decisions.model.layer_kinds)
-        self._seconds = _by_instruction(program, lambda _, i: pricer.seconds(i.work)) * self._inside
-        self._forward = _by_instruction(program, lambda t, _: float(_is_layer_forward(t)))
-        self._head = _by_instruction(program, lambda t, _: float(t.block is BlockKind.HEAD))
+        self._seconds = seconds[at] * self._inside
+        self._forward, self._head = forward[at], head[at]
         self._first = self._of_instances([i.subsequence == 0 for i in program.instances])
-        self._attention = self._forward * _by_instruction(program, lambda _, i: float(isinstance(i.work, Attention)))
-        self._rebuilt = _by_instruction(program, lambda _, i: float(i.phase is Phase.RECOMPUTE))
+        self._attention, self._rebuilt = attention[at], rebuilt[at]
 
     def size(self) -> int:
         """Return its size in memory, in instructions of a step; one of a template counts as ten."""
@@ -298,8 +300,20 @@ def _in_every_micro_batch(template: Template) -> bool:
     return not template.kind.of_step and template.kind is not TemplateKind.QUANTIZE
 
 
-def _is_layer_forward(template: Template) -> bool:
-    return template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
+def _row(template: Template, instruction: Instruction, pricer: Pricer) -> tuple[float, ...]:
+    """Return an instruction's lane and seconds, and 1 where it is of a part of the pass, else 0.
+
+    The parts: the forward of layers, the head, attention in that forward, recompute.
+    """
+    forward = template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
+    return (
+        instruction.lane,
+        pricer.seconds(instruction.work),
+        forward,
+        template.block is BlockKind.HEAD,
+        forward and isinstance(instruction.work, Attention),
+        instruction.phase is Phase.RECOMPUTE,
+    )
 
 
 def _of_layers(program: Program, chosen: range, kinds: Sequence[int]) -> Ints:
@@ -316,12 +330,6 @@ def _of_layers(program: Program, chosen: range, kinds: Sequence[int]) -> Ints:
         marked.append(mine)
     own = sum(f.count for f in program.all_families) - sum(f.count for f in program.families)
     return np.concatenate([*marked, np.zeros(own, dtype=np.bool_)]).astype(np.int64)
-
-
-def _by_instruction(program: Program, value: Callable[[Template, Instruction], float]) -> Floats:
-    """Return a value for every instruction; ``value`` is called once per instruction of a template."""
-    rows = [np.array([value(t, i) for i in t.instructions], dtype=np.float64) for t in program.templates]
-    return np.concatenate([rows[i.template] for i in program.instances])
 
 
 def _live(lives: Liveness, sizes: Ints, *, device: bool) -> Ints:

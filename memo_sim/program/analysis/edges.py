@@ -45,7 +45,7 @@ def derive_edges(columns: Columns | FoldedColumns) -> Edges:
     for operands in columns.operands:
         shared = _shared(operands)
         edges = _conflicts(operands, shared)
-        if len(operands.starts) > 1:  # what one repetition implies, each of them does
+        if edges and len(operands.starts) > 1:  # what one repetition implies, each of them does
             once = _reduced(*_concatenated(edges), operands.lane)
             edges = [(once.producer, once.consumer)]
         found += [(operands.instructions(producer), operands.instructions(consumer)) for producer, consumer in edges]
@@ -62,14 +62,14 @@ def _concatenated(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
 
 def _conflicts(operands: Operands, shared: Flags) -> list[tuple[Ints, Ints]]:
     """Return the producers and consumers of what two lanes do to the same rows, in one repetition."""
-    segment, instruction, mode = _segments(operands, shared)
-    if not len(segment):
+    if not shared.any():
         return []
+    segment, instruction, mode = _segments(operands, shared)
     lane = operands.lane[instruction]
     writes = (mode & Mode.WRITE) > 0
     row = np.arange(len(segment), dtype=np.int64)
-    starts = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]])
-    group_start = np.repeat(starts, np.diff(np.r_[starts, len(segment)]))
+    starts = np.flatnonzero(_begins(segment))
+    group_start = np.repeat(starts, np.diff(np.append(starts, len(segment))))
     last_write = _last_before(writes, row, group_start)
     # RAW and WAW: the last write before this access, when it was made on another lane.
     found = (last_write >= 0) & (lane != lane[np.maximum(last_write, 0)])
@@ -123,7 +123,7 @@ def _uses(operands: Operands, shared: Flags) -> _Uses:
     buffer, instruction = operands.buffer[touches], operands.instruction[touches]
     # Operands are in program order, so the first row of a buffer and a lane is that lane's first touch.
     place, order = sorted_with_places(buffer * len(Lane) + operands.lane[instruction])
-    begins = np.append(True, place[1:] != place[:-1])[: len(place)]
+    begins = _begins(place)
     firsts, lasts = order[begins], order[np.append(begins[1:], True)[: len(place)]]
     every = operands.instructions
     return _Uses(
@@ -147,7 +147,7 @@ def _memory_edges(lanes: Ints, uses: _Uses) -> list[tuple[Ints, Ints]]:
     late = deaths[lanes[deaths] != Lane.COMPUTE]
     # A lane's last use may still be under way at the buffer's death if it is a read; the last user waits for writes.
     under_way = (lanes[uses.last] != Lane.COMPUTE) & (uses.last < uses.dead) & uses.last_reads
-    late, dead = np.r_[late, uses.last[under_way]], np.r_[late, uses.dead[under_way]]
+    late, dead = (np.concatenate((late, more)) for more in (uses.last[under_way], uses.dead[under_way]))
     for lane in _distinct(lanes[births]):
         here = births[lanes[births] == lane]
         elsewhere = lanes[late] != lane
@@ -176,12 +176,13 @@ def _segments(operands: Operands, shared: Flags) -> tuple[Ints, Ints, Ints]:
     base = buffer[some].astype(np.int64) * span
     begins, ends = base + first[some], base + end[some]
     cuts = np.sort(np.concatenate((begins, ends)))
-    cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])[: len(cuts)]]  # faster than np.unique, which hashes
+    cuts = cuts[_begins(cuts)]  # faster than np.unique, which hashes
     low = np.searchsorted(cuts, begins)
     pieces = np.searchsorted(cuts, ends) - low
     source = np.repeat(np.arange(len(some), dtype=np.int64), pieces)
     within = np.arange(len(source), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    source, segment = np.r_[other, some[source]], np.r_[buffer[other], count + low[source] + within]
+    segment = np.concatenate((buffer[other], count + low[source] + within))
+    source = np.concatenate((other, some[source]))
     segment, order = sorted_with_places(segment)
     source = source[order]
     return segment, instruction[source], mode[source]
@@ -201,6 +202,13 @@ def sorted_with_places(numbers: Ints) -> tuple[Ints, Ints]:
     return packed.astype(numbers.dtype, copy=False), places
 
 
+def _begins(numbers: Ints) -> Flags:
+    """Return a flag for each number: whether another one, or none, comes before it."""
+    found = np.ones(len(numbers), dtype=np.bool_)
+    found[1:] = numbers[1:] != numbers[:-1]
+    return found
+
+
 def _distinct(numbers: Ints) -> Ints:
     """Return the distinct values of an array of small numbers, in increasing order."""
     return np.flatnonzero(np.bincount(numbers))
@@ -209,7 +217,7 @@ def _distinct(numbers: Ints) -> Ints:
 def _last_before(flags: np.ndarray, row: Ints, group_start: Ints) -> Ints:
     """Return for each row the last earlier row of its group where ``flags`` is true, or -1."""
     latest = np.maximum.accumulate(np.where(flags, row, -1)) if len(row) else row
-    before = np.r_[-1, latest[:-1]] if len(row) else row
+    before = np.concatenate(([-1], latest[:-1])) if len(row) else row
     return np.where(before >= group_start, before, -1)
 
 
@@ -221,9 +229,10 @@ def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
         chosen = pair == value
         p, c = _by_consumer(producer[chosen], consumer[chosen], len(lane))
         best = np.maximum.accumulate(p)
-        last_of_consumer = np.r_[c[1:] != c[:-1], True]
+        begins = _begins(c)
+        last_of_consumer = np.append(begins[1:], True)
         # Keep each consumer's latest producer, and only if it is later than those that earlier consumers waited for.
-        first_row = np.maximum.accumulate(np.where(np.r_[True, c[1:] != c[:-1]], np.arange(len(c)), 0))
+        first_row = np.maximum.accumulate(np.where(begins, np.arange(len(c)), 0))
         before = np.where(first_row > 0, best[np.maximum(first_row - 1, 0)], -1)
         keep = last_of_consumer & (best > before)
         kept_producers.append(best[keep])
