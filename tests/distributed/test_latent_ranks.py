@@ -32,6 +32,8 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
     "row-wise recompute": ("latent", Layout(tp=2, cp=2, **SP), ROWWISE),
     "row-wise recompute, ulysses": ("latent-yarn", Layout(ulysses=2), ROWWISE),
     "row-wise recompute, queries without a latent": ("latent-lite-yarn", Layout(tp=2, dp=2, zero=3, **SP), ROWWISE),
+    "row-wise recompute, experts": ("deepseek", Layout(tp=2, cp=2, **SP), ROWWISE),
+    "row-wise recompute, experts, whole tokens": ("deepseek", Layout(tp=2, dp=2, zero=1), ROWWISE),
     "full recompute": ("latent", Layout(tp=2, ulysses=2, **SP), {"recompute": "full", "swapped_tokens": 0}),
 }
 QUICK = {"tensor parallel and ring"}

@@ -82,8 +82,11 @@ class ExpertMlp:
     apart = False
     """Whether the norm is computed for all rows, outside of the row blocks."""
 
-    def __init__(self, writer: OperatorWriter, experts: Experts) -> None:
+    def __init__(self, writer: OperatorWriter, experts: Experts, *, first: int = 0) -> None:
+        """``first``: the rank's row at which the tokens of ``writer.shape`` begin, where they are one row block."""
         self.writer, self.shape, self.experts = writer, writer.shape, experts
+        self.block = first, writer.shape.tokens
+        """These tokens in the layer's output and in the gradients of its output and of the residual."""
         self.builder = writer.builder
         self.rows = self.shape.expert_rows
         """Number of dispatched rows; with expert parallelism, of rows that the rank can receive."""
@@ -140,7 +143,7 @@ class ExpertMlp:
             if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
                 self.writer.suffix = f".r{i}"
             yield rows
-        if self.builder.kind is TemplateKind.FORWARD:
+        if self.builder.kind is TemplateKind.FORWARD and len(blocks) > 1:
             self.writer.suffix = ""
 
     def before_recompute(self) -> None:
@@ -148,7 +151,8 @@ class ExpertMlp:
 
     def forward(self, out: str) -> None:
         """Write the second product, the sum over each token's experts, and the residual sum into ``out``."""
-        self.writer.residual("out_add", "resid", self._second_half(), out=out, rows=(0, self.shape.tokens), bias="")
+        summed, at = self._second_half(), (0, self.shape.tokens)
+        self.writer.residual("out_add", "resid", summed, out=out, rows=self.block, bias="", at=at)
 
     def _second_half(self) -> Rows:
         """Write the second product and the sum over each token's experts; return the sum."""
@@ -232,8 +236,9 @@ class ExpertMlp:
             norm_input="resid",
             residual_grad=grad_out,
             out="d_resid",
-            rows=tokens,
+            rows=self.block,
             at=tokens,
+            input_at=tokens,
         )
 
     def _second_product_backward(self, grad_out: str) -> tuple[Rows, Rows, Rows]:
@@ -258,7 +263,7 @@ class ExpertMlp:
 
     def _gathered_gradient(self, grad_out: str) -> tuple[Rows, Rows]:
         """Return the gradients of the tokens that the rank routes, and those of all tokens where they are read."""
-        upstream = beside = self.writer.shard_rows(grad_out, (0, self.shape.tokens))
+        upstream = beside = self.writer.shard_rows(grad_out, self.block)
         if not self.whole or self.shared.width:
             beside = self.writer.gather("experts.grad", upstream, "d_moe_full", 0)
         return (upstream if self.whole else beside), beside
@@ -408,7 +413,8 @@ class ExpertMlp:
             return
         if self.shape.tp > 1 and not self.whole:
             work = Collective("all_reduce", NUMBER * tokens * count, self.shape.tp, "tp")
-            self.builder.emit("router.reduce", "all_reduce", Lane.TP, work, tensor=accumulates(d_logits))
+            name = f"router.reduce{writer.suffix}"
+            self.builder.emit(name, "all_reduce", Lane.TP, work, tensor=accumulates(d_logits))
         into = gradient_dtype(writer.decisions)
         self._router_product(
             "router.wgrad",

@@ -45,6 +45,7 @@ from memo_sim.program.attention.subsequence import KV
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
+from memo_sim.program.layers.expert_blocks import ExpertBlocks
 from memo_sim.program.layers.latents import Block as LatentBlock
 from memo_sim.program.layers.latents import Latents
 from memo_sim.program.layers.mlp import Mlp
@@ -60,8 +61,8 @@ from memo_sim.program.operators.sinks import sink, sink_backward
 
 KEPT = frozenset({"x", "attn", "lse"})
 """The skeletal tensors that outlive a layer's forward."""
-WHOLE = KEPT | {"qkv", "q"}
-"""The skeletal tensors that exist whole in a layer's forward or backward."""
+WHOLE = KEPT | {"qkv", "q", "route_ends"}
+"""The skeletal tensors that exist whole in a layer's forward or backward; ``route_ends`` has a row for each expert."""
 FIRST_NORM = ("norm1", "norm1_stats")
 RAW = "qk_raw"
 """Input of the norm of query and key heads: backward needs it after attention's, so there it is whole."""
@@ -86,7 +87,7 @@ class RowwiseLayer(OperatorWriter):
         self.room = self.blocks[0][1]
         """Number of a rank's rows in a buffer for one block."""
         self.ulysses = Ulysses(builder, shape, decisions.dtype, room=self.room)
-        self.mlp = Mlp(self)
+        self.mlp = ExpertBlocks(self, shape.experts, self.blocks) if shape.experts else Mlp(self)
         self.latents = Latents(self) if shape.latent else None
         self.chunks = KeptChunks(self, self.ulysses) if in_chunks(decisions) else None
         """Attention in chunks, each of one or more row blocks; None where it is about all rows at once."""

@@ -146,7 +146,8 @@ class SharedExpert:
     def _gated_backward(self, d_act: Rows, d_up: Rows) -> None:
         """Write the gradients of the first product and of the gate's product, from that of the weighted activation."""
         tokens, size = self.tokens, self.writer.size * self.width * self.tokens
-        self.builder.own("d_shared_gate", BufferClass.TRANSIENT, "fp32", tokens, 1)
+        if not self.builder.has("d_shared_gate"):
+            self.builder.own("d_shared_gate", BufferClass.TRANSIENT, "fp32", tokens, 1)
         self._emit(
             "shared_act.bwd",
             "shared_gate.swiglu.bwd",

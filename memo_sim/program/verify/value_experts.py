@@ -9,7 +9,8 @@ With expert parallelism ranks send rows to each other. The checker follows a ten
 
 Rows of these values are dispatched rows, ``per_token`` for each token, and a dispatched row of one tensor is that of
 every other. Which token a row is of is decided while the step runs. So the checker asks that a copy to experts may read
-every token, and that a sum over experts may read every dispatched row.
+every token, and that a sum over experts may read every dispatched row. Row-wise recompute routes each row block by
+itself. There these are all tokens and rows of one block, and each block has its own ``route_ends``.
 
     norm2 - router_logits - route_scores, route_probs, route_experts - by_expert, route_order - route_places, route_ends
     norm2 - dispatched - up - act - expert_out - down           norm2 - shared_up - shared_act - down
@@ -21,11 +22,13 @@ and the gradient of the norm last of the router's part. The names of partial sum
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.parameters import SELECTION_BIAS
+from memo_sim.program.layout.rowwise_blocks import is_rowwise, rowwise_blocks
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import Value
@@ -126,24 +129,75 @@ def _all(call: Call, role: str, count: int) -> Value | None:
     return whole(call, role, value, 0, count)
 
 
-def _decided(call: Call, role: str, wanted: Value, count: int) -> None:
-    """Check that an operand is all of what the router of a layer decided."""
-    value = _all(call, role, count)
-    if value is not None and value != wanted:
-        call.wrong(role, value, 0, str(wanted))
+def _routed(v: Values) -> list[tuple[int, int]]:
+    """Return (first token, tokens) of what is routed at once: all of a rank's tokens, or each row block by itself."""
+    if not is_rowwise(v.decisions):
+        return [(0, v.routed_tokens)]
+    return rowwise_blocks(v.decisions, v.routed_tokens)
 
 
-def _ends(call: Call, value: Value) -> None:
+def _rows_of(v: Values, total: int, number: int) -> tuple[int, int]:
+    """Return the first row and the rows of what is routed at once, of a tensor with ``total`` rows for all tokens."""
+    first, tokens = _routed(v)[number]
+    return first * total // v.routed_tokens, tokens * total // v.routed_tokens
+
+
+def _at_once(call: Call, role: str, total: int) -> tuple[Value | None, int]:
+    """Return the value of which an operand is all rows that are routed at once, and which part of the tokens it is.
+
+    ``total``: the rows of the tensor for all tokens. No value after a fault, or where it is unknown.
+    """
+    rows, v = call.rows(role), call.values
+    if any(each.value is None for each in rows):
+        return None, 0
+    value, row = rows[0].value, rows[0].row
+    assert value is not None
+    parts = [_rows_of(v, total, number) for number in range(len(_routed(v)))]
+    number = next((n for n, (first, _) in enumerate(parts) if first == row), 0)
+    first, count = parts[number]
+    if len(rows) != 1 or row != first or call.tokens(role) != count:
+        call.fault(f"{role} is not all {count} rows of one tensor: {value}, rows [{row}, ...)")
+        return None, 0
+    return whole(call, role, value, row, count), number
+
+
+def _number_of(call: Call, row: int, total: int) -> int:
+    """Return in which part of the tokens, of those that are routed at once, a row is of ``total`` rows."""
+    v = call.values
+    ends = [sum(_rows_of(v, total, number)) for number in range(len(_routed(v)))]
+    return bisect_right(ends, row)
+
+
+def _decided(call: Call, role: str, wanted: Value, total: int, number: int = 0) -> None:
+    """Check that an operand is all of what the router of a layer decided, at once with part ``number`` of the tokens.
+
+    ``total``: the rows of the tensor for all tokens.
+    """
+    value, found = _at_once(call, role, total)
+    if value is not None and (value, found) != (wanted, number):
+        call.wrong(role, value, _rows_of(call.values, total, found)[0], str(wanted))
+
+
+def _own(call: Call, role: str, wanted: Value, count: int, number: int) -> None:
+    """Check that an operand is what the ``count`` experts got of part ``number`` of the tokens."""
+    rows = call.rows(role)
+    if any(each.value is None for each in rows):
+        return
+    if len(rows) != 1 or call.tokens(role) != count or (rows[0].value, rows[0].row) != (wanted, number * count):
+        call.fault(f"{role} is not {wanted}, rows [{number * count}, ...): {rows[0].value}, rows [{rows[0].row}, ...)")
+
+
+def _ends(call: Call, value: Value, number: int) -> None:
     experts, ep = call.values.model.mixture, call.values.layout.ep
     assert experts is not None
     name = "route_ends" if ep == 1 else "route_own_ends"
-    _decided(call, "ends", Value(name, value.layer, value.micro_batch), experts.count // ep)
+    _own(call, "ends", Value(name, value.layer, value.micro_batch), experts.count // ep, number)
 
 
-def _all_ends(call: Call, value: Value) -> None:
+def _all_ends(call: Call, value: Value, number: int = 0) -> None:
     experts = call.values.model.mixture
     assert experts is not None
-    _decided(call, "ends", Value("route_ends", value.layer, value.micro_batch), experts.count)
+    _own(call, "ends", Value("route_ends", value.layer, value.micro_batch), experts.count, number)
 
 
 def _exchanged(call: Call) -> bool:
@@ -177,28 +231,32 @@ def route(call: Call) -> None:
 
 def sort(call: Call) -> None:
     """Check the order of rows by expert, which needs the experts of all tokens."""
-    value = _all(call, "experts", call.values.routed_tokens)
+    v = call.values
+    value, number = _at_once(call, "experts", v.routed_tokens)
     if value is not None and value.name != "route_experts":
         call.wrong("experts", value, 0, "route_experts")
         value = None
+    first = _rows_of(v, v.dispatched, number)[0]
     for role, name in (("sorted", "by_expert"), ("order", "route_order")):
-        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name))
+        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name), first)
 
 
 def places(call: Call) -> None:
     """Check the places of rows, which need the order of all rows."""
-    rows = call.values.dispatched
-    order, by_expert = _all(call, "order", rows), _all(call, "sorted", rows)
+    v = call.values
+    (order, number), (by_expert, other) = (_at_once(call, role, v.dispatched) for role in ("order", "sorted"))
     if order is not None and by_expert is not None:
-        agree(call, {"order": "route_order", "sorted": "by_expert"}, [(order, 0), (by_expert, 0)], rows)
-    for role in ("places", "ends"):
+        firsts = [_rows_of(v, v.dispatched, each)[0] for each in (number, other)]
+        both = list(zip((order, by_expert), firsts, strict=True))
+        agree(call, {"order": "route_order", "sorted": "by_expert"}, both, call.tokens("order"))
+    for role, first in (("places", _routed(v)[number][0]), ("ends", number * call.tokens("ends"))):
         value = None if order is None else order._replace(name=f"route_{role}")
-        call.put(role, 0, call.tokens(role), value)
+        call.put(role, 0, call.tokens(role), value, first)
 
 
 def dispatch(call: Call) -> None:
     """Check the copy of tokens' rows to dispatched rows."""
-    source = _all(call, "x", call.values.routed_tokens)
+    source, number = _at_once(call, "x", call.values.routed_tokens)
     gathered = {f"{name}{call.values.routed_full}": made for name, made in COPIED.items()}
     made = gathered.get(source.name) if source is not None else None
     if source is not None and made is None:
@@ -209,8 +267,9 @@ def dispatch(call: Call) -> None:
             name, after = made
             value = Value(name, source.layer - after, source.micro_batch)
             by = "route_sent" if _exchanged(call) else "route_order"
-            wanted = (by, value.layer, value.micro_batch)
-            if (order.name, order.layer, order.micro_batch) != wanted:
+            wanted = (by, value.layer, value.micro_batch, number)
+            part = 0 if _exchanged(call) else _number_of(call, row, call.values.dispatched)
+            if (order.name, order.layer, order.micro_batch, part) != wanted:
                 call.wrong("order", order, row, f"{by} of layer {value.layer}, micro-batch {value.micro_batch}")
                 value = None
             elif _exchanged(call):
@@ -220,7 +279,7 @@ def dispatch(call: Call) -> None:
 
 def combine(call: Call) -> None:
     """Check the sum of each token's dispatched rows."""
-    source = _all(call, "x", call.values.expert_rows)
+    source, number = _at_once(call, "x", call.values.expert_rows)
     end, by = (".arrived", "route_seats") if _exchanged(call) else ("", "route_places")
     known = {f"{name}{end}": made for name, made in SUMMED.items()}
     name = known.get(source.name) if source is not None else None
@@ -229,7 +288,7 @@ def combine(call: Call) -> None:
     for first, tokens, [(found, row)] in call.pieces("places"):
         value = None
         if source is not None and name is not None and found is not None:
-            if found != source._replace(name=by):
+            if (found, _number_of(call, row, call.values.routed_tokens)) != (source._replace(name=by), number):
                 call.wrong("places", found, row, f"{by} of layer {source.layer}")
             else:
                 value = source._replace(name=partial_sums(call.values, name)[0])
@@ -256,17 +315,21 @@ def _product(call: Call, role: str, products: Mapping[str, tuple[str, ...]]) -> 
             call.put("out", first, tokens, None)
             continue
         weight(call, "weight", f"{made[0]}.weight", value.layer, _block(call))
-        _ends(call, value)
-        _same_rows(call, role, first, row)
+        _ends(call, value, _same_rows(call, role, first, row))
         name = partial_sums(call.values, "up")[0] if made[1] == "up" else made[1]
         call.put("out", first, tokens, value._replace(name=name), row)
 
 
-def _same_rows(call: Call, role: str, first: int, row: int) -> None:
-    """Check that an operand lies at its own rows, by which the kernel finds each expert's."""
-    at = call.operands[role].first + first
-    if at != row:
+def _same_rows(call: Call, role: str, first: int, row: int) -> int:
+    """Check that an operand lies at its own rows, by which the kernel finds each expert's.
+
+    Returns which part of the tokens, of those that are routed at once, the rows are of.
+    """
+    v, at = call.values, call.operands[role].first + first
+    number = _number_of(call, row, v.expert_rows)
+    if at != row - _rows_of(v, v.expert_rows, number)[0]:
         call.fault(f"{role} has dispatched row {row} at row {at} of its buffer")
+    return number
 
 
 def wgrad(call: Call) -> None:
@@ -278,8 +341,7 @@ def wgrad(call: Call) -> None:
             if value is not None:
                 call.wrong("grad", value, row, " or ".join(GRADIENTS))
             continue
-        _ends(call, value)
-        _same_rows(call, "grad", first, row)
+        _ends(call, value, _same_rows(call, "grad", first, row))
         found = agree(call, {"grad": value.name, "x": made[2]}, values, tokens)
         if found is not None:
             add_gradient(call, "out", f"{made[0]}.weight", found, tokens, kind=_block(call))
@@ -290,8 +352,10 @@ def activation(call: Call) -> None:
     if _exchanged(call):
         rowwise(call, {"x": "up", "gates": "gates"}, {"out": "act"})
         return
+    v = call.values
     for found in rowwise(call, {"x": "up", "order": "route_order"}, {"out": "act"}):
-        _decided(call, "probs", Value("route_probs", found[0], found[1]), call.values.tokens)
+        number = _number_of(call, found[3], v.dispatched)
+        _decided(call, "probs", Value("route_probs", found[0], found[1]), v.routed_tokens, number)
 
 
 def activation_backward(call: Call) -> None:
@@ -300,12 +364,13 @@ def activation_backward(call: Call) -> None:
         rowwise(call, {"grad": "d_act", "x": "up", "gates": "gates"}, {"grad_x": "d_up", "grad_probs": "d_gates"})
         return
     every = rowwise(call, {"grad": "d_act", "x": "up", "order": "route_order"}, {"grad_x": "d_up"})
-    value = None
+    value, first, v = None, 0, call.values
     for layer, micro_batch, _, row in every:
-        _decided(call, "probs", Value("route_probs", layer, micro_batch), call.values.tokens)
-        if row == 0 and len(every) == 1 and call.tokens("grad") == call.values.dispatched:
-            value = Value(partial_sums(call.values, "d_probs")[0], layer, micro_batch)
-    call.put("grad_probs", 0, call.tokens("grad_probs"), value)
+        number = _number_of(call, row, v.dispatched)
+        _decided(call, "probs", Value("route_probs", layer, micro_batch), v.routed_tokens, number)
+        if len(every) == 1 and (row, call.tokens("grad")) == _rows_of(v, v.dispatched, number):
+            value, first = Value(partial_sums(v, "d_probs")[0], layer, micro_batch), _routed(v)[number][0]
+    call.put("grad_probs", 0, call.tokens("grad_probs"), value, first)
 
 
 def route_backward(call: Call) -> None:
@@ -314,7 +379,7 @@ def route_backward(call: Call) -> None:
     wanted = {"grad": _partial(call, "d_probs"), **{name: f"route_{name}" for name in names}}
     tokens = call.tokens("grad")
     for found in rowwise(call, {**wanted}, {"out": _partial(call, "d_router")}):
-        _all_ends(call, Value("", found[0], found[1]))
+        _all_ends(call, Value("", found[0], found[1]), _number_of(call, found[3], call.values.routed_tokens))
         add_gradient(call, "loads", SELECTION_BIAS, found, tokens)
 
 
@@ -342,8 +407,7 @@ def bias(call: Call) -> None:
             call.put("x", first, tokens, None)
             continue
         weight(call, "bias", "experts_up.bias", found[0], _block(call))
-        _ends(call, Value("", found[0], found[1]))
-        _same_rows(call, "x", first, found[3])
+        _ends(call, Value("", found[0], found[1]), _same_rows(call, "x", first, found[3]))
         call.put("x", first, tokens, Value("up", found[0], found[1]), found[3])
 
 
@@ -352,8 +416,7 @@ def bias_backward(call: Call) -> None:
     for first, tokens, values in call.pieces("grad"):
         found = agree(call, {"grad": "d_up"}, values, tokens)
         if found is not None:
-            _ends(call, Value("", found[0], found[1]))
-            _same_rows(call, "grad", first, found[3])
+            _ends(call, Value("", found[0], found[1]), _same_rows(call, "grad", first, found[3]))
             add_gradient(call, "out", "experts_up.bias", found, tokens, kind=_block(call))
 
 

@@ -17,7 +17,7 @@ from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
 from memo_sim.program.ir.work import Copy
 from memo_sim.program.lower import lower
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds, replayed
-from tests.exec_cpu.small import LATENT_MODELS, MODELS, decide, llama, one_step
+from tests.exec_cpu.small import DEEPSEEK_MODEL, EXPERT_MODELS, LATENT_MODELS, MODELS, decide, llama, one_step
 
 
 def rowwise(name: str, **changes: Any) -> Decisions:
@@ -127,6 +127,57 @@ def test_memory_and_copies_with_latents_are_the_programs() -> None:
     three = msgspec.structs.replace(LATENT_MODELS["latent"], layers=3)
     sizes: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "mlp_chunk_tokens": 128, "swapped_tokens": 128}
     decisions = decide(three, recompute="rowwise", **sizes)
+    record, _ = one_step(decisions)
+    program = lower(decisions)[0]
+    assert record.peak_device_bytes == peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
+    copies = [i.work for _, i in program.walk() if isinstance(i.work, Copy)]
+    for direction in ("d2h", "h2d"):
+        assert getattr(record.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0
+
+
+ROUTED = {**EXPERT_MODELS, "latents and experts": DEEPSEEK_MODEL}
+QUICK = ("mixtral", "qwen2-moe", "latents and experts")
+EXPERTS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ROUTED]
+
+
+def routed(name: str, **changes: Any) -> Decisions:
+    """Return a plan of a model with experts, with three row blocks, of which the last is shorter."""
+    fields: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "global_batch": 2}
+    return decide(ROUTED[name], **(fields | {"recompute": "rowwise", "mlp_chunk_tokens": 128} | changes))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_gradients_with_experts_equal_autograd(name: str) -> None:
+    assert_gradients_equal_autograds(routed(name))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_blocks_that_are_routed_by_themselves_differ_in_the_order_of_sums_alone(name: str) -> None:
+    kept, wanted = one_step(routed(name, recompute="none", mlp_chunk_tokens=0))
+    record, found = one_step(routed(name), debug=True)
+    assert record.loss == pytest.approx(kept.loss, rel=1e-6)
+    for key in wanted:
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-5, atol=1e-6 * float(wanted[key].abs().max()))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_one_block_with_experts_is_keep_bit_for_bit(name: str) -> None:
+    kept, wanted = one_step(routed(name, recompute="none", mlp_chunk_tokens=0))
+    record, found = one_step(routed(name, mlp_chunk_tokens=0, swapped_tokens=128))
+    assert record.loss == kept.loss
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+
+
+def test_blocks_of_experts_are_rebuilt_bit_for_bit() -> None:
+    decisions = routed("mixtral", dtype="bf16", global_batch=1, swapped_tokens=320)
+    roles = ("out", "qkv", "stats", "scores", "probs", "experts", "order", "places", "ends")
+    again = replayed(decisions, ".b", KERNELS, roles)
+    wanted = ("norm2", "router", "route", "sort", "places", "dispatch", "experts_up", "act")
+    assert {f"rec/{op}.b{i}" for op in wanted for i in range(3)} <= again
+
+
+def test_memory_and_copies_with_experts_are_the_programs() -> None:
+    decisions = routed("mixtral", swapped_tokens=128)
     record, _ = one_step(decisions)
     program = lower(decisions)[0]
     assert record.peak_device_bytes == peak(live_bytes(liveness(program, expand(program)), device=True)).bytes

@@ -17,7 +17,7 @@ _EXPERTS = Feature(
     chosen=lambda d: d.model.mixture is not None,
     beside="beside experts",
     setting="a model with experts",
-    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators and rowwise",
+    hint="tp, cp, Ulysses, dp, pp and ZeRO go with experts, and every recompute but operators",
 )
 
 _MODULE_EXPERTS = replace(
@@ -39,7 +39,10 @@ def _moves_selection(decisions: Decisions) -> bool:
 
 
 EXPERTS_WHOLE_MLP = _EXPERTS.allows(
-    "decisions.mlp_chunk_tokens", 0, because="blocks of tokens would each be routed by themselves"
+    "decisions.mlp_chunk_tokens",
+    0,
+    because="blocks of tokens would each be routed by themselves, as with --recompute rowwise",
+    when=lambda d: d.model.mixture is not None and not is_rowwise(d),
 )
 
 EXPERTS = (
@@ -48,9 +51,8 @@ EXPERTS = (
     _EXPERTS.allows("layout.subsequences", 1, because="each subsequence would be routed by itself"),
     _EXPERTS.allows(
         "decisions.recompute",
-        *("none", "selective", "norms", "mlp", "full", "tokenwise"),
+        *("none", "selective", "norms", "mlp", "full", "tokenwise", "rowwise"),
         because="every second product would have to be chosen among those of experts",
-        when=lambda d: d.model.mixture is not None and not is_rowwise(d),  # refused in rowwise.py, with its own reason
     ),
     EXPERTS_WHOLE_MLP,
     _EXPERTS.allows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from memo_sim.contract.experts import Experts
 from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
+from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Collective, Gemm, GroupedGemm
 from memo_sim.program.layers.kinds import skeletal_of
@@ -23,6 +25,7 @@ from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import Fate
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.values import check_values
+from tests.pairs import covering
 from tests.sim.program.verify import planted
 from tests.sim.small_programs import EXPERTS, POLICIES, decide, faults_of
 
@@ -62,6 +65,44 @@ LAYOUTS = {
     "all": (Layout(cp=2, ulysses=2, pp=2, dp=2), {"global_batch": 8}),
     "pure bf16": (Layout(dp=2, zero=3), {"states": "pure-bf16"}),
 }
+
+
+ROW_BLOCKS = {name: case for name, case in LAYOUTS.items() if name != "pure bf16"}
+
+
+@pytest.mark.parametrize(("name", "model"), covering(ROW_BLOCKS, {"experts": EXPERTS, **ROUTED}))
+def test_row_wise_recompute_passes_the_checkers(name: str, model: str) -> None:
+    """Two row blocks, each routed by itself; the second is a third of the first."""
+    (layout, fields), granule = ROW_BLOCKS[name], 256
+    cut = {"seq_tokens": 4 * granule * layout.cp * layout.ulysses, "mlp_chunk_tokens": 3 * granule}
+    chosen = {"experts": EXPERTS, **ROUTED}[model]
+    assert faults_of(decide(chosen, layout, ("rowwise", 0.5), **(cut | fields))) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "role", "said"),
+    [
+        ("experts.dispatch", "order", "not route_order"),
+        ("experts.combine", "places", "not route_places"),
+        ("experts.linear", "x", "ends is not route_ends"),
+    ],
+)
+def test_rows_of_another_block_are_found(op: str, role: str, said: str) -> None:
+    """The last rows of the first block are left where the second one is shorter."""
+    decisions = decide(EXPERTS, None, ("rowwise", 0.0), seq_tokens=1024, mlp_chunk_tokens=768, global_batch=1)
+    (program,) = lower(decisions)
+
+    def second(instruction: Instruction) -> bool:
+        return instruction.op == op and instruction.name.endswith(".b1")
+
+    wrong = planted.replaced(program, planted.places(program, second)[0], second, lambda i: _later(i, role))
+    assert any(said in fault for fault in check_values(wrong, expand(wrong), decisions))
+
+
+def _later(instruction: Instruction, role: str) -> Instruction:
+    """Return an instruction that reads an operand behind the rows that the shorter block has written."""
+    moved = tuple(replace(o, first=o.first + o.tokens) if o.role == role else o for o in instruction.operands)
+    return replace(instruction, operands=moved)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES[1::3], ("selective", 0.0), ("norms", 0.0), ("mlp", 0.0)], ids=str)

@@ -1,0 +1,54 @@
+"""Experts of a layer in row blocks, of row-wise recompute (``rowwise.py``).
+
+A router decides for each token by itself, so a row block is routed, dispatched, multiplied and combined by itself, and
+has the bits that it has among all rows. Experts get fewer rows at a time, so their products are smaller:
+
+    forward    norm2 router route sort places dispatch up act down combine .b0 | .b1
+    backward   norm2 router route sort places dispatch up act .b0 again, then experts' backward of that block | .b1
+
+Weight gradients, and the rows that each expert got (for a selection bias), are sums over blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memo_sim.contract.experts import Experts
+from memo_sim.program.ir.builder import Rows
+from memo_sim.program.layers.experts import ExpertMlp
+from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+
+class ExpertBlocks:
+    """Writes the experts of each row block into a layer's templates, with the calls of ``Mlp``."""
+
+    def __init__(self, layer: OperatorWriter, experts: Experts, blocks: list[RowBlock]) -> None:
+        self._layer = layer
+        self._of = {rows: ExpertMlp(_writer(layer, rows[1]), experts, first=rows[0]) for rows in blocks}
+        """The experts of each row block, in buffers that the blocks share; the first block is the largest."""
+        for number, mlp in enumerate(self._of.values()):
+            mlp.writer.suffix = f".b{number}" if len(blocks) > 1 else ""
+
+    def first_product(self, rows: RowBlock) -> None:
+        """Write the norm of a row block, its routing, and the first product of its dispatched rows."""
+        at = (0, rows[1])
+        self._of[rows].first_product(at)
+        self._of[rows].inner([at], routed=False)
+
+    def second_product(self, rows: RowBlock, out: str) -> None:
+        """Write the second product of a row block, the sum over each token's experts, and the layer's output."""
+        self._of[rows].forward(out)
+
+    def block_backward(self, rows: RowBlock, grad_out: str, source: Rows | None) -> None:
+        """Write the backward of a row block from ``grad_out`` to ``d_resid``; the norm's output is gathered again."""
+        del source
+        shape = self._layer.shape
+        self._layer.own("d_resid", shape.shard_tokens, shape.hidden)
+        self._of[rows].backward(grad_out)
+
+
+def _writer(layer: OperatorWriter, tokens: int) -> OperatorWriter:
+    """Return a writer of the same template with the sizes of a row block."""
+    shape = layer.shape
+    of_block = replace(shape, tokens=tokens, shard_tokens=shape.shard(tokens))
+    return OperatorWriter(layer.builder, layer.decisions, of_block, layer.block)
