@@ -185,6 +185,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "heads.pick": shared_heads.pick,
     "heads.place": shared_heads.place,
     "grad.accumulate": packing.accumulate,
+    "grad.accumulate.halves": packing.accumulate_halves,
     "router": routing.router,
     "shared_gate": routing.shared_gate,
     "shared_gate.bwd": routing.shared_gate_backward,

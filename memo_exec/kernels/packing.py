@@ -36,29 +36,44 @@ def qkv_join(call: Call) -> None:
 
 
 def kv_pack(call: Call) -> None:
-    """Copy keys and values out of the packed Q, K, V into transfer order; of one sequence they are in it already."""
-    out = call["out"]
+    """Copy keys and values into transfer order, out of the packed Q, K, V or of ``kv``, which has them alone.
+
+    Those of one sequence are in this order already.
+    """
+    out, alone = call["out"], call.get("kv")
+    source = call["qkv"] if alone is None else alone
     if call.context.decisions.micro_batch == 1:
-        out.copy_(call["qkv"][:, -out.shape[1] :])
+        out.copy_(source[:, -out.shape[1] :])
         return
-    _transferred(out, call).copy_(_packed(call["qkv"], out.shape[1], call))
+    _transferred(out, call).copy_(_packed(source, out.shape[1], call))
 
 
 def accumulate(call: Call) -> None:
     """``out += x``, where x has all features of ``out``, or those of Q, or those of K and V in transfer order.
 
-    If x has all features, ``out`` may have a wider dtype.
+    If x has all features, ``out`` may have a wider dtype. If x has half the rows, they are the late half of every
+    sequence.
     """
     x, out = call.matrix("x"), call.matrix("out")
     width, name = x.shape[1], call.instruction.name.rpartition("/")[2]
     if width == out.shape[1]:
-        _add(x, out, call)
+        batch = call.context.decisions.micro_batch if len(x) < len(out) else 1
+        for part, whole in zip(torch.chunk(x, batch), torch.chunk(out, batch), strict=True):
+            _add(part, whole[-len(part) :], call)
     elif name.startswith("d_kv"):
         _packed(out, width, call).add_(_transferred(x, call))
     else:
         batch = call.context.decisions.micro_batch
         queries = torch.unflatten(x, 0, (batch, -1))
         torch.unflatten(out[:, :width], 0, (batch, -1))[:, -queries.shape[1] :].add_(queries)
+
+
+def accumulate_halves(call: Call) -> None:
+    """``out += x``, where x is in transfer order; ``out`` may have a wider dtype."""
+    x, out = call["x"], call["out"]
+    for ours, theirs in zip(_transferred(x, call), _packed(out, out.shape[1], call), strict=True):
+        for part, whole in zip(ours, theirs, strict=True):
+            _add(part, whole, call)
 
 
 def _add(x: Tensor, out: Tensor, call: Call) -> None:

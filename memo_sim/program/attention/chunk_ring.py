@@ -13,6 +13,10 @@ the sums of their gradients, which start at the next rank and end at the rank th
 arrives to its fp32 sum over the chunks of queries. A pair's last hop runs beside the first call of the next pair of the
 same keys.
 
+Of a micro-batch of several sequences, a rank's rows of a chunk are one sequence after the other, each with its early
+half first. Keys of the queries' own chunk are copied before they travel: the early halves of all sequences, then the
+late ones, so that a half is one range. Gradients that return in this order are added to those of each sequence.
+
 Bytes: a rank's K and V of a layer are B bytes. With n chunks a forward sends (cp - 1) x B x (n + 1) / 2, which is
 (n + 1) / 2 times as much as without chunks. A hop is as easy to hide as in a ring whose sequence is one chunk long.
 """
@@ -42,10 +46,16 @@ class Step:
     late: bool = False
     suffix: str = ""
     """End of the instruction's name, to tell apart two calls of one step."""
+    several: bool = False
+    """Whether the rows are of several sequences, whose late halves lie apart."""
 
     def of(self, queries: Rows) -> Rows:
-        """Return the rows of ``queries`` that this call is about."""
-        return late_half(queries) if self.late else queries
+        """Return the rows of ``queries`` that have those of this call: all, where late halves lie apart."""
+        return late_half(queries) if self.late and not self.several else queries
+
+    def count(self, queries: Rows) -> int:
+        """Return how many of ``queries`` this call is about."""
+        return queries.tokens // 2 if self.late else queries.tokens
 
 
 def late_half(rows: Rows) -> Rows:
@@ -61,10 +71,24 @@ class ChunkRing:
         """``shape``: the sizes inside attention. ``room``: the rows of the longest chunk."""
         self.builder, self.decisions, self.shape, self.room = builder, decisions, shape, room
 
-    def start(self, name: str, keys: Rows) -> None:
-        """Write the first hop of a pair of chunks, named ``name``: it runs beside the call over the own ``keys``."""
-        if self.shape.cp > 1:
-            self._hop("kv", 1, name, keys)
+    @property
+    def several(self) -> bool:
+        """Whether rows are of several sequences: what travels then has the early halves of all of them first."""
+        return self.decisions.micro_batch > 1 and self.shape.cp > 1
+
+    def start(self, name: str, keys: Rows, *, square: bool) -> None:
+        """Write the first hop of a pair of chunks, named ``name``: it runs beside the call over the own ``keys``.
+
+        ``square``: queries and keys are of the same chunk, so that other ranks need halves of the keys.
+        """
+        if self.shape.cp == 1:
+            return
+        if self.several and square:
+            packed, size = self._rows("kv", 0, keys.tokens), keys.tokens * self.builder.row_bytes(keys.slot)
+            work = Rowwise("kv.pack", keys.tokens, size, size)
+            self.builder.emit(f"kv.pack{name}", "kv.pack", Lane.COMPUTE, work, kv=reads(keys), out=writes(packed))
+            keys = packed
+        self._hop("kv", 1, name, keys)
 
     def steps(self, name: str, tokens: int, *, square: bool) -> Iterator[list[Step]]:
         """Yield the calls over the ``tokens`` keys of each other rank; write each hop before the calls it is beside.
@@ -83,8 +107,8 @@ class ChunkRing:
             if hops <= self.shape.cp_rank:  # keys of an earlier rank: only their early half comes before all queries
                 yield [Step(hops, early)]
             else:
-                late = Step(hops, late_half(keys), late=True, suffix=".late")
-                yield [Step(hops, early, late=True, suffix=".early"), late]
+                late = Step(hops, late_half(keys), late=True, suffix=".late", several=self.several)
+                yield [Step(hops, early, late=True, suffix=".early", several=self.several), late]
 
     def sums(self, step: Step) -> Rows:
         """Return where the gradients of a step's keys are summed, on their way to the rank that has the keys."""

@@ -81,8 +81,8 @@ class ChunkedAttention:
         self.features = {"kv": kv, "d_kv": kv, "lse": self.inside.heads}
         """Features of a token, by tensor; tensors that are not listed have the queries' features."""
         self.ring = ChunkRing(self.builder, self.decisions, self.inside, self._tokens("kv", 0))
-        self._due: tuple[str, Rows] | None = None
-        """The pair of chunks, and the gradients of its keys, that the last hop brings."""
+        self._due: tuple[str, Rows, bool] | None = None
+        """The pair of chunks, the gradients of its keys that the last hop brings, and whether they are in halves."""
         self.features["qk_raw"] = self.shape.q_width + self.shape.kv_width
 
     def forward(self, blocks: list[RowBlock]) -> None:
@@ -251,13 +251,13 @@ class ChunkedAttention:
     def _attend(self, c: int) -> None:
         """Write a chunk's attention: over its own keys, then over the keys of each earlier chunk."""
         out, lse = self._out(c), self._lse(c)
-        self.ring.start(f".c{c}", self._chunk("kv", c))
+        self.ring.start(f".c{c}", self._chunk("kv", c), square=True)
         self._call("attn", c, c, self._chunk("kv", c), out=out, lse=lse)
         self._attend_round(c, c, (out, lse))
         for k in range(c):
             if k + 1 < c:
                 self._fetch_earlier(c, k + 1)
-            self.ring.start(f".c{c}.k{k}", self._earlier(k))
+            self.ring.start(f".c{c}.k{k}", self._earlier(k), square=False)
             part, part_lse = self._chunk("attn", c, "attn.part"), self._chunk("lse", c, "lse.part")
             self._call("attn.earlier", c, k, self._earlier(k), out=part, lse=part_lse)
             merge_part(self.builder, f"attn.merge.c{c}.k{k}", (part, part_lse), (out, lse))
@@ -269,7 +269,7 @@ class ChunkedAttention:
         for step in chain.from_iterable(self.ring.steps(name, self._tokens("kv", k), square=c == k)):
             into = step.of(whole[0]), step.of(whole[1])
             (part, part_lse) = (self._chunk(tensor, c, f"{tensor}.part") for tensor in ("attn", "lse"))
-            part, part_lse = (Rows(rows.slot, 0, into[0].tokens) for rows in (part, part_lse))
+            part, part_lse = (Rows(rows.slot, 0, step.count(rows)) for rows in (part, part_lse))
             self._call(f"attn.ring{step.hops}", c, k, step.keys, out=part, lse=part_lse, step=step)
             merge_part(self.builder, f"attn.merge{step.hops}{name}{step.suffix}", (part, part_lse), into)
 
@@ -391,7 +391,7 @@ class ChunkedAttention:
         """Write the backward of chunk ``c``'s queries and chunk ``k``'s keys, and add the results to the sums."""
         grad_q, grad_kv = self._chunk("d_q", c, "d_q.part"), self._chunk("d_kv", k, "d_kv.part")
         name = f".c{c}.k{k}"
-        self.ring.start(name, self._keys(k))
+        self.ring.start(name, self._keys(k), square=c == k)
         self._call_backward(f"attn.bwd{name}", n, c, self._keys(k), _mask(c, k), grad_q, grad_kv)
         self._sum("d_q", name, grad_q, self._back("d_q", n, c), first=k == 0)
         first = c == k + 1 or (c == k and k + 1 == len(self.chunks))
@@ -409,20 +409,20 @@ class ChunkedAttention:
         for steps in self.ring.steps(name, tokens, square=c == k):
             for step in steps:
                 suffix, sums, d_q = f"{step.hops}{name}{step.suffix}", self.ring.sums(step), self._back("d_q", n, c)
-                grad_q = Rows("d_q.part", 0, step.of(d_q).tokens)
+                grad_q = Rows("d_q.part", 0, step.count(d_q))
                 grad_kv = sums if step.hops == 1 else Rows("d_kv.part", 0, sums.tokens)
                 self._call_backward(f"attn.bwd.ring{suffix}", n, c, step.keys, "none", grad_q, grad_kv)
                 add(self.builder, self.decisions, f"d_q.add{suffix}", grad_q, step.of(d_q))
                 if step.hops > 1:
                     add(self.builder, self.decisions, f"d_kv.add{suffix}", grad_kv, sums)
-            self._due = name, self.ring.pass_sums(name, steps[0].hops, tokens)
+            self._due = name, self.ring.pass_sums(name, steps[0].hops, tokens), c == k and self.ring.several
 
     def _arrive(self, k: int) -> None:
         """Add the gradients that other ranks computed for the keys of chunk ``k`` to their sum."""
         if self._due is not None:
-            name, arrived = self._due
+            name, arrived, halves = self._due
             into = self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE)
-            add(self.builder, self.decisions, f"d_kv.return{name}", arrived, into)
+            add(self.builder, self.decisions, f"d_kv.return{name}", arrived, into, halves=halves)
             self._due = None
 
     def _call_backward(  # noqa: PLR0917 - the operands of one call

@@ -163,7 +163,7 @@ class _RingOfBlocks(_Calls):
         self.ring = ChunkRing(builder, decisions, shape, self.room)
 
     def start(self, block: Block) -> None:
-        self.ring.start(block.name, block.keys)
+        self.ring.start(block.name, block.keys, square=block.own)
 
     def forward(self, block: Block, following: Block | None) -> None:
         if not block.own:

@@ -133,10 +133,14 @@ def join(builder: TemplateBuilder, name: str, grad_q: Rows, grad_kv: Rows, packe
     )
 
 
-def add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, into: Rows) -> None:
+def add(
+    builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, into: Rows, *, halves: bool = False
+) -> None:
     """Add gradients from their own buffer to a sum.
 
-    ``into`` may have more features (the packed Q, K, V) or a wider dtype (fp32).
+    ``into`` may have more features (the packed Q, K, V) or a wider dtype (fp32). Where it has twice the rows, ``part``
+    has those of the late half of each sequence. ``halves``: ``part`` has the early halves of all sequences, then the
+    late ones.
     """
     features, kernel = builder.features(part.slot), decisions.kernels.attention
     dtype, summed = builder.dtype(part.slot), builder.dtype(into.slot)
@@ -144,7 +148,7 @@ def add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, i
     scratch = sum_workspace_bytes(part.tokens, features, dtype, summed, kernel)
     builder.emit(
         name,
-        "grad.accumulate",
+        "grad.accumulate.halves" if halves else "grad.accumulate",
         Lane.COMPUTE,
         Rowwise("grad.accumulate", part.tokens, given + moved, moved),
         x=reads(part),

@@ -145,8 +145,8 @@ def _ring_runs(decisions: Decisions, rank: int, ends: Ends) -> list[Run]:
     if ranks == 1:
         return _in_parts(decisions) if len(starts) > 1 else [Run(0, 0, length)]
     runs, row = list[Run](), 0
-    for start in starts:
-        for first, tokens in _divided(decisions):
+    for first, tokens in _divided(decisions):
+        for start in starts:
             chunk = tokens // (2 * ranks)
             for place in (rank, 2 * ranks - 1 - rank):
                 runs.append(Run(row, start + first + place * chunk, chunk))
@@ -160,8 +160,8 @@ def _divided(decisions: Decisions) -> list[tuple[int, int]]:
     The parts are chunks of attention, subsequences, or the whole sequence.
     """
     if in_chunks(decisions):
-        ranks = ranks_of_a_chunk(decisions)
-        return [(first * ranks, rows * ranks) for first, rows in attention_chunks(decisions)]
+        ranks, sequences = ranks_of_a_chunk(decisions), decisions.micro_batch
+        return [(first * ranks // sequences, rows * ranks // sequences) for first, rows in attention_chunks(decisions)]
     if decisions.layout.subsequences == 1:
         return [(0, decisions.seq_tokens)]
     ranks, parts = decisions.layout.ulysses * decisions.layout.ring, partition(decisions)

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from memo_sim.program.verify.values import Values
 
 
+HALVES = "halves"
+"""Mark of keys, and of their gradients, whose early halves of all sequences come first."""
+
+
 # Calls
 
 
@@ -144,7 +148,7 @@ def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[obj
         assert isinstance(value.terms, tuple)
         if value.terms[0] == "all":
             return _gathered_parts_keys(call, value.terms[1:], first, end)
-        return _parts_keys(call, value.terms[1], first, end)
+        return _parts_keys(call, value.terms[1], first, end, halves=HALVES in value.terms)
     terms: set[object] = set()
     for n in range(first // half, -(-end // half)):
         if not first <= n * half <= (n + 1) * half <= end:
@@ -157,10 +161,11 @@ def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[obj
     return frozenset(terms)
 
 
-def _parts_keys(call: Call, hops: int, first: int, end: int) -> frozenset[object]:
+def _parts_keys(call: Call, hops: int, first: int, end: int, *, halves: bool = False) -> frozenset[object]:
     """Return the terms that keys [first, end) of chunks or subsequences are, which were computed ``hops`` ranks before.
 
-    Keys of a causal square are one whole part. Others are whole halves of parts.
+    Keys of a causal square are one whole part. Others are whole halves of parts. ``halves``: the early halves of all
+    sequences come first; without that, several sequences have no half that is one range.
     """
     v, work = call.values, call.work
     if isinstance(work, Attention) and work.mask == "causal":
@@ -169,7 +174,10 @@ def _parts_keys(call: Call, hops: int, first: int, end: int) -> frozenset[object
             low, high = v.divided_parts[part]
             call.fault(f"the causal square of keys [{first}, {end}) is not that of rows [{low}, {high})")
         return frozenset({("square", part)})
-    return frozenset(("hop", hops, n) for n in _whole_halves(call, first, end))
+    found = _whole_halves(call, first, end)
+    if len(found) == 1 and v.decisions.micro_batch > 1 and not halves:
+        call.fault(f"keys [{first}, {end}) are no half of several sequences, which lie one after the other")
+    return frozenset(("hop", hops, n) for n in found)
 
 
 def _whole_halves(call: Call, first: int, end: int) -> set[int]:
@@ -277,7 +285,9 @@ def _returned(call: Call, terms: object) -> object:
     ring = call.values.layout.ring
     if not call.values.divided_parts or not isinstance(terms, tuple) or terms[:2] != ("from", ring):
         return terms
-    return frozenset({("others", terms[3])}) if len(terms[2]) == ring - 1 else terms
+    if len(terms[2]) < ring - 1 or (HALVES in terms) != (call.instruction.op == "grad.accumulate.halves"):
+        return terms
+    return frozenset({("others", terms[3])})
 
 
 def backward(call: Call) -> None:
@@ -360,7 +370,7 @@ def _gradient_of_keys(
             elif keys.terms[0] == "all":
                 made = (*keys.terms, part)
             else:
-                made = ("from", keys.terms[1], frozenset({keys.terms[1]}), part)
+                made = ("from", keys.terms[1], frozenset({keys.terms[1]}), part, *keys.terms[2:])
         elif isinstance(terms, Spans) or terms == {WINDOW}:
             made = terms if isinstance(terms, Spans) and terms.square else _spans(queries)
         elif keys.terms == "all":
@@ -400,7 +410,10 @@ def _spans(queries: list[tuple[int, int]]) -> Spans:
 
 
 def pack(call: Call) -> None:
-    """Copy keys and values out of the packed Q, K, V; the early halves of all sequences come first."""
+    """Copy keys and values out of the packed Q, K, V, or a part's alone; early halves of all sequences come first."""
+    if call.has("kv"):
+        _pack_part(call)
+        return
     rows = call.rows("qkv")
     wanted = inside(call.values, "qkv")
     value, first = rows[0].value, rows[0].row
@@ -411,6 +424,23 @@ def pack(call: Call) -> None:
         value = None
     made = None if value is None else value._replace(name="kv", terms=("shift", 0))
     call.put("out", 0, call.tokens("out"), made, first)
+
+
+def _pack_part(call: Call) -> None:
+    """Copy the keys and values of one chunk, the early halves of all sequences first."""
+    (held, *others), parts = call.rows("kv"), call.values.divided_parts
+    value, made = held.value, None
+    if value is not None:
+        if (
+            not others
+            and value.name == "kv"
+            and value.terms is None
+            and (held.row, held.row + held.end - held.first) in parts
+        ):
+            made = value._replace(terms=("shift", 0, HALVES))
+        else:
+            call.wrong("kv", value, held.row, "this rank's keys of one chunk")
+    call.put("out", 0, call.tokens("out"), made, held.row)
 
 
 def gather_keys(call: Call) -> None:
@@ -736,6 +766,7 @@ RULES: dict[str, Callable[[Call], None]] = {
     "kv.pack": pack,
     "qkv.split": split,
     "qkv.join": join,
+    "grad.accumulate.halves": accumulate,
     "qk_norm": qk_norm,
     "qk_norm.bwd": qk_norm_backward,
     "rotary": _in_place("qkv", _rotated),

@@ -204,7 +204,9 @@ def _shifted(work: Exchange, value: Value) -> Value:
     terms = value.terms
     if value.name == "kv" and terms is None:  # a chunk's keys leave the rank that computed them
         return value._replace(terms=("shift", work.distance))
-    return value._replace(terms=("shift", terms[1] + work.distance) if isinstance(terms, tuple) else terms)
+    if isinstance(terms, tuple):
+        terms = ("shift", terms[1] + work.distance, *terms[2:])
+    return value._replace(terms=terms)
 
 
 def _send_sums(call: Call, sums: dict[ParameterKey, Sum], target: int) -> None:

@@ -182,7 +182,7 @@ def _queries_are_whole(v: Values, terms: object, first: int, end: int) -> bool: 
     if ring == 1:
         return terms == {OWN}
     if v.divided_parts:
-        halves, needed = halves_of_parts(v, first, end), keys_of_parts_needed
+        halves, needed = _halves_of_queries(v, first, end), keys_of_parts_needed
     else:
         halves, needed = _halves(v, first, end), keys_needed
     fits = {rank for rank in v.ring_ranks if all(needed(v, rank, half) == _on(v, rank, terms) for half in halves)}
@@ -206,6 +206,16 @@ def halves_of_parts(v: Values, first: int, end: int) -> set[int]:
     """Return the halves of chunks or subsequences that rows [first, end) are in, counted over all of them."""
     bounds = [half_of_a_part(v, n) for n in range(2 * len(v.divided_parts))]
     return {n for n, (low, high) in enumerate(bounds) if low < end and first < high}
+
+
+def _halves_of_queries(v: Values, first: int, end: int) -> set[int]:
+    """Return the halves that rows [first, end) of queries are in: every sequence of a part has its early half first."""
+    found, batch = set[int](), v.decisions.micro_batch
+    for number, (low, high) in enumerate(v.divided_parts):
+        half = (high - low) // (2 * batch)
+        begins = range(low, high, half)
+        found |= {2 * number + n % 2 for n, begun in enumerate(begins) if begun < end and first < begun + half}
+    return found
 
 
 def keys_of_parts_needed(v: Values, rank: int, half: int) -> set[object]:

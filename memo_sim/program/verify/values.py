@@ -177,7 +177,9 @@ class Values:
             return tuple(pairwise(self.layout.ulysses * start for start in self.starts))
         if not 0 < chunk < total:
             return ()
-        return tuple((first // ring, min(first + chunk, total) // ring) for first in range(0, total, chunk))
+        batch = self.decisions.micro_batch
+        ends = [min(first, total) * batch // ring for first in range(0, total + chunk, chunk)]
+        return tuple(pairwise(ends))
 
     def block(self, kind: BlockKind, layer: int) -> Block:
         """Return the parameters of the embedding, of the head, or of a layer."""

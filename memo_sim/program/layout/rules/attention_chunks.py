@@ -75,12 +75,6 @@ ATTENTION_CHUNKS = (
         when=lambda d: _in_a_ring(d) or (in_chunks(d) and d.layout.cp_exchange == "rsa"),
     ),
     _CHUNKS.allows(
-        "decisions.micro_batch",
-        1,
-        because="beside a ring the halves of several sequences' chunks lie apart",
-        when=lambda d: _in_a_ring(d) and d.micro_batch > 1,
-    ),
-    _CHUNKS.allows(
         "decisions.memory_policy",
         *("planned", "caching"),
         because="no framework has chunks beside a ring",

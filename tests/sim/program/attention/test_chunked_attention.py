@@ -231,7 +231,6 @@ CHUNK = "decisions.attention_chunk_tokens"
         ({"recompute": "none"}, "decisions.recompute", "none", "full"),
         ({"recompute": "tokenwise"}, "decisions.recompute", "tokenwise", "full"),
         ({"layout": Layout(cp=2, cp_exchange="all_gather")}, "layout.cp_exchange", "all_gather", "ring"),
-        ({"layout": Layout(cp=2), "micro_batch": 2, "global_batch": 2}, "decisions.micro_batch", "2", "1"),
         ({"layout": Layout(cp=2), "memory_policy": "eager"}, "decisions.memory_policy", "eager", "planned"),
         ({"layout": Layout(metp=2)}, "layout.metp", "2", "1"),
         (

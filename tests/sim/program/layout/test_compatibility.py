@@ -594,11 +594,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "zero-bubble with chunks of 512 tokens",
     ),
     "attention in chunks: cp_exchange": (Layout(cp_exchange="rsa"), CHUNKS, "rsa with chunks of 512 tokens"),
-    "attention in chunks: micro_batch": (
-        Layout(cp=2),
-        {"micro_batch": 2, "global_batch": 2, **CHUNKS},
-        "2 with chunks of 512 tokens",
-    ),
     "attention in chunks: memory_policy": (
         Layout(cp=2),
         {"memory_policy": "eager", **CHUNKS},

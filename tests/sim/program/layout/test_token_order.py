@@ -60,6 +60,19 @@ def test_ranks_of_ulysses_share_chunks_of_several_sequences(batch: int, ulysses:
         assert found == [start + i for start in starts for i in range(512)]
 
 
+def test_ranks_of_a_ring_divide_every_subsequence() -> None:
+    chosen = decide(GPT, Layout(cp=2, subsequences=2, partition="length"), seq_tokens=1024)
+    assert token_runs(chosen, 0) == (Run(0, 0, 128), Run(128, 384, 128), Run(256, 512, 128), Run(384, 896, 128))
+    assert token_runs(chosen, 1) == (Run(0, 128, 128), Run(128, 256, 128), Run(256, 640, 128), Run(384, 768, 128))
+
+
+def test_ranks_of_a_ring_divide_a_chunk_of_every_sequence() -> None:
+    fields = {"attention_chunk_tokens": 512, "seq_tokens": 1024, "micro_batch": 2, "global_batch": 2}
+    found = token_runs(decide(GPT, Layout(cp=2), ("full", 0.0), **fields))
+    starts = (0, 384, 1024, 1408, 512, 896, 1536, 1920)
+    assert found == tuple(Run(128 * number, start, 128) for number, start in enumerate(starts))
+
+
 def test_the_zigzag_gives_every_rank_the_same_work() -> None:
     decisions = decide(GPT, Layout(cp=4), seq_tokens=64, global_batch=1)
     held = [tokens(decisions, rank) for rank in range(4)]

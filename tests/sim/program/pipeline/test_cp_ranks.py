@@ -37,6 +37,8 @@ CHUNKED = decide(
     LLAMA.of_layers([LLAMA.layer(0)]), Layout(cp=4), ("full", 0.0), attention_chunk_tokens=1024, global_batch=1
 )
 """Two chunks of attention, which a ring divides."""
+SEVERAL = msgspec.structs.replace(CHUNKED, micro_batch=2, global_batch=2)
+"""The same of two sequences, whose halves travel one behind the other."""
 
 SUBSEQUENCES = [
     decide(LLAMA, Layout(cp=4, cp_exchange=exchange, subsequences=3), ("full", 0.0), seq_tokens=2560, global_batch=1)
@@ -75,7 +77,7 @@ def test_every_rank_passes_the_checkers_and_matches_the_others(
         assert check_edges(mine, orders) == []
 
 
-@pytest.mark.parametrize("decisions", [CHUNKED, *SUBSEQUENCES], ids=["chunks", *EXCHANGES])
+@pytest.mark.parametrize("decisions", [CHUNKED, SEVERAL, *SUBSEQUENCES], ids=["chunks", "several", *EXCHANGES])
 def test_ranks_divide_chunks_and_subsequences(decisions: Decisions) -> None:
     programs = ranks(decisions)
     columns = [expand(program) for program in programs]
@@ -124,7 +126,7 @@ def test_the_representatives_arena_serves_every_rank(policy: tuple[str, float], 
     _serves_every_rank(decide(LLAMA, Layout(cp=4, cp_exchange=exchange), policy))
 
 
-@pytest.mark.parametrize("decisions", [CHUNKED, *SUBSEQUENCES], ids=["chunks", *EXCHANGES])
+@pytest.mark.parametrize("decisions", [CHUNKED, SEVERAL, *SUBSEQUENCES], ids=["chunks", "several", *EXCHANGES])
 def test_the_representatives_arena_serves_every_rank_of_divided_parts(decisions: Decisions) -> None:
     _serves_every_rank(decisions)
 

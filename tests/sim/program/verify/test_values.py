@@ -52,6 +52,9 @@ PLANS: dict[str, Decisions] = {
     "chunks in a ring": decide(
         LLAMA.of_layers([LLAMA.layer(0)]), Layout(cp=4), ("full", 0.0), attention_chunk_tokens=1024, global_batch=1
     ),
+    "chunks of several in a ring": decide(
+        LLAMA.of_layers([LLAMA.layer(0)]), Layout(cp=4), ("full", 0.0), attention_chunk_tokens=1024, micro_batch=2
+    ),
     **{
         f"subsequences, {exchange}": decide(
             LLAMA.of_layers([LLAMA.layer(0)]),
@@ -194,7 +197,16 @@ def test_a_weight_gradient_that_is_left_out_or_added_twice(plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", each("subsequences", "ring", "all-gather", "attention chunks", "chunks in a ring", *DIVIDED)
+    "plan",
+    each(
+        "subsequences",
+        "ring",
+        "all-gather",
+        "attention chunks",
+        "chunks in a ring",
+        "chunks of several in a ring",
+        *DIVIDED,
+    ),
 )
 def test_a_term_of_a_sum_of_gradients_that_is_missing(plan: str) -> None:
     program = rank(plan)
@@ -222,6 +234,8 @@ def test_the_gradient_of_the_residual_branch_that_is_missing() -> None:
         ("chunks in a ring", op("send_recv", phase=Phase.BACKWARD), ""),
         ("chunks in a ring", op("attention.merge"), "not the whole sum"),
         ("chunks in a ring", op("zero", phase=Phase.BACKWARD), "not d_kv of layer 0"),
+        ("chunks of several in a ring", op("kv.pack"), ""),
+        ("chunks of several in a ring", op("grad.accumulate.halves"), "the whole sum"),
         *[(plan, op("attention.merge"), "not the whole sum") for plan in DIVIDED],
         *[(plan, op("zero", phase=Phase.BACKWARD), "") for plan in DIVIDED],
         (DIVIDED[0], op("send_recv"), ""),
