@@ -19,10 +19,12 @@ import torch
 
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
-from memo_exec.probes import memory
+from memo_exec.probes import grid as grids
+from memo_exec.probes import in_step, memory
 from memo_exec.probes.copies import Lanes
-from memo_exec.probes.operators import Bench, operators_of
-from memo_exec.probes.timing import Effort
+from memo_exec.probes.operators import Bench, Operator, operators_of
+from memo_exec.probes.timing import Effort, Sample
+from memo_exec.training import weights
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.ir.instruction import Lane
@@ -49,8 +51,15 @@ def main() -> None:
     starts, ends = [], []
     with Lanes(CPU, decisions, memory.cache_bytes(CPU)) as lanes, Interpreter(decisions, program) as interpreter:
         bench = Bench(CPU, lanes.cache_bytes)
+
+        def time_one(operator: Operator) -> Sample:
+            return lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort()))
+
+        smallest = next(grids.decisions(grids.CPU, decisions.kernels.attention))
+        added = in_step.measure(smallest, time_one)
         if options.warm:
             bench._beside = lambda: None  # type: ignore[method-assign]
+        weights.initialize(interpreter)
         for step in range(STEPS):
             record = interpreter.run_step([(ids, ids)], StepScalars(lr=1e-4))
             if step:
@@ -59,7 +68,7 @@ def main() -> None:
             if step % (STEPS // ROUNDS):
                 continue
             for each in operators:
-                found = lanes.inside(Lane.COMPUTE, partial(bench.seconds, each, Effort())).seconds
+                found = time_one(each).seconds
                 key = each.instruction.op, each.instruction.work
                 alone[key] = min(found, alone.get(key, found))
     numbers = [i for i, _ in compute]
@@ -74,8 +83,10 @@ def main() -> None:
     whole, timed = sum(inside.values()), sum(outside.values())
     write = sys.stdout.write
     write(f"{len(compute)} kernels: {whole * 1e3:.1f} ms in a step, {timed * 1e3:.1f} ms alone: {timed / whole:.2f}\n")
-    dispatch_s = memory.dispatch(decisions, CPU).seconds
-    write(f"between kernels: {between_s * 1e6:.1f} us in a step; calibrated dispatch {dispatch_s * 1e6:.1f} us\n")
+    between = f"between kernels: {between_s * 1e6:.1f} us in a step; calibrated {added.between.seconds * 1e6:.1f} us"
+    write(f"{between}, and {added.longer_s * 1e6:.1f} us by which kernels are longer in a step\n")
+    predicted = timed + len(compute) * added.seconds
+    write(f"both: {predicted * 1e3:.1f} ms of {(whole + len(compute) * between_s) * 1e3:.1f} ms\n")
     for op in sorted(inside, key=inside.__getitem__, reverse=True):
         write(f"  {op:20} {inside[op] / whole:6.1%} of the step  alone / in a step {outside[op] / inside[op]:.2f}\n")
 

@@ -6,13 +6,14 @@
     operators (probes/operators.py)   tables of GEMM, attention and row-wise operators, with the kernels of runs
     copies (probes/copy_rates.py)     alone by size, in both directions, beside compute, and the slowdown of compute
     workspaces (probes/workspaces.py) the scratch that kernels allocate on a GPU, against what programs declare
-    memory (probes/memory.py)         dispatch of one instruction, allocation, host memory
+    in a step (probes/in_step.py)     on a CPU: what an instruction takes in a step beyond its kernel alone
+    memory (probes/memory.py)         allocation, host memory; the shortest kernel of a GPU
 
-On a CPU a lane issues and computes in one thread, so every rate includes the dispatch of one instruction. On CUDA
-instructions are issued ahead, and the shortest time of a kernel is the launch floor. Every number is the median of
-repeats and keeps its spread. Operators are timed in several passes, in the order of what they decide (probes/order.py).
-When the budget ends (probes/budget.py), the points that are left are not measured, and the profile's provenance says
-which.
+On a CPU a lane issues and computes in one thread, so every rate includes what an instruction takes beside its kernel.
+On CUDA instructions are issued ahead, and the shortest time of a kernel is the launch floor. Every number is the median
+of repeats and keeps its spread. Operators are timed in several passes, in the order of what they decide
+(probes/order.py). When the budget ends (probes/budget.py), the points that are left are not measured, and the profile's
+provenance says which.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 
 from memo_exec.kernels import ROUNDING
 from memo_exec.machine.machine import Machine, library_versions, this_machine, versions
-from memo_exec.probes import clocks, collectives, copy_rates, host_update, memory, overlap, workspaces
+from memo_exec.probes import clocks, collectives, copy_rates, host_update, in_step, memory, overlap, workspaces
 from memo_exec.probes import grid as grids
 from memo_exec.probes.budget import COPIES_END, OPERATORS_END, QUICK_FROM, TOGETHER_END, Budget
 from memo_exec.probes.copies import Lanes
@@ -59,7 +60,7 @@ SHARING_A_POINT = 2
 PASSES = 3
 """How many passes time all operators. A short load of the machine then disturbs at most one sample of an operator."""
 
-HURRIED = Effort(repeats=1, seconds=0.0, patience_s=0.0)
+HURRIED = Effort(repeats=1, seconds=0.0, most=1, patience_s=0.0)
 """How the ends of tables are timed when time is short: one call to warm up, and one that counts."""
 
 PROCESS = "the process and its libraries"
@@ -191,8 +192,6 @@ def _measure(
     device = torch.device(machine.device)
     reserve = _reserve(machine)
     base = next(grids.decisions(grid, kernels.attention[0]))
-    dispatch = memory.dispatch(base, device)
-    added_s = dispatch.seconds if machine.device == "cpu" else 0.0
     cache_bytes = memory.cache_bytes(device)
     with Lanes(device, base, cache_bytes) as lanes:
         own = _operators(grid, kernels.attention, kernels.rowwise, kernels.losses)
@@ -200,6 +199,8 @@ def _measure(
         first = copy_rates.measurements(grid)
         total = first + PASSES * len(operators) + 1  # the last one measures memory
         bench = Bench(device, cache_bytes)
+        time_one = partial(_inside, lanes, bench)
+        added = in_step.measure(base, partial(time_one, effort=Effort())) if machine.device == "cpu" else None
         # The copies and memory come first: no profile does without them, and the operators use the time they leave.
         layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
         copies_end = partial(budget.over, COPIES_END)
@@ -213,20 +214,21 @@ def _measure(
             _compile(lanes, bench, operators)
             timed_ends = set(map(id, operators[: ENDS * tables]))
 
-            def time_one(operator: Operator) -> Sample:
+            def in_time(operator: Operator) -> Sample:
                 hurried = id(operator) in timed_ends and budget.over(QUICK_FROM)
-                return _inside(lanes, bench, operator, HURRIED if hurried else Effort())
+                return time_one(operator, HURRIED if hurried else Effort())
 
             until = budget.until(OPERATORS_END)
-            samples = _time_all(time_one, operators, tables, until, lambda n: progress(first + n, total))
+            samples = _time_all(in_time, operators, tables, until, lambda n: progress(first + n, total))
         missing, operators = left_out(operators, len(samples)), operators[: len(samples)]
         middles = [of_passes(found) for found in samples]
+        added_s = added.seconds if added else 0.0
         timed = [
             Timed.of(operator.instruction.work, sample, added_s, operator.rowwise)
             for operator, sample in zip(operators, middles, strict=True)
         ]
         scratch = lanes.inside(Lane.COMPUTE, partial(workspaces.measure, bench, grid, kernels.attention, operators))
-        floor = lanes.inside(Lane.COMPUTE, partial(memory.launch_floor, device)) if device.type == "cuda" else dispatch
+        floor = added.between if added else lanes.inside(Lane.COMPUTE, partial(memory.launch_floor, device))
     if device.type == "cuda":
         reserve["kernels and libraries"] = max(0, _outside_torch(device) - reserve[IN_USE])
     found = Found(
@@ -240,7 +242,12 @@ def _measure(
         reserve_bytes=reserve,
     )
     progress(total, total)
-    passes = {"passes": str(min(map(len, samples))), "dispatch_us": f"{dispatch.seconds * 1e6:.1f}"}
+    passes = {"passes": str(min(map(len, samples)))}
+    if added:
+        passes |= {
+            "dispatch_us": f"{added.between.seconds * 1e6:.1f}",
+            "longer_in_a_step_us": f"{added.longer_s * 1e6:.1f}",
+        }
     sizes = {f"workspace of {each.name}": each.text() for each in scratch}
     return _Measured(
         found, {**passes, **clock_notes, **sizes}, middles, [each for each in scratch if each.exceeds], missing

@@ -1,25 +1,17 @@
-"""Measures the cost of memory and of dispatch: device allocation and free, host pinning, one empty instruction."""
+"""Measures the cost of memory: device allocation and free, host pinning; and of the shortest kernel of a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
-import msgspec
 import torch
 
-from memo_exec.interpreter.interpreter import Interpreter
-from memo_exec.kernels import KERNELS, Kernel, StepScalars
 from memo_exec.memory.pinned import mapping, pin, unpin
 from memo_exec.probes.timing import Effort, Sample, sample_of, time_call
-from memo_sim.contract.plan import Decisions
-from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.lower import lower
 
 BLOCK_BYTES = 2**26
 LARGE_BYTES = 2**29
@@ -33,35 +25,10 @@ BURST = 100
 CPU_CACHE_BYTES, CORE_CACHE_BYTES = 2**25, 2**20
 """Assumed sizes of a CPU's last-level cache, and of the largest one of a core alone, if the system reports none."""
 
-LAYERS = 8
-"""Layers of the model whose dispatch is measured."""
-
 CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 CORE_LEVEL = 2
 """Last level of cache that each core has of its own."""
-
-
-def dispatch(decisions: Decisions, device: torch.device, kernels: Mapping[str, Kernel] = KERNELS) -> Sample:
-    """Return the interpreter's time between two instructions of the compute lane.
-
-    Behind real kernels it finds its code and objects in colder caches than behind empty ones. There are ``LAYERS``
-    layers that are kept, so that an instruction's operands are not those of the last, and compute waits for no copy.
-    The median over steps of each instruction counts, which load of the machine changes less than whole steps.
-    """
-    model = msgspec.structs.replace(decisions.model, layers=LAYERS)
-    kept = msgspec.structs.replace(decisions, model=model, swapped_tokens=0, subsequence_swapped_tokens=())
-    (program,) = lower(kept)
-    compute = [i for i, (_, instruction) in enumerate(program.walk()) if instruction.lane is Lane.COMPUTE]
-    tokens = torch.zeros(decisions.micro_batch, decisions.seq_tokens, dtype=torch.int64)
-    batch = [(tokens, tokens)] * program.micro_batches
-    steps = []
-    with Interpreter(kept, program, device=device, kernels=kernels) as interpreter:
-        for _ in range(REPEATS + 2):
-            record = interpreter.run_step(batch, StepScalars())
-            steps.append((record.start_s[compute[1:]] - record.end_s[compute[:-1]]).tolist())
-    between = [sample_of(list(found)) for found in zip(*steps[2:], strict=True)]
-    return Sample(fmean(each.seconds for each in between), fmean(each.spread for each in between))
 
 
 def launch_floor(device: torch.device) -> Sample:

@@ -8,7 +8,8 @@ the cache. Before each repeat, the input that the previous operator would have w
 
 Small operators do not exceed a CPU's cache even so. In a step, others run between two calls of one, and their operands
 and code take its place in the cache of its core. So before each repeat, other bytes fill the caches of the cores that
-compute. Without that, a step of operators of some ten microseconds is predicted a third too short.
+compute. And every repeat of a small operator has a set of its own, which nothing has touched since other bytes filled
+the last level of the cache. Without that, a step of operators of some ten microseconds is predicted a third too short.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from memo_exec.kernels import IN_TRITON, KERNELS, ROUNDING, Call, Context, StepScalars
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.probes.memory import core_cache_bytes
-from memo_exec.probes.timing import Effort, Sample, time_call
+from memo_exec.probes.timing import WARM_UPS, Effort, Sample, time_call
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
@@ -42,6 +43,9 @@ ROUTED = ("ends", "experts", "sorted", "order", "places")
 
 MOST_OPERAND_SETS = 12
 """Largest number of operand sets that repeats cycle through."""
+
+COLD_BYTES = 2**26
+"""Bytes that pass through a CPU's cache between two uses of a tensor that forward saves, in a step of a small model."""
 
 MOST_SET_BYTES = 7 * 2**26
 """Bytes of all operand sets of an operator together, on a CPU, where a calibration needs less than 1 GiB."""
@@ -117,12 +121,15 @@ class Bench:
         self.generator = torch.Generator(device=device).manual_seed(0)
         self.noise = torch.empty(NOISE_NUMBERS, device=device).normal_(0.0, 0.05, generator=self.generator)
         self._other: Tensor | None = None
+        self._passing = torch.zeros(COLD_BYTES, dtype=torch.uint8) if device.type == "cpu" else None
         self._settle()
 
     def seconds(self, operator: Operator, effort: Effort) -> Sample:
         """Return the time of one call of the operator."""
         with torch.inference_mode():
             sets = min(MOST_OPERAND_SETS, 2 + self.cache_bytes // max(1, operator.bytes))
+            if self._passing is not None:
+                sets = max(sets, min(WARM_UPS + effort.most, COLD_BYTES // max(1, operator.bytes)))
             sets = operand_sets(self.device, sets, operator.bytes, MOST_SET_BYTES)
             context = Context(operator.decisions, self.device, StepScalars(lr=1e-4, clip=1.0))
             calls = [Call(operator.instruction, context, self._tensors(operator)) for _ in range(sets)]
@@ -132,6 +139,8 @@ class Bench:
             content = fresh[0].clone() if fresh else None
 
             other = self._beside()
+            if self._passing is not None:
+                self._passing.view(torch.float32).sum()
 
             def prepare(i: int) -> None:
                 if other is not None:

@@ -130,12 +130,12 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
     where = f"memo-exec calibrate on {machine.name}, torch {torch.__version__}"
     where += f", {libraries}" if libraries else ""
     cpu = machine.device == "cpu"
-    dispatched = " and the dispatch of one instruction" if cpu else ""
+    added = ", and what one instruction takes in a step beside its kernel alone" if cpu else ""
     floor = "the interpreter between two instructions" if cpu else "one of many tiny kernels in a row"
     every = f"measured while {shared.world} ranks copy at once" if shared else "the rate beside compute"
     texts = {
         OPERATORS: f"{where}: single operators with the executor's kernels, only the newest input in cache; "
-        f"median{dispatched}",
+        f"median{added}",
         COPIES: f"{where}: copies in the executor's lanes, median; all_devices is {every}; host_copy is both "
         "directions at once; compute_slowdown is measured on a layer's operators beside one copy lane",
         MEMORY: f"{where}: the launch floor is {floor}; device blocks of {memory.BLOCK_BYTES} and "

@@ -35,7 +35,7 @@ def point_of(work: Rowwise) -> int:
 
 @dataclass(frozen=True)
 class Timed:
-    """One operator's work, and its time in a step including the dispatch."""
+    """One operator's work, and its time in a step, with what it takes there beside its kernel alone."""
 
     work: Work
     seconds: float
@@ -44,9 +44,9 @@ class Timed:
     """The library that ran a row-wise operator."""
 
     @classmethod
-    def of(cls, work: Work, sample: Sample, dispatch_s: float, rowwise: RowwiseKernel = "torch") -> Timed:
-        """Return a sample's time plus the dispatch time of one instruction."""
-        return cls(work, sample.seconds + dispatch_s, sample.spread, rowwise)
+    def of(cls, work: Work, sample: Sample, added_s: float, rowwise: RowwiseKernel = "torch") -> Timed:
+        """Return a sample's time plus what one instruction takes in a step beside it."""
+        return cls(work, sample.seconds + added_s, sample.spread, rowwise)
 
 
 def gemm_tables(timed: list[Timed], source: str) -> list[GemmTable]:

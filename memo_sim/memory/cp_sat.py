@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,8 +26,8 @@ from memo_sim.memory.reduction import place_by_cores
 WORKERS = 2
 """Threads of the search."""
 
-GRACE_S = 2.0
-"""How many seconds after its time limit the process may end."""
+GRACE_SHARE, GRACE_S = 0.05, 0.5
+"""Of the time that is left, or seconds: for the larger of both, the process may end after its time limit."""
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,8 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
     upper: list[int]
     size: list[int]
     enough: int
-    limit_s: float
+    until_s: float
+    """When the search ends, in seconds of the system's clock: the start of the process takes a part of its time."""
     hint: list[int]
 
 
@@ -54,7 +56,7 @@ def solve_cp_sat(problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints
         upper=problem.upper.tolist(),
         size=problem.size.tolist(),
         enough=problem.enough,
-        limit_s=clock.left_s,
+        until_s=time.time() + clock.left_s,
         hint=[] if incumbent is None else incumbent.tolist(),
     )
     try:
@@ -63,7 +65,7 @@ def solve_cp_sat(problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints
             input=msgspec.json.encode(task),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
-            timeout=clock.left_s + GRACE_S,
+            timeout=clock.left_s + max(GRACE_SHARE * clock.left_s, GRACE_S),
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -78,7 +80,7 @@ def solve_cp_sat(problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints
 
 
 def _answer(task: _Task) -> list[int] | None:
-    clock = Clock(task.limit_s)
+    clock = Clock(max(0.0, task.until_s - time.time()))
     problem = Problem(
         lower=np.array(task.lower, dtype=np.int64),
         upper=np.array(task.upper, dtype=np.int64),

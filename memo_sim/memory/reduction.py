@@ -28,7 +28,13 @@ Core = Callable[[Problem, Ints], Ints | None]
 """Places a core (a problem in its own units), given the numbers of its buffers in the whole problem."""
 
 FINISH_SHARE, FINISH_S = 0.05, 0.5
-"""Of a time limit, and seconds beyond: how long buffers that were set aside are still put back after it."""
+"""Of a time limit, or seconds: for the larger of both, buffers that were set aside are still put back after it."""
+
+MANY_ASIDE = 5_000
+"""So many buffers take a tenth of a second to put back: time for more is reserved."""
+
+RESERVE = 1.25
+"""How many times as long as in a trial buffers may take to be put back; other load of the machine changes."""
 
 CRUMBS = 32
 """A crumb is a buffer of at most the largest size divided by this."""
@@ -57,10 +63,12 @@ def solve_decomposed(problem: Problem, clock: Clock, incumbent: Ints | None, sol
     Returns None when a core has no placement, or when the result is not better than ``incumbent``. Two cores are equal
     if their lives (counted in births) and sizes are equal in any order; micro-batches and layers make many equal cores.
     Cores are solved smallest first. Each gets a share of the time left in proportion to its buffers, so that a hard
-    core leaves time for the others.
+    core leaves time for the others. The time that many buffers need to be put back is found by a trial, and reserved.
     """
     reduction = reduced(problem)
-    finishing = Clock(clock.left_s + FINISH_SHARE * clock.limit_s + FINISH_S)
+    finishing = Clock(clock.left_s + max(FINISH_SHARE * clock.limit_s, FINISH_S))
+    reserved_s = RESERVE * _finish_s(reduction, clock)
+    solving = Clock(clock.left_s - reserved_s)
     distinct: dict[tuple[bytes, int], Problem] = {}
     orders = []
     keys = []
@@ -75,7 +83,7 @@ def solve_decomposed(problem: Problem, clock: Clock, incumbent: Ints | None, sol
     known: dict[tuple[bytes, int], Ints] = {}
     waiting = sum(core.count for core in distinct.values())
     for key, core in sorted(distinct.items(), key=lambda item: item[1].count):
-        found = solver(core, Clock(clock.left_s * core.count / waiting), None)
+        found = solver(core, Clock(solving.left_s * core.count / waiting), None)
         if found is None:
             return None
         known[key] = found
@@ -86,6 +94,15 @@ def solve_decomposed(problem: Problem, clock: Clock, incumbent: Ints | None, sol
     if incumbent is not None and problem.peak(offsets) >= problem.peak(incumbent):
         return None
     return offsets
+
+
+def _finish_s(reduction: Reduction, clock: Clock) -> float:
+    """Return how many seconds it takes to put many buffers back; 0 for few. A trial puts them beside quick cores."""
+    if not reduction.parts or sum(len(back.aside) for back in reduction.returns) <= MANY_ASIDE:
+        return 0.0
+    trial = Clock(clock.left_s / 2)
+    reduction.put_together([in_size_classes(part.core) for part in reduction.parts], trial)
+    return trial.elapsed_s
 
 
 def compressed(problem: Problem) -> Problem:

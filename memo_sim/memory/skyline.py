@@ -49,6 +49,9 @@ RULES: dict[str, Rule] = {
 }
 """Rules for choosing the section. A section with a single choice always goes first. No rule is best everywhere."""
 
+LOOK = 8
+"""Nodes between two looks at the clock; a node of several thousand buffers takes a millisecond."""
+
 MOST_SUMMANDS = 6
 """Walls with more buffers on one side are not checked: nearly every sum is possible then."""
 
@@ -177,7 +180,7 @@ class Skyline:
         if not mine:
             return None
         self.nodes += 1
-        if self.nodes > self._most or (not self.nodes & 63 and not self._clock.left_s):
+        if self.nodes > self._most or (self.nodes % LOOK == 0 and not self._clock.left_s):
             raise OutOfNodes
         raises: list[Raise] = []
         found = self._settle(x, y, raises)

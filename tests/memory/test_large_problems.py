@@ -14,11 +14,11 @@ from memo_sim.answers.plan_memory import plan_memory
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
-from memo_sim.memory import greedy
+from memo_sim.memory import greedy, reduction
 from memo_sim.memory.canonical import MOST_SEARCHED, solve_canonical
 from memo_sim.memory.greedy import CERTAIN, first_fit, in_size_classes, order_of, solve_greedy
 from memo_sim.memory.place import place, placement_of
-from memo_sim.memory.problem import Clock, Problem, problem_of
+from memo_sim.memory.problem import Clock, Problem, Solver, problem_of
 from memo_sim.memory.read_requests import read_requests
 from memo_sim.memory.reduction import put_back
 from memo_sim.memory.replay import replay
@@ -71,6 +71,36 @@ def test_buffers_that_are_put_back_too_late_lie_above_the_others() -> None:
     offsets[kept] = in_size_classes(problem.part(kept))
     put_back(problem, kept, aside, offsets, clock=Clock(0))
     assert checker.check_placement(placed(requests, problem, offsets), requests) == []
+
+
+def test_time_is_reserved_for_buffers_that_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solver that uses all of its time leaves enough to put small buffers into the gaps between the large ones."""
+    monkeypatch.setattr(reduction, "FINISH_SHARE", 0.0)
+    monkeypatch.setattr(reduction, "FINISH_S", 0.0)
+    monkeypatch.setattr(reduction, "RESERVE", 4.0)
+    large, small = problem_of(requests_of(60, 50)), problem_of(requests_of(3000, 50, seed=1))
+    problem = Problem(
+        lower=np.concatenate([large.lower * 50, small.lower]),
+        upper=np.concatenate([large.upper * 50, small.upper]),
+        size=np.concatenate([large.size * 1000, small.size]),
+    )
+    reduced = reduction.reduced(problem)
+    assert reduced.parts
+    assert sum(len(back.aside) for back in reduced.returns) > 2000
+
+    def slow(core: Problem, clock: Clock, incumbent: np.ndarray | None) -> np.ndarray | None:
+        time.sleep(clock.left_s)
+        return solve_greedy(core, Clock(60), incumbent)
+
+    def peak(limit_s: float, solver: Solver) -> int:
+        found = reduction.solve_decomposed(problem, Clock(limit_s), None, solver)
+        assert found is not None
+        return problem.peak(found)
+
+    free = peak(60, solve_greedy)
+    assert peak(1.0, slow) > free  # too few buffers to reserve time for
+    monkeypatch.setattr(reduction, "MANY_ASIDE", 2000)
+    assert peak(1.0, slow) == free
 
 
 @pytest.mark.parametrize("solver", ["portfolio", "mip"])

@@ -13,22 +13,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
 from memo_exec.commands import calibrate as commands
 from memo_exec.commands.calibrate import _operators, calibrate
+from memo_exec.interpreter.lanes import HostTimekeeper
 from memo_exec.kernels import IN_TRITON, KERNELS
 from memo_exec.machine.machine import this_machine
-from memo_exec.probes import clocks, copy_rates, memory, timing
+from memo_exec.probes import clocks, copy_rates, in_step, memory, operators, timing
 from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import Copies
-from memo_exec.probes.operators import Bench, Operator, operand_sets, operators_of
+from memo_exec.probes.operators import MOST_OPERAND_SETS, Bench, Operator, operand_sets, operators_of
 from memo_exec.probes.order import by_decision, left_out, table_of
 from memo_exec.probes.profile import Found, Shared, profile_of
 from memo_exec.probes.tables import Timed
-from memo_exec.probes.timing import Effort, Sample, back_to_back, of_passes, sample_of
+from memo_exec.probes.timing import WARM_UPS, Effort, Sample, back_to_back, of_passes, sample_of
 from memo_sim.contract import codec
 from memo_sim.contract.attention_kernels import PRICED_ONLY
 from memo_sim.contract.catalog import load_model
@@ -273,10 +276,47 @@ def test_operators_find_their_cores_cache_full_of_other_bytes(monkeypatch: pytes
 
 
 def test_the_dispatch_does_not_contain_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "LAYERS", 1)
+    """Kernels of 2 ms in a step, which take 1.5 ms or 9 s alone."""
+    monkeypatch.setattr(in_step, "LAYERS", 1)
+    monkeypatch.setattr(in_step, "STEPS", 3)
     slow = dict.fromkeys(KERNELS, lambda call: time.sleep(2e-3))
     decisions = next(grids.decisions(FEW, "torch-flash-cpu"))
-    assert 0 < memory.dispatch(decisions, torch.device("cpu"), slow).seconds < 1e-3
+    found = in_step.measure(decisions, lambda operator: Sample(1.5e-3, 0.0), slow)
+    assert 0 < found.between.seconds < 1e-3
+    assert found.longer_s >= 0.5e-3
+    assert found.seconds == found.between.seconds + found.longer_s
+    assert in_step.measure(decisions, lambda operator: Sample(9.0, 0.0), slow).longer_s == 0
+
+
+def test_what_kernels_take_longer_in_a_step_counts_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone every operator takes what it takes in the step, but one takes 1 ms less."""
+    monkeypatch.setattr(in_step, "LAYERS", 2)
+    monkeypatch.setattr(in_step, "STEPS", 3)
+    monkeypatch.setattr(
+        HostTimekeeper, "times", lambda clock: (np.zeros(len(clock._starts)), np.ones(len(clock._ends)))
+    )
+    decisions = next(grids.decisions(FEW, "torch-flash-cpu"))
+    shorter = {"gelu": 0.999}
+    found = in_step.measure(decisions, lambda operator: Sample(shorter.get(operator.instruction.op, 1.0), 0.0))
+    model = msgspec.structs.replace(decisions.model, layers=2)
+    (program,) = lower(msgspec.structs.replace(decisions, model=model, swapped_tokens=0))
+    played = [each.op for _, each in program.walk() if each.lane is Lane.COMPUTE]
+    assert found.longer_s == pytest.approx(1e-3 * played.count("gelu") / len(played))
+
+
+def test_a_small_operators_repeats_have_operands_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeat finds operands that no earlier one has touched, up to the bytes that pass through the cache."""
+    bench = Bench(torch.device("cpu"), 2**20)
+    made: list[int] = []
+    tensors = bench._tensors
+    monkeypatch.setattr(bench, "_tensors", lambda operator: made.append(operator.bytes) or tensors(operator))
+    operator = min(operators_of(grids.decisions(FEW, "torch-flash-cpu")), key=lambda each: each.bytes)
+    bench.seconds(operator, Effort(repeats=2, seconds=0.0, most=5))
+    assert len(made) == max(WARM_UPS + 5, MOST_OPERAND_SETS)
+    made.clear()
+    monkeypatch.setattr(operators, "COLD_BYTES", 30 * operator.bytes)
+    bench.seconds(operator, Effort(repeats=2, seconds=0.0, most=50))
+    assert len(made) == 30
 
 
 def test_operand_sets_of_a_cpu_have_a_bound_together() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from memo_exec.commands.calibrate import calibrate
 from memo_exec.kernels import FUSED, IN_TRITON, ROUNDING
-from memo_exec.probes import memory
+from memo_exec.probes import in_step, memory
 from memo_exec.probes import usable as usables
+from memo_exec.probes.in_step import InStep
 from memo_exec.probes.operators import Bench, Operator
 from memo_exec.probes.timing import Effort, Sample
 from memo_sim.contract.catalog import load_model
@@ -37,7 +38,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Hardware:
         return Sample(work.moved_bytes / (1e9 * times), 0.1)
 
     monkeypatch.setattr(Bench, "seconds", seconds)
-    monkeypatch.setattr(memory, "dispatch", lambda *given: Sample(0.0, 0.0))
+    monkeypatch.setattr(in_step, "measure", lambda *given: InStep(Sample(0.0, 0.0), 0.0))
     monkeypatch.setattr(memory, "cache_bytes", lambda device: 2**20)
     monkeypatch.setattr(usables, "rowwise_kernels", lambda machine: {"torch": "", "triton": ""})
     monkeypatch.setattr(usables, "tried_rowwise_kernels", lambda machine: {"torch": "", "triton": ""})
