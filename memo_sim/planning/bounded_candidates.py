@@ -5,6 +5,7 @@ pipeline     from the kernels of each stage and their waits, once for all candid
 layers       from a few of the plan's layers
 wide, narrow the same for each of some ranges of alpha
 alone        from one stage that is played by itself, against the best plans so far
+memory       from the buffers of the stage that is likely to need most memory
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RANGES: dict[str, int] = {"wide": WIDEST, "narrow": 2}
 LEAST: Key = (False, False, 0.0)
 """The key of what has no bounds: it may be the best of all."""
 
-NextBound = Literal["pipeline", "layers", "wide", "narrow", "alone", ""]
+NextBound = Literal["pipeline", "layers", "wide", "narrow", "alone", "memory", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,10 @@ class CandidateBounds:
                 bound = replace(bound, step_s=max(bound.step_s, self._least_s_of_layout(kept(candidate.base))))
                 return replace(one, bound=bound, next_bound="layers")
             if one.next_bound == "alone":
-                return replace(one, bound=self._of_one_stage(candidate, bound, limit_s), next_bound="")
+                return replace(one, bound=self._of_one_stage(candidate, bound, limit_s), next_bound=self._after(one))
+            if one.next_bound == "memory":
+                bound = self._of_fullest_stage(candidate, bound)
+                return Bounded(candidate, bound, self.of_plans.shortfall_bytes(bound))
             width = RANGES.get(one.next_bound)
             higher = self._of_layers(candidate) if width is None else self._of_ranges(candidate, width)
         except Infeasible:
@@ -124,12 +128,14 @@ class CandidateBounds:
     def _after(self, one: Bounded) -> NextBound:
         """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
         layout = one.candidate.base.layout
-        alone: NextBound = "" if self._front else "alone"
+        if layout.pp == 1 or layout.subsequences > 1:
+            return ""
+        alone: NextBound = "memory" if self._front else "alone"
+        if one.next_bound == "layers":
+            return "wide" if one.candidate.policy.alpha is None else alone
         if one.next_bound == "wide":
             return "narrow" if self._front else alone
-        if one.next_bound == "layers" and layout.pp > 1 and layout.subsequences == 1:
-            return "wide" if one.candidate.policy.alpha is None else alone
-        return ""
+        return "memory"
 
     def _least_s_of_layout(self, keeping: Decisions) -> float:
         if keeping not in self._least_s:
@@ -200,3 +206,23 @@ class CandidateBounds:
             lacks = (lambda step: bounds.lack_device(grid.at(step))) if partial else None
             found_s = least_step_s_of_alphas(bounds, grid, low, most, limit_s, lacks=lacks)
         return replace(bound, step_s=max(bound.step_s, found_s))
+
+    def _of_fullest_stage(self, candidate: Candidate, bound: LowerBound) -> LowerBound:
+        """Return ``bound`` with the device bytes that no alpha of the candidate is below, from one stage.
+
+        A plan that does not fit is else seen only when the programs of all its stages are written.
+        """
+        bounds, base = self.of_plans, candidate.base
+        if candidate.policy.alpha is not None:
+            return replace(bound, device_bytes=max(bound.device_bytes, bounds.of_fullest_stage(base)))
+        grid = Grid.of(base)
+        partial = candidate.policy == PARTIAL_SWAP
+        low, high = int(partial), grid.steps - int(partial)
+        if high < low:
+            return bound
+        most = most_that_host_holds(grid, bounds, low, high)
+        device = bounds.of_fullest_stage(grid.at(most))
+        if partial and most < high and device > bounds.device_room_bytes:
+            # As in ``_of_layers``: at every alpha, one of the two memories is too small.
+            return replace(bound, device_bytes=max(bound.device_bytes, bounds.device_room_bytes + 1))
+        return replace(bound, device_bytes=max(bound.device_bytes, device))

@@ -240,20 +240,27 @@ class LowerBounds:
         room = self.device_room_bytes
         if self.rough(decisions, keep=None).device_bytes > room:
             return True
-        return (self._of_fullest_stage(decisions) or self.of(decisions).device_bytes) > room
+        return (self.of_fullest_stage(decisions) or self.of(decisions).device_bytes) > room
 
-    def _of_fullest_stage(self, decisions: Decisions) -> int:
-        """Return the device bytes of the stage that is likely to need most, by itself; 0 where that gives no bound.
+    def of_fullest_stage(self, decisions: Decisions) -> int:
+        """Return a lower bound of a device's bytes, from stages that are likely to need most; 0 where there is none.
 
         The first stage is ahead of its first backward by most micro-batches. Zero-bubble's last one defers most W
-        passes.
+        passes. Where stages differ, those that follow may have more layers. Once a stage does not fit, no other counts.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered.
         """
         if not stands_alone(decisions) or decisions.memory_policy != "planned":
             return 0
         if decisions not in self._stage_bytes:
-            layout = decisions.layout
-            fullest = layout.pp - 1 if layout.schedule == "zero-bubble" else 0
-            self._stage_bytes[decisions] = self._alone.device_bytes(decisions, fullest)
+            bytes_of = self._alone.device_bytes
+            most = 0
+            for stage in _fullest_stages(decisions):
+                most = max(most, bytes_of(decisions, stage))
+                if most > self.device_room_bytes:
+                    break
+            self._stage_bytes[decisions] = most
         return self._stage_bytes[decisions]
 
     def lack_host(self, decisions: Decisions) -> bool:
@@ -542,6 +549,17 @@ def _states_bytes(optimizer: Optimizer, absent: frozenset[FamilyKind]) -> tuple[
 def _shortest_stage(decisions: Decisions) -> Stage:
     """Return the first pipeline stage with the fewest layers."""
     return min(stages_of(decisions), key=lambda stage: len(stage.layers))
+
+
+def _fullest_stages(decisions: Decisions) -> list[int]:
+    """Return the indices of the stages that are likely to need most memory, the likeliest first."""
+    stages = stages_of(decisions)
+    most = max(len(stage.layers) for stage in stages)
+    longest = [stage.index for stage in stages if len(stage.layers) == most]
+    ends = [longest[0], 0]
+    if decisions.layout.schedule == "zero-bubble":
+        ends = [longest[-1], len(stages) - 1, *ends]
+    return list(dict.fromkeys(ends))
 
 
 def _in_all_layers(parts: list[Activations], layer: list[int]) -> int:

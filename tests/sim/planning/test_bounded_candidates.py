@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 import msgspec
+import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.knobs import Schedule
 from memo_sim.contract.plan import Layout
+from memo_sim.engine.simulate import simulate
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.bounded_candidates import Bounded, CandidateBounds
 from memo_sim.planning.presets import TOKENWISE
@@ -23,7 +29,7 @@ def test_the_fastest_range_of_alphas_does_not_give_the_bytes_of_all() -> None:
     question = Question(model, cluster, hardware, 8192, global_batch=32, system="memo", pins=pins)
     bounds = CandidateBounds(question, front=True)
     (one,) = (each for each in candidates(question)[0] if each.policy == TOKENWISE and _is_plain(each.base.layout))
-    found = bounds.tightened(Bounded(one, bounds.of_plans.memory(one.base), 0, "wide"), float("inf")).bound
+    found = bounds.tightened(Bounded(one, bounds.of_plans.memory(one.base), 0, "wide"), inf).bound
     grid = Grid.of(one.base)
     alone = [bounds.of_plans.of(grid.at(step)) for step in range(0, grid.steps + 1, 8)]
     assert found is not None
@@ -33,6 +39,29 @@ def test_the_fastest_range_of_alphas_does_not_give_the_bytes_of_all() -> None:
         assert found.step_s <= each.step_s
         assert found.device_bytes <= each.device_bytes
         assert found.host_bytes_per_node <= each.host_bytes_per_node
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_the_fullest_stage_shows_that_no_alpha_fits(schedule: Schedule) -> None:
+    """The first and the last stage have fewer layers than those between, so bounds of equal stages are too low."""
+    cluster, hardware = with_memory(*load_cluster("h100-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    chunks = 2 if schedule == "interleaved" else 1
+    model = msgspec.structs.replace(load_model("llama-tiny"), layers=6 * chunks)
+    pins = Pins(pp=4, dp=2, tp=1, cp=1, schedule=schedule, virtual_stages=chunks, zero=1)
+    question = Question(model, cluster, hardware, 4096, global_batch=16, system="every-layout", pins=pins)
+    bounds = CandidateBounds(question, front=False)
+    higher = 0
+    for one in candidates(question)[0]:
+        grid = Grid.of(one.base)
+        plans = [one.base] if one.policy.alpha is not None else [grid.at(step) for step in (1, grid.steps - 1)]
+        peak_bytes = min(simulate(plan, hardware, cluster).prediction.peak_device_bytes for plan in plans)
+        few = bounds.tightened(Bounded(one, bounds.of_plans.memory(one.base, any_alpha=True), 0, "layers"), inf)
+        found = bounds.tightened(replace(few, next_bound="memory"), inf)
+        assert few.bound is not None
+        assert found.bound is not None
+        assert few.bound.device_bytes <= found.bound.device_bytes <= peak_bytes
+        higher += found.bound.device_bytes > few.bound.device_bytes
+    assert higher
 
 
 def _is_plain(layout: Layout) -> bool:
