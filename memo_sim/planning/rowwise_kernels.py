@@ -68,13 +68,15 @@ class RowwiseChoice:
 
         Stages have the works of a model in one stage. Only the number of layers whose backward finds all activations in
         a rounding buffer, and recomputes nothing, depends on the stages. So one layer of each kind is lowered, and an
-        implementation is returned that is the fastest for any such number.
+        implementation is returned that is the fastest for any such number. Subsequences of one layer may stay or not,
+        so with them only plans without rounding buffers are compared.
 
         Raises:
             Infeasible: when the plan cannot be lowered in one stage.
         """
         layout, model = decisions.layout, decisions.model
-        if layout.subsequences > 1 or layout.multiplexed or decisions.recompute_layers != ALL:
+        stay = decisions.recompute == "tokenwise" or decisions.rounding_buffers
+        if (layout.subsequences > 1 and stay) or layout.multiplexed or decisions.recompute_layers != ALL:
             return None
         whole = msgspec.structs.replace(layout, pp=1, pp_layers=(), schedule="1f1b", virtual_stages=1)
         alone = msgspec.structs.replace(decisions, layout=whole, global_batch=layout.dp * decisions.micro_batch)
@@ -167,7 +169,11 @@ class _LayerWorks:
         for number, template in enumerate(program.templates):
             works = _works_of(template)
             if template.block is BlockKind.LAYER and template.kind in of_layers:
-                of_layers[template.kind][template.layer_kind or 0] = works
+                of_kind, kind = of_layers[template.kind], template.layer_kind or 0
+                if decisions.layout.subsequences == 1:
+                    of_kind[kind] = works
+                elif uses[number]:  # each subsequence has its own template, and the last layer's forward another one
+                    of_kind[kind] = of_kind.get(kind, Counter()) + works
             else:
                 for work, times in works.items():
                     self.ends[work] += times * uses[number]
