@@ -11,7 +11,7 @@ memory       from the buffers of the stage that is likely to need most memory
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -58,6 +58,11 @@ class Bounded:
         return (self.next_bound, limit_s) if self.next_bound == "alone" else self.next_bound
 
 
+def _higher(one: LowerBound, other: LowerBound) -> LowerBound:
+    """Return the higher of two lower bounds in each field."""
+    return LowerBound(*(max(getattr(one, f.name), getattr(other, f.name)) for f in fields(LowerBound)))
+
+
 def _least_key(bound: LowerBound, shortfall_bytes: int) -> Key:
     """Return a key that nothing with these bounds ranks before."""
     short = shortfall_bytes > 0
@@ -89,7 +94,8 @@ class CandidateBounds:
         """Return a candidate with bounds from what it shares with those that are ``opened``, without a lowering.
 
         The pipeline's bound serves all candidates of its layout except the one that keeps everything, which costs no
-        more to play.
+        more to play. A plan with subsequences that does not fit has no tighter bounds: without them, its memory is
+        known sooner than a few of its layers are lowered.
         """
         keep, any_alpha = kept(candidate.base), candidate.policy.alpha is None
         beside_kept = keep in opened
@@ -100,6 +106,8 @@ class CandidateBounds:
         short = self.of_plans.shortfall_bytes(bound)
         itself = not any_alpha and candidate.base == keep
         by_pipeline = not short and is_known(candidate.base) and beside_kept and not itself
+        if short and not any_alpha and candidate.base.layout.subsequences > 1:
+            return Bounded(candidate, bound, short)
         return Bounded(candidate, bound, short, "pipeline" if by_pipeline else "layers")
 
     def tightened(self, one: Bounded, limit_s: float) -> Bounded:
@@ -122,7 +130,7 @@ class CandidateBounds:
             higher = self._of_layers(candidate) if width is None else self._of_ranges(candidate, width)
         except Infeasible:
             return Bounded(candidate)
-        higher = replace(higher, step_s=max(higher.step_s, bound.step_s))
+        higher = _higher(higher, bound)
         return Bounded(candidate, higher, self.of_plans.shortfall_bytes(higher), self._after(one))
 
     def _after(self, one: Bounded) -> NextBound:
@@ -216,7 +224,7 @@ class CandidateBounds:
         if candidate.policy.alpha is not None:
             return replace(bound, device_bytes=max(bound.device_bytes, bounds.of_fullest_stage(base)))
         grid = Grid.of(base)
-        partial = candidate.policy == PARTIAL_SWAP
+        partial = candidate.policy.swaps_some
         low, high = int(partial), grid.steps - int(partial)
         if high < low:
             return bound

@@ -11,7 +11,7 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Curve, Hardware
-from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.knobs import Recompute, RowwiseKernel, Schedule
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning import rowwise_kernels
@@ -231,3 +231,21 @@ def test_one_layer_has_the_works_of_all_stages(
             recomputed |= works.backward[part] - works.resident[part]
         assert spared.keys() <= recomputed.keys()
         assert all(times % recomputed[work] == 0 for work, times in spared.items())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "rowwise"])
+@pytest.mark.parametrize(
+    "fused", [every(1.2, swiglu=0.5), every(1.2, cross_entropy=0.01)], ids=["slow activation", "slow loss"]
+)
+def test_subsequences_have_the_choice_of_all_stages_lowered(fused: dict[str, float], recompute: Recompute) -> None:
+    """One layer of each kind stands for the layers of every stage."""
+    cluster, hardware = machine(fused, "a800-1x8")
+    asked = Question(model=load_model("llama-tiny"), cluster=cluster, hardware=hardware, seq_tokens=16_384, pins=Pins())
+    plans: list[tuple[int, Schedule]] = [(1, "1f1b"), (2, "1f1b"), (2, "gpipe")]
+    for pp, schedule in plans:
+        layout = Layout(pp=pp, schedule=schedule, subsequences=3)
+        plan = msgspec.structs.replace(
+            asked.decisions(layout), recompute=recompute, mlp_chunk_tokens=1024 * (recompute == "rowwise")
+        )
+        choice = rowwise_kernels.RowwiseChoice(hardware)
+        assert choice.faster(plan).kernels.rowwise == choice.fastest(plan)
