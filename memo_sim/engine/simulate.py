@@ -94,6 +94,7 @@ def simulate(
         )
         if micro_batches_played or simulation.steady or again:
             return simulation.predicted() if predict else simulation
+        del simulation  # two of them would need twice the memory
         played, again = whole_windows(layout, decisions.micro_batches, 2 * played), True
 
 

@@ -13,6 +13,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.swap_schedule import Key, buffer_slots
+from memo_sim.program.pipeline.order_cache import Placed, cached_orders, order_key
 from memo_sim.program.pipeline.stage_families import StageFamilies
 from memo_sim.program.pipeline.stage_order import StageOrder, layer_passes
 from memo_sim.program.pipeline.stage_parts import StageParts, parts_of
@@ -27,15 +28,14 @@ def stage_program(decisions: Decisions, shape: Shape, stage: Stage, micro_batche
     """
     parts = parts_of(decisions, shape, stage, micro_batches, made)
     families, templates, slots = _written(parts)
-    order_of_stage = StageOrder(parts, templates, slots)
-    order_of_stage.place()
+    instances, first_instances = _placed(parts, families, templates, slots)
     return Program(
         stage=stage.name,
         families=tuple(families.all.values()),
         templates=tuple(templates.all),
-        instances=tuple(order_of_stage.instances),
+        instances=instances,
         micro_batches=micro_batches,
-        passes=tuple(zip(parts.passes, order_of_stage.first_instances, strict=True)),
+        passes=tuple(zip(parts.passes, first_instances, strict=True)),
     )
 
 
@@ -45,6 +45,20 @@ def stage_templates(
     """Return the families and templates of ``stage_program`` alone; its instances take most of its time."""
     families, templates, _ = _written(parts_of(decisions, shape, stage, micro_batches, made))
     return tuple(families.all.values()), tuple(templates.all)
+
+
+def _placed(parts: StageParts, families: StageFamilies, templates: StageTemplates, slots: dict[Key, int]) -> Placed:
+    """Return the order of the stage; plans with another number of swapped tokens may share it."""
+    known = cached_orders(parts)
+    key = order_key(parts, list(families.all.values()), templates.all, rounding=bool(slots))
+    if known is not None and key in known:
+        return known[key]
+    order = StageOrder(parts, templates, slots)
+    order.place()
+    placed = tuple(order.instances), tuple(order.first_instances)
+    if known is not None:
+        known[key] = placed
+    return placed
 
 
 def _written(parts: StageParts) -> tuple[StageFamilies, StageTemplates, dict[Key, int]]:
