@@ -329,6 +329,38 @@ def test_row_wise_recompute_in_one_block_has_the_bits_of_what_is_kept(model: Any
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_experts_beside_row_wise_recompute_in_one_block_have_the_bits_of_what_is_kept(recipe: str) -> None:
+    fields = in_fp8(recipe) | {"fp8_experts": True}
+    kept, wanted = one_step(decide(EXPERTS, **fields))
+    record, found = one_step(decide(EXPERTS, **(fields | {"recompute": "rowwise", "swapped_tokens": 128})), debug=True)
+    assert record.loss == kept.loss
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_every_product_of_experts_in_a_row_block_rounds_as_plain_torch_and_gradients_are_near(recipe: str) -> None:
+    decisions, watched = decide(EXPERTS, **(in_fp8(recipe) | ROWWISE | {"fp8_experts": True})), Watched()
+    ((ids, labels),) = batches = batch(decisions)
+    with play(decisions, kernels=watched.kernels, debug=True) as interpreter:
+        reference = AutogradModel(EXPERTS, weights.named_parameters(interpreter), dtype=torch.float32)
+        record = interpreter.run_step(batches, scalars(batches, lr=0.0))
+        found = gradients(interpreter)
+    blocks = decisions.local_tokens // 128
+    assert blocks > 1
+    assert watched.compared["experts.linear.dgrad"] == watched.compared["experts.linear.wgrad"] == 2 * blocks
+    # Recompute leaves the second product out.
+    assert watched.compared["experts.linear"] == 3 * blocks
+    loss = reference.loss(ids.view(2, -1), labels.view(2, -1), scalars(batches).loss_scale)
+    torch.autograd.backward([loss])
+    assert record.loss == pytest.approx(float(loss.detach()), rel=1e-2)
+    for name, leaf in reference.p.items():
+        assert leaf.grad is not None
+        # Rounding also changes which experts a few tokens choose.
+        limit = 2 * NEAR if "router" in name else NEAR
+        assert float((found[name] - leaf.grad).norm() / leaf.grad.norm()) <= limit, name
+
+
 @ROWS_OF_BLOCKS
 def test_every_product_of_a_row_block_rounds_as_plain_torch_and_gradients_are_near(model: Any, recipe: str) -> None:
     decisions, watched = decide(model, **(in_fp8(recipe) | ROWWISE)), Watched()
