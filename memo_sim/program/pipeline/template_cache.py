@@ -1,9 +1,10 @@
 """Cache of layer templates, shared by plans.
 
-A sequence of a hundred subsequences has a hundred forwards and backwards, and writing these is most of a lowering. A
-search lowers the same subsequences many times: with a few layers and with all, with several numbers of stages, with
-several offload windows. The key is the plan without the fields that no layer template reads, and the rank: ranks may
-have other keys and other numbers of heads. New fields enter the key automatically.
+A sequence of a hundred subsequences has a hundred forwards and backwards, and a layer under METP has a ring hop for
+every pair of ranks. Writing these is most of a lowering. A search lowers the same layers many times: with a few layers
+and with all, with several numbers of stages, with several offload windows. The key is the plan without the fields that
+no layer template reads, and the rank: ranks may have other keys and other numbers of heads. New fields enter the key
+automatically.
 
       N 64, pp 4, window 1   written     N 64, pp 8, window 4   cached     N 64, half the rows kept   written
 """
@@ -19,8 +20,11 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.pipeline.subsequence_templates import Made
 
-MOST_TEMPLATES = 4096
-"""Maximum number of cached templates, of about 30 KiB each; the least recently used plan is dropped first."""
+MOST_INSTRUCTIONS = 128 * 1024
+"""Maximum number of instructions of the cached templates, of about 1 KiB each.
+
+The least recently used plan is dropped first. Templates of the plan that is lowered now are counted at the next plan.
+"""
 _Ranks = tuple[int, int, int]
 _kept: OrderedDict[tuple[Decisions, _Ranks], Made] = OrderedDict()
 
@@ -28,16 +32,22 @@ _kept: OrderedDict[tuple[Decisions, _Ranks], Made] = OrderedDict()
 def cached_templates(decisions: Decisions, shape: Shape) -> Made:
     """Return the layer templates that were written for plans like this one; the caller adds to them.
 
-    ``shape``: of the rank that plays them. Without subsequences there are few templates, and they are not cached.
+    ``shape``: of the rank that plays them. Without subsequences and METP there are few instructions, and they are not
+    cached.
     """
-    if decisions.layout.subsequences == 1:
+    if decisions.layout.subsequences == 1 and decisions.layout.metp == 1:
         return {}
     key = seen_by_layers(decisions), (shape.cp_rank, shape.ulysses_rank, shape.tp_rank)
     made = _kept.setdefault(key, {})
     _kept.move_to_end(key)
-    while len(_kept) > 1 and sum(len(each) for each in _kept.values()) > MOST_TEMPLATES:
+    while len(_kept) > 1 and sum(map(_instructions, _kept.values())) > MOST_INSTRUCTIONS:
         _kept.popitem(last=False)
     return made
+
+
+def _instructions(made: Made) -> int:
+    """Return the number of instructions of a plan's cached templates."""
+    return sum(len(template.instructions) for template, _ in made.values())
 
 
 def forget() -> None:
@@ -50,14 +60,24 @@ def seen_by_layers(decisions: Decisions) -> Decisions:
 
     These are the numbers of layers beside their kinds, of stages and micro-batches, the layers of each stage, the
     schedule, and the size of the offload window. Zero-bubble schedules stay in the key, because backward then leaves
-    weight gradients to the W pass.
+    weight gradients to the W pass. ZeRO 1 divides optimizer states alone, which no layer reads.
     """
     layout, model = decisions.layout, decisions.model
     schedule: Schedule = "zero-bubble" if layout.pp > 1 and layout.schedule == "zero-bubble" else "1f1b"
+    zero = (layout.zero, layout.zero_ranks) if layout.zero > 1 else (0, 0)
     return replace(
         decisions,
         model=model.of_layers(model.layer_shapes),
-        layout=replace(layout, pp=1, pp_layers=(), schedule=schedule, virtual_stages=1, overlap_p2p=True),
+        layout=replace(
+            layout,
+            pp=1,
+            pp_layers=(),
+            schedule=schedule,
+            virtual_stages=1,
+            overlap_p2p=True,
+            zero=zero[0],
+            zero_ranks=zero[1],
+        ),
         global_batch=decisions.micro_batch * layout.dp,
         offload_window=min(1, decisions.offload_window),
     )

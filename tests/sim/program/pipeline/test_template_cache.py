@@ -66,9 +66,28 @@ def test_layers_are_written_once_for_all_stages_and_windows() -> None:
     assert not any(t is backward for t in kept)
 
 
-def test_the_cache_keeps_at_most_the_allowed_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("recompute", "alpha"), [("none", 0.0), ("tokenwise", 0.5), ("full", 1.0)])
+def test_layers_under_metp_are_written_once_with_and_without_sharded_states(recompute: str, alpha: float) -> None:
+    layout = Layout(metp=2, dp=2)
+    base = Decisions(model=load_model("gpt-tiny"), layout=layout, seq_tokens=8 * K, global_batch=2)
+    base = with_alpha(base, recompute, alpha)
+    asked = [msgspec.structs.replace(base, layout=msgspec.structs.replace(layout, zero=zero)) for zero in (0, 1, 2, 3)]
+    anew = []
+    for decisions in asked:
+        alike.forget()
+        anew.append(program_sha256(lower(decisions)))
+    assert len(set(anew)) == len(asked)
     alike.forget()
-    monkeypatch.setattr(alike, "MOST_TEMPLATES", 10)
+    found = [lower(decisions) for decisions in asked]
+    assert [program_sha256(programs) for programs in found] == anew
+    backward = [next(t for t in programs[0].templates if t.name == "layer.bwd") for programs in found]
+    assert backward[1] is backward[0]
+    assert backward[2] is not backward[1]
+
+
+def test_the_cache_keeps_at_most_the_allowed_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike.forget()
+    monkeypatch.setattr(alike, "MOST_INSTRUCTIONS", 10)
     base = Decisions(model=load_model("gpt-tiny"), layout=Layout(subsequences=4), seq_tokens=8 * K)
     first = alike.cached_templates(base, shape_of(base))
     lower(base)
