@@ -80,7 +80,7 @@ class _There:
     def order(self) -> tuple[bool, float]:
         """Plans that fit first, by their step; of the others the one that is nearest to fitting."""
         fits = self.prediction.status == "ok"
-        return not fits, self.prediction.step_s or 0.0 if fits else float(self.prediction.shortfall_bytes)
+        return not fits, self.prediction.step_s or 0.0 if fits else float(self.prediction.missing_bytes)
 
 
 def export_plan(

@@ -7,6 +7,7 @@ from math import inf
 
 from memo_sim.contract.result import Result
 from memo_sim.contract.results import Results
+from memo_sim.contract.summary import Summary
 
 ALIKE = {"dtype": "--dtype", "libraries": "--libraries", "device memory": "--memory-policy"}
 """Assumptions that make clusters unequal where they differ, and the options that make them equal."""
@@ -87,7 +88,14 @@ def _key(result: Result, *, priced: bool) -> tuple[bool, float]:
     """Return what clusters are ranked by, the lowest first."""
     summary = result.summary
     if summary is None or summary.step_s is None:
-        return True, float(summary.shortfall_bytes) if summary else inf
+        return True, float(_missing_bytes(summary)) if summary else inf
     if priced:
         return False, summary.price_per_billion_tokens or 0.0
     return False, -summary.tokens_per_step / summary.step_s
+
+
+def _missing_bytes(summary: Summary) -> int:
+    """Return the bytes that a device and a node's host lack together."""
+    host = summary.host_memory
+    also = max(0, host.needed_bytes - host.capacity_bytes) if summary.status == "gpu_oom" else 0
+    return summary.shortfall_bytes + also

@@ -185,9 +185,9 @@ def _fitting(tried: list[Tried]) -> list[Tried]:
 
 
 def _is_nearer(one: Evaluated, chosen: Evaluated) -> bool:
-    """Return whether a plan is short of the same memory by less."""
+    """Return whether a plan is short of the same memory, and both memories lack less together."""
     mine, theirs = chosen.prediction, one.prediction
-    return theirs.status == mine.status and theirs.shortfall_bytes < mine.shortfall_bytes
+    return theirs.status == mine.status and theirs.missing_bytes < mine.missing_bytes
 
 
 def _by_rank(tried: list[Tried]) -> list[Tried]:

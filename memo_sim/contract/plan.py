@@ -495,11 +495,19 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Busy seconds by lane."""
     stalls: list[Stall] = []
     shortfall_bytes: Bytes = 0
+    """Bytes that the memory lacks which ``status`` names: that of the fullest device, or of a node's host."""
+    host_shortfall_bytes: Bytes = 0
+    """Bytes that a node's host memory lacks, also where a device lacks memory."""
     reason: str = ""
     outside_calibration: list[str] = []
     """Curves that were read outside the range of their measurements, by work of more than 5 % of the step."""
     interval: StepInterval | None = None
     """Null when the plan does not fit, or when fewer than five rows of its class are published."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that the fullest device and the host memory of a node lack together; 0 for a plan that fits."""
+        return self.shortfall_bytes + (self.host_shortfall_bytes if self.status == "gpu_oom" else 0)
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

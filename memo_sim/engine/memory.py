@@ -138,6 +138,11 @@ class Memory:
         """Host memory that the local ranks of one node need together."""
         return self.host.bytes * self.local_ranks + self.host_beside_bytes
 
+    @property
+    def host_shortfall_bytes(self) -> int:
+        """Host memory that a node lacks; 0 where it suffices."""
+        return max(0, self.host_per_node_bytes - self.host_capacity_bytes)
+
     @cached_property
     def fault(self) -> OutOfMemory | None:
         """Why the step does not fit, or None when it does; the device is checked first."""
@@ -155,12 +160,11 @@ class Memory:
             missing = sum(live.values()) - self.device_capacity_bytes
             at = failed.instant
             return OutOfMemory("gpu_oom", at, self.program_id(at), live, self.device_capacity_bytes, missing)
-        if self.host_per_node_bytes > self.host_capacity_bytes:
+        if missing := self.host_shortfall_bytes:
             at = self.host.instruction
             live = {name: size * self.local_ranks for name, size in self.host.by_class.items()}
             if self.host_beside_bytes:
                 live["other stages"] = self.host_beside_bytes
-            missing = self.host_per_node_bytes - self.host_capacity_bytes
             return OutOfMemory("host_oom", at, self.program_id(at), live, self.host_capacity_bytes, missing)
         return None
 

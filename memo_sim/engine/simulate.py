@@ -22,6 +22,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.peaks import flops_peak, memory_peak
 from memo_sim.contract.plan import Decisions, Prediction, Stall
 from memo_sim.contract.trace import Trace
+from memo_sim.contract.units import format_bytes
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.event_loop import Rates, run
 from memo_sim.engine.memory import Memory
@@ -200,15 +201,16 @@ class Simulation:
     def fullest(self) -> StageRun:
         """The stage that needs most device memory, or the one with the largest shortage if memory runs out.
 
-        With PyTorch's allocator that is the stage where it reserves most.
+        A shortage of a device comes before one of a host, as in each stage. With PyTorch's allocator, the stage that
+        needs most is the one where it reserves most.
         """
-        return max(
-            self.stages,
-            key=lambda stage: (
-                stage.memory.fault.shortfall_bytes if stage.memory.fault else 0,
-                stage.reserved_bytes or stage.memory.device.bytes,
-            ),
-        )
+
+        def order(stage: StageRun) -> tuple[bool, int, int]:
+            fault = stage.memory.fault
+            on_device, missing = (fault.status == "gpu_oom", fault.shortfall_bytes) if fault else (False, 0)
+            return on_device, missing, stage.reserved_bytes or stage.memory.device.bytes
+
+        return max(self.stages, key=order)
 
     @cached_property
     def most_live(self) -> StageRun:
@@ -446,6 +448,10 @@ class Simulation:
     def _does_not_fit(self) -> Prediction:
         fault = self.memory.fault
         assert fault is not None
+        reason = self._of(self.fullest, fault.reason)
+        on_host = max(stage.memory.host_shortfall_bytes for stage in self.stages)
+        if on_host and fault.status == "gpu_oom":
+            reason = f"{reason}; a node's host lacks {format_bytes(on_host)} as well"
         return Prediction(
             status=fault.status,
             hardware=self.hardware.name,
@@ -455,5 +461,6 @@ class Simulation:
             peak_host_bytes_per_node=max(stage.memory.host_per_node_bytes for stage in self.stages),
             moved_bytes=self.fullest.moved_bytes,
             shortfall_bytes=fault.shortfall_bytes,
-            reason=self._of(self.fullest, fault.reason),
+            host_shortfall_bytes=on_host,
+            reason=reason,
         )

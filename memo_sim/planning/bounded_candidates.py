@@ -184,6 +184,9 @@ class CandidateBounds:
         pairs = list(pairwise(edges_of(low, most, width))) or [(most, most)]
         found = [bounds.between(grid.at(first), grid.at(last)) for first, last in pairs]
         may_fit = [bound for bound in found if not bounds.shortfall_bytes(bound)]
+        if not may_fit and partial and most < high:
+            # As in ``_of_layers``: beyond ``most`` the host is too small, by how much is not known.
+            return LowerBound(0.0, bounds.device_room_bytes + 1, 0)
         if not may_fit:
             return min(found, key=bounds.shortfall_bytes)
         return LowerBound(

@@ -109,13 +109,9 @@ class LowerBounds:
         """Compute's rate while one other lane is busy."""
 
     def shortfall_bytes(self, bound: LowerBound) -> int:
-        """Return a lower bound of the missing bytes, of the device if it is short; 0 for plans that may fit.
-
-        When only the host is known to be short, return 1: the device may be short too, by any amount, and an outcome
-        reports the device first.
-        """
+        """Return a lower bound of the missing bytes (``Prediction.missing_bytes``); 0 for plans that may fit."""
         device, host = bound.device_bytes - self.device_room_bytes, bound.host_bytes_per_node - self.host_room_bytes
-        return device if device > 0 else int(host > 0)
+        return max(0, device) + max(0, host)
 
     def of(self, decisions: Decisions) -> LowerBound:
         """Return the lower bounds of one plan.

@@ -41,12 +41,13 @@ class Evaluated:
     def rank_key(self) -> tuple[bool, bool, float, int, int, str]:
         """Sort key. Plans that fit come first, the fastest first; then plans by missing bytes; invalid plans come last.
 
+        Missing are the bytes that a device lacks and those that a node's host lacks, added up.
         Among equals, the plan with less host memory, then less device memory comes first. The last criterion is the
         plan's text, so the order never depends on the order of evaluation.
         """
         prediction = self.prediction
         step_s = prediction.step_s
-        order = ranked_s(step_s) if step_s is not None else float(prediction.shortfall_bytes)
+        order = ranked_s(step_s) if step_s is not None else float(prediction.missing_bytes)
         host, device = prediction.peak_host_bytes_per_node, prediction.peak_device_bytes
         return (step_s is None, prediction.status == "invalid", order, host, device, repr(self.decisions))
 

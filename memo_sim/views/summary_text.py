@@ -67,6 +67,8 @@ def _memory(summary: Summary) -> str:
     if summary.status == "host_oom":
         short = f"{format_bytes(summary.shortfall_bytes)} of host memory a node are missing"
         return f"DOES NOT FIT: {short}; {on_host}; a device{where}: {has}."
+    if (also := host.needed_bytes - host.capacity_bytes) > 0:
+        on_host += f", where {format_bytes(also)} are missing as well"
     return f"DOES NOT FIT: {format_bytes(summary.shortfall_bytes)} are missing on a device{where}: {has}; {on_host}."
 
 

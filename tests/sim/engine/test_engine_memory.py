@@ -180,6 +180,19 @@ def test_out_of_host_memory_names_instant_classes_and_shortage() -> None:
     assert "host memory runs out" in simulation.prediction.reason
 
 
+def test_a_plan_that_is_short_of_both_memories_says_both() -> None:
+    decisions = decide(("none", 1.0), layers=6, layout=Layout(tp=2))
+    memory = run(decisions).memory
+    host, device = memory.host_per_node_bytes, memory.device_total_bytes
+    found = run(decisions, host_bytes=host - 5, device_bytes=device - 3).prediction
+    assert found.status == "gpu_oom"
+    assert (found.shortfall_bytes, found.host_shortfall_bytes, found.missing_bytes) == (3, 5, 8)
+    assert "a node's host lacks 5 B as well" in found.reason
+    on_host = run(decisions, host_bytes=host - 5).prediction
+    assert on_host.status == "host_oom"
+    assert (on_host.shortfall_bytes, on_host.host_shortfall_bytes, on_host.missing_bytes) == (5, 5, 5)
+
+
 @pytest.mark.parametrize("sizes", [{"device_bytes": RESERVE}, {"host_bytes": 1000}])
 def test_a_plan_that_does_not_fit_is_never_priced(sizes: dict[str, int]) -> None:
     decisions = decide(("none", 1.0), layers=6)

@@ -306,3 +306,22 @@ def test_a_window_is_widened_until_nothing_is_gained(most: int, window: int, ask
     found = with_best_window(Evaluated(FULL_SWAP, start, Prediction(status="ok", step_s=9.0)), predict)
     assert found.decisions.offload_window == window
     assert played == asked_for
+
+
+@pytest.mark.slow
+def test_the_plan_nearest_to_fitting_is_exact_where_both_memories_are_short() -> None:
+    """Pruned by what both memories lack, the first plan is that of everything evaluated."""
+    few = asked(seq_tokens=64 * K, tp=2, pp=2)
+    cluster, hardware = with_memory(few.cluster, few.hardware, device_bytes=6 * GIB, host_bytes=GIB // 8)
+    short = replace(few, cluster=cluster, hardware=hardware)
+    every, pruned = search(short, prune=False), search(short)
+    first = every.ranked[0]
+    assert any(e.prediction.status == "gpu_oom" and e.prediction.host_shortfall_bytes for e in every.ranked)
+    assert pruned.ranked[0].rank_key == first.rank_key
+    assert pruned.evaluated <= every.evaluated
+    bounds = LowerBounds(hardware, cluster)
+    for one in every.ranked:
+        if one.prediction.status == "ok":
+            continue
+        bound = bounds.memory(one.decisions)
+        assert bounds.shortfall_bytes(bound) <= one.prediction.missing_bytes
