@@ -8,6 +8,7 @@ from memo_sim.contract.adapters import NONE
 from memo_sim.contract.knobs import DEGREES, KNOBS
 from memo_sim.contract.summary import LeftOut
 from memo_sim.contract.units import format_tokens
+from memo_sim.planning.layouts import puts_off_cp
 from memo_sim.planning.micro_batches import LAYOUTS, MOST_TOKENS, SIZES, are_searched
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Question
@@ -59,6 +60,8 @@ def _open_layouts(question: Question) -> list[LeftOut]:
         found += [LeftOut(what=", ".join(more), option="--system every-layout")] if more else []
         if pins.metp is None and _alike(question) and question.adapters == NONE:
             found.append(LeftOut(what="metp above 1", option="--system metp"))
+    if puts_off_cp(question):
+        found.append(LeftOut(what="cp beside subsequences, unless no plan with Ulysses fits", option="--cp"))
     if pins.subsequences is None and _alike(question):
         found.append(LeftOut(what="subsequences", option="--subsequences auto"))
     return found

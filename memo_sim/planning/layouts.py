@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import gcd, isqrt
 
 from msgspec.structs import replace
 
-from memo_sim.contract.errors import UsageError
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.knobs import DEGREES, MOST_ZERO, PINNED, Part, Schedule
 from memo_sim.contract.plan import Layout
 from memo_sim.planning.contradictions import check_pins
@@ -15,9 +15,12 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.sppo import allowed
 from memo_sim.planning.stage_splits import splits
 from memo_sim.planning.subsequences import counts
+from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.rules.metp import METP_SCHEDULE
 from memo_sim.program.layout.rules.multiplexing import MULTIPLEXING
 from memo_sim.program.layout.rules.pipeline_stages import MOST_ZERO_OF_STAGES
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
 
 CHUNKS = (2, 4)
 """Chunks of layers a stage that the interleaved schedule is tried with."""
@@ -119,6 +122,51 @@ def _solved(question: Question) -> dict[tuple[int, int], tuple[int, ...]]:
     if not question.preset.solver or isinstance(question.pins.subsequences, int):
         return {}
     return {(choice.sp, choice.pp): (choice.subsequences,) for choice in allowed(question)[:1]}
+
+
+def put_off(question: Question, found: list[Layout]) -> list[Layout]:
+    """Return the layouts that are searched only where no other plan fits: cp beside subsequences, in Ulysses' place.
+
+    Each has another layout in ``found`` with Ulysses of the same degree. This is a choice, and no bound: cp has as much
+    to compute, in more and smaller calls, and sends the keys of earlier subsequences again for each later one, so its
+    plans are mostly slower, and their programs are long to write and play. Where Ulysses copies key/value heads, cp
+    needs less memory, and so may be all that fits. ``docs/subsequences.md`` has what was measured, on both sides. None
+    is put off where a degree of cp or of Ulysses is pinned.
+    """
+    if not puts_off_cp(question):
+        return []
+    known = {_without_cp(layout) for layout in found if layout.cp == 1}
+    return [
+        layout
+        for layout in found
+        if layout.cp > 1 and layout.subsequences > 1 and _goes_without_cp(question, _without_cp(layout), known)
+    ]
+
+
+def puts_off_cp(question: Question) -> bool:
+    """Return whether both cp and Ulysses are open beside subsequences, so that ``put_off`` may name layouts."""
+    pins, system = question.pins, question.preset
+    both_open = pins.cp is None and pins.ulysses is None and {"cp", "ulysses"} <= set(system.degrees)
+    return both_open and cuts_sequences(question)
+
+
+def _without_cp(layout: Layout) -> Layout:
+    """Return the layout with Ulysses in place of cp."""
+    return replace(layout, cp=1, ulysses=layout.cp * layout.ulysses, cp_exchange="ring", uneven_heads=False)
+
+
+def _goes_without_cp(question: Question, layout: Layout, known: Collection[Layout]) -> bool:
+    """Return whether a layout is among those ``known``, and divides the model and the sequence."""
+    if layout not in known:
+        return False
+    decisions = question.decisions(layout)
+    try:
+        stages_of(decisions)
+        shape_of(decisions)
+        partition(decisions)
+    except Infeasible:
+        return False
+    return True
 
 
 def cuts_sequences(question: Question) -> bool:

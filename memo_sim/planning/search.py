@@ -18,6 +18,8 @@ Other candidates are pruned because a simpler plan is at least as good (``evalua
 Where no plan fits, the last resorts of some systems are tried (``System.last_resorts``). They are not tried beside a
 plan that fits: it has allocation retries at most, and a second search would need as long as the first. So a device with
 a little more memory, in which another plan just fits, may have a slower best plan than one without.
+
+cp beside subsequences is tried before them, and also only where no other plan fits (``layouts.put_off``).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from memo_sim.planning.bounded_candidates import LEAST, Bounded
 from memo_sim.planning.examination import Examination
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.findings import Findings
+from memo_sim.planning.layouts import put_off
 from memo_sim.planning.offload_windows import with_best_window
 from memo_sim.planning.outcome import Evaluated, Key, SearchResult, as_good
 from memo_sim.planning.plays import play
@@ -65,7 +68,7 @@ def search(
 ) -> SearchResult:
     """Return every candidate of ``question`` evaluated or pruned; ``progress`` is called with (done, all).
 
-    - The ``keep`` best plans are exact.
+    - The ``keep`` best plans are exact, but for layouts that are put off (``layouts.put_off``).
     - ``front``: the Pareto front is exact too; candidates with open alpha are then evaluated at every eighth as well.
     - ``prune``: without it, everything is evaluated.
     - ``siblings``: all policies on the best plan's layout are evaluated, for the explanation, but for attention in
@@ -78,21 +81,27 @@ def search(
     """
 
     aims = Aims(keep=keep, front=front, prune=prune, siblings=siblings, enough_s=enough_s)
-    result, tried = _Search(question, aims).run(Space(question), progress), last_resorts(question)
+    space, tried = Space(question), last_resorts(question)
+    later = put_off(question, space.layouts) if prune and not front else []
+    space.layouts = [layout for layout in space.layouts if layout not in later]
+    result = _Search(question, aims).run(space, progress)
+    if later and result.best is None:
+        space = Space(question)
+        space.layouts = later
+        result = _with_more(result, space, _Search(question, aims, result.passes))
+    elif later:  # each counts as many candidates as policies, as layouts that are pruned do
+        result.pruned += len(later) * len(space.policies)
     if result.best is not None or not tried:
         return result
-    return _with_last_resorts(question, tried, result, _Search(question, aims, result.passes))
+    return _with_more(result, Space(question, tried), _Search(question, aims, result.passes))
 
 
-def _with_last_resorts(
-    question: Question, tried: tuple[Policy, ...], first: SearchResult, again: _Search
-) -> SearchResult:
-    """Return the result of a search without a plan that fits, with the last resorts where one of them fits."""
-    again.ranking.limit = (
-        first.ranked[0] if first.ranked else None
-    )  # plans that are further from fitting are not played
+def _with_more(first: SearchResult, space: Space, again: _Search) -> SearchResult:
+    """Return the result of a search without a plan that fits, with the plans of ``space`` where one of them fits."""
+    # Plans that are further from fitting are not played.
+    again.ranking.limit = first.ranked[0] if first.ranked else None
     try:
-        second = again.run(Space(question, tried))
+        second = again.run(space)
     except Infeasible:
         return first
     if second.best is None:
@@ -139,9 +148,12 @@ def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated
     """
     if before.best is not None:  # which may have a larger micro-batch than the question
         question = replace(question, micro_batch=before.best.decisions.micro_batch)
-    made = _Search(question, Aims(), before.passes)
+    made, space = _Search(question, Aims(), before.passes), Space(question)
     made.ranking.limit = before.best
-    found = made.run(Space(question)).best
+    later = put_off(question, space.layouts)
+    if before.best is not None and before.best.decisions.layout not in later:
+        space.layouts = [layout for layout in space.layouts if layout not in later]
+    found = made.run(space).best
     fitting = [e for e in (before.best, found) if e is not None]
     return min(fitting, key=lambda e: e.rank_key, default=None)
 

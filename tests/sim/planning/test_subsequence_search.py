@@ -15,6 +15,7 @@ from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.bandwidth import offload_bandwidth
+from memo_sim.planning.layouts import put_off
 from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.offload_windows import with_best_window
 from memo_sim.planning.outcome import Evaluated
@@ -325,3 +326,40 @@ def test_the_plan_nearest_to_fitting_is_exact_where_both_memories_are_short() ->
             continue
         bound = bounds.memory(one.decisions)
         assert bounds.shortfall_bytes(bound) <= one.prediction.missing_bytes
+
+
+def of_one_stage(device_gib: float, **pins: object) -> Question:
+    """Return a question whose four ranks divide tokens alone; Ulysses copies the model's only key/value head."""
+    room = {"device_bytes": int(device_gib * GIB), "host_bytes": None}
+    cluster, hardware = with_memory(*load_cluster("a100-2x2-hdr4"), **room)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=2, kv_heads=1, ffn_hidden=1024, vocab=1024)
+    fixed = {"tp": 1, "pp": 1, "zero": 1, "dp": 1, "subsequences": 4, "recompute": "full", "alpha": 0.0} | pins
+    return Question(model, cluster, hardware, 64 * K, system="every-layout", global_batch=1, pins=Pins(**fixed))  # type: ignore[arg-type]
+
+
+def test_cp_beside_subsequences_is_put_off_where_ulysses_can_replace_it() -> None:
+    def divided(question: Question) -> list[tuple[int, int]]:
+        return [(layout.cp, layout.ulysses) for layout in put_off(question, layouts(question))]
+
+    question = of_one_stage(80)
+    assert divided(question) == [(2, 2), (4, 1)]
+    assert divided(of_one_stage(80, subsequences=1)) == []
+    assert divided(of_one_stage(80, cp=2)) == []
+    assert divided(of_one_stage(80, ulysses=1)) == []
+    few_heads = msgspec.structs.replace(question.model, heads=2)  # Ulysses of four ranks would have half a head each
+    assert divided(replace(question, model=few_heads)) == []
+
+
+def test_cp_that_is_put_off_is_found_where_nothing_else_fits() -> None:
+    plentiful = search(of_one_stage(80))
+    assert plentiful.best is not None
+    assert plentiful.best.decisions.layout.cp == 1
+    everything = search(of_one_stage(80), prune=False)
+    with_ulysses = [e.decisions for e in everything.ranked if e.decisions.layout.cp == 1]
+    assert plentiful.best.decisions == with_ulysses[0]
+    short = search(of_one_stage(1), prune=False).ranked  # the nearest to fitting first
+    least = {e.decisions.layout.cp: 1 + e.prediction.shortfall_bytes / GIB for e in reversed(short)}
+    assert least[4] < least[1]
+    scarce = search(of_one_stage((least[4] + least[1]) / 2)).best
+    assert scarce is not None
+    assert scarce.decisions.layout.cp == 4
