@@ -11,7 +11,7 @@ or no stretch repeats, all are lowered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import msgspec
@@ -26,6 +26,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
+from memo_sim.planning.short_rings import SHORT, steps_repeat, with_ring
 from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness
@@ -115,14 +116,25 @@ class Passes:
     def computed(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
 
+        A long ring is not lowered where two short ones tell its kernels (``short_rings.py``).
+
         Raises:
             Infeasible: see ``of``.
         """
         times, question = self._few(decisions, layers)
         key = self._numbers.setdefault(question, len(self._numbers)), times
         if key not in self._computed:
-            self._computed[key] = self._lower(question).computed(times)
+            self._computed[key] = self._compute(question, times)
         return self._computed[key]
+
+    def _compute(self, question: _Question, times: int) -> Pass:
+        alone, middle = question
+        if not steps_repeat(alone):
+            return self._lower(question).computed(times)
+        few, many = (self._lower((with_ring(alone, cp), middle)).computed(times) for cp in SHORT)
+        steps = (alone.layout.cp - SHORT[0]) / (SHORT[1] - SHORT[0])
+        pairs = {f.name: (getattr(few, f.name), getattr(many, f.name)) for f in fields(Pass)}
+        return Pass(**{name: first + steps * (second - first) for name, (first, second) in pairs.items()})
 
     def _few(self, decisions: Decisions, layers: Sequence[LayerShape]) -> tuple[int, _Question]:
         """Return how often the window of the lowered layers is left out, and what is lowered."""

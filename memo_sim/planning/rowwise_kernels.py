@@ -16,12 +16,16 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.rowwise import RowwiseRates
+from memo_sim.planning.short_rings import SHORT, steps_repeat, with_ring
 from memo_sim.program.ir.instruction import Template
 from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.lower import lower
 from memo_sim.program.operators.workspaces import FUSED_KINDS, HEAD_KINDS
+
+MERGE = "attention.merge"
+"""Row-wise work of every step of a ring."""
 
 
 class RowwiseChoice:
@@ -33,6 +37,10 @@ class RowwiseChoice:
     def __init__(self, hardware: Hardware) -> None:
         self._measured = hardware.fused_rowwise_bytes_per_s
         self._rates = RowwiseRates(hardware)
+        self._ignores_merges = self._measured.keys() <= {"triton"} and all(
+            MERGE not in curves for curves in self._measured.values()
+        )
+        """Whether merges, which are all that a longer ring adds to the works, have the same price in each choice."""
         self._known: dict[Decisions, RowwiseKernel] = {}
         self._in_one_stage: dict[Decisions, RowwiseKernel | None] = {}
 
@@ -43,6 +51,9 @@ class RowwiseChoice:
         """
         if not self._measured:
             return decisions
+        asked = decisions
+        if self._ignores_merges and steps_repeat(decisions):
+            decisions = with_ring(decisions, SHORT[0])
         # Fused kernels play rows of tokens alone, whichever rank the experts' rows go to.
         alike = msgspec.structs.replace(
             decisions,
@@ -59,9 +70,9 @@ class RowwiseChoice:
             try:
                 self._known[alike] = self._of_any_stages(alike) or self.fastest(alike)
             except Infeasible:
-                return decisions
-        kernels = msgspec.structs.replace(decisions.kernels, rowwise=self._known[alike])
-        return msgspec.structs.replace(decisions, kernels=kernels)
+                return asked
+        kernels = msgspec.structs.replace(asked.kernels, rowwise=self._known[alike])
+        return msgspec.structs.replace(asked, kernels=kernels)
 
     def _of_any_stages(self, decisions: Decisions) -> RowwiseKernel | None:
         """Return the implementation that is the fastest however layers are divided over stages; None without one.

@@ -15,6 +15,7 @@ from memo_sim.engine.simulate import simulate
 from memo_sim.planning import few_layers
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.question import with_memory
+from memo_sim.planning.short_rings import steps_repeat
 from memo_sim.planning.space import with_alpha
 from memo_sim.program.layout.repeated_layers import RepeatedLayers
 from memo_sim.views.plan_table import layout_label
@@ -129,3 +130,40 @@ def test_a_plan_that_does_not_fit_gives_no_step_time() -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=8 * 2**30, host_bytes=2**50)
     decisions = decided(Layout(tp=8), ("none", 0.0), layers=16, seq_tokens=1 << 18)
     assert step_s_of_few_layers(decisions, hardware, cluster) is None
+
+
+RINGS = [
+    Layout(cp=8),
+    Layout(cp=16, ulysses=2, zero=3),
+    Layout(tp=2, sequence_parallel=True, cp=32),
+    Layout(cp=8, dp=2, zero=3),
+]
+
+
+@pytest.mark.parametrize("layout", RINGS, ids=layout_label)
+@pytest.mark.parametrize("model", ["gpt-7b", "llama3-8b"])
+def test_short_rings_tell_the_kernels_of_a_long_one(
+    layout: Layout, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, hardware = load_cluster("h100-8x8")
+    decisions = Decisions(model=load_model(model), layout=layout, seq_tokens=layout.cp * 1024, global_batch=layout.dp)
+    layers = [decisions.model.layer(n) for n in range(decisions.model.layers)]
+    assert steps_repeat(decisions)
+    short = Passes(hardware, cluster).computed(decisions, layers)
+    monkeypatch.setattr(few_layers, "steps_repeat", lambda _: False)
+    whole = Passes(hardware, cluster).computed(decisions, layers)
+    for field in fields(Pass):
+        assert getattr(short, field.name) == pytest.approx(getattr(whole, field.name), rel=1e-12)
+
+
+def test_rings_whose_steps_differ_are_lowered_whole() -> None:
+    ring = Decisions(model=load_model("gpt-7b"), layout=Layout(cp=8), seq_tokens=1 << 14, global_batch=1)
+    assert steps_repeat(ring)
+    windowed = msgspec.structs.replace(ring.model, window=1024)
+    for other in (
+        msgspec.structs.replace(ring, model=windowed),
+        msgspec.structs.replace(ring, layout=msgspec.structs.replace(ring.layout, cp=4)),
+        msgspec.structs.replace(ring, layout=msgspec.structs.replace(ring.layout, cp_exchange="rsa")),
+        msgspec.structs.replace(ring, layout=msgspec.structs.replace(ring.layout, subsequences=2)),
+    ):
+        assert not steps_repeat(other)
