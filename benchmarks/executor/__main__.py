@@ -3,10 +3,10 @@
     python -m benchmarks.executor [--rounds 5]
 
 Dispatch is a step whose kernels do nothing, for 64 layers of width 32. Offloading trains small models with plain
-autograd, torch's ``save_on_cpu``, ``offload_activations``, and the same with its copies (``device="cpu"``), each in
-a process of its own. ``save_on_cpu`` copies nothing on a CPU, so "bare copies" copies every tensor to new memory and
-back, and does nothing else. Seconds are CPU seconds of a step, the best of the rounds; peaks are of the resident bytes
-beyond those before the first step. Ratios are to ``save_on_cpu``.
+autograd, torch's ``save_on_cpu``, ``offload_activations``, and the same with its copies (``device="cpu"``), of large
+tensors or of small ones too, each in a process of its own. ``save_on_cpu`` copies nothing on a CPU, so "bare copies"
+copies every tensor to new memory and back, and does nothing else. Seconds are CPU seconds of a step, the best of the
+rounds; peaks are of the resident bytes beyond those before the first step. Ratios are to ``save_on_cpu``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from memo_sim.program.lower import lower
 SHAPES = ((24, 96, 128), (24, 96, 512), (2, 256, 8192))
 """Layers, width and tokens."""
 HEADS = 4
-WAYS = ("plain", "save_on_cpu", "bare copies", "offload_activations", "with copies")
+WAYS = ("plain", "save_on_cpu", "bare copies", "offload_activations", "with copies", "small copies too")
 
 
 class Layer(nn.Module):
@@ -102,7 +102,8 @@ def offloading(way: str, shape: tuple[int, int, int], rounds: int) -> tuple[floa
     layers, width, tokens = shape
     torch.manual_seed(0)
     model, x = nn.Sequential(*[Layer(width) for _ in range(layers)]), torch.randn(tokens, width)
-    swap = offload_activations(device="cpu" if way == "with copies" else None)
+    device = "cpu" if way in ("with copies", "small copies too") else None
+    swap = offload_activations(device=device, min_offload_size=1024 if way == "small copies too" else None)
     contexts: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "plain": nullcontext,
         "save_on_cpu": save_on_cpu,

@@ -23,6 +23,12 @@ from memo_sim.contract.errors import CannotRun, UsageError
 
 Packed = Saved | Kept | Wrapped
 
+LEAST_BYTES = 1024
+"""Bytes of the smallest tensor that leaves a GPU; torchtune's default."""
+
+CPU_LEAST_BYTES = 2**20
+"""On a CPU, handling a smaller tensor costs more time than the copy of its bytes."""
+
 
 class OffloadActivations:
     """Offloads the tensors that autograd saves under this context to host memory, and prefetches them for backward.
@@ -44,10 +50,10 @@ class OffloadActivations:
         use_pin_memory: pin the host slab (CUDA only).
         use_streams: copy on separate lanes, in parallel with compute; otherwise copies run in order with compute.
         max_fwd_stash_size: copies to the host that may be in flight before compute waits for the oldest; at least 1.
-        min_offload_size: smaller tensors stay on the device, in bytes.
+        min_offload_size: smaller tensors stay on the device, in bytes. None: 1,024 on a GPU, 1 MiB on a CPU.
         fraction: share of the eligible bytes to offload (MEMO's alpha), spread evenly over the forward pass.
         host_bytes: size of the host slab, allocated at once; tensors that do not fit stay on the device. None: the size
-            that the first pass needs; the copies of that first pass use pageable memory.
+            that the first pass needs; the copies of that first pass use pageable memory. A CPU has no slab then.
         max_bwd_stash_size: number of saved tensors to prefetch ahead of backward.
         model: its parameters and buffers stay on the device even if autograd saves them as plain tensors, as under
             FSDP.
@@ -67,7 +73,7 @@ class OffloadActivations:
         use_pin_memory: bool = True,
         use_streams: bool = True,
         max_fwd_stash_size: int = 5,
-        min_offload_size: int = 1024,
+        min_offload_size: int | None = None,
         fraction: float = 1.0,
         host_bytes: int | None = None,
         max_bwd_stash_size: int = 5,
@@ -77,7 +83,8 @@ class OffloadActivations:
     ) -> None:
         _count("max_fwd_stash_size", max_fwd_stash_size, least=1)
         _count("max_bwd_stash_size", max_bwd_stash_size)
-        _count("min_offload_size", min_offload_size)
+        if min_offload_size is not None:
+            _count("min_offload_size", min_offload_size)
         if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
             raise _out_of_range("fraction", fraction, "a number between 0 and 1")
         if host_bytes is not None:
@@ -85,7 +92,8 @@ class OffloadActivations:
         idle = device is None and not torch.cuda.is_available()
         device = _device(device)
         self.statistics = OffloadStatistics(host_is_device=idle)
-        host = HostMemory(None if idle else host_bytes, pinned=use_pin_memory and device.type == "cuda")
+        on_cuda = device.type == "cuda"
+        host = HostMemory(None if idle else host_bytes, pinned=use_pin_memory and on_cuda, grows=on_cuda)
         self._swap = Swap(
             host,
             self.statistics,
@@ -95,6 +103,8 @@ class OffloadActivations:
             debug=debug,
         )
         self._swap.settle()
+        if min_offload_size is None:
+            min_offload_size = LEAST_BYTES if on_cuda else CPU_LEAST_BYTES
         self._eligible = Eligible(device, min_offload_size, model)
         self._fraction = fraction
         self._eligible_bytes = self._offloaded_bytes = 0

@@ -6,6 +6,9 @@ Without a limit, the size is unknown before the first pass. In that pass, each b
 offsets are assigned as if there were a slab. When all blocks have died, the slab is allocated with exactly the bytes
 that were needed and pinned once. Later passes use it.
 
+A context for a CPU asks for no slab: pageable copies gain nothing from one, and blocks of their own are allocated in
+what the originals have freed.
+
       first pass   [ a ][  b  ]      offsets only; a and b are elsewhere (pageable)
       later        [ a ][  b  ]      the same offsets, now in the slab
 """
@@ -35,15 +38,16 @@ class HostRange:
 
 
 class HostMemory:
-    """The slab and its free ranges.
+    """The slab and its free ranges; if ``grows`` is false and there is no limit, there is never a slab.
 
     Raises:
         CannotRun: if ``limit_bytes`` exceeds the memory that is available, or if the driver refuses to pin it.
     """
 
-    def __init__(self, limit_bytes: int | None, *, pinned: bool) -> None:
+    def __init__(self, limit_bytes: int | None, *, pinned: bool, grows: bool = True) -> None:
         self._limit_bytes = limit_bytes
         self._pinned = pinned
+        self._grows = grows and limit_bytes is None
         self._holes = FirstFit(PIECE_BYTES)
         self._live = 0
         self._unpin: Callable[[], object] = _nothing
@@ -77,8 +81,8 @@ class HostMemory:
         self._live -= 1
 
     def settle(self) -> None:
-        """Grow the slab to the bytes that were needed, if no block is alive and there is no limit."""
-        if self._limit_bytes is None and not self._live and self.peak_bytes > self.bytes:
+        """Grow the slab to the bytes that were needed, if no block is alive and it may grow."""
+        if self._grows and not self._live and self.peak_bytes > self.bytes:
             self._unpin()
             self._slab = self._slab[:0].clone()  # free the old slab before allocating the new one
             self._make(self.peak_bytes)

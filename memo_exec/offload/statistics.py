@@ -43,7 +43,7 @@ class OffloadStatistics:
     kept_bytes: Counter[Why] = field(default_factory=Counter)
     """Bytes of saved tensors that stayed on the device, by reason; each view counts, even of the same bytes."""
     host_bytes: int = 0
-    """Size of the host slab in bytes."""
+    """Size of the host slab in bytes; 0 on a CPU without a ``host_bytes`` limit."""
     host_is_device: bool = False
     """Whether activations are in host memory already, so that nothing is copied: no GPU, and no ``device`` named."""
     host_peak_bytes: int = 0

@@ -413,3 +413,24 @@ def test_a_machine_without_a_gpu_copies_nothing_unless_the_cpu_is_named(monkeypa
     assert moved.host_is_device
     assert moved.offloaded_bytes == moved.host_bytes == 0
     assert not offload_activations(device="cpu").statistics.host_is_device
+
+
+@pytest.mark.usefixtures("as_on_a_cpu")
+def test_a_cpu_copies_large_tensors_only_and_has_no_slab() -> None:
+    weight = torch.randn(TOKENS, 2**16, requires_grad=True)
+
+    def gradient(context: Any, rows: int) -> Tensor:
+        with context:
+            loss = (weight[:rows] * 2).square().sum()
+        return torch.autograd.grad(loss, weight)[0]
+
+    context = offload_activations(device="cpu", use_streams=False, debug=True)
+    assert torch.equal(gradient(context, 3), gradient(keep_activations(), 3))
+    assert context.statistics.offloaded_bytes == 0
+    assert context.statistics.kept_bytes[Why.SMALL] == 3 * 2**18
+    for passes in (1, 2):
+        assert torch.equal(gradient(context, 4), gradient(keep_activations(), 4))
+        assert context.statistics.offloaded_bytes == context.statistics.restored_bytes == passes * 2**20
+    with context:
+        pass
+    assert context.statistics.host_bytes == 0
