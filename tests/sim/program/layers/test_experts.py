@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -101,8 +100,10 @@ def test_rows_of_another_block_are_found(op: str, role: str, said: str) -> None:
 
 def _later(instruction: Instruction, role: str) -> Instruction:
     """Return an instruction that reads an operand behind the rows that the shorter block has written."""
-    moved = tuple(replace(o, first=o.first + o.tokens) if o.role == role else o for o in instruction.operands)
-    return replace(instruction, operands=moved)
+    moved = tuple(
+        msgspec.structs.replace(o, first=o.first + o.tokens) if o.role == role else o for o in instruction.operands
+    )
+    return msgspec.structs.replace(instruction, operands=moved)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES[1::3], ("selective", 0.0), ("norms", 0.0), ("mlp", 0.0)], ids=str)
