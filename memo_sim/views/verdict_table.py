@@ -25,8 +25,12 @@ def verdict_table(verdict: Verdict) -> str:
 
 
 def _sentence(verdict: Verdict) -> str:
-    """Return the answer and what it rests on."""
-    found = [(against, each) for against in verdict.against for each in against.compared if not each.fine]
+    """Return the answer and what it rests on.
+
+    Of what differs, the largest difference from the first reference is named: the references differ by rounding.
+    """
+    found = [(against, [each for each in against.compared if not each.fine]) for against in verdict.against]
+    found = [(against, differ) for against, differ in found if differ]
     if verdict.verified:
         names = " and of ".join(_name(against) for against in verdict.against if not against.skipped)
         partly = [check for check in verdict.checks if check.name in ("checked with", "not checked")]
@@ -35,7 +39,8 @@ def _sentence(verdict: Verdict) -> str:
     if not found:
         faulty = next(check for check in verdict.checks if not check.fine)
         return f"DIFFERS: the gradients are right, but a program of the plan at full size is {from_one(faulty.text)}."
-    against, worst = max(found, key=lambda pair: _size(pair[1]))
+    against, differ = found[0]
+    worst = max(differ, key=_size)
     text = (
         f"DIFFERS: the {worst.what} is not that of {_name(against)}: {_number(worst)} of its largest value, "
         f"at {worst.where}."
