@@ -6,10 +6,10 @@
     operators (probes/operators.py)   tables of GEMM, attention and row-wise operators, with the kernels of runs
     copies (probes/copy_rates.py)     alone by size, in both directions, beside compute, and the slowdown of compute
     workspaces (probes/workspaces.py) the scratch that kernels allocate on a GPU, against what programs declare
-    in a step (probes/in_step.py)     on a CPU: what an instruction takes in a step beyond its kernel alone
+    in a step (probes/in_step.py)     on a CPU: the time that a step adds to a kernel that runs alone
     memory (probes/memory.py)         allocation, host memory; the shortest kernel of a GPU
 
-On a CPU a lane issues and computes in one thread, so every rate includes what an instruction takes beside its kernel.
+On a CPU a lane issues and computes in one thread, so every rate includes the time between two kernels.
 On CUDA instructions are issued ahead, and the shortest time of a kernel is the launch floor. Every number is the median
 of repeats and keeps its spread. Operators are timed in several passes, in the order of what they decide
 (probes/order.py). When the budget ends (probes/budget.py), the points that are left are not measured, and the profile's

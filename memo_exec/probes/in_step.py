@@ -1,14 +1,14 @@
-"""Measures what an instruction takes in a step of a CPU beyond its kernel alone.
+"""Measures the time that a step on a CPU adds to a kernel that runs alone.
 
-Two things come on top of a kernel that is repeated alone. The interpreter takes time between two instructions. And the
-kernel itself takes longer: since its last call, other kernels have run, and their code, Python objects and pages have
+A kernel that is repeated alone lacks two costs. The interpreter needs time between two instructions. And the kernel
+itself is slower in a step: since its last call, other kernels have run, and their code, Python objects and pages have
 taken the place of its own in the caches. Both are per call and not per byte, so they count in steps of small operators
 only. They are measured in a step of the smallest model of the grid, with more layers:
 
     compute lane   | norm |..| linear |..| rotary |..|        between: the mean of the dots
                    | norm |  | linear |  | rotary |           longer: the mean of (kernel in the step - kernel alone)
 
-The first call of an operator in a step takes longer still. It is not counted, as a model has many layers: of each
+The first call of an operator in a step is slower still. It is not counted, as a model has many layers: of each
 operator's calls the middle one counts.
 """
 
@@ -63,7 +63,7 @@ class InStep:
 def measure(
     decisions: Decisions, alone: Callable[[Operator], Sample], kernels: Mapping[str, Kernel] = KERNELS
 ) -> InStep:
-    """Return what an instruction of the compute lane takes in a step beyond ``alone(operator)``.
+    """Return the time that a step adds to ``alone(operator)``, the mean over the compute lane.
 
     There are ``LAYERS`` layers that are kept, so that an instruction's operands are not those of the last, and compute
     waits for no copy.
@@ -97,7 +97,7 @@ def measure(
 
 
 def _draw(interpreter: Interpreter) -> None:
-    """Write numbers of a usual size into the parameters; products of tiny ones are denormal, which takes longer."""
+    """Write numbers of a usual size into the parameters; products of tiny ones are denormal, which are slow."""
     generator = torch.Generator().manual_seed(0)
     for family in interpreter.program.families:
         if family.name.startswith("params."):

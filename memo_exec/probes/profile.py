@@ -130,7 +130,7 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
     where = f"memo-exec calibrate on {machine.name}, torch {torch.__version__}"
     where += f", {libraries}" if libraries else ""
     cpu = machine.device == "cpu"
-    added = ", and what one instruction takes in a step beside its kernel alone" if cpu else ""
+    added = ", and the time that a step adds to a kernel that runs alone" if cpu else ""
     floor = "the interpreter between two instructions" if cpu else "one of many tiny kernels in a row"
     every = f"measured while {shared.world} ranks copy at once" if shared else "the rate beside compute"
     texts = {

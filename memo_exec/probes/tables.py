@@ -35,7 +35,7 @@ def point_of(work: Rowwise) -> int:
 
 @dataclass(frozen=True)
 class Timed:
-    """One operator's work, and its time in a step, with what it takes there beside its kernel alone."""
+    """One operator's work, and its time in a step: that of its kernel alone, and the time that a step adds."""
 
     work: Work
     seconds: float
@@ -45,7 +45,7 @@ class Timed:
 
     @classmethod
     def of(cls, work: Work, sample: Sample, added_s: float, rowwise: RowwiseKernel = "torch") -> Timed:
-        """Return a sample's time plus what one instruction takes in a step beside it."""
+        """Return a sample's time plus the time that a step adds to one instruction."""
         return cls(work, sample.seconds + added_s, sample.spread, rowwise)
 
 

@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import KERNELS, Call, fp8_blocks, fp8_experts, fp8_mx
 from memo_exec.training import weights
 from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.latent_attention import LatentAttention
 from memo_sim.contract.model import Model
-from memo_sim.program.analysis.columns import expand
-from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
-from memo_sim.program.ir.work import Copy, Fp8Gemm
-from memo_sim.program.lower import lower
+from memo_sim.program.ir.work import Fp8Gemm
+from tests.exec_cpu.interpreter.programs_bytes import assert_copies_are_the_programs, assert_peak_is_the_programs
 from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step, play, scalars
 
 IN_FP8: dict[str, Any] = {"dtype": "bf16", "fp8": "tensor", "fp8_layouts": "tn", "recompute": "none"}
@@ -178,6 +177,21 @@ class Watched:
         return values * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
 
 
+def assert_near_autograd(
+    record: StepRecord, found: dict[str, Tensor], reference: AutogradModel, batches: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Assert that a step's loss and gradients are near those of autograd in fp32, for one batch of two sequences."""
+    ((ids, labels),) = batches
+    loss = reference.loss(ids.view(2, -1), labels.view(2, -1), scalars(batches).loss_scale)
+    torch.autograd.backward([loss])
+    assert record.loss == pytest.approx(float(loss.detach()), rel=1e-2)
+    for name, leaf in reference.p.items():
+        assert leaf.grad is not None
+        # Rounding also changes which experts a few tokens choose.
+        limit = 2 * NEAR if "router" in name else NEAR
+        assert float((found[name] - leaf.grad).norm() / leaf.grad.norm()) <= limit, name
+
+
 _SECOND = {"linear": "weight", "linear.dgrad": "weight", "linear.wgrad": "x"}
 
 
@@ -200,7 +214,7 @@ _SECOND = {"linear": "weight", "linear.dgrad": "weight", "linear.wgrad": "x"}
 )
 def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: Any, recipe: str) -> None:
     decisions, watched = decide(model, **in_fp8(recipe)), Watched()
-    ((ids, labels),) = batches = batch(decisions)
+    batches = batch(decisions)
     with play(decisions, kernels=watched.kernels) as interpreter:
         reference = AutogradModel(model, weights.named_parameters(interpreter), dtype=torch.float32)
         if recipe == "delayed":  # products of the first step have the scale 1
@@ -210,12 +224,7 @@ def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: A
         found = gradients(interpreter)
     assert set(watched.compared.values()) == {5 if model.latent else 4}
     assert watched.compared.keys() == {"linear", "linear.dgrad", "linear.wgrad"}
-    loss = reference.loss(ids.view(2, -1), labels.view(2, -1), scalars(batches).loss_scale)
-    torch.autograd.backward([loss])
-    assert record.loss == pytest.approx(float(loss.detach()), rel=1e-2)
-    for name, leaf in reference.p.items():
-        assert leaf.grad is not None
-        assert float((found[name] - leaf.grad).norm() / leaf.grad.norm()) <= NEAR, name
+    assert_near_autograd(record, found, reference, batches)
 
 
 @pytest.mark.parametrize(
@@ -228,21 +237,13 @@ def test_products_of_a_step_round_as_plain_torch_and_gradients_are_near(model: A
 def test_products_of_experts_round_as_plain_torch(model: Model, recipe: str) -> None:
     decisions, watched = decide(model, **(IN_FP8 | {"fp8": recipe, "fp8_experts": True})), Watched()
     batches = batch(decisions)
-    ids, labels = (each.view(2, -1) for each in batches[0])
     with play(decisions, kernels=watched.kernels, debug=True) as interpreter:
         reference = AutogradModel(model, weights.named_parameters(interpreter), dtype=torch.float32)
         record = interpreter.run_step(batches, scalars(batches, lr=0.0))
         found = gradients(interpreter)
     # Q K V, projection and both products of the shared expert; experts' two.
     assert set(watched.compared.values()) == {4, 2}
-    loss = reference.loss(ids, labels, scalars(batches).loss_scale)
-    torch.autograd.backward([loss])
-    assert record.loss == pytest.approx(float(loss.detach()), rel=1e-2)
-    for name, leaf in reference.p.items():
-        assert leaf.grad is not None
-        # Rounding also changes which experts a few tokens choose.
-        limit = 2 * NEAR if "router" in name else NEAR
-        assert float((found[name] - leaf.grad).norm() / leaf.grad.norm()) <= limit, name
+    assert_near_autograd(record, found, reference, batches)
 
 
 RECIPES = pytest.mark.parametrize(
@@ -341,7 +342,7 @@ def test_experts_beside_row_wise_recompute_in_one_block_have_the_bits_of_what_is
 @pytest.mark.parametrize("recipe", ["tensor", "block"])
 def test_every_product_of_experts_in_a_row_block_rounds_as_plain_torch_and_gradients_are_near(recipe: str) -> None:
     decisions, watched = decide(EXPERTS, **(in_fp8(recipe) | ROWWISE | {"fp8_experts": True})), Watched()
-    ((ids, labels),) = batches = batch(decisions)
+    batches = batch(decisions)
     with play(decisions, kernels=watched.kernels, debug=True) as interpreter:
         reference = AutogradModel(EXPERTS, weights.named_parameters(interpreter), dtype=torch.float32)
         record = interpreter.run_step(batches, scalars(batches, lr=0.0))
@@ -351,20 +352,13 @@ def test_every_product_of_experts_in_a_row_block_rounds_as_plain_torch_and_gradi
     assert watched.compared["experts.linear.dgrad"] == watched.compared["experts.linear.wgrad"] == 2 * blocks
     # Recompute leaves the second product out.
     assert watched.compared["experts.linear"] == 3 * blocks
-    loss = reference.loss(ids.view(2, -1), labels.view(2, -1), scalars(batches).loss_scale)
-    torch.autograd.backward([loss])
-    assert record.loss == pytest.approx(float(loss.detach()), rel=1e-2)
-    for name, leaf in reference.p.items():
-        assert leaf.grad is not None
-        # Rounding also changes which experts a few tokens choose.
-        limit = 2 * NEAR if "router" in name else NEAR
-        assert float((found[name] - leaf.grad).norm() / leaf.grad.norm()) <= limit, name
+    assert_near_autograd(record, found, reference, batches)
 
 
 @ROWS_OF_BLOCKS
 def test_every_product_of_a_row_block_rounds_as_plain_torch_and_gradients_are_near(model: Any, recipe: str) -> None:
     decisions, watched = decide(model, **(in_fp8(recipe) | ROWWISE)), Watched()
-    ((ids, labels),) = batches = batch(decisions)
+    batches = batch(decisions)
     with play(decisions, kernels=watched.kernels) as interpreter:
         reference = AutogradModel(model, weights.named_parameters(interpreter), dtype=torch.float32)
         if recipe == "delayed":  # products of the first step have the scale 1
@@ -380,12 +374,7 @@ def test_every_product_of_a_row_block_rounds_as_plain_torch_and_gradients_are_ne
         "linear.dgrad": products,
         "linear.wgrad": products,
     }
-    loss = reference.loss(ids.view(2, -1), labels.view(2, -1), scalars(batches).loss_scale)
-    torch.autograd.backward([loss])
-    assert record.loss == pytest.approx(float(loss.detach()), rel=1e-2)
-    for name, leaf in reference.p.items():
-        assert leaf.grad is not None
-        assert float((found[name] - leaf.grad).norm() / leaf.grad.norm()) <= NEAR, name
+    assert_near_autograd(record, found, reference, batches)
 
 
 @pytest.mark.parametrize("recipe", ["block", "mx"])
@@ -400,8 +389,5 @@ def test_row_blocks_of_row_wise_recompute_have_the_same_scales_of_blocks(recipe:
 def test_memory_and_copies_of_row_wise_recompute_are_the_programs(recipe: str) -> None:
     decisions = decide(llama(layers=3, **BLOCKS), **(in_fp8(recipe) | ROWWISE | {"swapped_tokens": 256}))
     record, _ = one_step(decisions)
-    program = lower(decisions)[0]
-    assert record.peak_device_bytes == peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
-    copies = [i.work for _, i in program.walk() if isinstance(i.work, Copy)]
-    for direction in ("d2h", "h2d"):
-        assert getattr(record.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0
+    assert_peak_is_the_programs(record, decisions)
+    assert_copies_are_the_programs(record, decisions)

@@ -7,10 +7,7 @@ import torch
 
 from memo_exec.kernels import KERNELS
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.analysis.columns import expand
-from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
-from memo_sim.program.ir.work import Copy
-from memo_sim.program.lower import lower
+from tests.exec_cpu.interpreter.programs_bytes import assert_copies_are_the_programs, assert_peak_is_the_programs
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds, replayed
 from tests.exec_cpu.small import MODELS, decide, one_step
 
@@ -39,9 +36,7 @@ def test_swapping_changes_no_bit_and_moves_the_programs_bytes(swapped: int) -> N
     decisions = chunked("llama", swapped_tokens=swapped)
     record, found = one_step(decisions)
     assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
-    copies = [i.work for _, i in lower(decisions)[0].walk() if isinstance(i.work, Copy)]
-    for direction in ("d2h", "h2d"):
-        assert getattr(record.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0
+    assert_copies_are_the_programs(record, decisions)
 
 
 def test_queries_and_keys_are_rebuilt_bit_for_bit() -> None:
@@ -58,7 +53,6 @@ def test_memory_is_the_programs_and_falls() -> None:
         sizes: dict[str, Any] = {"seq_tokens": 512, "swapped_tokens": 512, "global_batch": 1}
         decisions = chunked("llama", attention_chunk_tokens=chunk, **sizes)
         record, _ = one_step(decisions)
-        program = lower(decisions)[0]
-        assert record.peak_device_bytes == peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
+        assert_peak_is_the_programs(record, decisions)
         peaks.append(record.peak_device_bytes)
     assert peaks[1] < peaks[0]

@@ -4,6 +4,7 @@ Attention runs forward once and backward once, over all rows. So the loss is kee
 the order in which row blocks are summed.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -12,21 +13,28 @@ import torch
 
 from memo_exec.kernels import KERNELS
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.analysis.columns import expand
-from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
-from memo_sim.program.ir.work import Copy
-from memo_sim.program.lower import lower
+from tests.exec_cpu.interpreter.programs_bytes import assert_copies_are_the_programs, assert_peak_is_the_programs
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds, replayed
 from tests.exec_cpu.small import DEEPSEEK_MODEL, EXPERT_MODELS, LATENT_MODELS, MODELS, decide, llama, one_step
+
+ROUTED = {**EXPERT_MODELS, "latents and experts": DEEPSEEK_MODEL}
+EVERY = {**MODELS, **LATENT_MODELS, **ROUTED}
+QUICK = (*MODELS, "latent", "latent-lite-yarn", "mixtral", "qwen2-moe", "latents and experts")
+"""The default run plays these; the slow run plays all."""
+
+
+def named(models: Iterable[str]) -> list[Any]:
+    """Return names of models as parameters of a test; those that are not quick have the mark slow."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in models]
 
 
 def rowwise(name: str, **changes: Any) -> Decisions:
     """Return a plan with three row blocks, of which the last is shorter."""
     fields: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "global_batch": 2}
-    return decide(MODELS[name], **(fields | {"recompute": "rowwise", "mlp_chunk_tokens": 128} | changes))
+    return decide(EVERY[name], **(fields | {"recompute": "rowwise", "mlp_chunk_tokens": 128} | changes))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", named(EVERY))
 def test_gradients_equal_autograd(name: str) -> None:
     assert_gradients_equal_autograds(rowwise(name))
 
@@ -63,9 +71,7 @@ def test_swapping_changes_no_bit_and_moves_the_programs_bytes(swapped: int) -> N
     decisions = rowwise("llama", swapped_tokens=swapped)
     record, found = one_step(decisions)
     assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
-    copies = [i.work for _, i in lower(decisions)[0].walk() if isinstance(i.work, Copy)]
-    for direction in ("d2h", "h2d"):
-        assert getattr(record.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0
+    assert_copies_are_the_programs(record, decisions)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -82,41 +88,22 @@ def test_memory_is_the_programs_and_falls(swapped: int) -> None:
     for policy in ({"recompute": "none"}, {"recompute": "rowwise", "mlp_chunk_tokens": 128}):
         decisions = decide(llama(), seq_tokens=1024, micro_batch=1, swapped_tokens=swapped, **policy)
         record, _ = one_step(decisions)
-        program = lower(decisions)[0]
-        curves = live_bytes(liveness(program, expand(program)), device=True)
-        assert record.peak_device_bytes == peak(curves).bytes
+        assert_peak_is_the_programs(record, decisions)
         peaks.append(record.peak_device_bytes)
     assert peaks[1] < peaks[0]
 
 
-LATENTS = [
-    name if name in ("latent", "latent-lite-yarn") else pytest.param(name, marks=pytest.mark.slow)
-    for name in LATENT_MODELS
-]
-
-
-def latent(name: str, **changes: Any) -> Decisions:
-    """Return a plan of a model with latent attention, with three row blocks, of which the last is shorter."""
-    fields: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "global_batch": 2}
-    return decide(LATENT_MODELS[name], **(fields | {"recompute": "rowwise", "mlp_chunk_tokens": 128} | changes))
-
-
-@pytest.mark.parametrize("name", LATENTS)
-def test_gradients_with_latents_equal_autograd(name: str) -> None:
-    assert_gradients_equal_autograds(latent(name))
-
-
-@pytest.mark.parametrize("name", LATENTS)
-def test_one_block_with_latents_is_keep_bit_for_bit(name: str) -> None:
-    kept, wanted = one_step(latent(name, recompute="none", mlp_chunk_tokens=0))
-    record, found = one_step(latent(name, mlp_chunk_tokens=0, swapped_tokens=128), debug=True)
+@pytest.mark.parametrize("name", named([*LATENT_MODELS, *ROUTED]))
+def test_one_block_with_latents_or_experts_is_keep_bit_for_bit(name: str) -> None:
+    kept, wanted = one_step(rowwise(name, recompute="none", mlp_chunk_tokens=0))
+    record, found = one_step(rowwise(name, mlp_chunk_tokens=0, swapped_tokens=128), debug=True)
     assert record.loss == kept.loss
     assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
 
 
 def test_heads_are_expanded_again_bit_for_bit() -> None:
     """The product of queries writes some features of the packed rows; the assembly then has all of them."""
-    decisions = latent("latent", dtype="bf16", global_batch=1, swapped_tokens=320)
+    decisions = rowwise("latent", dtype="bf16", global_batch=1, swapped_tokens=320)
     ops = [op for op in KERNELS if op != "latent.q_up"]
     again = replayed(decisions, ".b", ops, ("out", "qkv", "stats", "q", "kv", "rope"))
     wanted = ("norm1", "latent", "latent.norm", "kv_up", "latent.assemble", "proj", "ffn_up", "act")
@@ -128,48 +115,21 @@ def test_memory_and_copies_with_latents_are_the_programs() -> None:
     sizes: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "mlp_chunk_tokens": 128, "swapped_tokens": 128}
     decisions = decide(three, recompute="rowwise", **sizes)
     record, _ = one_step(decisions)
-    program = lower(decisions)[0]
-    assert record.peak_device_bytes == peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
-    copies = [i.work for _, i in program.walk() if isinstance(i.work, Copy)]
-    for direction in ("d2h", "h2d"):
-        assert getattr(record.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0
+    assert_peak_is_the_programs(record, decisions)
+    assert_copies_are_the_programs(record, decisions)
 
 
-ROUTED = {**EXPERT_MODELS, "latents and experts": DEEPSEEK_MODEL}
-QUICK = ("mixtral", "qwen2-moe", "latents and experts")
-EXPERTS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ROUTED]
-
-
-def routed(name: str, **changes: Any) -> Decisions:
-    """Return a plan of a model with experts, with three row blocks, of which the last is shorter."""
-    fields: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "global_batch": 2}
-    return decide(ROUTED[name], **(fields | {"recompute": "rowwise", "mlp_chunk_tokens": 128} | changes))
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_gradients_with_experts_equal_autograd(name: str) -> None:
-    assert_gradients_equal_autograds(routed(name))
-
-
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", named(ROUTED))
 def test_blocks_that_are_routed_by_themselves_differ_in_the_order_of_sums_alone(name: str) -> None:
-    kept, wanted = one_step(routed(name, recompute="none", mlp_chunk_tokens=0))
-    record, found = one_step(routed(name), debug=True)
+    kept, wanted = one_step(rowwise(name, recompute="none", mlp_chunk_tokens=0))
+    record, found = one_step(rowwise(name), debug=True)
     assert record.loss == pytest.approx(kept.loss, rel=1e-6)
     for key in wanted:
         torch.testing.assert_close(found[key], wanted[key], rtol=1e-5, atol=1e-6 * float(wanted[key].abs().max()))
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_one_block_with_experts_is_keep_bit_for_bit(name: str) -> None:
-    kept, wanted = one_step(routed(name, recompute="none", mlp_chunk_tokens=0))
-    record, found = one_step(routed(name, mlp_chunk_tokens=0, swapped_tokens=128))
-    assert record.loss == kept.loss
-    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
-
-
 def test_blocks_of_experts_are_rebuilt_bit_for_bit() -> None:
-    decisions = routed("mixtral", dtype="bf16", global_batch=1, swapped_tokens=320)
+    decisions = rowwise("mixtral", dtype="bf16", global_batch=1, swapped_tokens=320)
     roles = ("out", "qkv", "stats", "scores", "probs", "experts", "order", "places", "ends")
     again = replayed(decisions, ".b", KERNELS, roles)
     wanted = ("norm2", "router", "route", "sort", "places", "dispatch", "experts_up", "act")
@@ -177,10 +137,7 @@ def test_blocks_of_experts_are_rebuilt_bit_for_bit() -> None:
 
 
 def test_memory_and_copies_with_experts_are_the_programs() -> None:
-    decisions = routed("mixtral", swapped_tokens=128)
+    decisions = rowwise("mixtral", swapped_tokens=128)
     record, _ = one_step(decisions)
-    program = lower(decisions)[0]
-    assert record.peak_device_bytes == peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
-    copies = [i.work for _, i in program.walk() if isinstance(i.work, Copy)]
-    for direction in ("d2h", "h2d"):
-        assert getattr(record.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0
+    assert_peak_is_the_programs(record, decisions)
+    assert_copies_are_the_programs(record, decisions)
