@@ -139,8 +139,8 @@ class LowerBounds:
     def of_one_stage(self, low: Decisions, high: Decisions, enough_s: float = inf) -> float:
         """Return a lower bound of the step seconds of the plans of ``between``, from a stage that is played alone.
 
-        Played are the last stage, which has the head, and the stage with most to compute, until a bound reaches
-        ``enough_s``. 0 where that gives no bound (``stage_alone.py``).
+        Played are the stage with most to compute, whose layers copy most, too, and the last stage, which has the head,
+        until a bound reaches ``enough_s``. 0 where that gives no bound (``stage_alone.py``).
 
         Raises:
             Infeasible: when a plan cannot be lowered, or the profile has not measured its work.
@@ -152,7 +152,7 @@ class LowerBounds:
         of_stages = self._of_stages(kept(low), parts.whole, parts.layers, ())
         gain = self._gain_of_cuts if in_chunks(low) else 1.0  # the passes around the stage are priced whole
         found_s = 0.0
-        for stage in dict.fromkeys((last, of_stages.index(max(of_stages)))):
+        for stage in dict.fromkeys((of_stages.index(max(of_stages)), last)):
             before_s, after_s = around[stage].before_s / gain, around[stage].after_s / gain
             alone_s = self._alone.step_s(low, high, stage, before_s=before_s, after_s=after_s)
             found_s = max(found_s, alone_s or 0.0)
