@@ -11,7 +11,7 @@ or no stretch repeats, all are lowered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
@@ -29,9 +29,9 @@ from memo_sim.planning.recent import Recent
 from memo_sim.planning.short_rings import SHORT, steps_repeat, with_ring
 from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import derive_edges
-from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness
+from memo_sim.program.analysis.liveness import liveness, living
 from memo_sim.program.arena.library_workspaces import lives_in_arena
-from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instance, Instruction, Lane, Template
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instance, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
@@ -39,25 +39,31 @@ from memo_sim.program.layout.parameters import without_masters
 from memo_sim.program.layout.rank_order import least_dp
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.repeated_layers import RepeatedLayers, repeated_layers
-from memo_sim.program.lower import lower
+from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
+from memo_sim.program.lower import lower_passes
 
 ENDS = 2
 """Layers at each end of the model that no window stands for: two that are swapped, and the last two, which are not."""
+LOWERED = 2 * ENDS + ROUNDING_BUFFERS
+"""Number of lowered layers of a model whose layers are all alike."""
 
 ACTIVATIONS = frozenset({"gelu", "swiglu", "geglu", "experts.swiglu", "experts.clamped", "shared_gate.swiglu"})
 """Operators of an MLP's activation."""
 REPEATED = ACTIVATIONS | {"linear", "experts.linear", "layer_norm", "rms_norm", "qk_norm", "rotary", "residual_add"}
 """Operators of a layer's first half whose results neither full nor row-wise recompute keeps."""
 
-MOST_LOWERED = 500_000
-"""Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 200 MB."""
+MOST_LOWERED = 100_000
+"""Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 40 MB.
+
+What follows from them is small, and all of it is kept.
+"""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Seconds of each lane alone, and peak bytes without parameters, gradients and states."""
+    """Seconds of each lane alone."""
 
     compute_s: float
     rebuild_s: float
@@ -74,20 +80,18 @@ class Pass:
     """Parts of ``forward_s``, ``compute_s`` and ``rebuild_s`` in the first subsequence; all without subsequences."""
     head_s: float
     """Part of ``compute_s`` in the head and the loss, forward and backward."""
-    idle_s: float
+    idle_s: float = 0.0
     """Waits of compute between two kernels, because the second needs what another lane makes of the first's result."""
-    uncut_idle_s: float
+    uncut_idle_s: float = 0.0
     """Part of ``idle_s`` in which no other kernel of the pass runs, even if row blocks divide the forward.
 
     It excludes Ulysses' exchanges in forward, which can run beside another row block. It also excludes what precedes
     the first kernel of a layer's backward: recompute stands there, and may include kernels that this pass has later."""
-    out_s: float
-    in_s: float
+    out_s: float = 0.0
+    in_s: float = 0.0
     """Seconds of the copies to the host, and of those from there."""
-    collective_s: float
-    p2p_s: float
-    device_bytes: float
-    host_bytes: float
+    collective_s: float = 0.0
+    p2p_s: float = 0.0
 
     @property
     def copy_s(self) -> float:
@@ -100,6 +104,41 @@ class Pass:
         return self.compute_s - self.forward_s - self.head_s
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Peak bytes of a pass, without parameters, gradients and states."""
+
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Seconds that grow with the repeated layers: those of the lowered layers, and those of one more window."""
+
+    once: Floats
+    more: Floats
+
+    def at(self, times: int) -> Floats:
+        """Return the seconds with ``times`` more windows."""
+        found: Floats = self.once + times * self.more
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """A peak that grows with the repeated layers."""
+
+    once: int
+    """Bytes at the fullest instant of the lowered layers."""
+    kept: dict[int, int]
+    """At instants when every repetition holds what it keeps: most bytes, by those that one more repetition adds."""
+
+    def at(self, times: int) -> int:
+        """Return the peak with ``times`` more repetitions."""
+        return max(self.once, *(most + times * added for added, most in self.kept.items()))
+
+
 class Passes:
     """Passes of plans on one cluster; plans that differ only in what a pass does not contain share a lowering.
 
@@ -109,10 +148,11 @@ class Passes:
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
         self._pricers = Pricers(hardware, cluster)
         self._lowered: Recent[_Question, _FewLayers] = Recent(MOST_LOWERED, _FewLayers.size)
-        self._numbers: dict[_Question, int] = {}
-        self._known: dict[tuple[int, int], Pass] = {}
-        self._waited: dict[tuple[int, int], Pass] = {}
-        self._computed: dict[tuple[int, int], Pass] = {}
+        self._kernels: dict[_Question, _Line] = {}
+        self._lanes: dict[_Question, tuple[_Line, _Line]] = {}
+        """Of each lane, and of the two kinds of waits."""
+        self._peaks: dict[_Question, tuple[_Peak, _Peak]] = {}
+        """Of the device, and of the host."""
 
     def of(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return the pass of one micro-batch through ``layers``.
@@ -121,24 +161,29 @@ class Passes:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
         times, question = self._few(decisions, layers)
-        key = self._numbers.setdefault(question, len(self._numbers)), times
-        if key not in self._known:
-            self._known[key] = self._lower(question).repeated(times)
-        return self._known[key]
+        if question not in self._lanes:
+            self._lanes[question] = self._lower(question).lanes()
+        of_lanes, waits = self._lanes[question]
+        lanes, (idle_s, uncut_idle_s) = of_lanes.at(times), waits.at(times)
+        return replace(
+            Pass(*self._of_kernels(question, times).tolist()),
+            idle_s=float(idle_s),
+            uncut_idle_s=float(uncut_idle_s),
+            out_s=float(lanes[Lane.D2H]),
+            in_s=float(lanes[Lane.H2D]),
+            collective_s=float(max(lanes[lane] for lane in COLLECTIVE_LANES.values())),
+            p2p_s=float(lanes[Lane.P2P]),
+        )
 
     def waited(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
-        """Return that pass without bytes, which are 0. Of a long ring, only the compute lane's part is known.
+        """Return the pass of ``of``, but of a long ring only the compute lane's part, unless the others are known.
 
         Raises:
             Infeasible: see ``of``.
         """
-        times, question = self._few(decisions, layers)
-        key = self._numbers.setdefault(question, len(self._numbers)), times
-        if steps_repeat(question[0]) and key not in self._known:
-            return self.computed(decisions, layers)
-        if key not in self._waited:
-            self._waited[key] = self._known.get(key) or self._lower(question).waited(times)
-        return self._waited[key]
+        _, question = self._few(decisions, layers)
+        known = not steps_repeat(question[0]) or question in self._lanes
+        return self.of(decisions, layers) if known else self.computed(decisions, layers)
 
     def computed(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
@@ -149,20 +194,35 @@ class Passes:
         Raises:
             Infeasible: see ``of``.
         """
-        times, question = self._few(decisions, layers, gathered=False)
-        key = self._numbers.setdefault(question, len(self._numbers)), times
-        if key not in self._computed:
-            self._computed[key] = self._compute(question, times)
-        return self._computed[key]
-
-    def _compute(self, question: _Question, times: int) -> Pass:
-        alone, middle = question
+        times, (alone, middle) = self._few(decisions, layers, gathered=False)
         if not steps_repeat(alone):
-            return self._lower(question).computed(times)
-        few, many = (self._lower((with_ring(alone, cp), middle)).computed(times) for cp in SHORT)
+            return Pass(*self._of_kernels((alone, middle), times).tolist())
+        few, many = (self._of_kernels((with_ring(alone, cp), middle), times) for cp in SHORT)
         steps = (alone.layout.cp - SHORT[0]) / (SHORT[1] - SHORT[0])
-        pairs = {f.name: (getattr(few, f.name), getattr(many, f.name)) for f in fields(Pass)}
-        return Pass(**{name: first + steps * (second - first) for name, (first, second) in pairs.items()})
+        return Pass(*(few + steps * (many - few)).tolist())
+
+    def held(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Held:
+        """Return the bytes that the pass of one micro-batch through ``layers`` holds.
+
+        Equal layers hold equal bytes, so an odd number of them needs no lowering of its own.
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        alike = decisions.recompute_layers == ALL and len(set(layers)) == 1
+        odd = int(alike and len(layers) > LOWERED and len(layers) % ROUNDING_BUFFERS > 0)
+        times, question = self._few(decisions, layers[odd:])
+        if question not in self._peaks:
+            self._peaks[question] = self._lower(question).peaks()
+        repeated = len(question[1]) // len(_repeated(question)) * times + odd
+        device, host = (peak.at(repeated) for peak in self._peaks[question])
+        return Held(device, host)
+
+    def _of_kernels(self, question: _Question, times: int) -> Floats:
+        """Return the first fields of a pass, which are seconds of kernels."""
+        if question not in self._kernels:
+            self._kernels[question] = self._lower(question).kernels()
+        return self._kernels[question].at(times)
 
     def _few(
         self, decisions: Decisions, layers: Sequence[LayerShape], *, gathered: bool = True
@@ -218,7 +278,7 @@ class Passes:
     def _lower(self, question: _Question) -> _FewLayers:
         def lowered() -> _FewLayers:
             alone, middle = question
-            return _FewLayers(alone, self._pricers.of(alone), middle)
+            return _FewLayers(alone, self._pricers.of(alone), middle, _repeated(question))
 
         return self._lowered.of(question, lowered)
 
@@ -232,6 +292,15 @@ def _question(alone: Decisions, few: RepeatedLayers) -> _Question:
     return alone, range(first, first + few.window)
 
 
+def _repeated(question: _Question) -> range:
+    """Return the layers that are repeated where bytes are counted: of layers that are all alike, one of a window.
+
+    Which of two rounding buffers a layer takes changes no bytes.
+    """
+    alone, middle = question
+    return middle[:1] if len(alone.model.layer_shapes) == 1 else middle
+
+
 def gathers(decisions: Decisions) -> bool:
     """Return whether bounds know what ZeRO 3 gathers for every micro-batch: in one stage, on planned memory."""
     layout = decisions.layout
@@ -242,24 +311,27 @@ def gathers(decisions: Decisions) -> bool:
 class _FewLayers:
     """One micro-batch of a few layers; the layers ``middle`` can be repeated."""
 
-    def __init__(self, decisions: Decisions, pricer: Pricer, middle: range) -> None:
-        (program,) = lower(decisions)
-        self._decisions, self._program = decisions, program
-        lengths = [len(program.templates[i.template].instructions) for i in program.instances]
-        self._instance = np.repeat(np.arange(len(lengths)), lengths)
-        rows = [_row(template, each, pricer) for template in program.templates for each in template.instructions]
-        lane, seconds, forward, head, attention, rebuilt = np.array(rows, dtype=np.float64).T
-        repeated = np.array([flag for template in program.templates for flag in _are_repeated(template)])
-        starts = np.cumsum([0, *(len(template.instructions) for template in program.templates)])
-        at = np.concatenate([np.arange(starts[i.template], starts[i.template + 1]) for i in program.instances])
-        self._lane = lane.astype(np.int64)[at]
+    def __init__(self, decisions: Decisions, pricer: Pricer, middle: range, repeated: range) -> None:
+        """``repeated``: the layers of ``middle`` that are repeated where bytes are counted."""
+        program = lower_passes(decisions)
+        self._decisions, self._program, self._repeated = decisions, program, repeated
+        lengths = [len(template.instructions) for template in program.templates]
+        starts = np.cumsum([0, *lengths])
+        of_instance = np.array([i.template for i in program.instances])
+        self._instance = np.repeat(np.arange(len(of_instance)), np.array(lengths)[of_instance])
+        at = np.concatenate([np.arange(starts[number], starts[number + 1]) for number in of_instance.tolist()])
+        rows = [row for template in program.templates for row in _rows(template, pricer)]
+        lane, seconds, forward, head, attention, rebuilt, again = np.array(rows, dtype=np.float64).T[:, at]
+        self._lane = lane.astype(np.int64)
         self._inside = self._of_instances([_in_every_micro_batch(_template(program, i)) for i in program.instances])
         self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
-        self._middle_buffers = _of_layers(program, middle, decisions.model.layer_kinds)
-        self._seconds = seconds[at] * self._inside
-        self._forward, self._head = forward[at], head[at]
-        self._first = self._of_instances([i.subsequence == 0 for i in program.instances])
-        self._attention, self._rebuilt, self._repeated = attention[at], rebuilt[at], repeated[at]
+        self._seconds, self._forward = seconds * self._inside, forward
+        first = self._of_instances([i.subsequence == 0 for i in program.instances])
+        every = np.ones(len(lane))
+        self._parts = np.array(
+            [every, rebuilt, forward, attention, again, forward * first, first, rebuilt * first, head], dtype=np.float64
+        )
+        """1 where an instruction is of the part of compute that a field of ``Pass`` counts, by field."""
 
     def size(self) -> int:
         """Return its size in memory, in instructions of a step; one of a template counts as ten."""
@@ -273,14 +345,20 @@ class _FewLayers:
     def _columns(self) -> FoldedColumns:
         return fold(self._program)
 
-    @cached_property
-    def _lives(self) -> Liveness:
-        lives = liveness(self._program, self._columns)
-        return lives_in_arena(self._program, lives, self._decisions)
+    def kernels(self) -> _Line:
+        """Return the seconds of kernels, as the first fields of ``Pass`` list them."""
+        compute_s = self._seconds * (self._lane == Lane.COMPUTE)
+        return _Line(self._parts @ compute_s, self._parts @ (compute_s * self._middle))
 
-    @cached_property
-    def _idle_s(self) -> tuple[Floats, Floats]:
-        """The waits before each kernel: all, and those that ``Pass.uncut_idle_s`` counts."""
+    def lanes(self) -> tuple[_Line, _Line]:
+        """Return the seconds of every lane, and compute's waits: all, and those of ``Pass.uncut_idle_s``."""
+        once: Floats = np.bincount(self._lane, self._seconds, len(Lane)).astype(np.float64)
+        more: Floats = np.bincount(self._lane, self._seconds * self._middle, len(Lane)).astype(np.float64)
+        waits = np.array(self._waits())
+        return _Line(once, more), _Line(waits.sum(axis=1), waits[:, self._middle].sum(axis=1))
+
+    def _waits(self) -> tuple[Floats, Floats]:
+        """Return the waits before each kernel: all, and those that ``Pass.uncut_idle_s`` counts."""
         ulysses = (self._lane == Lane.ULYSSES) & (self._forward > 0)
         idle, uncut = _idle_s(self._columns, self._seconds, hidden=ulysses)
         kernels = np.flatnonzero(self._lane == Lane.COMPUTE)
@@ -289,69 +367,33 @@ class _FewLayers:
         uncut[kernels[firsts[np.array(of_layers)[instances]]]] = 0.0
         return idle, uncut
 
-    @cached_property
+    def peaks(self) -> tuple[_Peak, _Peak]:
+        """Return the peaks of device and host memory without states."""
+        lives = lives_in_arena(self._program, liveness(self._program, self._columns), self._decisions)
+        counted = [name != BufferClass.STATE.value for name in lives.class_names]
+        alive = np.array(counted, dtype=np.bool_)[lives.class_of]
+        lives = replace(lives, death=np.where(alive, lives.death, -1), birth=np.where(alive, lives.birth, 0))
+        added = lives.bytes * _of_layers(self._program, self._repeated, self._decisions.model.layer_kinds)
+        kept = self._all_kept
+        found = []
+        for device in (True, False):
+            once, more = (living(lives, device=device, sizes=sizes) for sizes in (lives.bytes, added))
+            values = np.unique(more[kept]).tolist()
+            most = {value: int(once[kept & (more == value)].max()) for value in values}
+            found.append(_Peak(int(once[self._inside].max(initial=0)), most))
+        return found[0], found[1]
+
+    @property
     def _all_kept(self) -> Flags:
-        """The instants around the head, when every repetition of a middle layer holds what it keeps."""
+        """The instants around the head, when every repetition of a repeated layer holds what it keeps."""
         at, program = np.arange(len(self._lane)), self._program
         templates = [_template(program, i) for i in program.instances]
         heads = [n for n, t in enumerate(templates) if t.block is BlockKind.HEAD and t.kind is TemplateKind.FORWARD]
         turn = int(at[self._instance == heads[-1]][0])  # the last subsequence's head, after which backward begins
-        middle = at[self._middle]
-        before, after = middle[middle < turn], middle[middle > turn]
+        repeated = at[self._inside & self._of_instances([i.layer in self._repeated for i in program.instances])]
+        before, after = repeated[repeated < turn], repeated[repeated > turn]
         found: Flags = (at > before.max(initial=-1)) & (at < after.min(initial=len(at))) & self._inside
         return found
-
-    def computed(self, times: int) -> Pass:
-        """Return the compute lane's pass with the middle layers repeated ``times`` more times; zero for other lanes."""
-        compute_s = self._seconds * (1.0 + times * self._middle) * (self._lane == Lane.COMPUTE)
-        return Pass(
-            compute_s=float(compute_s.sum()),
-            rebuild_s=float(compute_s @ self._rebuilt),
-            forward_s=float(compute_s @ self._forward),
-            attention_s=float(compute_s @ self._attention),
-            repeated_s=float(compute_s @ self._repeated),
-            first_forward_s=float(compute_s @ (self._forward * self._first)),
-            first_compute_s=float(compute_s @ self._first),
-            first_rebuild_s=float(compute_s @ (self._rebuilt * self._first)),
-            head_s=float(compute_s @ self._head),
-            idle_s=0.0,
-            uncut_idle_s=0.0,
-            out_s=0.0,
-            in_s=0.0,
-            collective_s=0.0,
-            p2p_s=0.0,
-            device_bytes=0,
-            host_bytes=0,
-        )
-
-    def waited(self, times: int) -> Pass:
-        """Return the pass with the middle layers repeated ``times`` more times; its bytes are 0."""
-        weights = 1.0 + times * self._middle
-        lanes = np.bincount(self._lane, weights=self._seconds * weights, minlength=len(Lane))
-        idle_s, uncut_idle_s = self._idle_s
-        return replace(
-            self.computed(times),
-            idle_s=float(idle_s @ weights),
-            uncut_idle_s=float(uncut_idle_s @ weights),
-            out_s=float(lanes[Lane.D2H]),
-            in_s=float(lanes[Lane.H2D]),
-            collective_s=float(max(lanes[lane] for lane in COLLECTIVE_LANES.values())),
-            p2p_s=float(lanes[Lane.P2P]),
-        )
-
-    def repeated(self, times: int) -> Pass:
-        """Return the pass with the middle layers repeated ``times`` more times, and its bytes."""
-        sizes = self._lives.bytes * (1 + times * self._middle_buffers)
-        return replace(
-            self.waited(times),
-            device_bytes=self._fullest(sizes, device=True),
-            host_bytes=self._fullest(sizes, device=False),
-        )
-
-    def _fullest(self, sizes: Ints, *, device: bool) -> int:
-        """Return the peak bytes without states; ``sizes`` includes the repeated buffers."""
-        once = _live(self._lives, self._lives.bytes, device=device)[self._inside].max(initial=0)
-        return int(max(once, _live(self._lives, sizes, device=device)[self._all_kept].max(initial=0)))
 
 
 def _template(program: Program, instance: Instance) -> Template:
@@ -363,20 +405,26 @@ def _in_every_micro_batch(template: Template) -> bool:
     return not template.kind.of_step and template.kind is not TemplateKind.QUANTIZE
 
 
-def _row(template: Template, instruction: Instruction, pricer: Pricer) -> tuple[float, ...]:
-    """Return an instruction's lane and seconds, and 1 where it is of a part of the pass, else 0.
+def _rows(template: Template, pricer: Pricer) -> list[tuple[float, ...]]:
+    """Return each instruction's lane and seconds, and 1 where it is of a part of the pass, else 0.
 
-    The parts: the forward of layers, the head, attention in that forward, recompute.
+    The parts: the forward of layers, the head, attention in that forward, recompute, what ``Pass.repeated_s`` counts.
     """
     forward = template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
-    return (
-        instruction.lane,
-        pricer.seconds(instruction.work),
-        forward,
-        template.block is BlockKind.HEAD,
-        forward and isinstance(instruction.work, Attention),
-        instruction.phase is Phase.RECOMPUTE,
-    )
+    head = template.block is BlockKind.HEAD
+    counted = _in_every_micro_batch(template)
+    return [
+        (
+            each.lane,
+            pricer.seconds(each.work) if counted else 0.0,
+            forward,
+            head,
+            forward and isinstance(each.work, Attention),
+            each.phase is Phase.RECOMPUTE,
+            again,
+        )
+        for each, again in zip(template.instructions, _are_repeated(template), strict=True)
+    ]
 
 
 def _is_layer_backward(template: Template) -> bool:
@@ -398,23 +446,17 @@ def _of_layers(program: Program, chosen: range, kinds: Sequence[int]) -> Ints:
 
     ``kinds``: the number of the kind of every layer.
     """
-    marked = []
+    having: dict[int | None, list[int]] = {None: list(range(len(kinds)))}
+    having |= {kind: [layer for layer, mine in enumerate(kinds) if mine == kind] for kind in set(kinds)}
+    places = {kind: [n for n, layer in enumerate(layers) if layer in chosen] for kind, layers in having.items()}
+    marked, begin = list[int](), 0
     for family in program.families:
-        having = [n for n, kind in enumerate(kinds) if family.layer_kind in (None, kind)]
-        mine = np.zeros(family.count, dtype=np.bool_)
-        if family.count >= len(having):
-            mine[[place for place, layer in enumerate(having) if layer in chosen]] = True
-        marked.append(mine)
-    own = sum(f.count for f in program.all_families) - sum(f.count for f in program.families)
-    return np.concatenate([*marked, np.zeros(own, dtype=np.bool_)]).astype(np.int64)
-
-
-def _live(lives: Liveness, sizes: Ints, *, device: bool) -> Ints:
-    """Return the live bytes at every instruction, without states."""
-    curves = live_bytes(lives, device=device, sizes=sizes)
-    counted = [curve for name, curve in curves.items() if name != BufferClass.STATE.value]
-    total: Ints = np.sum([np.zeros(lives.instructions, dtype=np.int64), *counted], axis=0)
-    return total
+        if family.count >= len(having[family.layer_kind]):
+            marked += [begin + place for place in places[family.layer_kind]]
+        begin += family.count
+    found = np.zeros(sum(f.count for f in program.all_families), dtype=np.int64)
+    found[marked] = 1
+    return found
 
 
 def _idle_s(columns: FoldedColumns, seconds: Floats, *, hidden: Flags) -> tuple[Floats, Floats]:

@@ -28,7 +28,7 @@ from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
-from memo_sim.planning.few_layers import Pass, Passes
+from memo_sim.planning.few_layers import Held, Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.stage_alone import StagesAlone, stands_alone
@@ -80,8 +80,6 @@ class _Parts:
 
     whole: Pass
     """The whole model."""
-    stage: Pass
-    """The fewest layers that a stage has, with embedding and head."""
     layers: tuple[Pass, ...]
     """One more layer of each kind; one for all kinds where each is as good. Zero where they are not needed."""
 
@@ -121,7 +119,7 @@ class LowerBounds:
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
-        return self._bound(decisions, self._parts(decisions), self._ends.of(decisions))
+        return self._bound(decisions, decisions, self._parts(decisions))
 
     def between(self, low: Decisions, high: Decisions) -> LowerBound:
         """Return lower bounds for all plans that swap at least as many rows as ``low`` and at most as many as ``high``.
@@ -129,12 +127,23 @@ class LowerBounds:
         With more swapped rows, fewer rows are recomputed and copied, device memory does not grow, and host memory
         grows. A forward that is cut into two row blocks is no faster than a whole one.
         """
-        return self._bound(low, self._either(low, high), self._ends.of(low))
+        return self._bound(low, high, self._either(low, high))
+
+    def step_s_between(self, low: Decisions, high: Decisions) -> float:
+        """Return the lower bound of ``between`` of the step seconds alone; which buffers live is not computed.
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        parts = self._either(low, high)
+        if low.layout.multiplexed:
+            return self._shared_s(parts.whole, low.layout.pp)
+        return self._step_s(low, parts.whole, parts.layers, self._ends.of(low))
 
     def _either(self, low: Decisions, high: Decisions) -> _Parts:
         few, many = self._parts(low), self._parts(high)
         layers = tuple(_either(*each) for each in zip(few.layers, many.layers, strict=True))
-        return _Parts(_either(few.whole, many.whole), _either(few.stage, many.stage), layers)
+        return _Parts(_either(few.whole, many.whole), layers)
 
     def of_one_stage(self, low: Decisions, high: Decisions, enough_s: float = inf) -> float:
         """Return a lower bound of the step seconds of the plans of ``between``, from a stage that is played alone.
@@ -366,42 +375,43 @@ class LowerBounds:
     def _parts(
         self, decisions: Decisions, passes: Callable[[Decisions, Sequence[LayerShape]], Pass] | None = None
     ) -> _Parts:
-        """Return the passes of the whole model, of the fewest layers of a stage, and of one more layer of each kind.
-
-        With ``passes``, which give no bytes, the stage's is that of the whole model.
-        """
+        """Return the passes of the whole model, and of one more layer of each kind."""
         if decisions.recompute_layers != ALL and decisions.layout.pp > 1:
-            return self._parts_of_different(decisions)
+            # Stages whose layers are recomputed differently compute at least as much as those that keep everything.
+            # Their waits are left out.
+            decisions, passes = kept(decisions), self.passes.computed
         of = passes or self.passes.of
         model = decisions.model
         whole = of(decisions, [model.layer(n) for n in range(model.layers)])
         if decisions.layout.pp == 1:
-            return _Parts(whole, whole, (_times(whole, 0),))
-        held = [model.layer(n) for n in _shortest_stage(decisions).layers]
+            return _Parts(whole, (_times(whole, 0),))
         each = []
         for shape in model.layer_shapes:
             some = [[shape] * count for count in ALONE]
             each.append(_added(of(decisions, some[1]), of(decisions, some[0]), ALONE[1] - ALONE[0]))
-        return _Parts(whole, of(decisions, held) if passes is None else whole, tuple(each))
+        return _Parts(whole, tuple(each))
 
-    def _parts_of_different(self, decisions: Decisions) -> _Parts:
-        """Return the parts of stages whose layers are recomputed differently: lower bounds of each.
+    def _held(self, decisions: Decisions) -> tuple[Held, float]:
+        """Return what a stage with the fewest layers holds of one micro-batch, and the bytes of one more layer.
 
-        They compute at least as much as stages that keep everything; their waits are left out. Each layer holds its
-        input at least, and a group of N layers one. A stage without chunks holds what its layers alone hold.
+        Of layers that are recomputed differently, each holds its input at least, and a group of N layers one. A stage
+        without chunks then holds what its layers alone hold.
         """
-        computed = self._parts(kept(decisions), self.passes.computed)
-        stage = computed.stage
+        model, layout = decisions.model, decisions.layout
+        if layout.pp == 1:
+            return self.passes.held(decisions, [model.layer(n) for n in range(model.layers)]), 0.0
+        layers = [model.layer(n) for n in _shortest_stage(decisions).layers]
+        if decisions.recompute_layers == ALL:
+            some = [[self.passes.held(decisions, [each] * count) for count in ALONE] for each in model.layer_shapes]
+            added = min((more.device_bytes - fewer.device_bytes) / (ALONE[1] - ALONE[0]) for fewer, more in some)
+            return self.passes.held(decisions, layers), added
         activations = self._layers(decisions)
         kinds = {each.layers.number for each in activations}
         of_kinds = [[a for a in activations if a.layers.number == number] for number in kinds]
         kept_bytes = min(sum(f.bytes for each in parts for f in each.families()) for parts in of_kinds)
-        layers = int(decisions.recompute_layers.rpartition("-")[2]) if in_groups(decisions) else 1
-        if decisions.layout.virtual_stages == 1:
-            held = self.passes.of(decisions, [decisions.model.layer(n) for n in _shortest_stage(decisions).layers])
-            stage = replace(stage, device_bytes=held.device_bytes)
-        each = tuple(replace(one, device_bytes=kept_bytes / layers) for one in computed.layers)
-        return _Parts(computed.whole, stage, each)
+        group = int(decisions.recompute_layers.rpartition("-")[2]) if in_groups(decisions) else 1
+        device = self.passes.held(decisions, layers).device_bytes if layout.virtual_stages == 1 else 0
+        return Held(device, 0), kept_bytes / group
 
     def _of_parts(self, decisions: Decisions) -> _Parts:
         """Return the time of the kernels of all subsequences, and of one layer; what joins subsequences is left out.
@@ -422,9 +432,11 @@ class LowerBounds:
         layer = Pass(**{f.name: times_s.get(f.name, 0.0) for f in fields(Pass)})
         layers, head_s = _times(layer, decisions.model.layers), sum(part.head_compute_s for part in parts)
         whole = replace(layers, compute_s=layers.compute_s + head_s, head_s=head_s)
-        return _Parts(whole, whole, (layer,) * len(decisions.model.layer_shapes))
+        return _Parts(whole, (layer,) * len(decisions.model.layer_shapes))
 
-    def _bound(self, decisions: Decisions, parts: _Parts, ends: Sequence[StepEnd]) -> LowerBound:
+    def _bound(self, decisions: Decisions, high: Decisions, parts: _Parts) -> LowerBound:
+        """Return the bounds of ``between``, whose fewest swapped rows are those of ``decisions``."""
+        ends = self._ends.of(decisions)
         device, host = self._states(decisions)
         layout = decisions.layout
         if layout.multiplexed:  # helper stages hold, swap and exchange other rows than their own: only this is certain
@@ -438,12 +450,14 @@ class LowerBounds:
         in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
         # Modules of a framework keep more than the program, but not all of what it keeps.
         written_over = self._written_over_bytes(decisions)
-        least = 0.0 if decisions.modules == "huggingface" else parts.stage.device_bytes - written_over
-        layer_bytes = min(each.device_bytes for each in parts.layers)
+        found = [self._held(each) for each in dict.fromkeys((decisions, high))]
+        held_bytes = min(held.device_bytes for held, _ in found)
+        least = 0 if decisions.modules == "huggingface" else held_bytes - written_over
+        layer_bytes = min(added for _, added in found)
         return LowerBound(
             step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
             device_bytes=device + int(max(least, in_flight * layer_bytes)),
-            host_bytes_per_node=(host + int(parts.stage.host_bytes)) * self._local(decisions),
+            host_bytes_per_node=(host + min(held.host_bytes for held, _ in found)) * self._local(decisions),
         )
 
     def _written_over_bytes(self, decisions: Decisions) -> int:

@@ -42,6 +42,22 @@ def lower(
     return tuple(stage_program(decisions, shape, stage, played, made=made) for stage in stages_of(decisions))
 
 
+def lower_passes(decisions: Decisions) -> Program:
+    """Return the program of a plan without pipeline stages up to its last pass.
+
+    The reductions after the last pass, the gradient norm and the optimizer's update are left out: about a third of a
+    program of few layers, and nothing that a bound of the passes reads. The instructions before are those of ``lower``.
+
+    Raises:
+        Infeasible: as in ``lower``.
+    """
+    shape = shape_of(decisions)
+    (stage,) = stages_of(decisions)
+    return stage_program(
+        decisions, shape, stage, decisions.micro_batches, made=cached_templates(decisions, shape), with_end=False
+    )
+
+
 def program_sha256(programs: tuple[Program, ...]) -> str:
     """Return the hash that a plan pins: its only program's, or the hash of all stages' hashes in order."""
     if len(programs) == 1:

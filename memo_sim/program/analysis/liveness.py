@@ -86,6 +86,11 @@ def live_bytes(lives: Liveness, *, device: bool, sizes: Ints | None = None) -> d
     return curves
 
 
+def living(lives: Liveness, *, device: bool, sizes: Ints) -> Ints:
+    """Return the live bytes at every instruction, of all classes; ``sizes``: of every buffer."""
+    return _living(lives, (lives.on_device == device) & (lives.death >= lives.birth), sizes)
+
+
 def _living(lives: Liveness, chosen: Flags, sizes: Ints) -> Ints:
     """Return the live bytes of the chosen buffers at every instruction."""
     change = np.zeros(lives.instructions + 2, dtype=np.int64)

@@ -109,8 +109,7 @@ class BufferClass(StrEnum):
     INPUT = "input"
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(msgspec.Struct, frozen=True, gc=False):
     """``count`` buffers of one shape: tokens x features, token-major and contiguous.
 
     Lifetime ``step``: the buffers exist before the first instruction and after the last one. Lifetime ``dynamic``: a
@@ -127,15 +126,23 @@ class Family:
     lifetime: Literal["step", "dynamic"] = "dynamic"
     kind: FamilyKind = FamilyKind.OTHER
     block: BlockKind | None = None
-    layer_kind: int | None = field(default=None, repr=False)
+    layer_kind: int | None = None
     """The kind of layers that the buffers belong to; None where layers of every kind have them.
 
     The name contains it, so the hash leaves it out."""
-    region: str = field(default="", repr=False)
+    region: str = ""
     """The family in whose buffers this one lies, from byte ``offset`` on; it has no buffers of its own (count 0).
 
     Both follow from the sizes of the families of the region, so the hash leaves them out."""
-    offset: int = field(default=0, repr=False)
+    offset: int = 0
+
+    def __repr__(self) -> str:
+        """Return the text that is hashed."""
+        return (
+            f"Family(name={self.name!r}, buffer_class={self.buffer_class!r}, dtype={self.dtype!r}, "
+            f"tokens={self.tokens!r}, features={self.features!r}, count={self.count!r}, space={self.space!r}, "
+            f"lifetime={self.lifetime!r}, kind={self.kind!r}, block={self.block!r})"
+        )
 
     @property
     def bytes(self) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+
+from msgspec.structs import replace
 
 from memo_sim.program.ir.instruction import Family, Instance, Instruction, Template
 from memo_sim.program.layout.schedule import Pass

@@ -29,8 +29,10 @@ layer's input is apart, because the layer before writes it, of whatever kind tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+
+from msgspec.structs import replace
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.requests import ARENA_ALIGNMENT_BYTES

@@ -11,7 +11,7 @@ Weight gradients, and the rows that each expert got (for a selection bias), are 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from memo_sim.contract.experts import Experts
 from memo_sim.program.ir.builder import Rows

@@ -32,8 +32,9 @@ weights, keys and values runs on the compute lane, and no kernel runs beside it;
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
+
+from msgspec.structs import replace
 
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions

@@ -20,9 +20,11 @@ In one wave a stage is a helper or has a task of its own, never both. Table 3 of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
+
+from msgspec.structs import replace
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.partition import earlier_tokens, partition

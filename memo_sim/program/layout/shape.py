@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from memo_sim.contract.errors import BadInput, Infeasible
 from memo_sim.contract.experts import Experts
@@ -27,8 +30,7 @@ DEGREES_NAMED = 3
 """Number of dividing degrees that an error message suggests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(msgspec.Struct, frozen=True, gc=False):
     """Per-rank sizes of one micro-batch.
 
     ``tokens`` counts the rank's context-parallel, METP and Ulysses shard, over all sequences of the micro-batch.
@@ -206,10 +208,12 @@ class Shape:
         return tokens // self.tp if self.gathered else tokens
 
 
+@lru_cache(maxsize=256)
 def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: int = 0, tp_rank: int = 0) -> Shape:
     """Return the per-rank sizes of ``decisions`` on the representative context-parallel rank, or on ``cp_rank``.
 
-    Where layers differ, the sizes are those of the widest one (``Shape.of_layer``).
+    Where layers differ, the sizes are those of the widest one (``Shape.of_layer``). A search asks several times in
+    succession for the same decisions, so the last ones are cached.
 
     ``ulysses_rank``: the rank of Ulysses; rank 0 has the most heads. ``tp_rank``: the tensor-parallel rank.
 

@@ -12,8 +12,10 @@ values. The buffer is free after the backward of the run's first subsequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+
+from msgspec.structs import replace
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.partition import partition, swapped_parts

@@ -63,7 +63,7 @@ class HelperStage:
         )
         rows = portion.shape(shape)
         # The KV cache of a helper ends with its own rows. Nothing adds gradients to these rows before it does.
-        self.shape = replace(rows, kv_cache_tokens=rows.start + rows.tokens, sums=())
+        self.shape = msgspec.structs.replace(rows, kv_cache_tokens=rows.start + rows.tokens, sums=())
         played = Subsequence(task.subsequence, decisions.layout.subsequences, self.shape, self.shape, 0)
         self.whole = SubsequenceTemplates(self.decisions, played, owner, 1, blocks={BlockKind.LAYER: block}, made={})
         """Buffers and templates of these rows' whole layers, from which the halves are made."""
@@ -85,7 +85,9 @@ class HelperStage:
 
     def families(self) -> list[Family]:
         """Return the buffers, under the names that they have in the program."""
-        return [replace(each, name=self.name(each.name)) for each in (*self._held.values(), *self._between)]
+        return [
+            msgspec.structs.replace(each, name=self.name(each.name)) for each in (*self._held.values(), *self._between)
+        ]
 
     def instance(self, template: str, number: int, layer: int) -> Instance:
         """Return an instance of a template (plain name ``template``) at a layer, counted from the owner stage's first.
@@ -180,7 +182,7 @@ class HelperStage:
         shared = {}
         for number in sorted((first & second) - set(bound)):
             family = own[template.slots[number]]
-            shared[number] = replace(family, name=f"{BETWEEN}.{phase}.{family.name}", count=self.layers)
+            shared[number] = msgspec.structs.replace(family, name=f"{BETWEEN}.{phase}.{family.name}", count=self.layers)
         if template.name != "layer.fwd.out":  # it shares the buffers of layer.fwd
             self._between += shared.values()
         for which, part, touched in zip(HALVES, parts, (first, second), strict=True):

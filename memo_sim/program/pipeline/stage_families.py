@@ -7,7 +7,7 @@ that all subsequences and kinds share.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.attention.partial import DOCUMENTS

@@ -108,7 +108,7 @@ class StageOrder:
         """Number of layer passes placed so far."""
 
     def place(self) -> None:
-        """Place the whole step."""
+        """Place the whole step, or the step up to its last pass."""
         blocks, templates = self._step_blocks(), self._templates
         for kind, place, layer in blocks:
             if f"{kind}.gather" in templates and kind not in self._parts.sharding.params:
@@ -117,6 +117,8 @@ class StageOrder:
         for kind, place, layer in trained:
             self._place(f"{kind}.zero", place, 0, layer)
         self._place_passes()
+        if not self._parts.with_end:
+            return
         self._place_reductions(trained)
         for kind, place, layer in trained:
             if kind != BlockKind.EMBED or self._stage.first:  # a tied embedding is on two stages, and counts once

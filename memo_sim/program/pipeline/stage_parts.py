@@ -42,6 +42,8 @@ class StageParts:
     optimizers: dict[str, Optimizer]
     """By the names of their blocks."""
     sharding: Sharding
+    with_end: bool
+    """Whether the program has what follows the last pass: late reductions, gradient norm, update."""
 
     @property
     def tied_with_another(self) -> bool:
@@ -50,7 +52,9 @@ class StageParts:
         return tied and BlockKind.EMBED in self.blocks
 
 
-def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, made: Made) -> StageParts:
+def parts_of(
+    decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, made: Made, *, with_end: bool = True
+) -> StageParts:
     """Return the parts of a stage; ``made``: the layer templates that stages share, as far as they are written."""
     blocks = _blocks(decisions, stage)
     tasks, subsequences, stages = cut_tasks(decisions), subsequences_of(decisions, shape), stages_of(decisions)
@@ -101,6 +105,7 @@ def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: in
         ],
         optimizers=optimizers,
         sharding=Sharding(decisions, optimizers, micro_batches, stage),
+        with_end=with_end,
     )
 
 

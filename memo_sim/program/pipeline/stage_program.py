@@ -21,12 +21,15 @@ from memo_sim.program.pipeline.stage_templates import StageTemplates
 from memo_sim.program.pipeline.subsequence_templates import Made
 
 
-def stage_program(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, *, made: Made) -> Program:
+def stage_program(
+    decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, *, made: Made, with_end: bool = True
+) -> Program:
     """Return the program of ``stage``, with ``micro_batches`` micro-batches.
 
-    ``made``: the layer templates that stages share; those written here are added.
+    ``made``: the layer templates that stages share; those written here are added. ``with_end``: whether what follows
+    the last pass is part of it.
     """
-    parts = parts_of(decisions, shape, stage, micro_batches, made)
+    parts = parts_of(decisions, shape, stage, micro_batches, made, with_end=with_end)
     families, templates, slots = _written(parts)
     instances, first_instances = _placed(parts, families, templates, slots)
     return Program(

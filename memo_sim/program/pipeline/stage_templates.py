@@ -53,12 +53,13 @@ class StageTemplates:
         self._add_optimizers()
         for template in parts.sharding.templates(self._families.all):
             self._add(template)
-        self._add(totals(parts.decisions, self._families.all))
+        if parts.with_end:
+            self._add(totals(parts.decisions, self._families.all))
         for templates, seen in zip(parts.subsequences, whole, strict=True):
             for template, slots in templates.ends(seen):
                 self._add(template, slots)
         self._add(metrics(parts.decisions, parts.shape, self._families.all))
-        if parts.tied_with_another:
+        if parts.tied_with_another and parts.with_end:
             self._add(tied(parts.blocks[BlockKind.EMBED], self._families.all))
         for templates, families in zip(parts.subsequences, every, strict=True):
             for template, slots in templates.transfers(families):
@@ -80,11 +81,15 @@ class StageTemplates:
     def _add_optimizers(self) -> None:
         families, parts = self._families.all, self._parts
         for kind, each in parts.optimizers.items():
-            for write in (each.zero, each.gather, each.prepare):
-                self._add(write(families))
-            self._add(each.reduce_shards(families) if kind in parts.sharding.grads else each.reduce(families))
-            self._add(each.norm(families))
-            self._add(each.update(families))
+            self._add(each.zero(families))
+            self._add(each.gather(families))
+            if parts.with_end:
+                self._add(each.prepare(families))
+            if parts.with_end or kind in parts.sharding.reduced_early:
+                self._add(each.reduce_shards(families) if kind in parts.sharding.grads else each.reduce(families))
+            if parts.with_end:
+                self._add(each.norm(families))
+                self._add(each.update(families))
 
     def _append(self, template: Template) -> int:
         self._numbers[template.name] = number = len(self.all)

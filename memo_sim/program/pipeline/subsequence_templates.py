@@ -160,7 +160,9 @@ class SubsequenceTemplates:
         found += [family for each in deferred for family in each.families()]
         if self.layers_again.passed:
             x = next(f for f in found if f.name == KEPT)
-            inner = replace(x, name=PASSED, buffer_class=BufferClass.TRANSIENT, kind=FamilyKind.PER_LAYER)
+            inner = msgspec.structs.replace(
+                x, name=PASSED, buffer_class=BufferClass.TRANSIENT, kind=FamilyKind.PER_LAYER
+            )
             found.append(inner)
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 
 import msgspec
@@ -95,13 +97,41 @@ def test_the_pass_of_few_layers_is_that_of_all(kinds: tuple[int, ...], policy: t
     decisions = differing(kinds, Layout(tp=8), policy)
     shapes = [decisions.model.layer(n) for n in range(decisions.model.layers)]
     few, whole = Passes(HARDWARE, CLUSTER), Passes(HARDWARE, CLUSTER)
+    found, bytes_found = few.of(decisions, shapes), few.held(decisions, shapes)
+    with all_lowered(shapes):
+        wanted, bytes_wanted = whole.of(decisions, shapes), whole.held(decisions, shapes)
+    for field in fields(Pass):
+        assert getattr(found, field.name) == pytest.approx(getattr(wanted, field.name), rel=1e-9), field.name
+    assert bytes_found == bytes_wanted
+
+
+@contextmanager
+def all_lowered(shapes: Sequence[LayerShape]) -> Iterator[None]:
+    """Have every one of the layers lowered."""
     with pytest.MonkeyPatch.context() as patched:
         all_of_them = RepeatedLayers(tuple(shapes), 0, len(shapes), 2, 0)
         patched.setattr(few_layers, "repeated_layers", lambda *_, **__: all_of_them)
-        wanted = whole.of(decisions, shapes)
-    found = few.of(decisions, shapes)
-    for field in fields(Pass):
-        assert getattr(found, field.name) == pytest.approx(getattr(wanted, field.name), rel=1e-9), field.name
+        patched.setattr(few_layers, "LOWERED", len(shapes))
+        yield
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_label)
+@pytest.mark.parametrize("layers", [7, 9, 12])
+def test_few_layers_tell_the_bytes_of_an_odd_and_an_even_number(layout: Layout, layers: int) -> None:
+    for policy in POLICIES:
+        decisions = decided(layout, policy, layers=layers, seq_tokens=1 << 16)
+        shapes = [decisions.model.layer(0)] * layers
+        found = Passes(HARDWARE, CLUSTER).held(decisions, shapes)
+        with all_lowered(shapes):
+            assert found == Passes(HARDWARE, CLUSTER).held(decisions, shapes), policy
+
+
+def test_an_odd_number_of_layers_is_not_lowered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions = decided(LAYOUTS[0], ("tokenwise", 0.5), layers=8, seq_tokens=1 << 16)
+    passes, shape = Passes(HARDWARE, CLUSTER), decisions.model.layer(0)
+    six = passes.held(decisions, [shape] * 6)
+    monkeypatch.setattr(few_layers, "lower_passes", None)
+    assert passes.held(decisions, [shape] * 7).host_bytes > six.host_bytes
 
 
 @pytest.mark.parametrize(
