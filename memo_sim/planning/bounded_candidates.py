@@ -3,8 +3,10 @@
 rough        from what candidates share, without a lowering
 pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
 layers       from a few of the plan's layers
+passes       from the passes of all stages, which wait for each other
 wide, narrow the same for each of some ranges of alpha
-alone        from one stage that is played by itself, against the best plans so far
+alone        from one stage that is played by itself, against the best plans so far; where they are far off, again
+             against longer and longer times, with other candidates in between
 memory       from the buffers of the stage that is likely to need most memory
 """
 
@@ -35,7 +37,10 @@ RANGES: dict[str, int] = {"wide": WIDEST, "narrow": 2}
 LEAST: Key = (False, False, 0.0)
 """The key of what has no bounds: it may be the best of all."""
 
-NextBound = Literal["pipeline", "layers", "wide", "narrow", "alone", "memory", ""]
+NextBound = Literal["pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
+
+FARTHER = 1.05
+"""By how much a candidate's bound grows at once when one stage is played: other candidates may come before it then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +126,14 @@ class CandidateBounds:
             if one.next_bound == "pipeline":
                 bound = replace(bound, step_s=max(bound.step_s, self._least_s_of_layout(kept(candidate.base))))
                 return replace(one, bound=bound, next_bound="layers")
+            if one.next_bound == "passes":
+                bound = replace(bound, step_s=max(bound.step_s, self._of_passes(candidate)))
+                return replace(one, bound=bound, next_bound=self._after(one))
             if one.next_bound == "alone":
-                return replace(one, bound=self._of_one_stage(candidate, bound, limit_s), next_bound=self._after(one))
+                target_s = min(limit_s, bound.step_s * FARTHER)
+                bound = self._of_one_stage(candidate, bound, target_s)
+                again = target_s <= bound.step_s < limit_s and candidate.policy.alpha is None
+                return replace(one, bound=bound, next_bound="alone" if again else self._after(one))
             if one.next_bound == "memory":
                 bound = self._of_fullest_stage(candidate, bound)
                 return Bounded(candidate, bound, self.of_plans.shortfall_bytes(bound))
@@ -140,6 +151,8 @@ class CandidateBounds:
             return ""
         alone: NextBound = "memory" if self._front else "alone"
         if one.next_bound == "layers":
+            return "passes"
+        if one.next_bound == "passes":
             return "wide" if one.candidate.policy.alpha is None else alone
         if one.next_bound == "wide":
             return "narrow" if self._front else alone
@@ -195,28 +208,41 @@ class CandidateBounds:
             host_bytes_per_node=min(bound.host_bytes_per_node for bound in may_fit),
         )
 
-    def _of_one_stage(self, candidate: Candidate, bound: LowerBound, limit_s: float) -> LowerBound:
-        """Return a bound that no alpha of the candidate is below, if one stage shows that none ranks among the best.
+    def _of_passes(self, candidate: Candidate) -> float:
+        """Return a lower bound of the step seconds of all alphas of a candidate, from the passes of all stages."""
+        steps = self._steps(candidate)
+        if steps is None:
+            return self.of_plans.of_passes(candidate.base, candidate.base)
+        grid, low, most = steps
+        return self.of_plans.of_passes(grid.at(low), grid.at(most))
 
-        Else return ``bound``.
+    def _of_one_stage(self, candidate: Candidate, bound: LowerBound, limit_s: float) -> LowerBound:
+        """Return a bound of all alphas of a candidate, if one stage shows that each needs ``limit_s`` at least.
+
+        Else return ``bound``. For a plan whose alpha is given, return what the stage shows.
         """
         bounds, base = self.of_plans, candidate.base
-        if limit_s == float("inf"):
-            return bound
-        if candidate.policy.alpha is not None:
+        steps = self._steps(candidate)
+        if steps is None:
             found_s = bounds.of_one_stage(base, base, limit_s)
         else:
-            grid = Grid.of(base)
-            partial = candidate.policy.swaps_some
-            # Token-wise plans that swap every token are the full swap, a candidate of its own.
-            full_swap = partial or FULL_SWAP in policies(self._question)
-            low, high = int(partial), grid.steps - full_swap
-            if high < low:
-                return bound
-            most = most_that_host_holds(grid, bounds, low, high)
-            lacks = (lambda step: bounds.lack_device(grid.at(step))) if partial else None
+            grid, low, most = steps
+            lacks = (lambda step: bounds.lack_device(grid.at(step))) if candidate.policy.swaps_some else None
             found_s = least_step_s_of_alphas(bounds, grid, low, most, limit_s, lacks=lacks)
         return replace(bound, step_s=max(bound.step_s, found_s))
+
+    def _steps(self, candidate: Candidate) -> tuple[Grid, int, int] | None:
+        """Return the grid of a candidate's alphas, with the lowest step and the highest; None where alpha is given.
+
+        Host memory may suffice for the highest.
+        """
+        if candidate.policy.alpha is not None:
+            return None
+        grid, partial = Grid.of(candidate.base), candidate.policy.swaps_some
+        # Token-wise plans that swap every token are the full swap, a candidate of its own.
+        full_swap = partial or FULL_SWAP in policies(self._question)
+        low, high = int(partial), grid.steps - full_swap
+        return (grid, low, most_that_host_holds(grid, self.of_plans, low, high)) if low <= high else None
 
     def _of_fullest_stage(self, candidate: Candidate, bound: LowerBound) -> LowerBound:
         """Return ``bound`` with the device bytes that no alpha of the candidate is below, from one stage.

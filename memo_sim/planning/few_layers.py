@@ -69,6 +69,9 @@ class Pass:
     """Part of ``compute_s`` in the head and the loss, forward and backward."""
     idle_s: float
     """Waits of compute between two kernels, because the second needs what another lane makes of the first's result."""
+    forward_idle_s: float
+    backward_idle_s: float
+    """Parts of ``idle_s`` in the layers' forward and backward, without waits before a layer's first kernel."""
     out_s: float
     in_s: float
     """Seconds of the copies to the host, and of those from there."""
@@ -215,7 +218,7 @@ class _FewLayers:
         lengths = [len(program.templates[i.template].instructions) for i in program.instances]
         self._instance = np.repeat(np.arange(len(lengths)), lengths)
         rows = [_row(template, each, pricer) for template in program.templates for each in template.instructions]
-        lane, seconds, forward, head, attention, rebuilt = np.array(rows, dtype=np.float64).T
+        lane, seconds, forward, head, attention, rebuilt, backward, begins = np.array(rows, dtype=np.float64).T
         starts = np.cumsum([0, *(len(template.instructions) for template in program.templates)])
         at = np.concatenate([np.arange(starts[i.template], starts[i.template + 1]) for i in program.instances])
         self._lane = lane.astype(np.int64)[at]
@@ -226,6 +229,10 @@ class _FewLayers:
         self._forward, self._head = forward[at], head[at]
         self._first = self._of_instances([i.subsequence == 0 for i in program.instances])
         self._attention, self._rebuilt = attention[at], rebuilt[at]
+        self._inside_forward, self._inside_backward = (
+            (forward - forward * begins)[at],
+            (backward - backward * begins)[at],
+        )
 
     def size(self) -> int:
         """Return its size in memory, in instructions of a step; one of a template counts as ten."""
@@ -273,6 +280,8 @@ class _FewLayers:
             first_rebuild_s=float(compute_s @ (self._rebuilt * self._first)),
             head_s=float(compute_s @ self._head),
             idle_s=0.0,
+            forward_idle_s=0.0,
+            backward_idle_s=0.0,
             out_s=0.0,
             in_s=0.0,
             collective_s=0.0,
@@ -286,9 +295,12 @@ class _FewLayers:
         weights = 1.0 + times * self._middle
         lanes = np.bincount(self._lane, weights=self._seconds * weights, minlength=len(Lane))
         sizes = self._lives.bytes * (1 + times * self._middle_buffers)
+        idle_s = self._idle_s * weights
         return replace(
             self.computed(times),
-            idle_s=float(self._idle_s @ weights),
+            idle_s=float(idle_s.sum()),
+            forward_idle_s=float(idle_s @ self._inside_forward),
+            backward_idle_s=float(idle_s @ self._inside_backward),
             out_s=float(lanes[Lane.D2H]),
             in_s=float(lanes[Lane.H2D]),
             collective_s=float(max(lanes[lane] for lane in COLLECTIVE_LANES.values())),
@@ -315,9 +327,12 @@ def _in_every_micro_batch(template: Template) -> bool:
 def _row(template: Template, instruction: Instruction, pricer: Pricer) -> tuple[float, ...]:
     """Return an instruction's lane and seconds, and 1 where it is of a part of the pass, else 0.
 
-    The parts: the forward of layers, the head, attention in that forward, recompute.
+    The parts: the forward of layers, the head, attention in that forward, recompute, the backward of layers, and the
+    first kernels of templates.
     """
-    forward = template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
+    of_layers = template.block is BlockKind.LAYER
+    forward = of_layers and template.kind is TemplateKind.FORWARD
+    first = next((each for each in template.instructions if each.lane is Lane.COMPUTE), None)
     return (
         instruction.lane,
         pricer.seconds(instruction.work),
@@ -325,6 +340,8 @@ def _row(template: Template, instruction: Instruction, pricer: Pricer) -> tuple[
         template.block is BlockKind.HEAD,
         forward and isinstance(instruction.work, Attention),
         instruction.phase is Phase.RECOMPUTE,
+        of_layers and template.kind is TemplateKind.BACKWARD,
+        instruction is first,
     )
 
 
