@@ -1,6 +1,7 @@
 """Candidates with lower bounds, which get tighter step by step, each at a higher cost.
 
 rough        from what candidates share, without a lowering
+beside       from the layout's plan that keeps everything, with its collectives and waits
 pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
 layers       from a few of the plan's layers
 passes       from the passes of all stages, which wait for each other
@@ -12,8 +13,9 @@ memory       from the buffers of the stage that is likely to need most memory
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -26,7 +28,7 @@ from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
 from memo_sim.planning.outcome import Key, ranked_s
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
-from memo_sim.planning.presets import FULL_SWAP, KEEP
+from memo_sim.planning.presets import FULL_SWAP, KEEP, Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.rivals import Opened
 from memo_sim.planning.space import Candidate, Space, policies
@@ -37,10 +39,23 @@ RANGES: dict[str, int] = {"wide": WIDEST, "narrow": 2}
 LEAST: Key = (False, False, 0.0)
 """The key of what has no bounds: it may be the best of all."""
 
-NextBound = Literal["pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
-
 FARTHER = 1.05
 """By how much a candidate's bound grows at once when one stage is played: other candidates may come before it then."""
+
+LEAST_SHARED = 3
+"""Least number of policies that are worth a lowering of the plan that keeps everything, where it is none of them."""
+
+NextBound = Literal["beside", "pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedLayout:
+    """A layout whose candidates are not made, with a key that no outcome on it ranks before."""
+
+    layout: Layout
+    least_key: Key
+    with_waits: bool = False
+    """Whether the key counts collectives and waits; it gets no higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +100,32 @@ class CandidateBounds:
         self._least_s: dict[Decisions, float] = {}
         """By plan that keeps everything: the lower bound of its layout's step time (``pipeline_lower_bound.py``)."""
 
-    def least_key_of_layout(self, space: Space, layout: Layout) -> Key:
-        """Return a key that no outcome on the layout ranks before; the least of all where it cannot be lowered."""
+    @cached_property
+    def _policies(self) -> tuple[Policy, ...]:
+        return policies(self._question)
+
+    def least_key_of_layout(self, space: Space, layout: Layout, *, waits: bool) -> Key:
+        """Return a key that no outcome on the layout ranks before; the least of all where it cannot be lowered.
+
+        ``waits``: see ``LowerBounds.beside_s``.
+        """
         try:
             keep, chunked = space.keeping(layout)
-            timed = KEEP in space.policies and layout.subsequences == 1 and keep.modules == "auto"
-            bound = self.of_plans.of_layout(keep, timed=timed, in_chunks=chunked)
+            beside = [replace(p, attention_chunks=p.attention_chunks and chunked) for p in space.policies]
+            known = layout.subsequences == 1 and self._keeps_tell(space.policies, layout)
+            known &= all(self._question.modules_of(policy.recompute) == keep.modules for policy in beside)
+            bound = self.of_plans.of_layout(keep, beside if known else [], waits=waits)
         except Infeasible:
             return LEAST
         return _least_key(bound, self.of_plans.shortfall_bytes(bound))
+
+    @staticmethod
+    def _keeps_tell(tried: Sequence[Policy], layout: Layout) -> bool:
+        """Return whether the plan that keeps everything is lowered for bounds of the others.
+
+        METP's has a hop for every pair of ranks, so it is lowered only where it is a candidate.
+        """
+        return KEEP in tried or (len(tried) >= LEAST_SHARED and layout.metp == 1)
 
     def rough(self, candidate: Candidate, opened: Opened) -> Bounded:
         """Return a candidate with bounds from what it shares with those that are ``opened``, without a lowering.
@@ -102,18 +134,36 @@ class CandidateBounds:
         more to play. A plan with subsequences that does not fit has no tighter bounds: without them, its memory is
         known sooner than a few of its layers are lowered.
         """
-        keep, any_alpha = kept(candidate.base), candidate.policy.alpha is None
+        base, any_alpha = candidate.base, candidate.policy.alpha is None
+        keep = kept(base)
         beside_kept = keep in opened
+        tells = beside_kept or self._keeps_tell(self._policies, base.layout)
         try:
-            bound = self.of_plans.rough(candidate.base, keep=keep if beside_kept else None, any_alpha=any_alpha)
+            bound = self._rough(base, keep if tells else None, any_alpha=any_alpha, is_candidate=beside_kept)
         except Infeasible:
             return Bounded(candidate)
         short = self.of_plans.shortfall_bytes(bound)
-        itself = not any_alpha and candidate.base == keep
-        by_pipeline = not short and is_known(candidate.base) and beside_kept and not itself
-        if short and not any_alpha and candidate.base.layout.subsequences > 1:
+        itself = not any_alpha and base == keep
+        if short and not any_alpha and base.layout.subsequences > 1:
             return Bounded(candidate, bound, short)
-        return Bounded(candidate, bound, short, "pipeline" if by_pipeline else "layers")
+        if short or itself or not tells:
+            return Bounded(candidate, bound, short, "layers")
+        if base.layout.subsequences == 1:
+            return Bounded(candidate, bound, short, "beside" if bound.step_s else "layers")
+        return Bounded(candidate, bound, short, "pipeline" if is_known(base) and beside_kept else "layers")
+
+    def _rough(self, base: Decisions, keep: Decisions | None, *, any_alpha: bool, is_candidate: bool) -> LowerBound:
+        """Return rough bounds, without ``keep`` where that is no candidate and cannot be lowered.
+
+        Raises:
+            Infeasible: see ``LowerBounds.rough``.
+        """
+        try:
+            return self.of_plans.rough(base, keep=keep, any_alpha=any_alpha)
+        except Infeasible:
+            if is_candidate:
+                raise
+            return self.of_plans.rough(base, keep=None, any_alpha=any_alpha)
 
     def tightened(self, one: Bounded, limit_s: float) -> Bounded:
         """Return a candidate with its next tighter bounds.
@@ -123,16 +173,13 @@ class CandidateBounds:
         candidate, bound = one.candidate, one.bound
         assert bound is not None
         try:
-            if one.next_bound == "pipeline":
-                bound = replace(bound, step_s=max(bound.step_s, self._least_s_of_layout(kept(candidate.base))))
-                return replace(one, bound=bound, next_bound="layers")
-            if one.next_bound == "passes":
-                bound = replace(bound, step_s=max(bound.step_s, self._of_passes(candidate)))
+            if one.next_bound in {"beside", "pipeline", "passes"}:
+                bound = replace(bound, step_s=max(bound.step_s, self._step_s(one)))
                 return replace(one, bound=bound, next_bound=self._after(one))
             if one.next_bound == "alone":
                 target_s = min(limit_s, bound.step_s * FARTHER)
                 bound = self._of_one_stage(candidate, bound, target_s)
-                again = target_s <= bound.step_s < limit_s and candidate.policy.alpha is None
+                again = 0 < target_s <= bound.step_s < limit_s and candidate.policy.alpha is None
                 return replace(one, bound=bound, next_bound="alone" if again else self._after(one))
             if one.next_bound == "memory":
                 bound = self._of_fullest_stage(candidate, bound)
@@ -147,6 +194,8 @@ class CandidateBounds:
     def _after(self, one: Bounded) -> NextBound:
         """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
         layout = one.candidate.base.layout
+        if one.next_bound in {"beside", "pipeline"}:
+            return "layers"
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
         alone: NextBound = "memory" if self._front else "alone"
@@ -157,6 +206,13 @@ class CandidateBounds:
         if one.next_bound == "wide":
             return "narrow" if self._front else alone
         return "memory"
+
+    def _step_s(self, one: Bounded) -> float:
+        """Return the next lower bound of a candidate's step seconds, where that tells nothing of memory."""
+        base = one.candidate.base
+        if one.next_bound == "beside":
+            return self.of_plans.beside_s(kept(base), [Policy.of(base)], waits=True)
+        return self._least_s_of_layout(kept(base)) if one.next_bound == "pipeline" else self._of_passes(one.candidate)
 
     def _least_s_of_layout(self, keeping: Decisions) -> float:
         if keeping not in self._least_s:
@@ -240,7 +296,7 @@ class CandidateBounds:
             return None
         grid, partial = Grid.of(candidate.base), candidate.policy.swaps_some
         # Token-wise plans that swap every token are the full swap, a candidate of its own.
-        full_swap = partial or FULL_SWAP in policies(self._question)
+        full_swap = partial or FULL_SWAP in self._policies
         low, high = int(partial), grid.steps - full_swap
         return (grid, low, most_that_host_holds(grid, self.of_plans, low, high)) if low <= high else None
 

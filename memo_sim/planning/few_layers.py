@@ -44,6 +44,11 @@ from memo_sim.program.lower import lower
 ENDS = 2
 """Layers at each end of the model that no window stands for: two that are swapped, and the last two, which are not."""
 
+ACTIVATIONS = frozenset({"gelu", "swiglu", "geglu", "experts.swiglu", "experts.clamped", "shared_gate.swiglu"})
+"""Operators of an MLP's activation."""
+REPEATED = ACTIVATIONS | {"linear", "experts.linear", "layer_norm", "rms_norm", "qk_norm", "rotary", "residual_add"}
+"""Operators of a layer's first half whose results neither full nor row-wise recompute keeps."""
+
 MOST_LOWERED = 500_000
 """Largest size of the lowered layers that are kept, in instructions of their steps and templates; about 200 MB."""
 
@@ -61,6 +66,8 @@ class Pass:
     """Part of ``compute_s`` in the layers' forward."""
     attention_s: float
     """Part of ``forward_s`` in attention's kernels."""
+    repeated_s: float
+    """Part of ``forward_s`` that full and row-wise recompute repeat: ``REPEATED`` up to the MLP's last activation."""
     first_forward_s: float
     first_compute_s: float
     first_rebuild_s: float
@@ -72,6 +79,11 @@ class Pass:
     forward_idle_s: float
     backward_idle_s: float
     """Parts of ``idle_s`` in the layers' forward and backward, without waits before a layer's first kernel."""
+    uncut_idle_s: float
+    """Part of ``idle_s`` in which no other kernel of the pass runs, even if row blocks divide the forward.
+
+    It excludes Ulysses' exchanges in forward, which can run beside another row block. It also excludes what precedes
+    the first kernel of a layer's backward: recompute stands there, and may include kernels that this pass has later."""
     out_s: float
     in_s: float
     """Seconds of the copies to the host, and of those from there."""
@@ -102,6 +114,7 @@ class Passes:
         self._lowered: Recent[_Question, _FewLayers] = Recent(MOST_LOWERED, _FewLayers.size)
         self._numbers: dict[_Question, int] = {}
         self._known: dict[tuple[int, int], Pass] = {}
+        self._waited: dict[tuple[int, int], Pass] = {}
         self._computed: dict[tuple[int, int], Pass] = {}
 
     def of(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
@@ -116,15 +129,30 @@ class Passes:
             self._known[key] = self._lower(question).repeated(times)
         return self._known[key]
 
-    def computed(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
-        """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
-
-        A long ring is not lowered where two short ones tell its kernels (``short_rings.py``).
+    def waited(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
+        """Return that pass without bytes, which are 0. Of a long ring, only the compute lane's part is known.
 
         Raises:
             Infeasible: see ``of``.
         """
         times, question = self._few(decisions, layers)
+        key = self._numbers.setdefault(question, len(self._numbers)), times
+        if steps_repeat(question[0]) and key not in self._known:
+            return self.computed(decisions, layers)
+        if key not in self._waited:
+            self._waited[key] = self._known.get(key) or self._lower(question).waited(times)
+        return self._waited[key]
+
+    def computed(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
+        """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
+
+        A long ring is not lowered where two short ones tell its kernels (``short_rings.py``). Parameters that are
+        gathered change no kernel.
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        times, question = self._few(decisions, layers, gathered=False)
         key = self._numbers.setdefault(question, len(self._numbers)), times
         if key not in self._computed:
             self._computed[key] = self._compute(question, times)
@@ -139,13 +167,18 @@ class Passes:
         pairs = {f.name: (getattr(few, f.name), getattr(many, f.name)) for f in fields(Pass)}
         return Pass(**{name: first + steps * (second - first) for name, (first, second) in pairs.items()})
 
-    def _few(self, decisions: Decisions, layers: Sequence[LayerShape]) -> tuple[int, _Question]:
-        """Return how often the window of the lowered layers is left out, and what is lowered."""
+    def _few(
+        self, decisions: Decisions, layers: Sequence[LayerShape], *, gathered: bool = True
+    ) -> tuple[int, _Question]:
+        """Return how often the window of the lowered layers is left out, and what is lowered.
+
+        ``gathered``: whether with what ZeRO 3 gathers, where that is known (``gathers``).
+        """
         few = repeated_layers(layers, windows=1, beside=2 * ENDS)
         if decisions.recompute_layers != ALL or not few.times:
             few = RepeatedLayers(tuple(layers), 0, len(layers), few.window, 0)
         least = least_dp(decisions.layout)
-        if gathers(decisions):
+        if gathered and gathers(decisions):
             return few.times, self._of_gathered(decisions, few)
         alone = msgspec.structs.replace(
             decisions,
@@ -219,6 +252,7 @@ class _FewLayers:
         self._instance = np.repeat(np.arange(len(lengths)), lengths)
         rows = [_row(template, each, pricer) for template in program.templates for each in template.instructions]
         lane, seconds, forward, head, attention, rebuilt, backward, begins = np.array(rows, dtype=np.float64).T
+        repeated = np.array([flag for template in program.templates for flag in _are_repeated(template)])
         starts = np.cumsum([0, *(len(template.instructions) for template in program.templates)])
         at = np.concatenate([np.arange(starts[i.template], starts[i.template + 1]) for i in program.instances])
         self._lane = lane.astype(np.int64)[at]
@@ -228,7 +262,7 @@ class _FewLayers:
         self._seconds = seconds[at] * self._inside
         self._forward, self._head = forward[at], head[at]
         self._first = self._of_instances([i.subsequence == 0 for i in program.instances])
-        self._attention, self._rebuilt = attention[at], rebuilt[at]
+        self._attention, self._rebuilt, self._repeated = attention[at], rebuilt[at], repeated[at]
         self._inside_forward, self._inside_backward = (
             (forward - forward * begins)[at],
             (backward - backward * begins)[at],
@@ -252,8 +286,15 @@ class _FewLayers:
         return lives_in_arena(self._program, lives, self._decisions)
 
     @cached_property
-    def _idle_s(self) -> Floats:
-        return _idle_s(self._columns, self._seconds)
+    def _idle_s(self) -> tuple[Floats, Floats]:
+        """The waits before each kernel: all, and those that ``Pass.uncut_idle_s`` counts."""
+        ulysses = (self._lane == Lane.ULYSSES) & (self._forward > 0)
+        idle, uncut = _idle_s(self._columns, self._seconds, hidden=ulysses)
+        kernels = np.flatnonzero(self._lane == Lane.COMPUTE)
+        instances, firsts = np.unique(self._instance[kernels], return_index=True)
+        of_layers = [_is_layer_backward(_template(self._program, i)) for i in self._program.instances]
+        uncut[kernels[firsts[np.array(of_layers)[instances]]]] = 0.0
+        return idle, uncut
 
     @cached_property
     def _all_kept(self) -> Flags:
@@ -275,6 +316,7 @@ class _FewLayers:
             rebuild_s=float(compute_s @ self._rebuilt),
             forward_s=float(compute_s @ self._forward),
             attention_s=float(compute_s @ self._attention),
+            repeated_s=float(compute_s @ self._repeated),
             first_forward_s=float(compute_s @ (self._forward * self._first)),
             first_compute_s=float(compute_s @ self._first),
             first_rebuild_s=float(compute_s @ (self._rebuilt * self._first)),
@@ -282,6 +324,7 @@ class _FewLayers:
             idle_s=0.0,
             forward_idle_s=0.0,
             backward_idle_s=0.0,
+            uncut_idle_s=0.0,
             out_s=0.0,
             in_s=0.0,
             collective_s=0.0,
@@ -290,21 +333,28 @@ class _FewLayers:
             host_bytes=0,
         )
 
-    def repeated(self, times: int) -> Pass:
-        """Return the pass with the middle layers repeated ``times`` more times."""
+    def waited(self, times: int) -> Pass:
+        """Return the pass with the middle layers repeated ``times`` more times; its bytes are 0."""
         weights = 1.0 + times * self._middle
         lanes = np.bincount(self._lane, weights=self._seconds * weights, minlength=len(Lane))
-        sizes = self._lives.bytes * (1 + times * self._middle_buffers)
-        idle_s = self._idle_s * weights
+        idle_s, uncut_idle_s = (each * weights for each in self._idle_s)
         return replace(
             self.computed(times),
             idle_s=float(idle_s.sum()),
+            uncut_idle_s=float(uncut_idle_s.sum()),
             forward_idle_s=float(idle_s @ self._inside_forward),
             backward_idle_s=float(idle_s @ self._inside_backward),
             out_s=float(lanes[Lane.D2H]),
             in_s=float(lanes[Lane.H2D]),
             collective_s=float(max(lanes[lane] for lane in COLLECTIVE_LANES.values())),
             p2p_s=float(lanes[Lane.P2P]),
+        )
+
+    def repeated(self, times: int) -> Pass:
+        """Return the pass with the middle layers repeated ``times`` more times, and its bytes."""
+        sizes = self._lives.bytes * (1 + times * self._middle_buffers)
+        return replace(
+            self.waited(times),
             device_bytes=self._fullest(sizes, device=True),
             host_bytes=self._fullest(sizes, device=False),
         )
@@ -345,6 +395,20 @@ def _row(template: Template, instruction: Instruction, pricer: Pricer) -> tuple[
     )
 
 
+def _is_layer_backward(template: Template) -> bool:
+    backward = (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
+    return template.block is BlockKind.LAYER and template.kind in backward
+
+
+def _are_repeated(template: Template) -> list[bool]:
+    """Return for each instruction whether ``Pass.repeated_s`` counts it."""
+    operators = [instruction.op for instruction in template.instructions]
+    if template.block is not BlockKind.LAYER or template.kind is not TemplateKind.FORWARD:
+        return [False] * len(operators)
+    last = max((place for place, op in enumerate(operators) if op in ACTIVATIONS), default=-1)
+    return [place <= last and op in REPEATED for place, op in enumerate(operators)]
+
+
 def _of_layers(program: Program, chosen: range, kinds: Sequence[int]) -> Ints:
     """Return 1 for each buffer that belongs to one of the ``chosen`` layers: families with one buffer per layer.
 
@@ -369,8 +433,10 @@ def _live(lives: Liveness, sizes: Ints, *, device: bool) -> Ints:
     return total
 
 
-def _idle_s(columns: FoldedColumns, seconds: Floats) -> Floats:
+def _idle_s(columns: FoldedColumns, seconds: Floats, *, hidden: Flags) -> tuple[Floats, Floats]:
     """Return for each kernel a lower bound of the time that compute waits before it, however far other lanes run ahead.
+
+    The second bound leaves waits for the ``hidden`` instructions out.
 
     Between kernel A and the next kernel B lies the work of other lanes that needs A and that B needs:
 
@@ -396,6 +462,8 @@ def _idle_s(columns: FoldedColumns, seconds: Floats) -> Floats:
         last[int(lane[i])] = i
     producer, consumer = edges.producer[~from_compute], edges.consumer[~from_compute]
     bound = (lane[consumer] == Lane.COMPUTE) & (after[producer] == earlier[consumer]) & (after[producer] >= 0)
-    idle = np.zeros(len(lane))
+    idle, seen = np.zeros(len(lane)), np.zeros(len(lane))
     np.maximum.at(idle, consumer[bound], since[producer[bound]])
-    return idle
+    bound &= ~hidden[producer]
+    np.maximum.at(seen, consumer[bound], since[producer[bound]])
+    return idle, seen

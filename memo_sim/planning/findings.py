@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
 
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions
 from memo_sim.planning.ahead import Ahead, Number, Offer
 from memo_sim.planning.aims import Aims
-from memo_sim.planning.bounded_candidates import Bounded
+from memo_sim.planning.bounded_candidates import Bounded, BoundedLayout
 from memo_sim.planning.examination import Examination, Found, Needed, begin, examine
 from memo_sim.planning.outcome import Evaluated, Key
 from memo_sim.planning.plays import is_compiled
@@ -17,8 +17,8 @@ from memo_sim.planning.ranking import Ranking
 from memo_sim.planning.rivals import Opened
 from memo_sim.planning.space import Candidate
 
-Waiting = tuple[Key, Number, Bounded | Layout]
-"""What may still be the best: its least key, its number, and a candidate, or a layout whose candidates are not made."""
+Waiting = tuple[Key, Number, Bounded | BoundedLayout]
+"""What may still be the best: its least key, its number, and a candidate or layout."""
 
 
 class Findings:

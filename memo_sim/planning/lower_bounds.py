@@ -12,7 +12,7 @@ its first input to pass the earlier stages; after, those have the last backward 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import inf
@@ -30,6 +30,7 @@ from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
+from memo_sim.planning.presets import Policy
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.stage_alone import StagesAlone, stands_alone
 from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses
@@ -44,6 +45,7 @@ from memo_sim.program.layers.activations import Activations, region
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
+from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.schedule import Kind, passes_of
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import Stage, stages_of
@@ -142,8 +144,8 @@ class LowerBounds:
     def of_one_stage(self, low: Decisions, high: Decisions, enough_s: float = inf) -> float:
         """Return a lower bound of the step seconds of the plans of ``between``, from a stage that is played alone.
 
-        Played are the last stage, which has the head, and the stage with most to compute, until a bound reaches
-        ``enough_s``. 0 where that gives no bound (``stage_alone.py``).
+        Played are the stage with most to compute, whose layers copy most, too, and the last stage, which has the head,
+        until a bound reaches ``enough_s``. 0 where that gives no bound (``stage_alone.py``).
 
         Raises:
             Infeasible: when a plan cannot be lowered, or the profile has not measured its work.
@@ -155,7 +157,7 @@ class LowerBounds:
         of_stages = self._of_stages(kept(low), parts.whole, parts.layers, ())
         gain = self._gain_of_cuts if in_chunks(low) else 1.0  # the passes around the stage are priced whole
         found_s = 0.0
-        for stage in dict.fromkeys((last, of_stages.index(max(of_stages)))):
+        for stage in dict.fromkeys((of_stages.index(max(of_stages)), last)):
             before_s, after_s = around[stage].before_s / gain, around[stage].after_s / gain
             alone_s = self._alone.step_s(low, high, stage, before_s=before_s, after_s=after_s)
             found_s = max(found_s, alone_s or 0.0)
@@ -195,44 +197,82 @@ class LowerBounds:
         """Return lower bounds that are cheap: from states, kept and swapped tensors, and ``keep``'s compute lane.
 
         - ``any_alpha``: bounds for all plans that swap at least as much; more swapped tokens leave less on the device.
-        - ``keep``: the plan of the same layout that keeps everything, or None when it is not known. All other plans
-          compute at least as much; full recompute of all layers plays attention's forward twice.
+        - ``keep``: the plan of the same layout that keeps everything (``beside_s``), or None when it is not known.
 
         Subsequences are priced one by one instead, because lowering hundreds of them takes seconds.
+
+        Raises:
+            Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
         bound = self.memory(decisions, any_alpha=any_alpha)
         if self.shortfall_bytes(bound):
             return bound
-        if decisions.layout.subsequences > 1:
-            parts, again = self._of_parts(decisions), False
-        elif keep is not None:
-            parts = self._parts(keep, self.passes.computed)
-            again = decisions.recompute == "full" and decisions.recompute_layers == ALL
-        else:
-            return bound
-        whole = _compute(parts.whole, again)
+        if decisions.layout.subsequences == 1:
+            return bound if keep is None else replace(bound, step_s=self.beside_s(keep, [Policy.of(decisions)]))
+        parts = self._of_parts(decisions)
         if decisions.layout.multiplexed or in_chunks(decisions):
-            return replace(bound, step_s=self._shared_s(whole, decisions.layout.pp))
-        return replace(bound, step_s=self._step_s(decisions, whole, [_compute(each, again) for each in parts.layers]))
+            return replace(bound, step_s=self._shared_s(parts.whole, decisions.layout.pp))
+        return replace(bound, step_s=self._step_s(decisions, parts.whole, parts.layers))
 
-    def of_layout(self, keep: Decisions, *, timed: bool, in_chunks: bool) -> LowerBound:
-        """Return lower bounds of all plans of a layout: from states, and from the compute lane of ``keep``.
+    def of_layout(self, keep: Decisions, beside: Sequence[Policy], *, waits: bool = False) -> LowerBound:
+        """Return lower bounds of all plans of a layout: from states, and from the time of ``keep`` (``beside_s``).
 
         - ``keep``: the plan of the layout that keeps everything, or one that has at least its states.
-        - ``timed``: whether the layout's other plans compute at least as much as ``keep``.
-        - ``in_chunks``: whether some of them may cut attention into chunks.
+        - ``beside``: the policies of the layout's plans; none where the time of ``keep`` says nothing about theirs.
 
         Raises:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
         device, host = self._states(keep)
         bound = LowerBound(0.0, device, host * self._local(keep))
-        if not timed or self.shortfall_bytes(bound):
+        if not beside or self.shortfall_bytes(bound):
             return bound
-        parts = self._parts(keep, self.passes.computed)
-        if in_chunks:
-            return replace(bound, step_s=self._shared_s(parts.whole, keep.layout.pp))
-        return replace(bound, step_s=self._step_s(keep, parts.whole, parts.layers))
+        return replace(bound, step_s=self.beside_s(keep, beside, waits=waits))
+
+    def beside_s(self, keep: Decisions, policies: Iterable[Policy], *, waits: bool = False) -> float:
+        """Return a lower bound of the step seconds of all plans with ``policies`` on the layout of ``keep``.
+
+        - ``keep``: the plan that keeps everything, without subsequences.
+        - ``waits``: whether collectives and waits count beside compute, which costs more.
+
+        Other plans play at least the kernels of ``keep``, in the same order. Where compute waits between kernels A and
+        B for what another lane makes of A's result, it waits as long with more work in between:
+
+            keep              compute [A]             [B]        full recompute    compute [A][more  ]    [B]
+                              tp         [collective ]                             tp         [collective ]
+
+        So the formula of this module holds with W, B and I of ``keep``. It also holds with I = 0, and with W of the
+        kernels that are certainly played once more. Exceptions:
+
+        - Token-wise recompute cuts a forward into two row blocks. Each waits for its own collectives, but Ulysses'
+          exchanges can run beside the other block (``Pass.uncut_idle_s``). Two collectives may be faster than one.
+        - Recompute of experts includes exchanges that ``keep`` has in backward. Where exchanges overlap with products,
+          recompute stands between an exchange and what waits for it.
+        - Other row blocks and chunks may hide every wait. Attention in chunks may be faster than whole attention.
+
+        Raises:
+            Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
+        """
+        parts = self._parts(keep, self.passes.waited if waits else self.passes.computed)
+        alike = dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies)
+        return min(self._of_policy_s(keep, parts, policy) for policy in alike)
+
+    def _of_policy_s(self, keep: Decisions, parts: _Parts, policy: Policy) -> float:
+        """Return the lower bound of ``beside_s`` of one policy; ``parts``: those of ``keep``."""
+
+        def step_s(change: Callable[[Pass], Pass]) -> float:
+            return self._step_s(keep, change(parts.whole), [change(each) for each in parts.layers])
+
+        gain = self._gain_of_cuts if policy.attention_chunks else 1.0
+        computed_s = step_s(lambda one: _repeated(_compute_alone(one), keep, policy)) / gain
+        in_blocks = policy.mlp_blocks or policy.attention_chunks or policy.recompute == ROWWISE
+        beside_exchanges = keep.expert_overlap and policy.recompute != "none"
+        if parts.whole == _compute_alone(parts.whole) or in_blocks or beside_exchanges or keep.modules != "auto":
+            return computed_s
+        if policy.recompute == "none" or (keep.layout.ep == 1 and policy.recompute != "tokenwise"):
+            return max(computed_s, step_s(lambda one: one))
+        pieces = self._gain_of_pieces if policy.recompute == "tokenwise" else 1.0
+        return max(computed_s, step_s(lambda one: _uncut(one, pieces)))
 
     def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
@@ -507,6 +547,14 @@ class LowerBounds:
                     early_s = one.first_rebuild_s + (one.first_forward_s if decisions.layout.metp > 1 else 0.0)
                     after_s += max(0.0, one.first_compute_s - one.first_forward_s - early_s)
         return found
+
+    @cached_property
+    def _gain_of_pieces(self) -> float:
+        """By how much two collectives of some rows each are faster at most than one of all rows.
+
+        Inside a node, some measured rates are higher with fewer bytes; across nodes, none is (``costs/network.py``).
+        """
+        return max([1.0, *(_most_fall(table.bus_bytes_per_s.y) for table in self._hardware.collectives)])
 
     def _shared_s(self, whole: Pass, stages: int) -> float:
         """Return a lower bound of the compute seconds of stages that share rows or attention chunks, cut anywhere."""
@@ -791,9 +839,31 @@ def _times(one: Pass, layers: int) -> Pass:
     return Pass(**{f.name: layers * getattr(one, f.name) for f in fields(Pass)})
 
 
-def _compute(one: Pass, attention_again: bool) -> Pass:
-    """Return a pass, with attention's forward counted twice if asked for."""
-    return replace(one, compute_s=one.compute_s + (one.attention_s if attention_again else 0.0))
+def _compute_alone(one: Pass) -> Pass:
+    """Return a pass without waits and without the other lanes."""
+    return replace(one, idle_s=0.0, out_s=0.0, in_s=0.0, collective_s=0.0, p2p_s=0.0)
+
+
+def _repeated(one: Pass, keep: Decisions, policy: Policy) -> Pass:
+    """Return a pass of ``keep`` with the kernels that a policy certainly plays once more.
+
+    METP and other modules repeat other kernels; under full recompute, attention is among them.
+    """
+    full = policy.recompute == "full" and policy.layers == ALL
+    own = keep.layout.metp == 1 and keep.modules == "auto"
+    repeated_s = one.repeated_s if own and (full or policy.recompute == ROWWISE) else 0.0
+    return replace(one, compute_s=one.compute_s + repeated_s + (one.attention_s if full else 0.0))
+
+
+def _uncut(one: Pass, pieces: float) -> Pass:
+    """Return a pass with the waits that remain in two row blocks, whose collectives may be ``pieces`` times as fast."""
+    lanes = {"idle_s": one.uncut_idle_s, "collective_s": one.collective_s, "p2p_s": one.p2p_s}
+    return replace(one, **{name: seconds / pieces for name, seconds in lanes.items()})
+
+
+def _most_fall(rates: Sequence[float]) -> float:
+    """Return the largest ratio of a rate to a later one."""
+    return max(rate / min(rates[at:]) for at, rate in enumerate(rates))
 
 
 def _either(first: Pass, second: Pass) -> Pass:

@@ -7,8 +7,9 @@ that evaluating everything would give. When the Pareto front is asked for, a can
 is as fast as its bound and needs no more of either memory. Tighter bounds cost a lowering, so they are computed only
 when the previous ones do not decide.
 
-Where there are many layouts, a layout first gets lower bounds of its own, and its candidates are made only when these
-do not decide. In pipelines, whose plays are long, ranges of alpha get lower bounds as well.
+Where there are many layouts, a layout first gets lower bounds of its own, and tighter ones when it is the next. Its
+candidates are made only when these do not decide. In pipelines, whose plays are long, ranges of alpha get lower bounds
+as well.
 
 Plans on PyTorch's allocator that may be the best are played under lower limits of its memory, too
 (``allocator_limits.py``).
@@ -34,7 +35,7 @@ from memo_sim.contract.progress import Progress
 from memo_sim.planning.ahead import Number
 from memo_sim.planning.aims import Aims
 from memo_sim.planning.allocator_limits import least_limited_s, may_gain, with_best_limit
-from memo_sim.planning.bounded_candidates import LEAST, Bounded
+from memo_sim.planning.bounded_candidates import LEAST, Bounded, BoundedLayout
 from memo_sim.planning.examination import Examination
 from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.findings import Findings
@@ -201,25 +202,23 @@ class _Search:
             Infeasible: when there are none.
         """
         waiting, aims = self._findings.waiting, self._aims
-        lazily = aims.prune and not aims.front and len(space.layouts) > MOST_LAYOUTS_AT_ONCE
-        for place, layout in enumerate(space.layouts):
-            if lazily:
-                key = self._examination.bounds.least_key_of_layout(space, layout)
-                heappush(waiting, (key, (place, -1), layout))
-            else:
-                self._open(space, layout, place)
+        self._begin(space)
         pruned: list[tuple[Number, Candidate]] = []
         done = stood_for = unopened = 0
-        every = sum(len(space.policies) if isinstance(one, Layout) else 1 for _, _, one in waiting)
+        every = sum(len(space.policies) if isinstance(one, BoundedLayout) else 1 for _, _, one in waiting)
         while waiting:
             least_key, number, one = heappop(waiting)
             beyond = aims.prune and (self._found_enough() or self._cannot_matter(one, least_key))
-            if isinstance(one, Layout):
+            if isinstance(one, BoundedLayout):
+                if not (beyond or one.with_waits):
+                    tighter = self._with_waits(space, one)
+                    heappush(waiting, (tighter.least_key, number, tighter))
+                    continue
                 every -= len(space.policies)
                 if beyond:
                     unopened += len(space.policies)
                 else:
-                    every += self._open(space, one, number[0])
+                    every += self._open(space, one.layout, number[0])
                 continue
             if one.next_bound and aims.prune and not beyond:
                 one = self._findings.tightened(number, one)
@@ -249,6 +248,21 @@ class _Search:
         left = len(pruned) - len(beside) + stood_for + unopened
         played = [self.plays.known[plan] for plan in self.plays.used]
         return SearchResult(ranked, len(ranked), left, refused, passes, played=played, fastest=self.plays.fastest)
+
+    def _begin(self, space: Space) -> None:
+        """Let all layouts wait: with their candidates, or where there are many, with lower bounds of their own."""
+        lazily = self._aims.prune and not self._aims.front and len(space.layouts) > MOST_LAYOUTS_AT_ONCE
+        for place, layout in enumerate(space.layouts):
+            if lazily:
+                key = self._examination.bounds.least_key_of_layout(space, layout, waits=False)
+                heappush(self._findings.waiting, (key, (place, -1), BoundedLayout(layout, key)))
+            else:
+                self._open(space, layout, place)
+
+    def _with_waits(self, space: Space, one: BoundedLayout) -> BoundedLayout:
+        """Return a layout with the higher of its key and the one with waits."""
+        key = self._examination.bounds.least_key_of_layout(space, one.layout, waits=True)
+        return BoundedLayout(one.layout, max(key, one.least_key), with_waits=True)
 
     def _open(self, space: Space, layout: Layout, number: int) -> int:
         """Make a layout's candidates, with rough bounds, and return how many they are."""
@@ -298,7 +312,7 @@ class _Search:
         found = self.ranking.outcomes
         return bool(found) and self._examination.evaluation.enough(found[-1].prediction)
 
-    def _cannot_matter(self, one: Bounded | Layout, least_key: Key) -> bool:
+    def _cannot_matter(self, one: Bounded | BoundedLayout, least_key: Key) -> bool:
         """Return whether no outcome of a candidate or layout can change the best plans, or the front."""
         bound = one.bound if isinstance(one, Bounded) else None
         if isinstance(one, Bounded) and bound is None:

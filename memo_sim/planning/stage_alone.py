@@ -31,7 +31,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.memory import memory_of
 from memo_sim.engine.playback import Floats
-from memo_sim.engine.repetition import RECEIVED_AHEAD, Repetition, period_of, played_at_first, windows
+from memo_sim.engine.repetition import RECEIVED_AHEAD, Repetition, period_of, windows
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
@@ -39,6 +39,7 @@ from memo_sim.program.analysis.columns import FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Family, Lane, Template
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.schedule import Kind
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.pipeline.stage_program import stage_program, stage_templates
@@ -85,7 +86,10 @@ class _Order:
         self.of_template = self.columns.by_template([np.arange(*each) for each in pairwise(starts.tolist())])
         """By instruction: its number among those of all templates."""
         beyond = decisions.micro_batches - program.micro_batches
-        found = windows(decisions.layout, [[each for each, _ in program.passes]], beyond) if beyond else []
+        passes = [each for each, _ in program.passes]
+        # Backwards that drain the pipeline repeat, too, but what is left out are forwards and backwards in turn.
+        drained = max(number for number, each in enumerate(passes) if each.kind is Kind.FORWARD) + 2
+        found = windows(decisions.layout, [passes[:drained]], beyond) if beyond else []
         repeated = [Repetition(program, self.columns, window, beyond) for (window,) in found]
         self.repeated = [each for each in repeated if _is_like_before(each, self.columns)]
         self.plays_all = not beyond
@@ -219,7 +223,9 @@ class StagesAlone:
     def _order(self, decisions: Decisions, stage: int, written: _Written) -> _Order:
         def ordered() -> _Order:
             made, chosen = self._layers(decisions), stages_of(decisions)[stage]
-            program = stage_program(decisions, shape_of(decisions), chosen, _micro_batches(decisions, stage), made=made)
+            program = stage_program(
+                decisions, shape_of(decisions), chosen, fewest_micro_batches(decisions, stage), made=made
+            )
             return _Order(program, decisions)
 
         return self._orders.of((msgspec.structs.replace(decisions, swapped_tokens=0), stage, written.form), ordered)
@@ -229,7 +235,7 @@ class StagesAlone:
         return self._made.of(seen_by_layers(decisions), dict)
 
     def _write(self, decisions: Decisions, stage: int) -> _Written:
-        chosen, micro_batches = stages_of(decisions)[stage], _micro_batches(decisions, stage)
+        chosen, micro_batches = stages_of(decisions)[stage], fewest_micro_batches(decisions, stage)
         families, templates = stage_templates(
             decisions, shape_of(decisions), chosen, micro_batches, made=self._layers(decisions)
         )
@@ -276,14 +282,19 @@ def _form(families: Sequence[Family], templates: Sequence[Template]) -> Form:
     return tuple(form)
 
 
-def _micro_batches(decisions: Decisions, stage: int) -> int:
-    """Return how many micro-batches show the period of a stage that waits for no other."""
+def fewest_micro_batches(decisions: Decisions, stage: int) -> int:
+    """Return how many micro-batches show two periods of a stage that waits for no other.
+
+    The periods lie behind the warmup forwards, and behind the backwards whose weight gradients are deferred. More of
+    them change the bound by its rounding only: a stage that waits for no other is steady from there on.
+    """
     layout, times = decisions.layout, decisions.micro_batches
-    if layout.schedule != "interleaved":
-        return played_at_first(layout, times)
-    period, chunks = period_of(layout), layout.virtual_stages
-    warmup = 2 * (layout.pp - stage) + (chunks - 1) * layout.pp
-    least = -(-warmup // chunks) + 2 * period + RECEIVED_AHEAD
+    later, period, chunks = layout.pp - 1 - stage, period_of(layout), layout.virtual_stages
+    if layout.schedule == "interleaved":
+        before = 2 * later + (chunks - 1) * layout.pp
+    else:
+        before = later + (stage if layout.schedule == "zero-bubble" else 0)
+    least = -(-(before + RECEIVED_AHEAD) // chunks) + 2 * period
     return times - max(0, times - least) // period * period
 
 

@@ -170,9 +170,8 @@ def both(question: Question, one: Tried, other: Tried) -> list[Change]:
 
 def _memory_savers(question: Question, nearest: Evaluated) -> list[str]:
     """Return the options that no search tries and that make a plan fit; where no single one does, pairs of them."""
-    plans = [
-        (c, evaluated(c, nearest.decisions, enough_s=ANY_STEP_S)) for c in _not_searched(question, nearest.decisions)
-    ]
+    untried = [*_not_searched(question, nearest.decisions), *_fewer_subsequences(question, nearest.decisions)]
+    plans = [(change, evaluated(change, nearest.decisions, enough_s=ANY_STEP_S)) for change in untried]
     tried = [(change, found) for change, found in plans if found is not None]
     ways = [change.typed(found.decisions) for change, found in tried if found.prediction.step_s is not None]
     if ways or len(tried) < PAIR:
@@ -214,6 +213,21 @@ def _not_searched(question: Question, decisions: Decisions) -> list[Change]:
         planned = repinned(replace(fixed, **chosen), **unset, memory_policy="planned")
         found.append(Change("memory_policy", "--memory-policy planned", planned))
     return found
+
+
+def _fewer_subsequences(question: Question, decisions: Decisions) -> Iterator[Change]:
+    """Yield half as many subsequences as are pinned, and a sequence that is not divided.
+
+    Sums of the gradients of keys and values, and row blocks of the whole sequence, may need more device memory than
+    the shorter tensors of a subsequence save.
+    """
+    parts = decisions.layout.subsequences
+    if question.pins.subsequences is None or parts == 1:
+        return
+    own = {name: getattr(question.pins, name) for name in OF_THE_POLICY}
+    fixed = repinned(replace(pinned_to(question, decisions), modules=question.modules), **own)
+    for fewer in dict.fromkeys((parts // 2, 1)):
+        yield Change("subsequences", f"--subsequences {fewer}", repinned(fixed, subsequences=fewer))
 
 
 def _with_alpha_open(fixed: Question) -> Question:

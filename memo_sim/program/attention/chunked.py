@@ -465,7 +465,7 @@ class ChunkedAttention:
         positions_backward(writer, sequence_sharded, first=first)
         grad = shared_heads.product_gradient(writer, sequence_sharded, self.room)
         phase, builder.phase, writer.suffix = builder.phase, Phase.RECOMPUTE, f".again.c{k}"
-        norms.norm(writer, "norm1", "x", (first, tokens), (0, tokens))
+        norms.norm(writer, "norm1", "x", (first, tokens), (0, tokens), for_wgrad=True)
         # In FP8 what a product read is not what its weight's gradient reads, which is gathered below.
         source = self._gathered((0, tokens)) if writer.trains("qkv") and writer.fp8 is None else None
         builder.phase, writer.suffix = phase, f".c{k}"

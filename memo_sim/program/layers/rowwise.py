@@ -152,8 +152,8 @@ class RowwiseLayer(OperatorWriter):
     def _part_norms(self) -> None:
         """Give the first norm other buffers from here on; else a block of it lives through attention's backward."""
         before, phase = self.builder, Phase.RECOMPUTE
-        copies = [slot for slot in (f"{phase}.norm1.wide", f"{phase}.norm1.rows") if before.has(slot)]
-        slots = (*FIRST_NORM, *(copies if before.dtype("norm1") != before.dtype("x") else ()))
+        made = f"{phase}.norm1.wide"
+        slots = (*FIRST_NORM, made) if before.has(made) else FIRST_NORM
         self.builder = before.under({slot: f"{slot}.again" for slot in slots}, "")
         for slot in slots:
             held = before.all(slot).tokens, before.features(slot)
@@ -297,5 +297,5 @@ class RowwiseLayer(OperatorWriter):
         """Write the first norm of a block once more."""
         phase, suffix = self.builder.phase, self.suffix
         self.builder.phase, self.suffix = Phase.RECOMPUTE, f".again{suffix}"
-        norms.norm(self, "norm1", "x", rows, (0, rows[1]))
+        norms.norm(self, "norm1", "x", rows, (0, rows[1]), for_wgrad=True)
         self.builder.phase, self.suffix = phase, suffix

@@ -106,15 +106,18 @@ class Fp8Operands:
         quantised = slot in self._inputs or slot == fp8.ATTENTION_OUTPUT
         return f"{self.builder.phase}.{slot}.rows" if quantised and self._two_copies_of(slot) else slot
 
-    def quantise_input(self, made: Rows, rows: Rows, suffix: str) -> None:
-        """Quantise an input to the copy that is kept, ``rows``, and to the one that its product reads."""
+    def quantise_input(self, made: Rows, rows: Rows, suffix: str, *, for_wgrad: bool) -> None:
+        """Quantise an input to the copy that is kept, ``rows``, and to the one that its product reads.
+
+        With ``for_wgrad`` only to the kept one, which the gradient of the product's weight reads.
+        """
         read = self.by_rows(rows.slot)
-        copies = {"out": Rows(read, rows.first, rows.tokens)}
-        if read != rows.slot:
-            copies["columns"] = rows
-        kept = self.builder.all(rows.slot).tokens
-        if not self.builder.has(read):
-            self.builder.own(read, BufferClass.TRANSIENT, fp8.ACTIVATIONS, kept, self.builder.features(rows.slot))
+        copies = {"out" if read == rows.slot else "columns": rows}
+        if read != rows.slot and not for_wgrad:
+            copies = {"out": Rows(read, rows.first, rows.tokens), **copies}
+            if not self.builder.has(read):
+                kept, features = self.builder.all(rows.slot).tokens, self.builder.features(rows.slot)
+                self.builder.own(read, BufferClass.TRANSIENT, fp8.ACTIVATIONS, kept, features)
         product = self._read_by[rows.slot]
         self._quantise(f"{rows.slot}.quantize{suffix}", made, copies, product=product, operand="input")
 

@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 
-def norm(writer: OperatorWriter, which: str, source: str, rows: RowBlock, at: RowBlock) -> None:
-    """Emit a norm of a row block; its output and statistics go to rows ``at`` of their buffers."""
+def norm(
+    writer: OperatorWriter, which: str, source: str, rows: RowBlock, at: RowBlock, *, for_wgrad: bool = False
+) -> None:
+    """Emit a norm of a row block; its output and statistics go to rows ``at`` of their buffers.
+
+    ``for_wgrad``: no product reads the output, only the gradient of its weight.
+    """
     op = "layer_norm" if writer.model.family == "gpt" else "rms_norm"
     shard = writer.shard_rows(which, at)
     made = writer.made(shard, writer.shape.hidden)
@@ -31,7 +36,7 @@ def norm(writer: OperatorWriter, which: str, source: str, rows: RowBlock, at: Ro
         out=writes(made),
         stats=writes(writer.shard_rows(f"{which}_stats", at)),
     )
-    writer.quantise(made, shard)
+    writer.quantise(made, shard, for_wgrad=for_wgrad)
 
 
 def post_norm(writer: OperatorWriter, which: str, source: Rows, rows: RowBlock) -> Rows:

@@ -100,10 +100,13 @@ class OperatorWriter:
         """Return where the input of a product is made: in its own buffer, or in one that is quantised next."""
         return rows if self.fp8 is None else self.fp8.made(rows, features)
 
-    def quantise(self, made: Rows, rows: Rows) -> None:
-        """Quantise an input that was made elsewhere (``made``); nothing where it was made in its own buffer."""
+    def quantise(self, made: Rows, rows: Rows, *, for_wgrad: bool = False) -> None:
+        """Quantise an input that was made elsewhere (``made``); nothing where it was made in its own buffer.
+
+        ``for_wgrad``: no product reads it, only the gradient of its weight.
+        """
         if self.fp8 is not None and made != rows:
-            self.fp8.quantise_input(made, rows, self.suffix)
+            self.fp8.quantise_input(made, rows, self.suffix, for_wgrad=for_wgrad)
 
     def read_by_product(self, slot: str) -> str:
         """Return the slot of the copy of an input that its product in forward reads."""

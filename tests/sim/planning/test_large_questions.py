@@ -18,6 +18,7 @@ from memo_sim.engine.simulate import simulate
 from memo_sim.planning import search as searching
 from memo_sim.planning.layouts import _degrees, layouts
 from memo_sim.planning.lower_bounds import LowerBounds
+from memo_sim.planning.presets import KEEP
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.search import SearchResult, best_with_more_memory, search
@@ -79,7 +80,7 @@ def test_lower_bounds_of_many_micro_batches_hold(name: str) -> None:
     played = simulate(decisions, hardware, cluster).prediction
     assert played.step_s is not None
     of_all_alphas = bounds.between(with_alpha(base, recompute, 0.0), with_alpha(base, recompute, 1.0))
-    own, of_layout = bounds.of(decisions), bounds.of_layout(base, timed=True, in_chunks=False)
+    own, of_layout = bounds.of(decisions), bounds.of_layout(base, [KEEP])
     for bound in (own, of_all_alphas, of_layout):
         assert bound.step_s <= played.step_s
         assert bound.device_bytes <= played.peak_device_bytes

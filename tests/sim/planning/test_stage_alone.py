@@ -13,7 +13,9 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import NodeRates, Pricer
+from memo_sim.engine.repetition import period_of
 from memo_sim.engine.simulate import simulate
+from memo_sim.planning import stage_alone
 from memo_sim.planning.alpha_ranges import least_step_s
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.lower_bounds import LowerBounds
@@ -66,6 +68,25 @@ def check(decisions: Decisions, cluster: Cluster, hardware: Hardware, least: flo
 )
 def test_no_pipeline_is_faster_than_one_of_its_stages_alone(name: str, recompute: str) -> None:
     check(with_alpha(PIPELINES[name], recompute, 1.0 if recompute == "none" else 0.5), *machine(), least=0.75)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(("recompute", "alpha"), [("none", 1.0), ("tokenwise", 0.5)])
+def test_more_micro_batches_of_a_stage_alone_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str, recompute: str, alpha: float
+) -> None:
+    cluster, hardware = machine()
+    decisions = with_alpha(PIPELINES[name], recompute, alpha)
+    stages, fewest = range(decisions.layout.pp), stage_alone.fewest_micro_batches
+    few, many = StagesAlone(hardware, cluster), StagesAlone(hardware, cluster)
+    found = [few.step_s(decisions, decisions, stage, before_s=0.0, after_s=0.0) for stage in stages]
+    held = [few.device_bytes(decisions, stage) for stage in stages]
+    more = 2 * period_of(decisions.layout)
+    monkeypatch.setattr(stage_alone, "fewest_micro_batches", lambda plan, stage: fewest(plan, stage) + more)
+    assert fewest(decisions, 0) + more < decisions.micro_batches
+    assert [many.device_bytes(decisions, stage) for stage in stages] == held
+    again = [many.step_s(decisions, decisions, stage, before_s=0.0, after_s=0.0) for stage in stages]
+    assert found == pytest.approx(again, rel=1e-9)
 
 
 def test_a_range_of_alphas_is_not_faster_than_one_of_its_stages_alone() -> None:

@@ -20,6 +20,7 @@ from memo_sim.planning.search import SearchResult, play, search
 from memo_sim.planning.space import candidates
 from memo_sim.planning.sppo import solve
 from memo_sim.program.layout.partition import partition, swapped_parts
+from memo_sim.reasons.remedies import ways_out
 from memo_sim.reasons.subsequences import balance, heuristic, subsequences
 from memo_sim.views.plan_table import layout_label
 
@@ -161,3 +162,23 @@ def test_no_sentence_without_subsequences() -> None:
 )
 def test_labels_name_the_number_and_the_partition(layout: Layout, label: str) -> None:
     assert layout_label(layout) == label
+
+
+@pytest.mark.slow  # six seconds
+def test_fewer_subsequences_are_suggested_where_they_fit() -> None:
+    """The KV cache and the fp32 sums of its gradients need more memory here than shorter tensors save."""
+    cluster, hardware = load_cluster("h100-8x8")
+
+    def asked(number: int, **pins: object) -> tuple[Question, SearchResult]:
+        pinned = Pins(tp=8, cp=8, subsequences=number, **pins)  # type: ignore[arg-type]
+        question = Question(load_model("llama3-70b"), cluster, hardware, 1 << 20, global_batch=1, pins=pinned)
+        return question, search(question)
+
+    def suggested(question: Question, found: SearchResult) -> list[str]:
+        assert found.best is None
+        return [way for way in ways_out(question, found.ranked[0]) if way.startswith("--subsequences")]
+
+    assert suggested(*asked(4)) == ["--subsequences 2", "--subsequences 1"]
+    assert all(asked(number)[1].best for number in (1, 2))
+    # A policy that the user pinned stays: without swapped tokens nothing fits, and fewer subsequences do not help.
+    assert suggested(*asked(4, recompute="none", alpha=0.0)) == []

@@ -15,7 +15,7 @@ from memo_sim.contract.layer_shape import LayerShape
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.columns import expand
-from memo_sim.program.ir.instruction import BufferClass, Instruction
+from memo_sim.program.ir.instruction import BufferClass, Instruction, Mode
 from memo_sim.program.ir.kinds import FamilyKind, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Copy, Fp8Gemm, Gemm
@@ -107,6 +107,27 @@ def test_row_wise_recompute_keeps_no_copy_and_leaves_no_norm_beside_attention() 
         for part in (backward.instructions[:attention], backward.instructions[attention:])
     )
     assert not [slot for slot in before & after if "norm1" in slot]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"policy": ("rowwise", 0.0), "mlp_chunk_tokens": 512},
+        {"policy": ("full", 0.0), "mlp_chunk_tokens": 512, "attention_chunk_tokens": 512},
+    ],
+    ids=["row-wise", "attention in chunks"],
+)
+def test_the_repeated_first_norm_has_only_the_copy_that_backward_reads(
+    fields: dict[str, Any], recipe: tuple[Fp8Recipe, Fp8Layouts]
+) -> None:
+    backward = next(t for t in program(*recipe, **fields).templates if t.name == "layer.bwd")
+    repeated = [n for n, i in enumerate(backward.instructions) if i.name.startswith("rec/norm1.quantize.again")]
+    assert len(repeated) == 4
+    for n in repeated:
+        (copy,) = (o for o in backward.instructions[n].operands if o.mode is Mode.WRITE)
+        uses = [(i.op, o) for i in backward.instructions[n:] for o in i.operands if o.slot == copy.slot]
+        assert any(op.startswith("linear.wgrad") and use.mode is Mode.READ for op, use in uses)
 
 
 def program(recipe: Fp8Recipe, layouts: Fp8Layouts = "tn", **fields: Any) -> Program:
