@@ -5,10 +5,10 @@ beside       from the layout's plan that keeps everything, with its collectives 
 pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
 layers       from a few of the plan's layers
 passes       from the passes of all stages, which wait for each other
-wide, narrow the same for each of some ranges of alpha
+memory       from the buffers of the stage that is likely to need most memory
+wide, narrow from a few of the plan's layers, for each of some ranges of alpha
 alone        from one stage that is played by itself, against the best plans so far; where they are far off, again
              against longer and longer times, with other candidates in between
-memory       from the buffers of the stage that is likely to need most memory
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class CandidateBounds:
                 return replace(one, bound=bound, next_bound="alone" if again else self._after(one))
             if one.next_bound == "memory":
                 bound = self._of_fullest_stage(candidate, bound)
-                return Bounded(candidate, bound, self.of_plans.shortfall_bytes(bound))
+                short = self.of_plans.shortfall_bytes(bound)
+                return Bounded(candidate, bound, short, "" if short else self._after(one))
             width = RANGES.get(one.next_bound)
             higher = self._of_layers(candidate) if width is None else self._of_ranges(candidate, width)
         except Infeasible:
@@ -198,14 +199,11 @@ class CandidateBounds:
             return "layers"
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
-        alone: NextBound = "memory" if self._front else "alone"
-        if one.next_bound == "layers":
-            return "passes"
-        if one.next_bound == "passes":
-            return "wide" if one.candidate.policy.alpha is None else alone
-        if one.next_bound == "wide":
-            return "narrow" if self._front else alone
-        return "memory"
+        ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
+        if one.candidate.policy.alpha is not None:
+            ranges = () if self._front else ("alone",)
+        order: tuple[NextBound, ...] = ("layers", "passes", "memory", *ranges, "")
+        return order[order.index(one.next_bound) + 1]
 
     def _step_s(self, one: Bounded) -> float:
         """Return the next lower bound of a candidate's step seconds, where that tells nothing of memory."""
