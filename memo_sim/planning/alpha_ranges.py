@@ -76,7 +76,7 @@ def least_step_s(
 
 
 def _least_step_s(bounds: LowerBounds, grid: Grid, first: int, last: int, limit_s: float, *, few: bool) -> float:
-    """Return a range's lower bound; ``few``: whether the bound of a few layers is tried first."""
+    """Return a range's lower bound; ``few``: whether those of a few layers and of passes are tried first."""
     low, high = grid.at(first), grid.at(last)
     if few:
         bound = bounds.between(low, high)
@@ -84,4 +84,6 @@ def _least_step_s(bounds: LowerBounds, grid: Grid, first: int, last: int, limit_
             return float("inf")
         if bound.step_s >= limit_s:
             return bound.step_s
+        if (passes_s := bounds.of_passes(low, high)) >= limit_s:
+            return passes_s
     return bounds.of_one_stage(low, high, limit_s)

@@ -4,9 +4,11 @@ rough        from what candidates share, without a lowering
 beside       from the layout's plan that keeps everything, with its collectives and waits
 pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
 layers       from a few of the plan's layers
-wide, narrow the same for each of some ranges of alpha
-alone        from one stage that is played by itself, against the best plans so far
+passes       from the passes of all stages, which wait for each other
 memory       from the buffers of the stage that is likely to need most memory
+wide, narrow from a few of the plan's layers, for each of some ranges of alpha
+alone        from one stage that is played by itself, against the best plans so far; where they are far off, again
+             against longer and longer times, with other candidates in between
 """
 
 from __future__ import annotations
@@ -37,10 +39,13 @@ RANGES: dict[str, int] = {"wide": WIDEST, "narrow": 2}
 LEAST: Key = (False, False, 0.0)
 """The key of what has no bounds: it may be the best of all."""
 
+FARTHER = 1.05
+"""By how much a candidate's bound grows at once when one stage is played: other candidates may come before it then."""
+
 LEAST_SHARED = 3
 """Least number of policies that are worth a lowering of the plan that keeps everything, where it is none of them."""
 
-NextBound = Literal["beside", "pipeline", "layers", "wide", "narrow", "alone", "memory", ""]
+NextBound = Literal["beside", "pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +173,18 @@ class CandidateBounds:
         candidate, bound = one.candidate, one.bound
         assert bound is not None
         try:
-            if one.next_bound == "beside":
-                found_s = self.of_plans.beside_s(kept(candidate.base), [Policy.of(candidate.base)], waits=True)
-                return replace(one, bound=replace(bound, step_s=max(bound.step_s, found_s)), next_bound="layers")
-            if one.next_bound == "pipeline":
-                bound = replace(bound, step_s=max(bound.step_s, self._least_s_of_layout(kept(candidate.base))))
-                return replace(one, bound=bound, next_bound="layers")
+            if one.next_bound in {"beside", "pipeline", "passes"}:
+                bound = replace(bound, step_s=max(bound.step_s, self._step_s(one)))
+                return replace(one, bound=bound, next_bound=self._after(one))
             if one.next_bound == "alone":
-                return replace(one, bound=self._of_one_stage(candidate, bound, limit_s), next_bound=self._after(one))
+                target_s = min(limit_s, bound.step_s * FARTHER)
+                bound = self._of_one_stage(candidate, bound, target_s)
+                again = 0 < target_s <= bound.step_s < limit_s and candidate.policy.alpha is None
+                return replace(one, bound=bound, next_bound="alone" if again else self._after(one))
             if one.next_bound == "memory":
                 bound = self._of_fullest_stage(candidate, bound)
-                return Bounded(candidate, bound, self.of_plans.shortfall_bytes(bound))
+                short = self.of_plans.shortfall_bytes(bound)
+                return Bounded(candidate, bound, short, "" if short else self._after(one))
             width = RANGES.get(one.next_bound)
             higher = self._of_layers(candidate) if width is None else self._of_ranges(candidate, width)
         except Infeasible:
@@ -189,14 +195,22 @@ class CandidateBounds:
     def _after(self, one: Bounded) -> NextBound:
         """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
         layout = one.candidate.base.layout
+        if one.next_bound in {"beside", "pipeline"}:
+            return "layers"
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
-        alone: NextBound = "memory" if self._front else "alone"
-        if one.next_bound == "layers":
-            return "wide" if one.candidate.policy.alpha is None else alone
-        if one.next_bound == "wide":
-            return "narrow" if self._front else alone
-        return "memory"
+        ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
+        if one.candidate.policy.alpha is not None:
+            ranges = () if self._front else ("alone",)
+        order: tuple[NextBound, ...] = ("layers", "passes", "memory", *ranges, "")
+        return order[order.index(one.next_bound) + 1]
+
+    def _step_s(self, one: Bounded) -> float:
+        """Return the next lower bound of a candidate's step seconds, where that tells nothing of memory."""
+        base = one.candidate.base
+        if one.next_bound == "beside":
+            return self.of_plans.beside_s(kept(base), [Policy.of(base)], waits=True)
+        return self._least_s_of_layout(kept(base)) if one.next_bound == "pipeline" else self._of_passes(one.candidate)
 
     def _least_s_of_layout(self, keeping: Decisions) -> float:
         if keeping not in self._least_s:
@@ -248,28 +262,41 @@ class CandidateBounds:
             host_bytes_per_node=min(bound.host_bytes_per_node for bound in may_fit),
         )
 
-    def _of_one_stage(self, candidate: Candidate, bound: LowerBound, limit_s: float) -> LowerBound:
-        """Return a bound that no alpha of the candidate is below, if one stage shows that none ranks among the best.
+    def _of_passes(self, candidate: Candidate) -> float:
+        """Return a lower bound of the step seconds of all alphas of a candidate, from the passes of all stages."""
+        steps = self._steps(candidate)
+        if steps is None:
+            return self.of_plans.of_passes(candidate.base, candidate.base)
+        grid, low, most = steps
+        return self.of_plans.of_passes(grid.at(low), grid.at(most))
 
-        Else return ``bound``.
+    def _of_one_stage(self, candidate: Candidate, bound: LowerBound, limit_s: float) -> LowerBound:
+        """Return a bound of all alphas of a candidate, if one stage shows that each needs ``limit_s`` at least.
+
+        Else return ``bound``. For a plan whose alpha is given, return what the stage shows.
         """
         bounds, base = self.of_plans, candidate.base
-        if limit_s == float("inf"):
-            return bound
-        if candidate.policy.alpha is not None:
+        steps = self._steps(candidate)
+        if steps is None:
             found_s = bounds.of_one_stage(base, base, limit_s)
         else:
-            grid = Grid.of(base)
-            partial = candidate.policy.swaps_some
-            # Token-wise plans that swap every token are the full swap, a candidate of its own.
-            full_swap = partial or FULL_SWAP in self._policies
-            low, high = int(partial), grid.steps - full_swap
-            if high < low:
-                return bound
-            most = most_that_host_holds(grid, bounds, low, high)
-            lacks = (lambda step: bounds.lack_device(grid.at(step))) if partial else None
+            grid, low, most = steps
+            lacks = (lambda step: bounds.lack_device(grid.at(step))) if candidate.policy.swaps_some else None
             found_s = least_step_s_of_alphas(bounds, grid, low, most, limit_s, lacks=lacks)
         return replace(bound, step_s=max(bound.step_s, found_s))
+
+    def _steps(self, candidate: Candidate) -> tuple[Grid, int, int] | None:
+        """Return the grid of a candidate's alphas, with the lowest step and the highest; None where alpha is given.
+
+        Host memory may suffice for the highest.
+        """
+        if candidate.policy.alpha is not None:
+            return None
+        grid, partial = Grid.of(candidate.base), candidate.policy.swaps_some
+        # Token-wise plans that swap every token are the full swap, a candidate of its own.
+        full_swap = partial or FULL_SWAP in self._policies
+        low, high = int(partial), grid.steps - full_swap
+        return (grid, low, most_that_host_holds(grid, self.of_plans, low, high)) if low <= high else None
 
     def _of_fullest_stage(self, candidate: Candidate, bound: LowerBound) -> LowerBound:
         """Return ``bound`` with the device bytes that no alpha of the candidate is below, from one stage.

@@ -58,6 +58,9 @@ MOST_LOWERED = 100_000
 What follows from them is small, and all of it is kept.
 """
 
+WAITS = ("idle_s", "forward_idle_s", "backward_idle_s", "uncut_idle_s")
+"""The fields of ``Pass`` that are waits of compute."""
+
 Floats = NDArray[np.float64]
 
 
@@ -82,6 +85,9 @@ class Pass:
     """Part of ``compute_s`` in the head and the loss, forward and backward."""
     idle_s: float = 0.0
     """Waits of compute between two kernels, because the second needs what another lane makes of the first's result."""
+    forward_idle_s: float = 0.0
+    backward_idle_s: float = 0.0
+    """Parts of ``idle_s`` in the layers' forward and backward, without waits before a layer's first kernel."""
     uncut_idle_s: float = 0.0
     """Part of ``idle_s`` in which no other kernel of the pass runs, even if row blocks divide the forward.
 
@@ -150,7 +156,7 @@ class Passes:
         self._lowered: Recent[_Question, _FewLayers] = Recent(MOST_LOWERED, _FewLayers.size)
         self._kernels: dict[_Question, _Line] = {}
         self._lanes: dict[_Question, tuple[_Line, _Line]] = {}
-        """Of each lane, and of the two kinds of waits."""
+        """Of each lane, and of the ``WAITS``."""
         self._peaks: dict[_Question, tuple[_Peak, _Peak]] = {}
         """Of the device, and of the host."""
 
@@ -164,11 +170,10 @@ class Passes:
         if question not in self._lanes:
             self._lanes[question] = self._lower(question).lanes()
         of_lanes, waits = self._lanes[question]
-        lanes, (idle_s, uncut_idle_s) = of_lanes.at(times), waits.at(times)
+        lanes, idle = of_lanes.at(times), waits.at(times).tolist()
         return replace(
             Pass(*self._of_kernels(question, times).tolist()),
-            idle_s=float(idle_s),
-            uncut_idle_s=float(uncut_idle_s),
+            **dict(zip(WAITS, idle, strict=True)),
             out_s=float(lanes[Lane.D2H]),
             in_s=float(lanes[Lane.H2D]),
             collective_s=float(max(lanes[lane] for lane in COLLECTIVE_LANES.values())),
@@ -320,12 +325,13 @@ class _FewLayers:
         of_instance = np.array([i.template for i in program.instances])
         self._instance = np.repeat(np.arange(len(of_instance)), np.array(lengths)[of_instance])
         at = np.concatenate([np.arange(starts[number], starts[number + 1]) for number in of_instance.tolist()])
-        rows = [row for template in program.templates for row in _rows(template, pricer)]
-        lane, seconds, forward, head, attention, rebuilt, again = np.array(rows, dtype=np.float64).T[:, at]
+        rows = np.array([row for template in program.templates for row in _rows(template, pricer)], dtype=np.float64)
+        lane, seconds, forward, head, attention, rebuilt, again, backward, begins = rows[at].T
         self._lane = lane.astype(np.int64)
         self._inside = self._of_instances([_in_every_micro_batch(_template(program, i)) for i in program.instances])
         self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
         self._seconds, self._forward = seconds * self._inside, forward
+        self._inside_forward, self._inside_backward = forward * (1 - begins), backward * (1 - begins)
         first = self._of_instances([i.subsequence == 0 for i in program.instances])
         every = np.ones(len(lane))
         self._parts = np.array(
@@ -351,13 +357,14 @@ class _FewLayers:
         return _Line(self._parts @ compute_s, self._parts @ (compute_s * self._middle))
 
     def lanes(self) -> tuple[_Line, _Line]:
-        """Return the seconds of every lane, and compute's waits: all, and those of ``Pass.uncut_idle_s``."""
+        """Return the seconds of every lane, and compute's waits: of each of ``WAITS``."""
         once: Floats = np.bincount(self._lane, self._seconds, len(Lane)).astype(np.float64)
         more: Floats = np.bincount(self._lane, self._seconds * self._middle, len(Lane)).astype(np.float64)
-        waits = np.array(self._waits())
+        idle, uncut = self._idle_s()
+        waits = np.array([idle, idle * self._inside_forward, idle * self._inside_backward, uncut])
         return _Line(once, more), _Line(waits.sum(axis=1), waits[:, self._middle].sum(axis=1))
 
-    def _waits(self) -> tuple[Floats, Floats]:
+    def _idle_s(self) -> tuple[Floats, Floats]:
         """Return the waits before each kernel: all, and those that ``Pass.uncut_idle_s`` counts."""
         ulysses = (self._lane == Lane.ULYSSES) & (self._forward > 0)
         idle, uncut = _idle_s(self._columns, self._seconds, hidden=ulysses)
@@ -408,20 +415,23 @@ def _in_every_micro_batch(template: Template) -> bool:
 def _rows(template: Template, pricer: Pricer) -> list[tuple[float, ...]]:
     """Return each instruction's lane and seconds, and 1 where it is of a part of the pass, else 0.
 
-    The parts: the forward of layers, the head, attention in that forward, recompute, what ``Pass.repeated_s`` counts.
+    The parts: the forward of layers, the head, attention in that forward, recompute, what ``Pass.repeated_s`` counts,
+    the backward of layers, and the first kernels of templates.
     """
-    forward = template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
-    head = template.block is BlockKind.HEAD
-    counted = _in_every_micro_batch(template)
+    of_layers, counted = template.block is BlockKind.LAYER, _in_every_micro_batch(template)
+    forward, backward = (of_layers and template.kind is kind for kind in (TemplateKind.FORWARD, TemplateKind.BACKWARD))
+    first = next((each for each in template.instructions if each.lane is Lane.COMPUTE), None)
     return [
         (
             each.lane,
             pricer.seconds(each.work) if counted else 0.0,
             forward,
-            head,
+            template.block is BlockKind.HEAD,
             forward and isinstance(each.work, Attention),
             each.phase is Phase.RECOMPUTE,
             again,
+            backward,
+            each is first,
         )
         for each, again in zip(template.instructions, _are_repeated(template), strict=True)
     ]

@@ -31,13 +31,16 @@ from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.few_layers import Held, Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
+from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.stage_alone import StagesAlone, stands_alone
+from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses
 from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
+from memo_sim.program.ir.work import PointToPoint
 from memo_sim.program.layers.activations import Activations, region
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, experts_block, head_block, layer_block
@@ -97,6 +100,8 @@ class LowerBounds:
         self._prices = part_prices(hardware, cluster)
         self._ends = StepEnds(hardware, cluster)
         self._alone = StagesAlone(hardware, cluster)
+        self._passes = StagePasses()
+        self._pricers = Pricers(hardware, cluster)
         self._stage_bytes: dict[Decisions, int] = {}
         self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
@@ -168,6 +173,34 @@ class LowerBounds:
             if found_s >= enough_s:
                 break
         return found_s
+
+    def of_passes(self, low: Decisions, high: Decisions) -> float:
+        """Return a lower bound of the step seconds of the plans of ``between``, from passes that wait for each other.
+
+        0 where that gives no bound (``stage_passes.py``). Kernels' waits for collectives are counted for a single plan:
+        between two plans, rows may be cut into blocks of which one hides the collectives of the other.
+
+        Raises:
+            Infeasible: when a plan cannot be lowered, or the profile has not measured its work.
+        """
+        layout = low.layout
+        if layout.pp == 1 or layout.subsequences > 1 or layout.schedule not in SCHEDULES:
+            return 0.0
+        plans = [(self._parts(low), low), (self._parts(high), high)] if high != low else [(self._parts(low), low)]
+        ends, stages = self._ends.of(low), stages_of(low)
+        chunks = []
+        for stage in stages:
+            of_plans = [_chunks(plan, stage, parts, waits=len(plans) == 1) for parts, plan in plans]
+            chunks.append([_least_chunk(each) for each in zip(*of_plans, strict=True)])
+        pricer, bytes_ = self._pricers.of(low), self._transfer_bytes(low)
+        hops = [PointToPoint(bytes_, stage, (stage + 1) % layout.pp) for stage in range(layout.pp)]
+        return self._passes.step_s(
+            layout,
+            low.micro_batches,
+            chunks,
+            hops_s=[pricer.seconds(hop) for hop in hops],
+            ends_s=[_ends_s(ends, [low.model.layer_kinds[layer] for layer in stage.layers]) for stage in stages],
+        )
 
     def rough(self, decisions: Decisions, *, keep: Decisions | None, any_alpha: bool = False) -> LowerBound:
         """Return lower bounds that are cheap: from states, kept and swapped tensors, and ``keep``'s compute lane.
@@ -280,7 +313,11 @@ class LowerBounds:
         bound = self.of(decisions)
         if bound.step_s >= limit_s or self.shortfall_bytes(bound) > 0:
             return True
-        return limit_s < inf and self.of_one_stage(decisions, decisions, limit_s) >= limit_s
+        if limit_s == inf:
+            return False
+        if self.of_passes(decisions, decisions) >= limit_s:
+            return True
+        return self.of_one_stage(decisions, decisions, limit_s) >= limit_s
 
     def lack_device(self, decisions: Decisions) -> bool:
         """Return whether the plan is known to need more device memory than there is."""
@@ -537,6 +574,12 @@ class LowerBounds:
         """Return a lower bound of the compute seconds of stages that share rows or attention chunks, cut anywhere."""
         return whole.compute_s / stages / self._gain_of_cuts
 
+    def _transfer_bytes(self, decisions: Decisions) -> int:
+        """Return the bytes of a transfer between stages; with some frameworks, tensor-parallel ranks send parts."""
+        shape = shape_of(decisions)
+        parts = shape.tp if decisions.memory_policy == "eager" else 1
+        return shape.shard_tokens * shape.hidden * DTYPE_BYTES[decisions.dtype] // parts
+
     @cached_property
     def _gain_of_cuts(self) -> float:
         """By how much cuts shorten attention at most: of a masked square they make smaller squares and a rectangle."""
@@ -683,6 +726,38 @@ def _most_resident(decisions: Decisions, stage: Stage) -> int:
     several = decisions.micro_batches > 1 and min(len(run) for run in stage.runs) >= ROUNDING_BUFFERS
     alone = stage.last or decisions.layout.schedule == "gpipe" or not several
     return min(len(stage.layers), ROUNDING_BUFFERS * stage.chunks) if alone else 0
+
+
+def _chunks(decisions: Decisions, stage: Stage, parts: _Parts, *, waits: bool) -> list[ChunkSeconds]:
+    """Return lower bounds of the passes of a stage's chunks; ``waits``: with kernels' waits for collectives.
+
+    Before the gradient of its output arrives, a backward recomputes, with METP also the MLP's first rows.
+    """
+    kinds, resident = decisions.model.layer_kinds, _most_resident(decisions, stage)
+    found = []
+    for number, run in enumerate(stage.runs):
+        layers = [parts.layers[kinds[layer] if len(parts.layers) > 1 else 0] for layer in run]
+        one = _sum(layers)
+        head_s = parts.whole.head_s if stage.last and number == stage.chunks - 1 else 0.0
+        rebuild_s = one.rebuild_s - _most([each.rebuild_s for each in layers], resident)
+        from_gradient_s = one.compute_s - one.forward_s - one.rebuild_s
+        early_s = one.forward_s if decisions.layout.metp > 1 else 0.0
+        forward_idle_s, idle_s = (one.forward_idle_s, one.backward_idle_s) if waits else (0.0, 0.0)
+        # The waits of recomputing kernels are not told apart. They may be over before the gradient arrives.
+        late_s = 0.0 if early_s or one.rebuild_s else idle_s
+        found.append(
+            ChunkSeconds(
+                forward_s=one.forward_s + forward_idle_s + head_s,
+                backward_s=from_gradient_s + rebuild_s + (late_s if resident else idle_s),
+                from_gradient_s=from_gradient_s - early_s + late_s,
+            )
+        )
+    return found
+
+
+def _least_chunk(plans: Sequence[ChunkSeconds]) -> ChunkSeconds:
+    """Return lower bounds of a chunk's passes in all of ``plans``, and in those that swap a number of rows between."""
+    return ChunkSeconds(**{f.name: min(getattr(each, f.name) for each in plans) for f in fields(ChunkSeconds)})
 
 
 def _ends_s(ends: Sequence[StepEnd], kinds: Sequence[int]) -> float:

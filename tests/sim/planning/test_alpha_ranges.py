@@ -27,7 +27,7 @@ class Steps:
 
 
 class Bounds:
-    """Bounds of ranges that are exact from one stage, and a tenth too low from a few layers."""
+    """Bounds of ranges: exact from one stage, a tenth too low from a few layers, and less so from passes."""
 
     def __init__(self, step_s: list[float]) -> None:
         self.step_s = step_s
@@ -37,6 +37,9 @@ class Bounds:
 
     def shortfall_bytes(self, bound: Found) -> int:
         return 0
+
+    def of_passes(self, low: int, high: int) -> float:
+        return 0.95 * min(self.step_s[low : high + 1])
 
     def of_one_stage(self, low: int, high: int, enough_s: float) -> float:
         return min(self.step_s[low : high + 1])
