@@ -254,7 +254,7 @@ def _summary(
         price_per_device_hour=price_per_device_hour,
         ways_out=ways,
         searched=searched,
-        rivals=[*(one.prediction for one in found.ranked), *found.played],
+        rivals=[*(one.prediction for one in found.ranked), *found.played.values()],
     )
     length = about_length(question, found) if searched else []
     return msgspec.structs.replace(summary, assumptions=[*length, *summary.assumptions])

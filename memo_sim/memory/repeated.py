@@ -19,6 +19,7 @@ was alive some periods earlier, the addresses of these periods come again and ag
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -90,59 +91,79 @@ def short_step(problem: Problem, period: Period) -> Short | None:
 
 
 def solve_by_periods(problem: Problem, period: Period, clock: Clock) -> Ints | None:
-    """Return the best offsets of all orders in units; None when ``clock`` runs out before the first are found."""
-    orders = [order_of(problem, name) for name in ORDERS]
-    tried = [_fit(problem, period, order, clock, periods=TRIED) for order in orders]
+    """Return the best offsets of all orders in units; None when ``clock`` runs out before the first are found.
+
+    No order needs less for ``TRIED`` periods than the live sum of their buffers. An order that needs no more goes on
+    before others are tried.
+    """
+    first = period.order[: period.first + period.births * (TRIED + 1)]
+    least = int(problem.part(first).live.max(initial=0))
+    names, tried = iter(ORDERS), list[tuple[int, int, _FirstFit]]()
     best, most = None, None
-    for peak, number in sorted((problem.peak(each), n) for n, each in enumerate(tried) if each is not None):
-        if most is not None and (peak >= most or most == problem.lower_bound):
+    while most is None or most > problem.lower_bound:
+        while not tried or tried[0][0] > least:
+            name = next(names, None)
+            if name is None:
+                break
+            one = _FirstFit(problem, period, order_of(problem, name))
+            if one.go_on(clock, periods=TRIED):
+                heappush(tried, (problem.peak(one.offsets), ORDERS.index(name), one))
+        if not tried:
             break
-        found = _fit(problem, period, orders[number], clock, below=most)
-        if found is not None:
-            best, most = found, problem.peak(found)
+        peak, _, one = heappop(tried)
+        if most is not None and peak >= most:
+            break
+        if one.go_on(clock, below=most):
+            best, most = one.offsets, problem.peak(one.offsets)
     return best
 
 
-def _fit(
-    problem: Problem, period: Period, order: Ints, clock: Clock, *, periods: int | None = None, below: int | None = None
-) -> Ints | None:
-    """Return offsets by first fit from period to period, in the order ``order``; of ``periods`` only if given.
+class _FirstFit:
+    """First fit from period to period in one order, which may stop after some periods and go on later."""
 
-    None when ``clock`` runs out, or when the peak is not ``below``.
-    """
-    rank = np.empty(problem.count, dtype=np.int64)
-    rank[order] = np.arange(problem.count)
-    offsets = np.zeros(problem.count, dtype=np.int64)
-    alive = order[:0]
-    seen: dict[bytes, int] = {}
-    last = period.times - 1
-    """The period with which all that is left is placed."""
-    number = 0
-    while number <= last:
-        if number == periods:
-            return offsets
-        if clock.left_s == 0:
-            return None
-        begin = period.first + period.births * number if number else 0
-        if number:
-            alive = alive[problem.upper[alive] > problem.lower[period.order[begin]]]
-            earlier = seen.setdefault(_state(problem, period, number, alive, offsets), number)
-            if earlier < number < last:
-                again = earlier + np.arange(last - number) % (number - earlier)
-                offsets[period.buffers[number:last]] = offsets[period.buffers[again]]
-                end = period.first + period.births * last
-                alive = np.concatenate([alive, period.order[begin:end]])
-                number = last
-                continue
-        end = period.first + period.births * (number + 1) if number < last else problem.count
-        ahead = end + period.births if number < last else end
-        chosen = period.order[begin:ahead]
-        fitted(problem, chosen[np.argsort(rank[chosen])], offsets, beside=alive)
-        alive = np.concatenate([alive, period.order[begin:end]])
-        if below is not None and problem.peak(offsets) >= below:
-            return None
-        number += 1
-    return offsets
+    def __init__(self, problem: Problem, period: Period, order: Ints) -> None:
+        self._problem, self._period = problem, period
+        self._rank = np.empty(problem.count, dtype=np.int64)
+        self._rank[order] = np.arange(problem.count)
+        self.offsets = np.zeros(problem.count, dtype=np.int64)
+        self._alive = order[:0]
+        self._seen: dict[bytes, int] = {}
+        self._placed = 0
+        """How many periods are placed."""
+        self._highest = 0
+        """The highest peak so far, buffers of the next period included, which are placed again."""
+
+    def go_on(self, clock: Clock, *, periods: int | None = None, below: int | None = None) -> bool:
+        """Place all periods, or ``periods`` in all if given.
+
+        Return False when ``clock`` runs out, or when a peak is not ``below``.
+        """
+        problem, period, offsets = self._problem, self._period, self.offsets
+        last = period.times - 1
+        """The period with which all that is left is placed."""
+        while self._placed <= last and self._placed != periods:
+            if clock.left_s == 0 or (below is not None and self._highest >= below):
+                return False
+            number = self._placed
+            begin = period.first + period.births * number if number else 0
+            if number:
+                self._alive = self._alive[problem.upper[self._alive] > problem.lower[period.order[begin]]]
+                earlier = self._seen.setdefault(_state(problem, period, number, self._alive, offsets), number)
+                if earlier < number < last:
+                    again = earlier + np.arange(last - number) % (number - earlier)
+                    offsets[period.buffers[number:last]] = offsets[period.buffers[again]]
+                    end = period.first + period.births * last
+                    self._alive = np.concatenate([self._alive, period.order[begin:end]])
+                    self._placed = last
+                    continue
+            end = period.first + period.births * (number + 1) if number < last else problem.count
+            ahead = end + period.births if number < last else end
+            chosen = period.order[begin:ahead]
+            fitted(problem, chosen[np.argsort(self._rank[chosen])], offsets, beside=self._alive)
+            self._alive = np.concatenate([self._alive, period.order[begin:end]])
+            self._highest = max(self._highest, problem.peak(offsets))
+            self._placed += 1
+        return below is None or self._highest < below
 
 
 def _state(problem: Problem, period: Period, number: int, alive: Ints, offsets: Ints) -> bytes:

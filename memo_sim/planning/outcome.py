@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memo_sim.contract.plan import Decisions, Prediction
@@ -70,14 +70,14 @@ class SearchResult:
     """Layouts that cannot be lowered, and the reasons."""
     passes: Passes | None = None
     """Passes lowered for lower bounds; a search of the same question with more memory reuses them."""
-    played: Collection[Prediction] = ()
-    """Every prediction that the search made on the way, those of other alphas included."""
+    played: Mapping[Decisions, Prediction] = field(default_factory=dict)
+    """Every plan that the search played on the way, those of other alphas included, with its prediction."""
     fastest: Simulation | None = None
     """The simulation of the fastest plan that was played, if it was kept."""
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out large fields, which are computed again where they are missing."""
-        return {**self.__dict__, "passes": None, "played": (), "fastest": None}
+        return {**self.__dict__, "passes": None, "played": {}, "fastest": None}
 
     @property
     def best(self) -> Evaluated | None:

@@ -133,7 +133,7 @@ def search_beside(
     space.layouts = [layout for layout in space.layouts if layout in tried]
     made = _Search(question, Aims(siblings=siblings), before.passes)
     made.ranking.limit = None if siblings else best
-    made.plays.known = {e.decisions: e.prediction for e in before.ranked}
+    made.plays.known = {**before.played, **{e.decisions: e.prediction for e in before.ranked}}
     made.plays.fastest = before.fastest
     made.chosen = lambda one: siblings or one.policy == tried[one.base.layout]
     return made.run(space)
@@ -246,7 +246,7 @@ class _Search:
         ranked = sorted(ranked, key=lambda e: e.rank_key)
         ranked[0] = self._examination.evaluation.with_refusals(ranked[0])
         left = len(pruned) - len(beside) + stood_for + unopened
-        played = [self.plays.known[plan] for plan in self.plays.used]
+        played = {plan: self.plays.known[plan] for plan in self.plays.used}
         return SearchResult(ranked, len(ranked), left, refused, passes, played=played, fastest=self.plays.fastest)
 
     def _begin(self, space: Space) -> None:

@@ -14,7 +14,7 @@ from memo_sim.memory.problem import Clock, Ints, Problem, problem_of
 from memo_sim.memory.reduction import solve_decomposed
 from memo_sim.memory.repeated import period_of, short_step, solve_by_periods
 from memo_sim.program.arena.check_placement import check_placement
-from memo_sim.program.arena.periods import find_period
+from memo_sim.program.arena.periods import Period, find_period
 from memo_sim.program.arena.requests import arena_requests
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import LLAMA, decide
@@ -97,8 +97,8 @@ def test_a_state_that_comes_again_is_not_placed_again(monkeypatch: pytest.Monkey
         return fitted(problem, order, offsets, beside=beside)
 
     def by_periods() -> list[list[int]]:
-        found = [repeated._fit(problem, period, order_of(problem, name), Clock(60)) for name in ORDERS]
-        return [offsets.tolist() for offsets in found if offsets is not None]
+        found = [repeated._FirstFit(problem, period, order_of(problem, name)) for name in ORDERS]
+        return [one.offsets.tolist() for one in found if one.go_on(Clock(60))]
 
     monkeypatch.setattr(repeated, "fitted", counted)
     quick = by_periods()
@@ -107,6 +107,34 @@ def test_a_state_that_comes_again_is_not_placed_again(monkeypatch: pytest.Monkey
     slow = by_periods()
     assert few < (len(calls) - few) / 2
     assert quick == slow
+
+
+def test_orders_that_are_not_tried_would_not_be_better() -> None:
+    """The same addresses as where every order is tried, and the best ones start again from nothing."""
+
+    def every_order(problem: Problem, period: Period) -> Ints:
+        tried = list[tuple[int, int]]()
+        for n, name in enumerate(ORDERS):
+            one = repeated._FirstFit(problem, period, order_of(problem, name))
+            assert one.go_on(Clock(60), periods=repeated.TRIED)
+            tried.append((problem.peak(one.offsets), n))
+        best, most = None, None
+        for peak, n in sorted(tried):
+            if most is not None and (peak >= most or most == problem.lower_bound):
+                break
+            one = repeated._FirstFit(problem, period, order_of(problem, ORDERS[n]))
+            if one.go_on(Clock(60), below=most):
+                best, most = one.offsets, problem.peak(one.offsets)
+        assert best is not None
+        return best
+
+    for seed in range(12):
+        problem = problem_of(repeated_lives(seed, longest=2.5))
+        period = period_of(problem)
+        if period is not None:
+            found = solve_by_periods(problem, period, Clock(60))
+            assert found is not None
+            assert found.tolist() == every_order(problem, period).tolist()
 
 
 def test_no_time_leaves_the_other_solvers() -> None:

@@ -15,7 +15,7 @@ import pytest
 from memo_sim.contract import codec
 from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Layout, Plan
-from memo_sim.engine import event_loop
+from memo_sim.engine import event_loop, fast_loop
 from memo_sim.engine.event_loop import Clock, Groups, UsedRates
 from memo_sim.engine.fast_loop import FastLoop
 from memo_sim.engine.player import Loop, Part, play_stages
@@ -139,6 +139,11 @@ def test_numba_is_imported_when_enough_was_played(compiled: Loop) -> None:
     hold_programs(lower(decide(GPT)), counted, alone, seed=1)
     assert plays(FastLoop(first=2 * segments[0]), 3) == [False, True, True]
     assert plays(FastLoop(), 1) == [False]
+
+
+def test_numba_is_imported_for_a_single_long_play(compiled: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_loop, "LONG", 1)
+    assert plays(FastLoop(), 1) == [True]
 
 
 def test_without_numba_simpy_plays_and_a_debug_line_says_so(

@@ -84,7 +84,7 @@ def told(found: SearchResult) -> bytes:
     ranked = [
         (e.policy, e.decisions, e.prediction, e.linear_program, e.above, e.below, e.unlimited) for e in found.ranked
     ]
-    return msgspec.json.encode((ranked, found.evaluated, found.pruned, found.refused, list(found.played)))
+    return msgspec.json.encode((ranked, found.evaluated, found.pruned, found.refused, list(found.played.values())))
 
 
 @pytest.fixture(autouse=True)
