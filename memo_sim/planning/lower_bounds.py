@@ -36,7 +36,7 @@ from memo_sim.planning.stage_alone import StagesAlone, stands_alone
 from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses
 from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
-from memo_sim.program.attention import subsequence as prefix_attention
+from memo_sim.planning.window_bytes import WindowBytes
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
@@ -46,7 +46,6 @@ from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.rowwise_blocks import ROWWISE
-from memo_sim.program.layout.schedule import Kind, passes_of
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import Stage, stages_of
 from memo_sim.program.layout.stage_layers import layers_by_kind
@@ -290,11 +289,32 @@ class LowerBounds:
         - ``eager_too``: an eager framework is assumed to need what the program needs. It may need a little less,
           so this is no bound, but an estimate.
         """
+        counts_device = not any_alpha and (eager_too or decisions.memory_policy != "eager")
+        if decisions.offload_window:
+            device, host = self._in_window(decisions)
+            return LowerBound(0.0, device if counts_device else self._states(decisions)[0], host)
         device, host = self._states(decisions)
         parts = self._layers(decisions)
-        if not any_alpha and (eager_too or decisions.memory_policy != "eager"):
+        if counts_device:
             device += self._held_bytes(parts)
         return LowerBound(0.0, device, (host + self._swapped_bytes(parts)) * self._local(decisions))
+
+    def _in_window(self, decisions: Decisions) -> tuple[int, int]:
+        """Return lower bounds with an offload window: of the fullest device's bytes, and of those of a node's host.
+
+        A node's host serves all ranks on the node, and several stages where these have fewer ranks than the node.
+        """
+        kinds, layout = decisions.model.layer_kinds, decisions.layout
+        blocks, (ends_device, ends_host) = self._states_of_blocks(decisions)
+        window, device, host = WindowBytes(decisions), list[int](), list[int]()
+        for stage in stages_of(decisions):
+            held = [blocks[kinds[layer]] for layer in stage.layers]
+            device.append(ends_device + sum(one for one, _ in held) + window.device_bytes(stage.index))
+            host.append(ends_host + sum(one for _, one in held) + window.host_bytes(stage.index))
+        ranks, of_nodes = layout.devices // layout.pp, Counter[int]()
+        for rank in range(layout.devices):
+            of_nodes[rank // self._cluster.devices_per_node] += host[rank // ranks]
+        return max(device), max(of_nodes.values())
 
     def host_states_bytes(self, decisions: Decisions) -> int:
         """Return the bytes of one rank's states in host memory."""
@@ -349,6 +369,8 @@ class LowerBounds:
 
     def lack_host(self, decisions: Decisions) -> bool:
         """Return whether host memory is known to be too small for the states and what one micro-batch swaps."""
+        if decisions.offload_window:
+            return self._in_window(decisions)[1] > self.host_room_bytes
         host = self._states(decisions)[1] + self._swapped_bytes(self._layers(decisions))
         return host * self._local(decisions) > self.host_room_bytes
 
@@ -367,14 +389,9 @@ class LowerBounds:
     def _swapped_bytes(self, parts: list[Activations]) -> int:
         """Return a lower bound of the bytes that one micro-batch of a stage swaps, without lowering anything.
 
-        The layers in the rounding buffers stay, for all subsequences. In an offload window, whole subsequences stay.
+        The layers in the rounding buffers stay, for all subsequences.
         """
-        decisions = parts[0].decisions
-        if decisions.offload_window:
-            # No stage of a node has fewer forwards before its first backward than the last stage.
-            made = _before_first_backward(parts, decisions.layout.pp - 1)
-            return sum(len(each.layers.layers) * self._layer_bytes(each) for each, away in made if away)
-        if decisions.layout.multiplexed:
+        if parts[0].decisions.layout.multiplexed:
             return 0
         layer = [self._layer_bytes(each) for each in parts]
         return max(0, _in_all_layers(parts, layer) - ROUNDING_BUFFERS * max(layer))
@@ -383,14 +400,11 @@ class LowerBounds:
         """Return a lower bound of the bytes that a stage's layers hold on the device when a backward begins.
 
         It counts the rounding buffers and the layers' own buffers; some layers that use rounding buffers have no
-        others. In an offload window, it counts the KV cache and what is not on the host at that instant. It does not
-        count what an eager framework adds, nor layers that are recomputed differently.
+        others. It does not count what an eager framework adds, nor layers that are recomputed differently.
         """
         decisions = parts[0].decisions
         if decisions.recompute_layers != ALL or decisions.layout.multiplexed:
             return 0
-        if decisions.offload_window:
-            return _in_window_bytes(parts)
         kinds = {each.layers.number: each for each in reversed(parts)}.values()
         buffers = [family for each in kinds for family in each.shared_families()]
         one_each = {family.name: family for family in (*region(buffers), *(f for f in buffers if not f.region))}
@@ -666,46 +680,6 @@ def _fullest_stages(decisions: Decisions) -> list[int]:
     if decisions.layout.schedule == "zero-bubble":
         ends = [longest[-1], len(stages) - 1, *ends]
     return list(dict.fromkeys(ends))
-
-
-def _before_first_backward(parts: list[Activations], stage: int) -> list[tuple[Activations, bool]]:
-    """Return what the forwards before a stage's first backward made, and whether its swapped rows are on the host.
-
-    The instant is the end of the pass before that backward. Every forward gives one entry for each kind of layer. Rows
-    leave in the pass that is a window later, and those of the first backward are on the device again
-    (``window_schedule``). Empty for orders that are not 1F1B's: chunks, GPipe of several micro-batches, multiplexing.
-    """
-    layout, window = parts[0].decisions.layout, parts[0].decisions.offload_window
-    times = parts[0].decisions.micro_batches
-    if layout.multiplexed or parts[0].stage.chunks > 1 or (layout.schedule == "gpipe" and times > 1):
-        return []
-    # The first backward needs one micro-batch and at most one more pass for each later stage.
-    passes = passes_of(layout, stage, min(times, layout.pp + 1))
-    turn = next(number for number, each in enumerate(passes) if each.kind is Kind.BACKWARD)
-    back, kinds = (passes[turn].micro_batch, passes[turn].subsequence), len(parts) // layout.subsequences
-    found = []
-    for number, each in enumerate(passes[:turn]):
-        away = number + window < turn and (each.micro_batch, each.subsequence) != back
-        mine = parts[each.subsequence * kinds : (each.subsequence + 1) * kinds]
-        found += [(part, away and part.swaps_rows) for part in mine]
-    return found
-
-
-def _in_window_bytes(parts: list[Activations]) -> int:
-    """Return the bytes of activations and KV caches that a stage has before its first backward, in an offload window.
-
-    What has left for the host has its other rows in buffers of their own.
-    """
-    found = 0
-    for part, away in _before_first_backward(parts, parts[0].stage.index):
-        layer = sum(
-            f.bytes for f in part.families() if f.space == "device" and (f.kind is FamilyKind.PER_LAYER) == away
-        )
-        if part.subsequence and part.subsequence.number == 0:
-            caches = prefix_attention.families(part.decisions, part.shape.attention, 1)
-            layer += sum(f.bytes for f in caches if f.name == prefix_attention.KV)
-        found += len(part.layers.layers) * layer
-    return found
 
 
 def _in_all_layers(parts: list[Activations], layer: list[int]) -> int:
