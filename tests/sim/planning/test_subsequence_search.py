@@ -312,7 +312,7 @@ def test_a_window_is_widened_until_nothing_is_gained(most: int, window: int, ask
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 2}, {"tp": 1, "pp": 4}])
 def test_the_plan_nearest_to_fitting_is_exact_where_both_memories_are_short(degrees: dict[str, int]) -> None:
-    """Pruned by what both memories lack, the first plan is that of everything evaluated; a node has one stage, or two."""
+    """Pruning by what both memories lack leaves the first plan as it is, with one or two stages on a node."""
     few = asked(layers=6, seq_tokens=64 * K, **degrees)
     cluster, hardware = with_memory(few.cluster, few.hardware, device_bytes=6 * GIB, host_bytes=GIB // 8)
     short = replace(few, cluster=cluster, hardware=hardware)
