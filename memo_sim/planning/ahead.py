@@ -4,8 +4,8 @@ A search looks at its candidates in the order of their lower bounds, one after t
 processes work on the next ones: they compute tighter bounds, and evaluate candidates that then still are among the
 next.
 
-    search     candidate 1          2: known    3: known    4
-    process    candidate 2    candidate 3   candidate 5 ...
+    search     candidate 1    candidate 2   candidate 3     4: known    5: known
+    process    candidate 5    candidate 4   candidate 6 ...
 
 The search decides as it does alone: it needs the same bounds and outcomes in the same order, and computes only those
 that are not known. So its answer is the same to the last byte for every number of processes. Outcomes of candidates
@@ -139,11 +139,15 @@ class Ahead:
                 self._begun[name] = _Begun(number, one.least_key, helper, made.plays)
 
     def _offers(self, most: Key) -> Iterator[tuple[Number, Bounded, Offer]]:
-        """Yield the next candidates that no process is at; none plays what another one plays."""
+        """Yield the next candidates that no process is at; none plays what another one plays.
+
+        The last of them come first: the search is soon at the others itself, and then waits for a process that is at
+        the same candidate.
+        """
         found, last = self._next(most, NEXT * (self._team.others + 1))
         played = {plan for begun in self._begun.values() for plan in begun.plays}.union(self._search.at)
         busy = {begun.number for begun in self._begun.values()}
-        for number, one in found:
+        for number, one in reversed(found):
             made = self._search.offered(one, last)
             if number not in busy and played.isdisjoint(made.plays):
                 played.update(made.plays)
