@@ -50,12 +50,11 @@ NextBound = Literal["beside", "pipeline", "layers", "passes", "wide", "narrow", 
 
 @dataclass(frozen=True, slots=True)
 class BoundedLayout:
-    """A layout whose candidates are not made, with a key that no outcome on it ranks before."""
+    """A layout whose candidates are not made."""
 
     layout: Layout
-    least_key: Key
     with_waits: bool = False
-    """Whether the key counts collectives and waits; it gets no higher."""
+    """Whether its least key counts collectives and waits; it gets no higher."""
 
 
 @dataclass(frozen=True, slots=True)

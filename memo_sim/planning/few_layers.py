@@ -58,6 +58,19 @@ MOST_LOWERED = 100_000
 What follows from them is small, and all of it is kept.
 """
 
+KERNELS = (
+    "compute_s",
+    "rebuild_s",
+    "forward_s",
+    "attention_s",
+    "repeated_s",
+    "first_forward_s",
+    "first_compute_s",
+    "first_rebuild_s",
+    "head_s",
+)
+"""The fields of ``Pass`` that are parts of the compute lane, in the order in which they are summed up."""
+
 WAITS = ("idle_s", "forward_idle_s", "backward_idle_s", "uncut_idle_s")
 """The fields of ``Pass`` that are waits of compute."""
 
@@ -172,7 +185,7 @@ class Passes:
         of_lanes, waits = self._lanes[question]
         lanes, idle = of_lanes.at(times), waits.at(times).tolist()
         return replace(
-            Pass(*self._of_kernels(question, times).tolist()),
+            _of_compute(self._of_kernels(question, times)),
             **dict(zip(WAITS, idle, strict=True)),
             out_s=float(lanes[Lane.D2H]),
             in_s=float(lanes[Lane.H2D]),
@@ -201,10 +214,10 @@ class Passes:
         """
         times, (alone, middle) = self._few(decisions, layers, gathered=False)
         if not steps_repeat(alone):
-            return Pass(*self._of_kernels((alone, middle), times).tolist())
+            return _of_compute(self._of_kernels((alone, middle), times))
         few, many = (self._of_kernels((with_ring(alone, cp), middle), times) for cp in SHORT)
         steps = (alone.layout.cp - SHORT[0]) / (SHORT[1] - SHORT[0])
-        return Pass(*(few + steps * (many - few)).tolist())
+        return _of_compute(few + steps * (many - few))
 
     def held(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Held:
         """Return the bytes that the pass of one micro-batch through ``layers`` holds.
@@ -224,7 +237,7 @@ class Passes:
         return Held(device, host)
 
     def _of_kernels(self, question: _Question, times: int) -> Floats:
-        """Return the first fields of a pass, which are seconds of kernels."""
+        """Return the seconds of ``KERNELS``."""
         if question not in self._kernels:
             self._kernels[question] = self._lower(question).kernels()
         return self._kernels[question].at(times)
@@ -337,7 +350,7 @@ class _FewLayers:
         self._parts = np.array(
             [every, rebuilt, forward, attention, again, forward * first, first, rebuilt * first, head], dtype=np.float64
         )
-        """1 where an instruction is of the part of compute that a field of ``Pass`` counts, by field."""
+        """1 where an instruction is of a part of compute, by part (``KERNELS``)."""
 
     def size(self) -> int:
         """Return its size in memory, in instructions of a step; one of a template counts as ten."""
@@ -352,7 +365,7 @@ class _FewLayers:
         return fold(self._program)
 
     def kernels(self) -> _Line:
-        """Return the seconds of kernels, as the first fields of ``Pass`` list them."""
+        """Return the seconds of ``KERNELS``."""
         compute_s = self._seconds * (self._lane == Lane.COMPUTE)
         return _Line(self._parts @ compute_s, self._parts @ (compute_s * self._middle))
 
@@ -377,14 +390,13 @@ class _FewLayers:
     def peaks(self) -> tuple[_Peak, _Peak]:
         """Return the peaks of device and host memory without states."""
         lives = lives_in_arena(self._program, liveness(self._program, self._columns), self._decisions)
-        counted = [name != BufferClass.STATE.value for name in lives.class_names]
-        alive = np.array(counted, dtype=np.bool_)[lives.class_of]
-        lives = replace(lives, death=np.where(alive, lives.death, -1), birth=np.where(alive, lives.birth, 0))
-        added = lives.bytes * _of_layers(self._program, self._repeated, self._decisions.model.layer_kinds)
+        counted = np.array([name != BufferClass.STATE.value for name in lives.class_names])[lives.class_of]
+        lowered = lives.bytes * counted
+        added = lowered * _of_layers(self._program, self._repeated, self._decisions.model.layer_kinds)
         kept = self._all_kept
         found = []
         for device in (True, False):
-            once, more = (living(lives, device=device, sizes=sizes) for sizes in (lives.bytes, added))
+            once, more = (living(lives, device=device, sizes=sizes) for sizes in (lowered, added))
             values = np.unique(more[kept]).tolist()
             most = {value: int(once[kept & (more == value)].max()) for value in values}
             found.append(_Peak(int(once[self._inside].max(initial=0)), most))
@@ -401,6 +413,11 @@ class _FewLayers:
         before, after = repeated[repeated < turn], repeated[repeated > turn]
         found: Flags = (at > before.max(initial=-1)) & (at < after.min(initial=len(at))) & self._inside
         return found
+
+
+def _of_compute(seconds: Floats) -> Pass:
+    """Return a pass with only the compute lane's part; ``seconds``: of ``KERNELS``."""
+    return Pass(**dict(zip(KERNELS, seconds.tolist(), strict=True)))
 
 
 def _template(program: Program, instance: Instance) -> Template:

@@ -28,12 +28,13 @@ from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
+from memo_sim.planning.beside_kept import has_waits, passes_beside
 from memo_sim.planning.few_layers import Held, Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.stage_alone import StagesAlone, stands_alone
-from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses
+from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses, least_chunk
 from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.planning.window_bytes import WindowBytes
@@ -45,12 +46,12 @@ from memo_sim.program.layers.activations import Activations, region
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
-from memo_sim.program.layout.rowwise_blocks import ROWWISE
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import Stage, stages_of
 from memo_sim.program.layout.stage_layers import layers_by_kind
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
+from memo_sim.program.pipeline.stage_p2p import transfer_bytes
 
 ALONE = (6, 8)
 """Layers of two models of which one has a window more, and which show what a layer of one kind adds."""
@@ -190,9 +191,9 @@ class LowerBounds:
         chunks = []
         for stage in stages:
             of_plans = [_chunks(plan, stage, parts, waits=len(plans) == 1) for parts, plan in plans]
-            chunks.append([_least_chunk(each) for each in zip(*of_plans, strict=True)])
-        pricer, bytes_ = self._pricers.of(low), self._transfer_bytes(low)
-        hops = [PointToPoint(bytes_, stage, (stage + 1) % layout.pp) for stage in range(layout.pp)]
+            chunks.append([least_chunk(each) for each in zip(*of_plans, strict=True)])
+        pricer, sent = self._pricers.of(low), transfer_bytes(low, shape_of(low))
+        hops = [PointToPoint(sent, stage, (stage + 1) % layout.pp) for stage in range(layout.pp)]
         return self._passes.step_s(
             layout,
             low.micro_batches,
@@ -243,20 +244,7 @@ class LowerBounds:
         - ``keep``: the plan that keeps everything, without subsequences.
         - ``waits``: whether collectives and waits count beside compute, which costs more.
 
-        Other plans play at least the kernels of ``keep``, in the same order. Where compute waits between kernels A and
-        B for what another lane makes of A's result, it waits as long with more work in between:
-
-            keep              compute [A]             [B]        full recompute    compute [A][more  ]    [B]
-                              tp         [collective ]                             tp         [collective ]
-
-        So the formula of this module holds with W, B and I of ``keep``. It also holds with I = 0, and with W of the
-        kernels that are certainly played once more. Exceptions:
-
-        - Token-wise recompute cuts a forward into two row blocks. Each waits for its own collectives, but Ulysses'
-          exchanges can run beside the other block (``Pass.uncut_idle_s``). Two collectives may be faster than one.
-        - Recompute of experts includes exchanges that ``keep`` has in backward. Where exchanges overlap with products,
-          recompute stands between an exchange and what waits for it.
-        - Other row blocks and chunks may hide every wait. Attention in chunks may be faster than whole attention.
+        See ``beside_kept.py``.
 
         Raises:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
@@ -268,19 +256,9 @@ class LowerBounds:
     def _of_policy_s(self, keep: Decisions, parts: _Parts, policy: Policy) -> float:
         """Return the lower bound of ``beside_s`` of one policy; ``parts``: those of ``keep``."""
 
-        def step_s(change: Callable[[Pass], Pass]) -> float:
-            return self._step_s(keep, change(parts.whole), [change(each) for each in parts.layers])
-
-        gain = self._gain_of_cuts if policy.attention_chunks else 1.0
-        computed_s = step_s(lambda one: _repeated(_compute_alone(one), keep, policy)) / gain
-        in_blocks = policy.mlp_blocks or policy.attention_chunks or policy.recompute == ROWWISE
-        beside_exchanges = keep.expert_overlap and policy.recompute != "none"
-        if parts.whole == _compute_alone(parts.whole) or in_blocks or beside_exchanges or keep.modules != "auto":
-            return computed_s
-        if policy.recompute == "none" or (keep.layout.ep == 1 and policy.recompute != "tokenwise"):
-            return max(computed_s, step_s(lambda one: one))
-        pieces = self._gain_of_pieces if policy.recompute == "tokenwise" else 1.0
-        return max(computed_s, step_s(lambda one: _uncut(one, pieces)))
+        changes = passes_beside(keep, policy, waits=has_waits(parts.whole), gain_of_pieces=self._gain_of_pieces)
+        found_s = (self._step_s(keep, to(parts.whole), [to(each) for each in parts.layers]) for to in changes)
+        return max(found_s) / (self._gain_of_cuts if policy.attention_chunks else 1.0)
 
     def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
@@ -588,12 +566,6 @@ class LowerBounds:
         """Return a lower bound of the compute seconds of stages that share rows or attention chunks, cut anywhere."""
         return whole.compute_s / stages / self._gain_of_cuts
 
-    def _transfer_bytes(self, decisions: Decisions) -> int:
-        """Return the bytes of a transfer between stages; with some frameworks, tensor-parallel ranks send parts."""
-        shape = shape_of(decisions)
-        parts = shape.tp if decisions.memory_policy == "eager" else 1
-        return shape.shard_tokens * shape.hidden * DTYPE_BYTES[decisions.dtype] // parts
-
     @cached_property
     def _gain_of_cuts(self) -> float:
         """By how much cuts shorten attention at most: of a masked square they make smaller squares and a rectangle."""
@@ -729,11 +701,6 @@ def _chunks(decisions: Decisions, stage: Stage, parts: _Parts, *, waits: bool) -
     return found
 
 
-def _least_chunk(plans: Sequence[ChunkSeconds]) -> ChunkSeconds:
-    """Return lower bounds of a chunk's passes in all of ``plans``, and in those that swap a number of rows between."""
-    return ChunkSeconds(**{f.name: min(getattr(each, f.name) for each in plans) for f in fields(ChunkSeconds)})
-
-
 def _ends_s(ends: Sequence[StepEnd], kinds: Sequence[int]) -> float:
     """Return a lower bound of the seconds that layers of these kinds add behind the passes of a stage."""
     if not ends:
@@ -825,28 +792,6 @@ def _added(more: Pass, fewer: Pass, layers: int) -> Pass:
 def _times(one: Pass, layers: int) -> Pass:
     """Return the pass of ``layers`` equal layers."""
     return Pass(**{f.name: layers * getattr(one, f.name) for f in fields(Pass)})
-
-
-def _compute_alone(one: Pass) -> Pass:
-    """Return a pass without waits and without the other lanes."""
-    return replace(one, idle_s=0.0, out_s=0.0, in_s=0.0, collective_s=0.0, p2p_s=0.0)
-
-
-def _repeated(one: Pass, keep: Decisions, policy: Policy) -> Pass:
-    """Return a pass of ``keep`` with the kernels that a policy certainly plays once more.
-
-    METP and other modules repeat other kernels; under full recompute, attention is among them.
-    """
-    full = policy.recompute == "full" and policy.layers == ALL
-    own = keep.layout.metp == 1 and keep.modules == "auto"
-    repeated_s = one.repeated_s if own and (full or policy.recompute == ROWWISE) else 0.0
-    return replace(one, compute_s=one.compute_s + repeated_s + (one.attention_s if full else 0.0))
-
-
-def _uncut(one: Pass, pieces: float) -> Pass:
-    """Return a pass with the waits that remain in two row blocks, whose collectives may be ``pieces`` times as fast."""
-    lanes = {"idle_s": one.uncut_idle_s, "collective_s": one.collective_s, "p2p_s": one.p2p_s}
-    return replace(one, **{name: seconds / pieces for name, seconds in lanes.items()})
 
 
 def _most_fall(rates: Sequence[float]) -> float:

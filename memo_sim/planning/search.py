@@ -211,8 +211,8 @@ class _Search:
             beyond = aims.prune and (self._found_enough() or self._cannot_matter(one, least_key))
             if isinstance(one, BoundedLayout):
                 if not (beyond or one.with_waits):
-                    tighter = self._with_waits(space, one)
-                    heappush(waiting, (tighter.least_key, number, tighter))
+                    key = self._examination.bounds.least_key_of_layout(space, one.layout, waits=True)
+                    heappush(waiting, (max(key, least_key), number, BoundedLayout(one.layout, with_waits=True)))
                     continue
                 every -= len(space.policies)
                 if beyond:
@@ -255,14 +255,9 @@ class _Search:
         for place, layout in enumerate(space.layouts):
             if lazily:
                 key = self._examination.bounds.least_key_of_layout(space, layout, waits=False)
-                heappush(self._findings.waiting, (key, (place, -1), BoundedLayout(layout, key)))
+                heappush(self._findings.waiting, (key, (place, -1), BoundedLayout(layout)))
             else:
                 self._open(space, layout, place)
-
-    def _with_waits(self, space: Space, one: BoundedLayout) -> BoundedLayout:
-        """Return a layout with the higher of its key and the one with waits."""
-        key = self._examination.bounds.least_key_of_layout(space, one.layout, waits=True)
-        return BoundedLayout(one.layout, max(key, one.least_key), with_waits=True)
 
     def _open(self, space: Space, layout: Layout, number: int) -> int:
         """Make a layout's candidates, with rough bounds, and return how many they are."""

@@ -21,7 +21,7 @@ lie in these windows. So it starts at least d later, too, and so on: each repeti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -49,6 +49,11 @@ class ChunkSeconds:
     backward_s: float
     from_gradient_s: float
     """Part of ``backward_s`` after the arrival of the gradient of the chunk's output."""
+
+
+def least_chunk(plans: Sequence[ChunkSeconds]) -> ChunkSeconds:
+    """Return lower bounds of a chunk's passes in all of ``plans``, and in those that swap a number of rows between."""
+    return ChunkSeconds(**{f.name: min(getattr(each, f.name) for each in plans) for f in fields(ChunkSeconds)})
 
 
 class StagePasses:

@@ -46,6 +46,17 @@ class StageTransfer:
     subsequence: int
 
 
+def transfer_bytes(decisions: Decisions, shape: Shape) -> int:
+    """Return the bytes of one transfer between two stages."""
+    return shape.shard_tokens * shape.hidden * DTYPE_BYTES[decisions.dtype] // _parts_of(decisions, shape)
+
+
+def _parts_of(decisions: Decisions, shape: Shape) -> int:
+    """Return the number of parts of a transferred tensor; each tensor-parallel rank sends one."""
+    whole = decisions.memory_policy == "eager" and not shape.gathered
+    return shape.tp if whole and shape.tokens % shape.tp == 0 else 1
+
+
 @dataclass(frozen=True)
 class StageP2P:
     """The p2p transfers of one stage: buffers and templates of one subsequence, and the order of all transfers."""
@@ -123,9 +134,7 @@ class StageP2P:
 
     @property
     def _parts(self) -> int:
-        """Number of parts of a tensor; each tensor-parallel rank sends one."""
-        whole = self.decisions.memory_policy == "eager" and not self.shape.gathered
-        return self.shape.tp if whole and self.shape.tokens % self.shape.tp == 0 else 1
+        return _parts_of(self.decisions, self.shape)
 
     def _enter(self, families: Families) -> TemplateBuilder:
         builder = TemplateBuilder("stage.enter", Phase.P2P, TemplateKind.TRANSFER)
