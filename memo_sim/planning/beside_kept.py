@@ -18,8 +18,8 @@ kernels that are certainly played once more. Exceptions:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.planning.few_layers import Pass
@@ -27,8 +27,36 @@ from memo_sim.planning.presets import Policy
 from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.rowwise_blocks import ROWWISE
 
-Change = Callable[[Pass], Pass]
-"""Makes a pass of the plan that keeps everything one that has at most the work and waits of other plans."""
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Makes a pass of the plan that keeps everything one that has at most the work and waits of other plans."""
+
+    repeats: bool = False
+    """Whether other plans certainly play the kernels of ``Pass.repeated_s`` once more."""
+    attends: bool = False
+    """Whether they certainly play attention's forward once more."""
+    waits: Literal["none", "uncut", "all"] = "none"
+    """Which collectives and waits they have; ``uncut``: those that remain in two row blocks."""
+    gain: float = 1.0
+    """By how much collectives in two row blocks may be faster."""
+
+    def of(self, one: Pass) -> Pass:
+        """Return a changed pass."""
+        if self.waits == "all":
+            return one
+        if self.waits == "uncut":
+            lanes = {"idle_s": one.uncut_idle_s, "collective_s": one.collective_s, "p2p_s": one.p2p_s}
+            return replace(one, **{name: seconds / self.gain for name, seconds in lanes.items()})
+        repeated_s = one.repeated_s if self.repeats else 0.0
+        attention_s = one.attention_s if self.attends else 0.0
+        return replace(_compute_alone(one), compute_s=one.compute_s + repeated_s + attention_s)
+
+    def adds_to(self, other: Change) -> bool:
+        """Return whether changed passes have at least all that ``other`` leaves in them."""
+        if other.waits != "none":
+            return self == other
+        return self.repeats >= other.repeats and self.attends >= other.attends
 
 
 def has_waits(one: Pass) -> bool:
@@ -43,18 +71,16 @@ def passes_beside(keep: Decisions, policy: Policy, *, waits: bool, gain_of_piece
     - ``waits``: whether its waits are known.
     - ``gain_of_pieces``: by how much two collectives are faster at most than one with the rows of both.
     """
-
-    def repeated(one: Pass) -> Pass:
-        return _repeated(_compute_alone(one), keep, policy)
-
+    kernels = _repeated(keep, policy)
     in_blocks = policy.mlp_blocks or policy.attention_chunks or policy.recompute == ROWWISE
     beside_exchanges = keep.expert_overlap and policy.recompute != "none"
     if not waits or in_blocks or beside_exchanges or keep.modules != "auto":
-        return [repeated]
+        return [kernels]
     if policy.recompute == "none" or (keep.layout.ep == 1 and policy.recompute != "tokenwise"):
-        return [repeated, lambda one: one]
-    gain = gain_of_pieces if policy.recompute == "tokenwise" else 1.0
-    return [repeated, lambda one: _uncut(one, gain)]
+        with_waits = Change(waits="all")
+    else:
+        with_waits = Change(waits="uncut", gain=gain_of_pieces if policy.recompute == "tokenwise" else 1.0)
+    return [kernels, with_waits] if kernels != Change() else [with_waits]
 
 
 def _compute_alone(one: Pass) -> Pass:
@@ -62,18 +88,11 @@ def _compute_alone(one: Pass) -> Pass:
     return replace(one, idle_s=0.0, out_s=0.0, in_s=0.0, collective_s=0.0, p2p_s=0.0)
 
 
-def _repeated(one: Pass, keep: Decisions, policy: Policy) -> Pass:
-    """Return a pass of ``keep`` with the kernels that a policy certainly plays once more.
+def _repeated(keep: Decisions, policy: Policy) -> Change:
+    """Return the change of a pass of ``keep`` by the kernels that a policy certainly plays once more.
 
     METP and other modules repeat other kernels; under full recompute, attention is among them.
     """
     full = policy.recompute == "full" and policy.layers == ALL
     own = keep.layout.metp == 1 and keep.modules == "auto"
-    repeated_s = one.repeated_s if own and (full or policy.recompute == ROWWISE) else 0.0
-    return replace(one, compute_s=one.compute_s + repeated_s + (one.attention_s if full else 0.0))
-
-
-def _uncut(one: Pass, gain: float) -> Pass:
-    """Return a pass with the waits that remain in two row blocks, whose collectives may be ``gain`` times as fast."""
-    lanes = {"idle_s": one.uncut_idle_s, "collective_s": one.collective_s, "p2p_s": one.p2p_s}
-    return replace(one, **{name: seconds / gain for name, seconds in lanes.items()})
+    return Change(repeats=own and (full or policy.recompute == ROWWISE), attends=full)

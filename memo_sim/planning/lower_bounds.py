@@ -12,7 +12,7 @@ its first input to pass the earlier stages; after, those have the last backward 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import inf
@@ -28,7 +28,7 @@ from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
-from memo_sim.planning.beside_kept import has_waits, passes_beside
+from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
 from memo_sim.planning.few_layers import Held, Pass, Passes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
@@ -250,15 +250,18 @@ class LowerBounds:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
         parts = self._parts(keep, self.passes.waited if waits else self.passes.computed)
-        alike = dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies)
-        return min(self._of_policy_s(keep, parts, policy) for policy in alike)
-
-    def _of_policy_s(self, keep: Decisions, parts: _Parts, policy: Policy) -> float:
-        """Return the lower bound of ``beside_s`` of one policy; ``parts``: those of ``keep``."""
-
-        changes = passes_beside(keep, policy, waits=has_waits(parts.whole), gain_of_pieces=self._gain_of_pieces)
-        found_s = (self._step_s(keep, to(parts.whole), [to(each) for each in parts.layers]) for to in changes)
-        return max(found_s) / (self._gain_of_cuts if policy.attention_chunks else 1.0)
+        found_s, known_s, knows_waits = inf, dict[Change, float](), has_waits(parts.whole)
+        for policy in dict.fromkeys(replace(policy, alpha=None, hides=False) for policy in policies):
+            gain = self._gain_of_cuts if policy.attention_chunks else 1.0
+            changes = passes_beside(keep, policy, waits=knows_waits, gain_of_pieces=self._gain_of_pieces)
+            if any(s / gain >= found_s and more.adds_to(less) for more in changes for less, s in known_s.items()):
+                continue
+            for change in changes:
+                if change not in known_s:
+                    layers = [change.of(each) for each in parts.layers]
+                    known_s[change] = self._step_s(keep, change.of(parts.whole), layers)
+            found_s = min(found_s, max(known_s[change] for change in changes) / gain)
+        return found_s
 
     def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
@@ -516,13 +519,13 @@ class LowerBounds:
         """Return the lower bound of the step seconds that each of several stages gives."""
         times, kinds, rounding = decisions.micro_batches, decisions.model.layer_kinds, _rounding(decisions)
         of = {number: layers[kind if len(layers) > 1 else 0] for number, kind in enumerate(kinds)}
-        found = []
+        owns, found = dict[Hashable, Pass](), list[float]()
         for stage, around in zip(stages_of(decisions), self._around_stages(decisions, layers, ends), strict=True):
-            own = _sum([of[layer] for layer in stage.layers])
-            if resident := _most_resident(decisions, stage):
-                own = _with_resident(own, [of[layer] for layer in stage.layers], resident)
-            if stage.last:
-                own = replace(own, compute_s=own.compute_s + whole.head_s, head_s=whole.head_s)
+            resident = _most_resident(decisions, stage)
+            alike = (tuple(kinds[layer] for layer in stage.layers), resident, stage.last)
+            if alike not in owns:
+                owns[alike] = _own(stage, [of[layer] for layer in stage.layers], resident, whole)
+            own = owns[alike]
             own_s = times * self._busy_s(own)
             if rounding:
                 runs = [[of[layer] for layer in run] for run in stage.runs]
@@ -538,20 +541,25 @@ class LowerBounds:
         forward and leaves last in backward.
         """
         kinds = decisions.model.layer_kinds
+        forward_s = [one.first_forward_s for one in layers]
+        # A backward ends with the kernel that makes the gradient which leaves. Before its own gradient arrives it
+        # recomputes, with METP also the MLP's first rows. Zero-bubble's last W passes fill the wait. The first layer is
+        # left out as a margin.
+        backward_s = [0.0] * len(layers)
+        if decisions.layout.schedule != "zero-bubble":
+            twice = decisions.layout.metp > 1
+            early_s = [one.first_rebuild_s + (one.first_forward_s if twice else 0.0) for one in layers]
+            all_s = (one.first_compute_s - one.first_forward_s for one in layers)
+            backward_s = [max(0.0, each_s - before_s) for each_s, before_s in zip(all_s, early_s, strict=True)]
         found: list[_Around] = []
         before_s = after_s = 0.0
         for stage in stages_of(decisions):
             end_s = _ends_s(ends, [kinds[layer] for layer in stage.layers])
             found.append(_Around(before_s, after_s, end_s))
             for layer in stage.runs[0]:
-                one = layers[kinds[layer] if len(layers) > 1 else 0]
-                before_s += one.first_forward_s
-                # A backward ends with the kernel that makes the gradient which leaves. Before its own gradient arrives
-                # it recomputes, with METP also the MLP's first rows. Zero-bubble's last W passes fill the wait. The
-                # first layer is left out as a margin.
-                if layer and decisions.layout.schedule != "zero-bubble":
-                    early_s = one.first_rebuild_s + (one.first_forward_s if decisions.layout.metp > 1 else 0.0)
-                    after_s += max(0.0, one.first_compute_s - one.first_forward_s - early_s)
+                kind = kinds[layer] if len(layers) > 1 else 0
+                before_s += forward_s[kind]
+                after_s += backward_s[kind] if layer else 0.0
         return found
 
     @cached_property
@@ -715,6 +723,14 @@ def _rounding(decisions: Decisions) -> bool:
     swaps = decisions.recompute == "tokenwise" or (decisions.recompute == "none" and decisions.swapped_tokens > 0)
     plain = decisions.layout.subsequences == 1 and decisions.modules == "auto" and not in_chunks(decisions)
     return swaps and plain and not decisions.offload_window and decisions.recompute_layers == ALL
+
+
+def _own(stage: Stage, layers: Sequence[Pass], resident: int, whole: Pass) -> Pass:
+    """Return a lower bound of the pass of one micro-batch on a stage; ``whole``: the whole model, with the head."""
+    own = _sum(layers)
+    if resident:
+        own = _with_resident(own, layers, resident)
+    return replace(own, compute_s=own.compute_s + whole.head_s, head_s=whole.head_s) if stage.last else own
 
 
 def _waits_for_copies_s(decisions: Decisions, stage: Stage, runs: Sequence[Sequence[Pass]]) -> float:

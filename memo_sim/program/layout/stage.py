@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from memo_sim.contract.errors import Infeasible
@@ -118,11 +118,15 @@ def stages_of(decisions: Decisions) -> tuple[Stage, ...]:
         Infeasible: when there are fewer layers than runs, ``pp_layers`` are of another number of runs or layers, or the
             schedule cannot divide the micro-batches evenly.
     """
-    layout = decisions.layout
     _check(decisions)
-    ends = (0, *accumulate(layers_of_runs(decisions)))
-    runs = [range(first, end) for first, end in pairwise(ends)]
-    return tuple(Stage(index, layout.pp, tuple(runs[index :: layout.pp])) for index in range(layout.pp))
+    return _dealt_out(layers_of_runs(decisions), decisions.layout.pp)
+
+
+@lru_cache(maxsize=256)
+def _dealt_out(layers: tuple[int, ...], stages: int) -> tuple[Stage, ...]:
+    """Return the stages that get runs with these numbers of layers in turn."""
+    runs = [range(first, end) for first, end in pairwise((0, *accumulate(layers)))]
+    return tuple(Stage(index, stages, tuple(runs[index::stages])) for index in range(stages))
 
 
 def layers_of_runs(decisions: Decisions) -> tuple[int, ...]:
@@ -133,6 +137,7 @@ def layers_of_runs(decisions: Decisions) -> tuple[int, ...]:
     return nearly_equal(layers, layout.pp * layout.virtual_stages)
 
 
+@lru_cache(maxsize=256)
 def nearly_equal(layers: int, runs: int) -> tuple[int, ...]:
     """Return the number of layers of each run where none are given; some runs have one layer more."""
     least, extra = divmod(layers, runs)
