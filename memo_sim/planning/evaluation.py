@@ -78,12 +78,22 @@ class Evaluation:
     def wider_gains_nothing(self, narrow: Decisions, rivals: Rivals) -> bool:
         """Return whether a wider window gains nothing: no copies are needed, or none are late in the narrow window."""
         predict = self._plays.predict
-        if rivals.kept is not None and predict(rivals.kept).status == "ok":
+        if rivals.kept is not None and self._fits(rivals.kept):
             return True
-        if rivals.hiding is None:
+        if rivals.hiding is None or self._lacks_memory(narrow) or self._lacks_memory(rivals.hiding):
             return False
         narrow_s, hides_s = predict(narrow).step_s, predict(rivals.hiding).step_s
         return narrow_s is not None and hides_s is not None and ranked_s(narrow_s) <= ranked_s(hides_s)
+
+    def _fits(self, decisions: Decisions) -> bool:
+        """Return whether a plan fits; it is not played where lower bounds of its memory tell."""
+        return not self._lacks_memory(decisions) and self._plays.predict(decisions).status == "ok"
+
+    def _lacks_memory(self, decisions: Decisions) -> bool:
+        """Return whether lower bounds show that a plan needs more memory than there is, so that it has no step time."""
+        if not self._aims.prune or decisions in self._plays.known:
+            return False
+        return self._bounds.shortfall_bytes(self._bounds.memory(decisions)) > 0
 
     def with_refusals(self, one: Evaluated) -> Evaluated:
         """Return the plan with the predictions at the next alphas that do not fit, when alpha was searched."""
@@ -98,7 +108,7 @@ class Evaluation:
         policy, base, predict = candidate.policy, candidate.base, self._plays.predict
         if not self._aims.front:
             stands_back = policy in STAND_BACK and (policy.alpha is None or rivals.kept is not None)
-            if stands_back and predict(swap_each(base, 0)).status == "ok":
+            if stands_back and self._fits(swap_each(base, 0)):
                 return None
             if candidate.narrow is not None and self.wider_gains_nothing(candidate.narrow, rivals):
                 return None

@@ -13,19 +13,23 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.engine.simulate import simulate
+from memo_sim.planning.aims import Aims
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.bandwidth import offload_bandwidth
+from memo_sim.planning.evaluation import Evaluation
 from memo_sim.planning.layouts import put_off
 from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.offload_windows import with_best_window
 from memo_sim.planning.outcome import Evaluated
+from memo_sim.planning.plays import Plays
 from memo_sim.planning.presets import FULL_SWAP, SYSTEMS
 from memo_sim.planning.question import Pins, Question, with_memory
+from memo_sim.planning.rivals import Rivals
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates, layouts, with_alpha
 from memo_sim.planning.sppo import solve
-from memo_sim.planning.subsequences import PartPrices, counts, offloaded_bytes
+from memo_sim.planning.subsequences import PartPrices, counts, offloaded_bytes, swap_each
 from memo_sim.program.layout.partition import partition, swapped_parts
 
 K = 1024
@@ -287,6 +291,22 @@ def test_the_best_plans_window_is_the_best_of_all(parts: int, device_gib: int, w
     assert predicted[0].step_s is not None
     assert predicted[0].step_s > found.prediction.step_s
     assert predicted[window].status == "gpu_oom"
+
+
+def test_wider_windows_play_no_plan_that_bounds_show_not_to_fit() -> None:
+    """In 4 GiB no plan fits; without bounds, the evaluation of a wide window plays those it is compared with."""
+    question = asked(tp=2, pp=2, subsequences=8, device_gib=4)
+    wide = next(c for c in candidates(question)[0] if c.narrow is not None)
+    hiding = next(c for c in candidates(question)[0] if c.policy.hides and c.base.layout == wide.base.layout)
+    compared = [swap_each(wide.base, 0), wide.narrow, hiding.base]
+    bounds = LowerBounds(question.hardware, question.cluster)
+    for prune in (True, False):
+        plays = Plays(question)
+        rivals = Rivals(kept=compared[0], hiding=hiding.base)
+        assert wide.narrow is not None
+        assert not Evaluation(question, bounds, plays, Aims(prune=prune)).wider_gains_nothing(wide.narrow, rivals)
+        assert list(plays.known) == ([] if prune else compared)
+    assert {each.status for each in plays.known.values()} == {"gpu_oom"}
 
 
 @pytest.mark.parametrize(
