@@ -50,3 +50,17 @@ class LogCurve:
     def covers(self, x: float) -> bool:
         """Whether ``x`` lies in the measured range."""
         return self.first <= x <= self.last
+
+    def is_above(self, other: LogCurve, times: float) -> bool:
+        """Return whether y is at least ``times`` the other's y at every x.
+
+        Both are linear between their points, so their points decide.
+        """
+        logs = {*self._logs, *other._logs}
+        return all(
+            between(self._logs, self._values, at) >= times * between(other._logs, other._values, at) for at in logs
+        )
+
+    def highest(self) -> float:
+        """Return the largest y."""
+        return max(self._values)

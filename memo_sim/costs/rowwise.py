@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import FrameworkLibrary, RowwiseKernel
@@ -22,6 +24,9 @@ from memo_sim.program.operators.framework_kernels import SHARED_KERNELS, Kernel,
 from memo_sim.program.operators.workspaces import FUSED_KINDS, LATER_KINDS
 
 FUSED_LOSS, LOSS = "cross_entropy.fused", "cross_entropy"
+
+HIGHER = 1.01
+"""By how much a rate is higher at every size where a kernel always wins, so that rounding of sums never decides."""
 
 
 class RowwiseRates:
@@ -52,23 +57,52 @@ class RowwiseRates:
         if work.kind == FRESH:
             return 0.0
         library = library_of(kernel)
-        if library is not None:
-            if kernels := framework_kernels(work, library):
-                return sum(self._kernel_seconds(one, work, library, outside) for one in kernels)
-        elif kernel == "triton" and work.kind in FUSED_KINDS:
-            curve = self._fused.get((kernel, work.kind))
+        if library is not None and (kernels := framework_kernels(work, library)):
+            return sum(self._kernel_seconds(one, work, library, outside) for one in kernels)
+        return self._time(*self._kernel_curve(work.kind, kernel), work.moved_bytes, outside)
+
+    def wins(self, kinds: AbstractSet[str], one: RowwiseKernel, other: RowwiseKernel) -> set[str] | None:
+        """Return the ``kinds`` of work that ``one`` plays at a higher rate than ``other`` at every size.
+
+        None when it may be slower at some size of some kind. The rates of other kinds are the same, or both take no
+        time. Neither implementation is a framework's.
+
+        Raises:
+            Infeasible: when the profile has not measured an implementation of one of the kinds.
+        """
+        found = set[str]()
+        for kind in kinds - {FRESH}:
+            (_, mine), (_, others) = (self._kernel_curve(kind, kernel) for kernel in (one, other))
+            if mine.is_above(others, HIGHER):
+                found.add(kind)
+            elif mine is not others:
+                return None
+        return found
+
+    def is_beyond_floor(self, kind: str, kernel: RowwiseKernel, moved_bytes: float) -> bool:
+        """Return whether work that moves at least these bytes is certainly longer than the launch floor."""
+        return moved_bytes > self._floor_s * self._kernel_curve(kind, kernel)[1].highest()
+
+    def _kernel_curve(self, kind: str, kernel: RowwiseKernel) -> tuple[str, LogCurve]:
+        """Return the name and the curve of an implementation's kernel for a kind of work; not a framework's.
+
+        Raises:
+            Infeasible: when the profile has not measured it.
+        """
+        if kernel == "triton" and kind in FUSED_KINDS:
+            curve = self._fused.get((kernel, kind))
             if curve is None:
                 raise Infeasible(
-                    f"the profile has not measured {kernel}'s {work.kind}",
+                    f"the profile has not measured {kernel}'s {kind}",
                     where=self._hardware,
                     hint="calibrate on a machine where it is installed, or --rowwise torch",
                 )
-            return self._time(f"rowwise.{kernel}.{work.kind}", curve, work.moved_bytes, outside)
-        if kernel == "triton" and work.kind in LATER_KINDS and (found := self._fused.get((kernel, work.kind))):
-            return self._time(f"rowwise.{kernel}.{work.kind}", found, work.moved_bytes, outside)
-        if work.kind == FUSED_LOSS and (found := self._fused.get(("triton", LOSS))):
-            return self._time(f"rowwise.triton.{LOSS}", found, work.moved_bytes, outside)
-        return self._time(*self._curve_of(work), work.moved_bytes, outside)
+            return f"rowwise.{kernel}.{kind}", curve
+        if kernel == "triton" and kind in LATER_KINDS and (found := self._fused.get((kernel, kind))):
+            return f"rowwise.{kernel}.{kind}", found
+        if kind == FUSED_LOSS and (found := self._fused.get(("triton", LOSS))):
+            return f"rowwise.triton.{LOSS}", found
+        return self._curve_of(kind)
 
     def _kernel_seconds(self, kernel: Kernel, work: Rowwise, library: FrameworkLibrary, outside: set[str]) -> float:
         """Return the seconds of one kernel of a framework, over all its launches."""
@@ -87,11 +121,11 @@ class RowwiseRates:
             if (own := self._framework.get((one, kernel.pattern))) is not None:
                 return f"rowwise.{one}.{kernel.pattern}", own
         measured = any(name in libraries for name, _ in self._framework)
-        return ("memory_bound", self._common) if measured else self._curve_of(work)
+        return ("memory_bound", self._common) if measured else self._curve_of(work.kind)
 
-    def _curve_of(self, work: Rowwise) -> tuple[str, LogCurve]:
+    def _curve_of(self, kind: str) -> tuple[str, LogCurve]:
         """Return the name and the curve of an operator that is one kernel of torch."""
-        kind = work.kind.replace("geglu", "swiglu")  # as many passes; no profile has a curve of its own for it
+        kind = kind.replace("geglu", "swiglu")  # as many passes; no profile has a curve of its own for it
         for name in (kind, kind.split(".")[0]):
             if name in self._by_kind:
                 return f"rowwise.{name}", self._by_kind[name]

@@ -24,6 +24,9 @@ from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.lower import lower
 from memo_sim.program.operators.workspaces import FUSED_KINDS, HEAD_KINDS
 
+FEW = 2
+"""The fewest subsequences whose layers have all kinds of work that those of more subsequences have."""
+
 MERGE = "attention.merge"
 """Row-wise work of every step of a ring."""
 
@@ -91,8 +94,35 @@ class RowwiseChoice:
         alone = msgspec.structs.replace(decisions, layout=whole, global_batch=layout.dp * decisions.micro_batch)
         if alone not in self._in_one_stage:
             one_each = msgspec.structs.replace(alone, model=model.of_layers(model.layer_shapes))
-            self._in_one_stage[alone] = self._fastest_of(_LayerWorks(one_each), Counter(model.layer_kinds))
+            found = self._fused_at_every_size(one_each) if layout.subsequences > FEW else None
+            self._in_one_stage[alone] = found or self._fastest_of(_LayerWorks(one_each), Counter(model.layer_kinds))
         return self._in_one_stage[alone]
+
+    def _fused_at_every_size(self, decisions: Decisions) -> RowwiseKernel | None:
+        """Return the fused kernels if they win at every size of each kind of work, else None.
+
+        Then they win with any number of subsequences, and two tell which kinds of work there are. One operator must
+        take longer than a launch: the longest of N subsequences has at least 1/N of the rows that one of two has, and
+        an operator's bytes shrink by no more than its rows.
+        """
+        if self._measured.keys() != {"triton"}:
+            return None
+        few = msgspec.structs.replace(decisions.layout, subsequences=FEW)
+        try:
+            works = _LayerWorks(msgspec.structs.replace(decisions, layout=few))
+        except Infeasible:
+            return None
+        kinds = {work.kind for work in works.every}
+        if not _needed(works.every) <= self._measured["triton"].keys():
+            return None
+        wins = self._rates.wins(kinds, "triton", "torch") or set()
+        share = 1 / decisions.layout.subsequences
+        longer = (
+            self._rates.is_beyond_floor(work.kind, "torch", work.moved_bytes * share)
+            for work in _joined(works.forward)
+            if work.kind in wins
+        )
+        return "triton" if any(longer) else None
 
     def _fastest_of(self, works: _LayerWorks, layers: Counter[int]) -> RowwiseKernel | None:
         """Return the implementation that is the fastest for any number of resident layers; ``layers``: by kind."""

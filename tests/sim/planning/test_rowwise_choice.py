@@ -91,6 +91,56 @@ def test_plans_with_other_places_of_experts_are_lowered_once(monkeypatch: pytest
     assert len(lowered) == 1
 
 
+@pytest.mark.parametrize(
+    ("fused", "wanted"),
+    [
+        (every(FAST), ["few"]),
+        (every(FAST, swiglu=1.0), ["few", "all"]),
+        (every(FAST, swiglu=0.9), ["few", "all"]),
+        (every(SLOW), ["few", "all"]),
+        (every(1.0), ["few", "all"]),
+    ],
+    ids=["faster", "one as fast", "one slower", "slower", "as fast"],
+)
+@pytest.mark.parametrize("tokens", [1024, 65_536], ids=["launches alone", "longer"])
+@pytest.mark.parametrize("recompute", ["none", "tokenwise"])
+def test_kernels_that_win_at_every_size_are_chosen_without_all_subsequences(
+    fused: dict[str, float], wanted: list[str], tokens: int, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice is that of the plan with all subsequences; work that is as short as a launch decides nothing."""
+    _, hardware = machine(fused)
+    model = load_model("llama-tiny")
+    decisions = Decisions(model=model, layout=Layout(subsequences=8), seq_tokens=tokens, recompute=recompute)
+    exact = rowwise_kernels.RowwiseChoice(hardware).fastest(decisions)
+    lowered: list[str] = []
+
+    def counted(decisions: Decisions, **options: int) -> tuple[Program, ...]:
+        lowered.append("few" if decisions.layout.subsequences == rowwise_kernels.FEW else "all")
+        return lower(decisions, **options)
+
+    monkeypatch.setattr(rowwise_kernels, "lower", counted)
+    found = rowwise_kernels.RowwiseChoice(hardware).faster(decisions)
+    assert found.kernels.rowwise == exact
+    assert list(dict.fromkeys(lowered)) == (wanted if tokens > 1024 else ["few", "all"])
+
+
+@pytest.mark.parametrize("parts", [3, 16])
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny", "qwen3-0.6b"])
+@pytest.mark.parametrize("recompute", ["none", "tokenwise", "full"])
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}, {"ulysses": 2}])
+def test_few_subsequences_have_all_kinds_of_rowwise_work(
+    parts: int, model: str, recompute: Recompute, degrees: dict[str, int]
+) -> None:
+    def kinds(subsequences: int) -> set[str]:
+        layout = Layout(subsequences=subsequences, **degrees)  # type: ignore[arg-type]
+        decisions = Decisions(model=load_model(model), layout=layout, seq_tokens=12_288, recompute=recompute)
+        templates = (template for program in lower(decisions) for template in program.templates)
+        works = (instruction.work for template in templates for instruction in template.instructions)
+        return {work.kind for work in works if isinstance(work, Rowwise)}
+
+    assert kinds(rowwise_kernels.FEW) == kinds(parts)
+
+
 def test_a_profile_without_fused_curves_means_torch() -> None:
     assert chosen(question(None)) == {"torch"}
 
