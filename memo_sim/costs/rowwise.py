@@ -26,7 +26,7 @@ from memo_sim.program.operators.workspaces import FUSED_KINDS, LATER_KINDS
 FUSED_LOSS, LOSS = "cross_entropy.fused", "cross_entropy"
 
 HIGHER = 1.01
-"""By how much a rate is higher at every size where a kernel always wins, so that rounding of sums never decides."""
+"""How many times as high a rate is at every size, at least, where a kernel always wins: rounding then never decides."""
 
 
 class RowwiseRates:
@@ -64,14 +64,14 @@ class RowwiseRates:
     def wins(self, kinds: AbstractSet[str], one: RowwiseKernel, other: RowwiseKernel) -> set[str] | None:
         """Return the ``kinds`` of work that ``one`` plays at a higher rate than ``other`` at every size.
 
-        None when it may be slower at some size of some kind. The rates of other kinds are the same, or both take no
-        time. Neither implementation is a framework's.
+        None when it may be slower at some size of some kind; other kinds have the same curve. Neither implementation
+        is a framework's.
 
         Raises:
             Infeasible: when the profile has not measured an implementation of one of the kinds.
         """
         found = set[str]()
-        for kind in kinds - {FRESH}:
+        for kind in kinds:
             (_, mine), (_, others) = (self._kernel_curve(kind, kernel) for kernel in (one, other))
             if mine.is_above(others, HIGHER):
                 found.add(kind)

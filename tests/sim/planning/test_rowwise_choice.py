@@ -28,6 +28,9 @@ TORCH_BYTES_PER_S = 1e12
 SLOW, FAST = 0.1, 10.0
 """Factors on torch's rate."""
 
+PARTS = 8
+"""Number of subsequences."""
+
 FORWARD_KINDS = frozenset(kind for kind in FUSED_KINDS if not kind.endswith(".bwd"))
 
 
@@ -68,19 +71,25 @@ def every(times: float, **others: float) -> dict[str, float]:
     return dict.fromkeys(FUSED_KINDS, times) | {name.replace("_bwd", ".bwd"): rate for name, rate in others.items()}
 
 
-def test_plans_with_other_places_of_experts_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[Decisions]:
+    """The plans that were lowered to choose kernels."""
+    found: list[Decisions] = []
+
+    def counted(decisions: Decisions, **options: int) -> tuple[Program, ...]:
+        found.append(decisions)
+        return lower(decisions, **options)
+
+    monkeypatch.setattr(rowwise_kernels, "lower", counted)
+    return found
+
+
+def test_plans_with_other_places_of_experts_are_lowered_once(lowered: list[Decisions]) -> None:
     """Fused kernels play rows of tokens; where rows of experts go changes none of them."""
     cluster, hardware = machine(every(FAST))
     asked = Question(
         model=load_model("mixtral-tiny"), cluster=cluster, hardware=hardware, seq_tokens=16_384, pins=Pins()
     )
-    lowered: list[Decisions] = []
-
-    def counted(decisions: Decisions, **options: int) -> tuple[Program, ...]:
-        lowered.append(decisions)
-        return lower(decisions, **options)
-
-    monkeypatch.setattr(rowwise_kernels, "lower", counted)
     choice = rowwise_kernels.RowwiseChoice(hardware)
     for dp, ep in ((1, 1), (2, 2), (4, 2), (4, 4)):
         fields = {"expert_capacity": 2.0, "expert_overflow": "refuse"} if ep > 1 else {}
@@ -94,34 +103,29 @@ def test_plans_with_other_places_of_experts_are_lowered_once(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("fused", "wanted"),
     [
-        (every(FAST), ["few"]),
-        (every(FAST, swiglu=1.0), ["few", "all"]),
-        (every(FAST, swiglu=0.9), ["few", "all"]),
-        (every(SLOW), ["few", "all"]),
-        (every(1.0), ["few", "all"]),
+        (every(FAST), [rowwise_kernels.FEW]),
+        (every(FAST, swiglu=1.0), [rowwise_kernels.FEW, PARTS]),
+        (every(FAST, swiglu=0.9), [rowwise_kernels.FEW, PARTS]),
+        (every(SLOW), [rowwise_kernels.FEW, PARTS]),
+        (every(1.0), [rowwise_kernels.FEW, PARTS]),
     ],
     ids=["faster", "one as fast", "one slower", "slower", "as fast"],
 )
 @pytest.mark.parametrize("tokens", [1024, 65_536], ids=["launches alone", "longer"])
 @pytest.mark.parametrize("recompute", ["none", "tokenwise"])
 def test_kernels_that_win_at_every_size_are_chosen_without_all_subsequences(
-    fused: dict[str, float], wanted: list[str], tokens: int, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+    fused: dict[str, float], wanted: list[int], tokens: int, recompute: Recompute, lowered: list[Decisions]
 ) -> None:
     """The choice is that of the plan with all subsequences; work that is as short as a launch decides nothing."""
     _, hardware = machine(fused)
     model = load_model("llama-tiny")
-    decisions = Decisions(model=model, layout=Layout(subsequences=8), seq_tokens=tokens, recompute=recompute)
+    decisions = Decisions(model=model, layout=Layout(subsequences=PARTS), seq_tokens=tokens, recompute=recompute)
     exact = rowwise_kernels.RowwiseChoice(hardware).fastest(decisions)
-    lowered: list[str] = []
-
-    def counted(decisions: Decisions, **options: int) -> tuple[Program, ...]:
-        lowered.append("few" if decisions.layout.subsequences == rowwise_kernels.FEW else "all")
-        return lower(decisions, **options)
-
-    monkeypatch.setattr(rowwise_kernels, "lower", counted)
+    lowered.clear()
     found = rowwise_kernels.RowwiseChoice(hardware).faster(decisions)
     assert found.kernels.rowwise == exact
-    assert list(dict.fromkeys(lowered)) == (wanted if tokens > 1024 else ["few", "all"])
+    parts = dict.fromkeys(each.layout.subsequences for each in lowered)
+    assert list(parts) == (wanted if tokens > 1024 else [rowwise_kernels.FEW, PARTS])
 
 
 @pytest.mark.parametrize("parts", [3, 16])
