@@ -30,6 +30,7 @@ from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
 from memo_sim.planning.few_layers import Held, Pass, Passes
+from memo_sim.planning.in_flight_bytes import in_flight_bytes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.pricers import Pricers
@@ -103,6 +104,7 @@ class LowerBounds:
         self._passes = StagePasses()
         self._pricers = Pricers(hardware, cluster)
         self._stage_bytes: dict[Decisions, int] = {}
+        self._in_flight_bytes: dict[Decisions, int] = {}
         self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
         self._not_repeated: set[Decisions] = set()
@@ -480,6 +482,9 @@ class LowerBounds:
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
         kept = layout.pp > 1 and not decisions.offload_window
         in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
+        # With more swapped rows, nothing needs more.
+        if high not in self._in_flight_bytes:
+            self._in_flight_bytes[high] = in_flight_bytes(high)
         # Modules of a framework keep more than the program, but not all of what it keeps.
         written_over = self._written_over_bytes(decisions)
         found = [self._held(each) for each in dict.fromkeys((decisions, high))]
@@ -488,7 +493,7 @@ class LowerBounds:
         layer_bytes = min(added for _, added in found)
         return LowerBound(
             step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
-            device_bytes=device + int(max(least, in_flight * layer_bytes)),
+            device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight_bytes[high])),
             host_bytes_per_node=(host + min(held.host_bytes for held, _ in found)) * self._local(decisions),
         )
 
