@@ -54,6 +54,9 @@ from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 from memo_sim.program.pipeline.stage_p2p import transfer_bytes
 
+MORE_ALONE = 1.03
+"""A stage that is played as a whole is seldom slower by more than its slices; of a range, it is then not played."""
+
 ALONE = (6, 8)
 """Layers of two models of which one has a window more, and which show what a layer of one kind adds."""
 ROUNDING = 1e-9
@@ -170,6 +173,13 @@ class LowerBounds:
         found_s = 0.0
         for stage in dict.fromkeys((of_stages.index(max(of_stages)), last)):
             before_s, after_s = around[stage].before_s / gain, around[stage].after_s / gain
+            kernels_s = self._alone.kernels_s(low, high, stage) if enough_s < inf else None
+            if kernels_s is not None:
+                found_s = max(found_s, before_s + kernels_s + after_s)
+                if found_s >= enough_s:
+                    break
+                if low != high and found_s * MORE_ALONE < enough_s:
+                    continue
             alone_s = self._alone.step_s(low, high, stage, before_s=before_s, after_s=after_s)
             found_s = max(found_s, alone_s or 0.0)
             if found_s >= enough_s:
