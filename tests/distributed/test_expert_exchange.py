@@ -90,7 +90,30 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
         {"recompute": "mlp", "swapped_tokens": 0},
     ),
 }
-QUICK = {"tp", "biases, tp", "whole experts"}
+ROWWISE: dict[str, Any] = {"recompute": "rowwise", "mlp_chunk_tokens": 384}
+"""Two row blocks of a rank with 512 tokens, the second a third of the first; each has a capacity of its own."""
+CASES |= {
+    "row blocks": ("mixtral", Layout(dp=2, ep=2), ROWWISE),
+    "row blocks, ring": ("mixtral", Layout(cp=2, dp=2, ep=4), ROWWISE | {"seq_tokens": 1024}),
+    "row blocks, ulysses": ("qwen3-moe", Layout(ulysses=2, ep=2), ROWWISE | {"seq_tokens": 1024}),
+    "row blocks, tp": (
+        "gpt-oss",
+        Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1),
+        ROWWISE | {"seq_tokens": 1024, "mlp_chunk_tokens": 768},
+    ),
+    "row blocks, tp, whole tokens": ("qwen2-moe", Layout(tp=2, dp=2, ep=2), ROWWISE | {"overlap": "both"}),
+    "row blocks, stages": ("first layer dense", Layout(pp=2, dp=2, ep=2), ROWWISE),
+    "row blocks, zero 3": ("mixtral", Layout(dp=4, ep=2, zero=3), ROWWISE),
+    "row blocks, shared expert and selection bias": ("deepseek", Layout(dp=2, ep=2), ROWWISE),
+    "row blocks, whole experts": (
+        "qwen2-moe",
+        Layout(tp=2, dp=2, ep=4, zero=3, **WHOLE),
+        ROWWISE | {"seq_tokens": 1024, "mlp_chunk_tokens": 768},
+    ),
+    "row blocks, overlap": ("deepseek", Layout(dp=4, ep=4), ROWWISE | OVERLAP),
+    "row blocks, adapters": ("gpt-oss", Layout(dp=4, ep=2, zero=3), ROWWISE | LORA),
+}
+QUICK = {"tp", "biases, tp", "whole experts", "row blocks"}
 Gradients = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 SIZES: dict[str, Any] = {"seq_tokens": 512, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise"}
 

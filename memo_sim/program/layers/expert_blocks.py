@@ -11,10 +11,9 @@ Weight gradients, and the rows that each expert got (for a selection bias), are 
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from memo_sim.contract.experts import Experts
 from memo_sim.program.ir.builder import Rows
+from memo_sim.program.layers.expert_exchange import ExchangedExperts
 from memo_sim.program.layers.experts import ExpertMlp
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
@@ -24,10 +23,13 @@ class ExpertBlocks:
 
     def __init__(self, layer: OperatorWriter, experts: Experts, blocks: list[RowBlock]) -> None:
         self._layer = layer
-        self._of = {rows: ExpertMlp(_writer(layer, rows[1]), experts, first=rows[0]) for rows in blocks}
+        kind = ExchangedExperts if layer.shape.ep > 1 else ExpertMlp
+        suffixes = [f".b{number}" if len(blocks) > 1 else "" for number in range(len(blocks))]
+        self._of = {
+            rows: kind(_writer(layer, rows[1], suffix), experts, first=rows[0])
+            for rows, suffix in zip(blocks, suffixes, strict=True)
+        }
         """The experts of each row block, in buffers that the blocks share; the first block is the largest."""
-        for number, mlp in enumerate(self._of.values()):
-            mlp.writer.suffix = f".b{number}" if len(blocks) > 1 else ""
 
     def first_product(self, rows: RowBlock) -> None:
         """Write the norm of a row block, its routing, and the first product of its dispatched rows."""
@@ -47,8 +49,8 @@ class ExpertBlocks:
         self._of[rows].backward(grad_out)
 
 
-def _writer(layer: OperatorWriter, tokens: int) -> OperatorWriter:
-    """Return a writer of the same template with the sizes of a row block."""
-    shape = layer.shape
-    of_block = replace(shape, tokens=tokens, shard_tokens=shape.shard(tokens))
-    return OperatorWriter(layer.builder, layer.decisions, of_block, layer.block)
+def _writer(layer: OperatorWriter, tokens: int, suffix: str) -> OperatorWriter:
+    """Return a writer of the same template with the sizes of a row block; ``suffix`` ends names of instructions."""
+    writer = OperatorWriter(layer.builder, layer.decisions, layer.shape.of_rows(tokens), layer.block)
+    writer.suffix = suffix
+    return writer

@@ -61,8 +61,8 @@ from memo_sim.program.operators.sinks import sink, sink_backward
 
 KEPT = frozenset({"x", "attn", "lse"})
 """The skeletal tensors that outlive a layer's forward."""
-WHOLE = KEPT | {"qkv", "q", "route_ends"}
-"""The skeletal tensors that exist whole in a layer's forward or backward; ``route_ends`` has a row for each expert."""
+WHOLE = KEPT | {"qkv", "q"}
+"""The skeletal tensors that exist whole in a layer's forward or backward."""
 FIRST_NORM = ("norm1", "norm1_stats")
 RAW = "qk_raw"
 """Input of the norm of query and key heads: backward needs it after attention's, so there it is whole."""
@@ -70,12 +70,15 @@ LATENTS = ("latent", "latent_stats", "q_latent", "kv_latent")
 """Latents before and after their norms. Backward needs them after attention's too, and they are narrow."""
 
 
-def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape, *, backward: bool) -> int:
-    """Return the rows of a skeletal tensor that exist at once: one block, or all; ``backward``: in that template."""
+def is_whole(tensor: Skeletal, decisions: Decisions, *, backward: bool) -> bool:
+    """Return whether a skeletal tensor exists whole, not for one row block; ``backward``: in that template."""
     chunked = in_chunks(decisions) and tensor.name in IN_CHUNKS  # chunked.py says of these how many rows there are
-    if not is_rowwise(decisions) or chunked or tensor.name in WHOLE or (backward and tensor.name in (RAW, *LATENTS)):
-        return tensor.tokens
-    return tensor.tokens * rows_of_a_block(decisions, shape.tokens) // shape.tokens
+    return chunked or tensor.name in WHOLE or (backward and tensor.name in (RAW, *LATENTS))
+
+
+def of_a_block(decisions: Decisions, shape: Shape) -> Shape:
+    """Return the sizes in the largest row block, which its buffers have room for."""
+    return shape.of_rows(rows_of_a_block(decisions, shape.tokens))
 
 
 class RowwiseLayer(OperatorWriter):

@@ -31,6 +31,7 @@ What it takes on trust:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -45,6 +46,7 @@ from memo_sim.program.layout.expert_load import capacity_rows
 from memo_sim.program.layout.fp8 import narrow_elements
 from memo_sim.program.layout.parameters import Block, Parameter, embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.rowwise_blocks import is_rowwise, rowwise_blocks
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_experts import ROUTED
 from memo_sim.program.verify.value_rows import Held, ParameterKey, Sum, Value
@@ -108,19 +110,24 @@ class Values:
         self.sent_chunks, self.tp_rank = _own_chunks(program)
         self._begin()
 
-    @property
-    def dispatched(self) -> int:
-        """Rows that go to experts; 0 without experts."""
-        return self.routed_tokens * self.model.mixture.per_token if self.model.mixture else 0
+    @cached_property
+    def routed_at_once(self) -> list[int]:
+        """Tokens that are routed at once: all of a rank's, or those of each row block of row-wise recompute."""
+        if not is_rowwise(self.decisions):
+            return [self.routed_tokens]
+        return [rows * self.routed_tokens // self.tokens for _, rows in rowwise_blocks(self.decisions, self.tokens)]
 
-    @property
-    def expert_rows(self) -> int:
-        """Rows of the experts' tensors: dispatched rows, or with ``ep`` as many as all its ranks can send here."""
+    def expert_rows(self, tokens: int) -> int:
+        """Return the rows of the experts' tensors for ``tokens`` that are routed at once.
+
+        They are dispatched rows, or with ``ep`` as many as all its ranks can send here.
+        """
         of, layout, decisions = self.model.mixture, self.layout, self.decisions
+        dispatched = tokens * of.per_token if of else 0
         if of is None or layout.ep == 1:
-            return self.dispatched
+            return dispatched
         given = decisions.expert_capacity
-        return layout.ep * capacity_rows(of, self.dispatched, decisions.expert_load, layout.ep, given)
+        return layout.ep * capacity_rows(of, dispatched, decisions.expert_load, layout.ep, given)
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer of the model has experts in place of an MLP."""
@@ -365,7 +372,7 @@ class Values:
         if name in ROUTED:
             tokens = self.routed_tokens
         elif name.startswith("experts_"):
-            tokens = self.expert_rows
+            tokens = sum(map(self.expert_rows, self.routed_at_once))
         if name == "sinks":
             tokens = self.attended
         for micro_batch in range(self.program.micro_batches):

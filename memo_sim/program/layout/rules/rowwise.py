@@ -32,20 +32,6 @@ def _not_beside(name: str, chosen: Test, *, what: str, wanted: str, because: str
 _OTHERS = "none, selective, norms, mlp, full or tokenwise"
 ROWWISE_RECOMPUTE = (
     _not_beside(
-        "expert parallelism",
-        lambda d: d.layout.ep > 1,
-        what="expert parallelism",
-        wanted=_OTHERS,
-        because="each row block would have a capacity, and drop rows, by itself; without --ep experts go with it",
-    ),
-    _not_beside(
-        "balance of experts",
-        lambda d: d.model.mixture is not None and d.model.mixture.balance > 0,
-        what="a balance loss of experts",
-        wanted=_OTHERS,
-        because="that loss multiplies scores by the rows that experts get of all tokens, not of one row block",
-    ),
-    _not_beside(
         "metp",
         lambda d: d.layout.metp > 1,
         what="METP",
