@@ -29,6 +29,7 @@ from memo_sim.contract.expert_load import MeasuredLoad
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.layout.expert_load import capacity_rows
+from memo_sim.program.layout.rowwise_blocks import routed_at_once
 from memo_sim.program.lower import lower
 from tests.distributed import parity
 from tests.distributed.team import PATIENCE_S, Failed, Member, Team
@@ -168,16 +169,27 @@ def overflowing(member: Member, decisions: Decisions) -> tuple[bool, list[int], 
         return changed, interpreter.context.overflow.tolist(), record.grad_norm, found
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("mixtral", {}),
+        ("gpt-oss", {}),
+        ("mixtral", ROWWISE | {"seq_tokens": 512}),
+        pytest.param("gpt-oss", ROWWISE | {"seq_tokens": 512}, marks=pytest.mark.slow),
+    ],
+    ids=["mixtral", "gpt-oss", "mixtral in row blocks", "gpt-oss in row blocks"],
+)
+def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team, name: str, fields: dict[str, Any]) -> None:
     """A token loses all of that expert: of GPT-OSS also the bias of its second product."""
-    decisions = with_capacity(name)
+    decisions = with_capacity(name, **fields)
     ranks = team.play(overflowing, 2, decisions)
     model = reference(decisions)
     torch.autograd.backward(torch.stack([model.sum_of_losses(rank) for rank in (0, 1)]).sum() / 128)
-    assert [counts[0] for _, counts, _, _ in ranks] == model.dropped
-    assert all(changed and dropped > 0 for changed, (dropped, _, _), _, _ in ranks)
-    assert [counts[1:] for _, counts, _, _ in ranks] == [[most, 128] for most in model.most]
+    blocks = len(routed_at_once(decisions))
+    assert [counts[0] for _, counts, _, _ in ranks] == [sum(model.dropped[:blocks]), sum(model.dropped[blocks:])]
+    assert all(changed and counts[0] > 0 for changed, counts, _, _ in ranks)
+    rows = decisions.seq_tokens * decisions.model.mixture.per_token
+    assert [counts[1:] for _, counts, _, _ in ranks] == [[rows, *model.most[:blocks]], [rows, *model.most[blocks:]]]
     found: dict[str, Tensor] = {}
     for _, _, _, gradients in ranks:
         for key, offsets, whole, values in gradients:
@@ -288,14 +300,15 @@ def test_adapters_beside_divided_experts_are_resumed_by_one_process(team: Team, 
 
 
 class Dropping(AutogradModel):
-    """Plain autograd in which each rank's rows beyond the capacity count as zero, the last tokens' first."""
+    """Plain autograd in which each rank's rows beyond the capacity count as zero, the last tokens' first.
+
+    ``dropped``, ``most``: of each row block of the first rank, then of the second.
+    """
 
     def __init__(self, decisions: Decisions, parameters: dict[str, Tensor]) -> None:
         super().__init__(decisions.model, parameters)
         of = decisions.model.mixture
         assert of is not None
-        rows = decisions.local_tokens * of.per_token
-        self.capacity = capacity_rows(of, rows, "balanced", decisions.layout.ep, decisions.expert_capacity)
         self.decisions, self.dropped, self.most = decisions, list[int](), list[int]()
 
     def sum_of_losses(self, rank: int) -> Tensor:
@@ -304,18 +317,23 @@ class Dropping(AutogradModel):
         return self.loss(ids.unsqueeze(0), labels.unsqueeze(0), 1.0)
 
     def _experts(self, x: Tensor, experts: Experts, at: str) -> Tensor:
-        """Return the sum of each token's experts that have a place for its row."""
+        """Return the sum of each token's experts that have a place for its row, block by block."""
+        return torch.cat([self._of_block(rows, experts, at) for rows in x.split(routed_at_once(self.decisions))])
+
+    def _of_block(self, x: Tensor, experts: Experts, at: str) -> Tensor:
+        given, ep = self.decisions.expert_capacity, self.decisions.layout.ep
+        capacity = capacity_rows(experts, len(x) * experts.per_token, "balanced", ep, given)
         probs, chosen = self._routed(x, experts, at)
         taken, out = [0, 0], torch.zeros_like(x)
         for expert in range(experts.count):
             tokens, place = torch.nonzero(chosen == expert, as_tuple=True)
             rank = expert * 2 // experts.count
-            free = max(0, self.capacity - taken[rank])
+            free = max(0, capacity - taken[rank])
             taken[rank] += len(tokens)
             tokens, place = tokens[:free], place[:free]
             part = self._expert(x[tokens], experts, expert, at) * probs[tokens, place, None]
             out = out.index_add(0, tokens, part)
-        self.dropped.append(sum(max(0, rows - self.capacity) for rows in taken))
+        self.dropped.append(sum(max(0, rows - capacity) for rows in taken))
         self.most.append(max(taken))
         return out
 

@@ -31,7 +31,6 @@ What it takes on trust:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -46,7 +45,7 @@ from memo_sim.program.layout.expert_load import capacity_rows
 from memo_sim.program.layout.fp8 import narrow_elements
 from memo_sim.program.layout.parameters import Block, Parameter, embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.partition import partition
-from memo_sim.program.layout.rowwise_blocks import is_rowwise, rowwise_blocks
+from memo_sim.program.layout.rowwise_blocks import routed_at_once
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_experts import ROUTED
 from memo_sim.program.verify.value_rows import Held, ParameterKey, Sum, Value
@@ -110,13 +109,6 @@ class Values:
         self.sent_chunks, self.tp_rank = _own_chunks(program)
         self._begin()
 
-    @cached_property
-    def routed_at_once(self) -> list[int]:
-        """Tokens that are routed at once: all of a rank's, or those of each row block of row-wise recompute."""
-        if not is_rowwise(self.decisions):
-            return [self.routed_tokens]
-        return [rows * self.routed_tokens // self.tokens for _, rows in rowwise_blocks(self.decisions, self.tokens)]
-
     def expert_rows(self, tokens: int) -> int:
         """Return the rows of the experts' tensors for ``tokens`` that are routed at once.
 
@@ -144,6 +136,8 @@ class Values:
         self.shard_tokens = self.tokens // self.tp if self.gathered else self.tokens
         self.routed_tokens = self.shard_tokens if layout.whole_experts else self.tokens
         """Rows of which this rank chooses the experts."""
+        self.routed_at_once = routed_at_once(decisions)
+        """Those of them that are routed at once: all, or those of each row block of row-wise recompute."""
         self.routed_full = "" if layout.whole_experts else self.full
         """End of the name of a tensor as the router reads it."""
         self.vocab = -(-model.vocab // self.tp)
