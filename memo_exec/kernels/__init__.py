@@ -199,6 +199,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "experts.route.bwd": routing.route_backward,
     "experts.sort": routing.sort,
     "experts.places": routing.places,
+    "experts.ends.sum": routing.sum_ends,
     "experts.dispatch": dispatch.dispatch,
     "experts.combine": dispatch.combine,
     "experts.linear": _in_fp8(experts.linear, fp8_experts.linear),

@@ -110,7 +110,7 @@ class Context:
         """For each micro-batch of the step, where its documents end; the drawn ones until a step brings its own."""
         self._runs = self._order()
         self.routed = sorted(set(routed_at_once(self.decisions)), reverse=True)
-        """How many tokens may be routed at once: with row-wise recompute, of the last block fewer than of the others."""
+        """How many tokens are routed at once: all, or those of a row block, of which the last may be shorter."""
         self.overflow = torch.zeros(2 + len(self.routed), dtype=torch.int64, device=self.device)
         """With expert parallelism: dispatched rows that were dropped, all dispatched rows, and for each number of
         tokens that are routed at once the most rows that a layer sent to a rank, of all forwards so far."""

@@ -127,6 +127,33 @@ def test_layouts_have_the_gradients_of_one_process(team: Team, case: str) -> Non
     check(team, decide(EXPERT_MODELS[name], layout=layout, **(sizes | fields)))
 
 
+LOSSES: dict[str, Layout] = {
+    "ring": Layout(cp=2, dp=2, ep=4),
+    "features divided": Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1),
+    "whole experts": Layout(tp=2, dp=2, ep=4, **WHOLE),
+}
+
+
+@pytest.mark.parametrize("case", ["ring", *(pytest.param(n, marks=pytest.mark.slow) for n in LOSSES if n != "ring")])
+def test_losses_of_the_router_are_those_of_a_layer_that_is_routed_at_once(team: Team, case: str) -> None:
+    """They are about the tokens that a rank routes, so the layout and the row blocks decide them.
+
+    Token-wise recompute with this alpha has the same row blocks, and routes all of them at once.
+    """
+    lossy = msgspec.structs.replace(EXPERT_MODELS["mixtral"].mixture, balance=0.3, z_loss=0.1)
+    model, layout = msgspec.structs.replace(EXPERT_MODELS["mixtral"], experts=lossy), LOSSES[case]
+    granule = 128 * (layout.tp if layout.sequence_parallel else 1)
+    sizes: dict[str, Any] = {"seq_tokens": 4 * granule * layout.cp, "micro_batch": 1, "global_batch": 2 * layout.dp}
+    sizes |= {"layout": layout, "expert_capacity": float(layout.ep), "swapped_tokens": 3 * granule}
+    at_once, blocks = ({"recompute": "tokenwise"}, {"recompute": "rowwise", "mlp_chunk_tokens": 3 * granule})
+    wanted, found = (team.play(parity.play, 4, decide(model, **sizes, **each), 1, {}) for each in (at_once, blocks))
+    for rank in range(4):
+        assert found[rank].losses == pytest.approx(wanted[rank].losses, rel=1e-6)
+        for (name, _, _, mine), (_, _, _, theirs) in zip(found[rank].gradients, wanted[rank].gradients, strict=True):
+            if theirs.numel():
+                assert (mine - theirs).abs().max() <= parity.TOLERANCE * theirs.abs().max(), name
+
+
 @pytest.mark.slow
 def test_ep_tp_pp_with_half_the_tokens_swapped_on_eight_ranks() -> None:
     layout = Layout(tp=2, sequence_parallel=True, pp=2, dp=2, ep=2)

@@ -260,7 +260,8 @@ class Activations:
             block = mlp.rows_at_once(tensor, self.decisions, shape, backward=backward)
         elif not rowwise.is_whole(tensor, self.decisions, backward=backward):
             block = self._rows_of_a_block[tensor.name]
-        return min(block, chunked_attention.rows_at_once(tensor, self.decisions, shape))
+        block = min(block, chunked_attention.rows_at_once(tensor, self.decisions, shape))
+        return block * rowwise.blocks_at_once(tensor, self.decisions, shape, backward=backward)
 
     @cached_property
     def _rows_of_a_block(self) -> dict[str, int]:

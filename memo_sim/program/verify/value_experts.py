@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.parameters import SELECTION_BIAS
+from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import Value
@@ -178,7 +179,7 @@ def _number_of(call: Call, row: int, rows: RowsOf) -> int:
 
 
 def _decided(call: Call, role: str, wanted: Value, rows: RowsOf, number: int) -> None:
-    """Check that an operand is all of what the router of a layer decided, at once with part ``number`` of the tokens."""
+    """Check that an operand is all that the router of a layer decided, at once with part ``number`` of the tokens."""
     value, found = _at_once(call, role, rows)
     if value is not None and (value, found) != (wanted, number):
         call.wrong(role, value, _rows_of(call.values, rows, found)[0], str(wanted))
@@ -383,7 +384,33 @@ def route_backward(call: Call) -> None:
     tokens = call.tokens("grad")
     for found in rowwise(call, {**wanted}, {"out": _partial(call, "d_router")}):
         _all_ends(call, Value("", found[0], found[1]), _number_of(call, found[3], _token_rows))
+        _ends_of_every_block(call, found)
         add_gradient(call, "loads", SELECTION_BIAS, found, tokens)
+
+
+def _ends_of_every_block(call: Call, found: Found) -> None:
+    """Check the ends of all tokens' rows, which a loss of balance needs where row blocks are routed by themselves."""
+    of = call.values.model.mixture
+    needed = of is not None and of.balance > 0 and is_rowwise(call.values.decisions)
+    if call.has("all_ends") != needed:
+        call.fault(f"all_ends {'is not given' if needed else 'should not be given'}")
+    elif of is not None and needed:
+        _own(call, "all_ends", Value("route_all_ends", found[0], found[1]), of.count, 0)
+
+
+def sum_ends(call: Call) -> None:
+    """Check the sum of all row blocks' ends."""
+    of, blocks = call.values.model.mixture, len(call.values.routed_at_once)
+    assert of is not None
+    value = None
+    for first, tokens, [(ends, row)] in call.pieces("x"):
+        if ends is not None and (ends.name != "route_ends" or row != first):
+            call.wrong("x", ends, row, f"route_ends of row block {first // of.count}")
+        elif ends is not None and tokens == blocks * of.count:
+            value = ends._replace(name="route_all_ends")
+        elif ends is not None:
+            call.fault(f"x is not the ends of {blocks} row blocks of one layer")
+    call.put("out", 0, call.tokens("out"), value)
 
 
 def router_dgrad(call: Call) -> None:
@@ -617,6 +644,7 @@ RULES: dict[str, Rule] = {
     "experts.route.bwd": route_backward,
     "experts.sort": sort,
     "experts.places": places,
+    "experts.ends.sum": sum_ends,
     "experts.dispatch": dispatch,
     "experts.combine": combine,
     "experts.linear": linear,

@@ -19,7 +19,6 @@ from tests.sim.small_programs import GPT, LATENT, LLAMA
 
 UNEVEN = GPT.of_layers([LayerShape(ffn_hidden=width) for width in (128, 256, 128, 256)])
 EXPERTS = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64))
-BALANCED_EXPERTS = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64, balance=0.01))
 SEVERAL_EXPERTS = LLAMA.of_layers(
     [LayerShape(ffn_hidden=640, experts=Experts(count=count, per_token=2, hidden=64)) for count in (4, 8)]
 )
@@ -690,16 +689,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(dp=2, zero=3),
         {"global_batch": 2, "recompute": "full", "recompute_layers": "groups-2"},
         "3 with recompute_layers groups-2",
-    ),
-    "row-wise recompute: expert parallelism": (
-        Layout(dp=2, ep=2),
-        {"model": EXPERTS, "recompute": "rowwise", "global_batch": 2},
-        "rowwise with expert parallelism",
-    ),
-    "row-wise recompute: balance of experts": (
-        Layout(),
-        {"model": BALANCED_EXPERTS, "recompute": "rowwise"},
-        "rowwise with a balance loss of experts",
     ),
     "row-wise recompute: metp": (Layout(metp=2), {"recompute": "rowwise"}, "rowwise with METP"),
     "row-wise recompute: multiplexed": (
