@@ -28,11 +28,14 @@ from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.expert_load import MeasuredLoad
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Copy
 from memo_sim.program.layout.expert_load import capacity_rows
 from memo_sim.program.layout.rowwise_blocks import routed_at_once
 from memo_sim.program.lower import lower
 from tests.distributed import parity
 from tests.distributed.team import PATIENCE_S, Failed, Member, Team
+from tests.distributed.timing import held, in_program_order
 from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
 from tests.exec_cpu.small import EXPERT_MODELS, decide
 
@@ -152,6 +155,25 @@ def test_losses_of_the_router_are_those_of_a_layer_that_is_routed_at_once(team: 
         for (name, _, _, mine), (_, _, _, theirs) in zip(found[rank].gradients, wanted[rank].gradients, strict=True):
             if theirs.numel():
                 assert (mine - theirs).abs().max() <= parity.TOLERANCE * theirs.abs().max(), name
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_row_blocks_hold_and_copy_what_the_program_says(team: Team, overlap: bool) -> None:
+    """So it is with losses of the router, or with exchanges beside products; no late lane makes a rank hold more."""
+    model = EXPERT_MODELS["deepseek" if overlap else "mixtral"]
+    if not overlap:
+        lossy = msgspec.structs.replace(model.mixture, balance=0.3, z_loss=0.1)
+        model = msgspec.structs.replace(model, experts=lossy)
+    sizes = SIZES | ROWWISE | {"swapped_tokens": 256, "global_batch": 2, "expert_overlap": overlap}
+    decisions = decide(model, layout=Layout(dp=2, ep=2, zero=1), **sizes)
+    found = team.play(held, 2, decisions, frozenset(), in_program_order)
+    assert [measured for measured, _ in found] == [wanted for _, wanted in found]
+    for measured, wanted in team.play(held, 2, decisions, frozenset({Lane.COMPUTE})):
+        assert measured <= wanted
+    copies = [i.work for _, i in lower(decisions)[0].walk() if isinstance(i.work, Copy)]
+    for played in team.play(parity.play, 2, decisions, 1, {}):
+        for direction in ("d2h", "h2d"):
+            assert getattr(played.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0
 
 
 @pytest.mark.slow

@@ -114,6 +114,7 @@ def bounds_on(cluster_name: str) -> LowerBounds:
         ("llama3-8b", DENSE[11], "tokenwise"),
         ("qwen3-30b-a3b", EXPERTS[0], "mlp"),
         ("qwen3-30b-a3b", EXPERTS[1], "full"),
+        ("qwen3-30b-a3b", EXPERTS[0], "rowwise, swapped"),
     ],
     ids=lambda value: layout_label(value) if isinstance(value, Layout) else str(value),
 )

@@ -13,10 +13,13 @@ from memo_sim.answers.left_out import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.hardware import GroupedGemmTable, Source
 from memo_sim.contract.result import Result
 from memo_sim.planning.layouts import layouts
+from memo_sim.planning.presets import ROWWISE_KEPT, ROWWISE_PARTLY_SWAPPED, ROWWISE_SWAPPED
 from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.space import candidates
 
 
 @lru_cache(maxsize=1)
@@ -131,6 +134,14 @@ def test_the_largest_degrees_of_expert_parallelism_are_searched() -> None:
         "the default search tries it too"
     )
     assert {layout.ep for layout in layouts(replace(question, system="memo"))} == {1}
+
+
+def test_row_wise_recompute_is_searched_with_expert_parallelism_and_a_loss_of_balance() -> None:
+    question = asked(dp=None, cp=8, zero=None, recompute=None, ep=8)
+    lossy = msgspec.structs.replace(question.model, experts=Experts(count=8, per_token=2, hidden=14336, balance=0.01))
+    tried = replace(question, model=lossy, system="any", seq_tokens=1 << 18, global_batch=1)
+    found = {each.policy for each in candidates(tried)[0] if each.base.layout.ep == 8}
+    assert {ROWWISE_KEPT, ROWWISE_SWAPPED, ROWWISE_PARTLY_SWAPPED} <= found
 
 
 def test_what_does_not_go_with_experts_is_refused_by_name() -> None:
