@@ -302,6 +302,14 @@ def test_a_run_reports_or_refuses_overflow_and_resumes_on_other_ranks(team: Team
     assert any(re.search(dropped, text) for text in said)
     with pytest.raises(Failed, match=r"(?s)update was not applied.*wanted: a plan with --expert-capacity 1\.\d+"):
         team.play(run_plan, 2, refusing, {"steps": 1}, meets=False)
+    blocks = {"recompute": "rowwise", "mlp_chunk_tokens": 128}
+    whole, few = (plan(f"blocks-{part}", shared, expert_capacity=part, **blocks) for part in (2.0, 0.6))
+    for losses, said in team.play(run_plan, 2, whole, {"steps": 2, "debug": True}, meets=False):
+        assert losses == pytest.approx(wanted[:2], rel=1e-4)
+        assert not any("were dropped" in text for text in said)
+    (_, said), _ = team.play(run_plan, 2, few, {"steps": 1}, meets=False)
+    dropped = r"[\d,]+ of 6,144 rows .* were dropped; .* rows of a layer's row block of 128 tokens for another"
+    assert any(re.search(dropped, text) for text in said)
 
 
 @pytest.mark.slow
