@@ -32,7 +32,6 @@ from memo_sim.program.layout.compatibility import check_compatible, goes_togethe
 from memo_sim.program.layout.rowwise_blocks import ROWWISE, is_rowwise
 from memo_sim.program.layout.rules.attention_chunks import CHUNKS_UNDER_RECOMPUTE, ROW_BLOCKS_OF_CHUNKS
 from memo_sim.program.layout.rules.experts import EXPERTS_WHOLE_MLP
-from memo_sim.program.layout.rules.metp import METP_WHOLE_MLP
 from memo_sim.program.layout.rules.mlp_blocks import MLP_BLOCKS_UNDER_FULL_RECOMPUTE, MLP_BLOCKS_UNDER_ZERO_BUBBLE
 from memo_sim.program.layout.rules.rule import Rule
 from memo_sim.program.layout.shape import Shape, shape_of
@@ -144,13 +143,11 @@ def _rows_in_a_chunk(chunked: Decisions, rows: int) -> int:
 def _whole_mlp(question: Question, decisions: Decisions) -> bool:
     """Return whether an MLP in row blocks is not tried.
 
-    METP cuts the MLP by weights; both are combined only when the user asks for it. W passes need the inputs of the
-    whole MLP, and experts the rows of all tokens.
+    W passes need the inputs of the whole MLP, and experts the rows of all tokens.
     """
     cut = msgspec.structs.replace(decisions, mlp_chunk_tokens=decisions.swap_granule)
     unasked = question.pins.mlp_chunk_tokens is None
-    whole = METP_WHOLE_MLP.breaks(cut) or EXPERTS_WHOLE_MLP.breaks(cut)
-    return MLP_BLOCKS_UNDER_ZERO_BUBBLE.breaks(cut) or (unasked and whole)
+    return MLP_BLOCKS_UNDER_ZERO_BUBBLE.breaks(cut) or (unasked and EXPERTS_WHOLE_MLP.breaks(cut))
 
 
 def mlp_chunk(question: Question, base: Decisions) -> int:

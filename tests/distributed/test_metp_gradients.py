@@ -121,8 +121,20 @@ def test_each_rank_holds_what_its_program_says(team: Team, ranks: int, norms: bo
     assert len({wanted for _, wanted in found}) == 1
 
 
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_the_mlp_in_row_blocks(team: Team, name: str) -> None:
+    """Of 320 rows of a rank, the last of three blocks has 64; attention is in chunks as well."""
+    parity(team, name, Layout(metp=2), debug=True, mlp_chunk_tokens=128, **CHUNKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama-mha"])
+def test_the_mlp_in_row_blocks_on_four_ranks(team: Team, name: str) -> None:
+    parity(team, name, Layout(metp=4), recompute="full", swapped_tokens=0, mlp_chunk_tokens=128, seq_tokens=1024)
+
+
 def test_in_chunks_each_rank_holds_what_its_program_says(team: Team) -> None:
-    chosen = training(MODELS["gpt"], Layout(metp=2), **CHUNKS)
+    chosen = training(MODELS["gpt"], Layout(metp=2), mlp_chunk_tokens=128, **CHUNKS)
     found = team.play(held, 2, chosen, frozenset(), in_program_order)
     assert [measured for measured, _ in found] == [wanted for _, wanted in found]
 

@@ -19,6 +19,7 @@ Products hide the last exchanges too:
     last reduction               product of the input's gradient
     first broadcast              norm before attention
 
+The MLP may run in row blocks: each step loops over them, so that T, D and their gradients have room for one block.
 Attention may run in chunks of tokens, part by part (``metp_chunks.py``).
 
 Memory is allocated in program order. A buffer that is born after an exchange waits for it, if another buffer dies in
@@ -34,6 +35,7 @@ weights, keys and values runs on the compute lane, and no kernel runs beside it;
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from msgspec.structs import replace
@@ -73,6 +75,8 @@ class MetpLayer(MetpWriter):
         """Sizes of one part of the heads; its keys and values pass round the ring."""
         self.ffn, self.attn = ffn_bundle(block), attention_bundle(block)
         self.chunked = in_chunks(decisions)
+        self.mlp_rows = min(decisions.mlp_chunk_tokens or shape.tokens, shape.tokens)
+        """Rows of a buffer inside the MLP."""
         self.up_width = 2 * shape.ffn if self.model.gated else shape.ffn
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
@@ -82,9 +86,10 @@ class MetpLayer(MetpWriter):
         for step in range(self.ranks):
             self._pass_weights(step)
             self._at(self.ffn, step)
-            self._activated()
-            act, out_rows = self._all("act"), self._owned("down_out")
-            self.sum_linear("ffn_down", act, out_rows, self.shape.hidden, self.shape.ffn, step)
+            for block in self._mlp_blocks():
+                act = self._activated(block)
+                out_rows = Rows(self._owned("down_out").slot, *block)
+                self.sum_linear("ffn_down", act, out_rows, self.shape.hidden, self.shape.ffn, step)
         self._use_own_weights()
         whole = (0, self.shape.tokens)
         self.residual("out_add", "resid", self._all("down_out"), out=out, rows=whole, bias="ffn_down.bias")
@@ -156,15 +161,23 @@ class MetpLayer(MetpWriter):
         self.residual("resid_add", "x", Rows("proj_out", *rows), out="resid", rows=rows, bias="proj.bias")
         self.suffix = ""
 
-    def _activated(self) -> None:
-        """Write the first product and the activation for the features of the current weights."""
-        shape, at = self.shape, self._step_suffix
-        up, act = self.own("up", shape.tokens, self.up_width), self.own("act", shape.tokens, shape.ffn)
-        self.suffix = at
-        self.linear("ffn_up", self._all("norm2"), self._all(up), self.up_width, shape.hidden)
-        op, tokens = self._activation, shape.tokens
-        x, out = reads(self._all(up)), writes(self._all(act))
+    def _mlp_blocks(self) -> Iterator[RowBlock]:
+        """Yield the MLP's row blocks; operators have the suffix of a block while it is written."""
+        of_the_step, rows = self.suffix, self.mlp_rows
+        for number, first in enumerate(range(0, self.shape.tokens, rows)):
+            self.suffix = of_the_step + (f".b{number}" if rows < self.shape.tokens else "")
+            yield first, min(rows, self.shape.tokens - first)
+        self.suffix = of_the_step
+
+    def _activated(self, block: RowBlock) -> Rows:
+        """Write first product and activation of a row block for the current weights' features; return its rows."""
+        shape, tokens = self.shape, block[1]
+        up = Rows(self.own("up", self.mlp_rows, self.up_width), 0, tokens)
+        act = Rows(self.own("act", self.mlp_rows, shape.ffn), 0, tokens)
+        self.linear("ffn_up", Rows("norm2", *block), up, self.up_width, shape.hidden)
+        op, x, out = self._activation, reads(up), writes(act)
         self.memory_bound("act", op, tokens, self.up_width, shape.ffn, features=shape.ffn, x=x, out=out)
+        return act
 
     @property
     def _activation(self) -> str:
@@ -172,41 +185,47 @@ class MetpLayer(MetpWriter):
 
     def _mlp_backward(self, grad_out: str) -> None:
         """Write the MLP's backward to ``d_resid``."""
-        shape, hidden, tokens = self.shape, self.shape.hidden, self.shape.tokens
         if not self.shape.keep_norms:
             self._whole_norm("norm2", "resid", again=True)
-        upstream = self.builder.all(grad_out)
-        d_act, d_up, d_norm = (
-            self._owned("d_act", shape.ffn),
-            self._owned("d_up", self.up_width),
-            self._owned("d_norm2"),
-        )
+        for slot, width in (("d_act", self.shape.ffn), ("d_up", self.up_width)):
+            self.own(slot, self.mlp_rows, width)
+        self._owned("d_norm2")
         for step in range(self.ranks):
             self._pass_weights(step)
             self._at(self.ffn, step)
-            self._activated()
-            self.dgrad("ffn_down", upstream, d_act, shape.ffn, hidden)
-            read, grad, x = shape.ffn + self.up_width, reads(d_act), reads(self._all("up"))
-            op, into = f"{self._activation}.bwd", writes(d_up)
-            self.memory_bound(
-                "act.bwd", op, tokens, read, self.up_width, features=shape.ffn, grad=grad, x=x, grad_x=into
-            )
-            last = step == self.ranks - 1
-            if not last:
-                self.sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
-            if step == 1:
-                self._clear(self.ffn, step)
-            self.wgrad("ffn_down", upstream, self._all("act"), hidden, shape.ffn)
-            self.wgrad("ffn_up", d_up, self._all("norm2"), self.up_width, hidden)
-            self.bgrad("ffn_up", d_up, self.up_width)
-            if step:
-                self._pass_sums(step)
-            if last:
-                self.sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
+            for block in self._mlp_blocks():
+                self._mlp_block_backward(grad_out, block, step)
         self._use_own_weights()
         self._broadcast(0)
-        self.bgrad("ffn_down", upstream, hidden)
+        self.bgrad("ffn_down", self.builder.all(grad_out), self.shape.hidden)
         self._norm_backward("norm2", "resid", residual_grad=grad_out, out=self._owned("d_resid").slot)
+
+    def _mlp_block_backward(self, grad_out: str, block: RowBlock, step: int) -> None:
+        """Write the backward of the MLP's row ``block`` for the features of a step's weights, to ``d_norm2``.
+
+        Behind the weight gradients of the step's last block, their sums go to the next rank.
+        """
+        shape, hidden, (first, tokens) = self.shape, self.shape.hidden, block
+        upstream, normed, d_norm = (Rows(slot, *block) for slot in (grad_out, "norm2", "d_norm2"))
+        act = self._activated(block)
+        d_act, d_up, up = (Rows(slot, 0, tokens) for slot in ("d_act", "d_up", "up"))
+        self.dgrad("ffn_down", upstream, d_act, shape.ffn, hidden)
+        read, grad, x = shape.ffn + self.up_width, reads(d_act), reads(up)
+        op, into = f"{self._activation}.bwd", writes(d_up)
+        self.memory_bound("act.bwd", op, tokens, read, self.up_width, features=shape.ffn, grad=grad, x=x, grad_x=into)
+        last_block = first + tokens == shape.tokens
+        hides = last_block and step == self.ranks - 1  # the input's gradient stands behind the last hop of the sums
+        if not hides:
+            self.sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
+        if step == 1 and not first:
+            self._clear(self.ffn, step)
+        self.wgrad("ffn_down", upstream, act, hidden, shape.ffn)
+        self.wgrad("ffn_up", d_up, normed, self.up_width, hidden)
+        self.bgrad("ffn_up", d_up, self.up_width)
+        if step and last_block:
+            self._pass_sums(step)
+        if hides:
+            self.sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
 
     def _attention_backward(self, grad_in: str) -> None:
         """Write attention's backward from ``d_resid``."""
@@ -310,7 +329,7 @@ class MetpLayer(MetpWriter):
     def _at(self, bundle: Bundle, step: int) -> None:
         """Make operators use the weights of a step of the ring; at step 0 these are this rank's own."""
         self.source = (bundle, step, step) if step else None
-        self.suffix = self._step_suffix = f".t{step}"
+        self.suffix = f".t{step}"
 
     def _use_own_weights(self) -> None:
         """Make operators use this rank's own weights."""
