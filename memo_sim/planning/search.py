@@ -175,7 +175,7 @@ def _eighths(candidate: Candidate) -> list[Candidate]:
 
 def _is_small(candidate: Candidate) -> bool:
     """Return whether a plan that cannot win is soon played: chunks in a ring have a call for every pair and rank."""
-    return not (candidate.policy.attention_chunks and candidate.base.layout.cp > 1)
+    return not (candidate.policy.attention_chunks and candidate.base.layout.ring > 1)
 
 
 class _Search:
