@@ -251,6 +251,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "adamw.no_decay": optimizer.adamw_no_decay,
     "all_gather": collective.all_gather,
     "reduce_scatter": collective.reduce_scatter,
+    "all_gather.sequences": collective.all_gather_sequences,
+    "reduce_scatter.sequences": collective.reduce_scatter_sequences,
     "heads.all_gather": collective.heads_all_gather,
     "heads.reduce_scatter": collective.heads_reduce_scatter,
     "all_reduce": collective.all_reduce,

@@ -51,9 +51,11 @@ def test_planned_memory_of_unequal_ranks(team: Team, name: str, layout: Layout) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-def test_planned_memory_of_subsequences_that_ranks_divide(team: Team, exchange: CpExchange) -> None:
+def test_planned_memory_of_subsequences_that_ranks_divide(team: Team, exchange: CpExchange, sequences: int) -> None:
     layout = Layout(cp=2, cp_exchange=exchange, subsequences=3)
-    chosen = training(MODELS["llama4"], layout, recompute="full", swapped_tokens=0, seq_tokens=1040, global_batch=2)
+    batch = {"micro_batch": sequences, "global_batch": 2}
+    chosen = training(MODELS["llama4"], layout, recompute="full", swapped_tokens=0, seq_tokens=1040, **batch)
     ranks = team.play(play_planned, 2, chosen)
     compare(ranks, reference("llama4", chosen.seq_tokens, chosen.global_batch, STEPS), steps=STEPS)

@@ -147,7 +147,9 @@ def longest_keys(decisions: Decisions, shape: Shape) -> int:
         return shape.tokens
     subsequences = decisions.layout.subsequences > 1
     gathered = (
-        divided_subsequence.most_gathered_keys(decisions) if subsequences else gathered_attention.keys_before(shape)
+        divided_subsequence.most_gathered_keys(decisions)
+        if subsequences
+        else gathered_attention.most_keys(decisions, shape)
     )
     return max(shape.tokens, gathered)
 

@@ -113,7 +113,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
     builder.cut()
     own_square(builder, decisions, shape, _seen(shape))
     if shape.start and not shape.window:
-        before = _calls(decisions, [(0, Rows(KV, 0, shape.start))])
+        before = calls(decisions, [(0, Rows(KV, 0, shape.start))])
         longest = max(rows.tokens for _, rows in before)
         for number, (_, rows) in enumerate(before):
             part = Part(rows, suffix=f".k{number}" if len(before) > 1 else "")
@@ -145,7 +145,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         _windowed_backward(builder, decisions, shape)
         return
     ((_, mine),) = sums_of(shape, shape.start, shape.tokens)
-    earlier = _calls(decisions, sums_of(shape, 0, shape.start))
+    earlier = calls(decisions, sums_of(shape, 0, shape.start))
     longest = max((rows.tokens for _, rows in earlier), default=0)
     dtype = SUM_DTYPE if earlier else decisions.dtype
     d_q = builder.own("d_q", BufferClass.TRANSIENT, dtype, shape.tokens, shape.q_width)
@@ -181,7 +181,7 @@ def own_square_backward(  # noqa: PLR0917 - the context, and where both gradient
     sum_into(builder, decisions, shape, "", written, into)
 
 
-def _calls(decisions: Decisions, earlier: list[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
+def calls(decisions: Decisions, earlier: list[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
     """Return runs of earlier rows of the KV cache as one call each reads them: cut where subsequences end.
 
     A run is its first row of the cache and rows of a buffer. Of a micro-batch of one sequence a run is one call.

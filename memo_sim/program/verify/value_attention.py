@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memo_sim.program.ir.work import Attention, Exchange, WindowedAttention
 from memo_sim.program.verify.value_call import Call
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 HALVES = "halves"
 """Mark of keys, and of their gradients, whose early halves of all sequences come first."""
+SEQUENCES = "sequences"
+"""Mark of keys of all ranks, and of their gradients, where all ranks' rows of one sequence come before the next's."""
 
 
 # Calls
@@ -102,6 +104,7 @@ def _keys(  # noqa: PLR0911 - one return per kind of keys
             call.fault(f"a causal square of queries [{row}, {row + tokens}) and keys [{first}, {end})")
         if v.divided_parts:
             return _parts_keys(call, 0, first, end), value, first
+        _check_one_part(call, first, end)
         return Spans((), (first, end)) if work.mask == "causal" else Spans(((first, end),)), value, first
     return _ranks_keys(call, value, first, end), value, first
 
@@ -149,6 +152,8 @@ def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[obj
         if value.terms[0] == "all":
             return _gathered_parts_keys(call, value.terms[1:], first, end)
         return _parts_keys(call, value.terms[1], first, end, halves=HALVES in value.terms)
+    if value.terms == "all" and v.decisions.micro_batch > 1 and end - first > half:
+        call.fault(f"gathered keys [{first}, {end}) mix the rows of several sequences")
     terms: set[object] = set()
     for n in range(first // half, -(-end // half)):
         if not first <= n * half <= (n + 1) * half <= end:
@@ -175,9 +180,18 @@ def _parts_keys(call: Call, hops: int, first: int, end: int, *, halves: bool = F
             call.fault(f"the causal square of keys [{first}, {end}) is not that of rows [{low}, {high})")
         return frozenset({("square", part)})
     found = _whole_halves(call, first, end)
+    _check_one_part(call, first, end)
     if len(found) == 1 and v.decisions.micro_batch > 1 and not halves:
         call.fault(f"keys [{first}, {end}) are no half of several sequences, which lie one after the other")
     return frozenset(("hop", hops, n) for n in found)
+
+
+def _check_one_part(call: Call, first: int, end: int) -> None:
+    """Check that keys of several sequences are of one subsequence: in two, those of a sequence lie apart."""
+    v = call.values
+    starts = [v.layout.ulysses * start for start in v.starts]
+    if v.decisions.micro_batch > 1 and any(first < start < end for start in starts):
+        call.fault(f"keys [{first}, {end}) are of several parts, in which the keys of a sequence lie apart")
 
 
 def _whole_halves(call: Call, first: int, end: int) -> set[int]:
@@ -189,13 +203,20 @@ def _whole_halves(call: Call, first: int, end: int) -> set[int]:
     return found
 
 
-def _gathered_parts_keys(call: Call, gathered: Sequence[int], first: int, end: int) -> frozenset[object]:
-    """Return the terms that rows [first, end) are, of rows ``gathered`` of all ranks: early halves, then late ones."""
-    v, (low, high) = call.values, gathered
+def _gathered_parts_keys(call: Call, gathered: Sequence[Any], first: int, end: int) -> frozenset[object]:
+    """Return the terms that rows [first, end) are, of rows ``gathered`` of all ranks: early halves, then late ones.
+
+    Of several sequences, a call reads all keys of a part, gathered by sequences, or one half of one rank's keys.
+    """
+    v, (low, high, *marks) = call.values, gathered
     ring, half = v.layout.ring, (high - low) // 2
-    if (first, end) == (0, ring * (high - low)):
+    several, everything = v.decisions.micro_batch > 1, (first, end) == (0, ring * (high - low))
+    one_part = (low, high) in v.divided_parts
+    if several and not (one_part and (SEQUENCES in marks if everything else HALVES in marks and end - first == half)):
+        call.fault(f"gathered keys [{first}, {end}) of rows [{low}, {high}) mix the rows of several sequences")
+    if everything:
         return frozenset(("rank", of, n) for of in range(ring) for n in _whole_halves(call, low, high))
-    if (low, high) not in v.divided_parts or first % half or end % half:
+    if not one_part or first % half or end % half:
         call.fault(f"gathered keys [{first}, {end}) are not whole halves of one part of what ranks divide")
     part = part_at(v, low)
     return frozenset(("rank", n % ring, 2 * part + n // ring) for n in range(first // half, end // half))
@@ -448,10 +469,14 @@ def gather_keys(call: Call) -> None:
     rows = call.rows("shard")
     value = rows[0].value
     if call.values.divided_parts:
-        known = len(rows) == 1 and value is not None and value.name == "kv" and value.terms is None
+        packed = call.values.decisions.micro_batch > 1 and call.instruction.op == "all_gather"
+        held = ("shift", 0, HALVES) if packed else None
+        known = len(rows) == 1 and value is not None and value.name == "kv" and value.terms == held
         if value is not None and not known:
-            call.wrong("shard", value, rows[0].row, "this rank's rows of the KV cache")
-        gathered = ("all", rows[0].row, rows[0].row + call.tokens("shard"))
+            wanted = "this rank's keys, early halves first" if packed else "this rank's rows of the KV cache"
+            call.wrong("shard", value, rows[0].row, wanted)
+        marks = (HALVES,) if packed else (SEQUENCES,) if call.instruction.op == "all_gather.sequences" else ()
+        gathered = ("all", rows[0].row, rows[0].row + call.tokens("shard"), *marks)
         made = value._replace(terms=gathered) if known and value is not None else None
         call.put("full", 0, call.tokens("full"), made, 0)
         return
@@ -502,7 +527,9 @@ def _scatter_parts_keys(call: Call) -> None:
             call.fault("sums zeros in place of gradients of keys")
         call.put("shard", 0, call.tokens("shard"), None)
         return
-    _, low, high, part = known.terms
+    _, low, high, *marks, part = known.terms
+    if (SEQUENCES in marks) != (call.instruction.op == "reduce_scatter.sequences"):
+        call.wrong("full", known, low, "gradients in the order in which they are summed")
     half, found = (high - low) // 2, set[tuple[int, int]]()
     for first, end, value, row in rows:
         assert value is not None
@@ -512,13 +539,15 @@ def _scatter_parts_keys(call: Call) -> None:
             call.wrong("full", value, row, f"{known} (row {first})")
         found |= {(n % ring, n // ring) for n in range(first // half, -(-end // half))}
     everyone = {(of, which) for of in range(ring) for which in (0, 1)}
-    made: frozenset[object] | None = None
+    made: object = None
     if high <= v.divided_parts[part][0]:
         made = frozenset({("by", part), ("others", part)}) if found == everyone else None
     elif (low, high) == v.divided_parts[part]:
         terms = {("rank", of, which) for of, which in found}
         fits = {rank for rank in v.ring_ranks if terms == _needed_by_both_halves(v, rank) - {OWN}}
         made = frozenset({("others", part)}) if fits else None
+        if fits and HALVES in marks:
+            made = ("from", ring, frozenset(range(1, ring)), part, HALVES)
         v.ring_ranks = fits or v.ring_ranks
     if made is None:
         call.fault(

@@ -53,11 +53,6 @@ SUBSEQUENCES = (
         hint="--micro-batch 1, or leave --subsequences out",
     ),
     _DIVIDED.allows(
-        "decisions.micro_batch",
-        1,
-        because="the halves of several sequences lie apart in what ranks exchange",
-    ),
-    _DIVIDED.allows(
         "layout.cp",
         1,
         because="a window's keys before a subsequence lie on several ranks",

@@ -631,11 +631,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
         "2 with 2 subsequences and a window",
     ),
-    "subsequences with cp: micro_batch": (
-        Layout(subsequences=2, cp=2),
-        {"micro_batch": 2, "global_batch": 2},
-        "2 with 2 subsequences and cp 2",
-    ),
     "subsequences with cp: cp": (Layout(subsequences=2, cp=2), {"model": WINDOW}, "2 with 2 subsequences and cp 2"),
     "subsequences with cp: multiplexed": (multiplexed(cp=2), {}, "true with 8 subsequences and cp 2"),
     "subsequences with cp: memory_policy": (
