@@ -182,6 +182,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "qkv.join": packing.qkv_join,
     "kv.pack": packing.kv_pack,
     "heads.transpose": packing.heads_transpose,
+    "kv.pack.sequence": packing.kv_pack_sequence,
     "heads.pick": shared_heads.pick,
     "heads.place": shared_heads.place,
     "grad.accumulate": packing.accumulate,

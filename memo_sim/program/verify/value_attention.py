@@ -12,6 +12,7 @@ from memo_sim.program.verify.value_rows import Held, Value, add_range
 from memo_sim.program.verify.value_terms import (
     FROM_LATE,
     FROM_NEXT,
+    FROM_PART,
     OTHERS,
     OWN,
     WINDOW,
@@ -24,6 +25,10 @@ from memo_sim.program.verify.value_terms import (
     joined,
     keys_needed,
     part_at,
+    place_of,
+    positions_of,
+    rows_of,
+    sequence_starts,
     shown,
     whole,
     window_of,
@@ -78,8 +83,7 @@ def _keys(  # noqa: PLR0911 - one return per kind of keys
         return frozenset({OWN}), queries, row
     if queries is not None and window:
         good = _windows_keys(call, queries, row, tokens, window)
-        first = row if v.layout.ring > 1 else max(0, row + 1 - window)
-        return (frozenset({WINDOW}) if good else None), queries, first
+        return (frozenset({WINDOW}) if good else None), queries, row
     rows = call.rows("kv")
     value, first = rows[0].value, rows[0].row
     if any(each.value is None for each in rows) or value is None:
@@ -111,35 +115,62 @@ def _keys(  # noqa: PLR0911 - one return per kind of keys
 
 def _windows_keys(call: Call, queries: Value, row: int, tokens: int, window: int) -> bool:
     """Check that keys are those of a call's queries and the ``window`` - 1 before them."""
-    v, before, half = call.values, window - 1, call.values.attended // 2
-    found: list[tuple[object, int, int]] = []
+    v = call.values
+    found: list[tuple[int, int, int]] = []
     for each in call.rows("kv"):
         if each.value is None:
             return False
         if each.value._replace(terms=None) != queries._replace(name="kv", terms=None):
             call.wrong("kv", each.value, each.row, f"the keys of {queries}")
             return False
-        shift = each.value.terms[1] if isinstance(each.value.terms, tuple) else None
-        if found and found[-1][0] == shift and found[-1][2] == each.row:
-            found[-1] = (shift, found[-1][1], each.row + each.end - each.first)
-        else:
-            found.append((shift, each.row, each.row + each.end - each.first))
-    ring, own = v.layout.ring, (0, row, row + tokens)
-    others: list[tuple[object, int, int]]
-    if ring == 1:
-        allowed: dict[int, list[tuple[object, int, int]]] = {0: [(None, max(0, row - before), row + tokens)]}
-    elif row == 0:
-        others = [(1, half - before, half), own] if before else [own]
-        allowed = {rank: others if rank else [own] for rank in range(ring)}
-    else:
-        others = [(ring - 1, 2 * half - before, 2 * half), own] if before else [own]
-        allowed = dict.fromkeys(range(ring - 1), others) | {ring - 1: [(0, half - before, row + tokens)]}
-    fits = {rank for rank in v.ring_ranks if allowed.get(rank) == found}
+        found.append((_hops(each.value), each.row, each.row + each.end - each.first))
+    allowed = _windows_of_ranks(v, row, tokens, window)
+    fits = {rank for rank in v.ring_ranks if allowed.get(rank) == _side_by_side(found)}
     if not fits:
         call.fault(f"kv has the keys {found} (hops, first row, end), which are no window of {window} of these queries")
         return False
     v.ring_ranks = fits
     return True
+
+
+def _hops(keys: Value) -> int:
+    """Return how many ranks away keys were computed."""
+    return keys.terms[1] if isinstance(keys.terms, tuple) else 0
+
+
+def _windows_of_ranks(v: Values, row: int, tokens: int, window: int) -> dict[int, list[tuple[int, int, int]]]:
+    """Return, by rank of the ring, the keys (hops, first row, end) that queries [row, row + tokens) see."""
+    before, ring, end = window - 1, v.layout.ring, row + tokens
+
+    def earlier(at: int) -> list[tuple[int, int, int]]:
+        """Return this rank's own keys right before row ``at``."""
+        place = place_of(v, at)
+        return [(0, *rows) for rows in rows_of(v, place.sequence, max(0, place.position - before), place.position)]
+
+    if ring == 1:
+        starts = sequence_starts(v, row, end)
+        pieces = [[*earlier(low), (0, low, high)] for low, high in starts]
+        return {0: _side_by_side([each for piece in pieces for each in piece])}
+    place = place_of(v, row)
+    chunk = (place.end - place.first) // 2
+    if tokens != chunk or row not in (place.first, place.first + chunk):
+        return {}
+    own = _side_by_side([*earlier(row), (0, row, end)])
+    late = row > place.first
+    others = [(ring - 1 if late else 1, end - before, end)] if before else []
+    alone = ring - 1 if late else 0
+    return {rank: own if rank == alone else [*others, (0, row, end)] for rank in range(ring)}
+
+
+def _side_by_side(keys: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return keys (hops, first row, end) with neighbours joined."""
+    found: list[tuple[int, int, int]] = []
+    for hops, first, end in keys:
+        if found and found[-1][0] == hops and found[-1][2] == first:
+            found[-1] = (hops, found[-1][1], end)
+        else:
+            found.append((hops, first, end))
+    return found
 
 
 def _ranks_keys(call: Call, value: Value, first: int, end: int) -> frozenset[object]:
@@ -189,8 +220,7 @@ def _parts_keys(call: Call, hops: int, first: int, end: int, *, halves: bool = F
 def _check_one_part(call: Call, first: int, end: int) -> None:
     """Check that keys of several sequences are of one subsequence: in two, those of a sequence lie apart."""
     v = call.values
-    starts = [v.layout.ulysses * start for start in v.starts]
-    if v.decisions.micro_batch > 1 and any(first < start < end for start in starts):
+    if v.decisions.micro_batch > 1 and place_of(v, first).part != place_of(v, end - 1).part:
         call.fault(f"keys [{first}, {end}) are of several parts, in which the keys of a sequence lie apart")
 
 
@@ -275,7 +305,8 @@ def _add(call: Call, part: str, into: str) -> None:
             for old in call.rows(into, at, given.end - given.first):
                 row = given.row + old.first - at
                 value = _sum(call, into, old, given.value, row)
-                call.put(into, old.first, old.end - old.first, value, old.row)
+                at_row = row if old.value is not None and old.value.name == "zero" else old.row
+                call.put(into, old.first, old.end - old.first, value, at_row)
 
 
 def _sum(  # noqa: PLR0911 - one return per kind of sum
@@ -379,7 +410,7 @@ def _gradient_of_keys(
     call: Call, keys: Value | None, terms: object, first: int, queries: list[tuple[int, int]], *, late: bool
 ) -> None:
     tokens, value = call.tokens("grad_kv"), None
-    if keys is not None and terms == {WINDOW} and call.values.layout.ring > 1:
+    if keys is not None and terms == {WINDOW}:
         _gradient_of_windows_keys(call, keys, queries)
         return
     if keys is not None and terms is not None:
@@ -392,8 +423,8 @@ def _gradient_of_keys(
                 made = (*keys.terms, part)
             else:
                 made = ("from", keys.terms[1], frozenset({keys.terms[1]}), part, *keys.terms[2:])
-        elif isinstance(terms, Spans) or terms == {WINDOW}:
-            made = terms if isinstance(terms, Spans) and terms.square else _spans(queries)
+        elif isinstance(terms, Spans):
+            made = terms if terms.square else _spans(queries)
         elif keys.terms == "all":
             made = "all"
         else:
@@ -404,20 +435,26 @@ def _gradient_of_keys(
 
 
 def _gradient_of_windows_keys(call: Call, keys: Value, queries: list[tuple[int, int]]) -> None:
-    """Write the gradients of a chunk's keys, and of those before them: another rank's, or the early chunk's."""
-    (row, _) = queries[0]
+    """Write the gradients of a window's keys: of the queries' own, and of those before them."""
+    v, (row, _) = call.values, queries[0]
     for first, end, value, at in call.rows("kv"):
         assert value is not None
-        assert isinstance(value.terms, tuple)
-        made: object = frozenset({WINDOW})
+        if v.layout.ring == 1:  # terms are of positions: rows of one sequence
+            for low, high in sequence_starts(v, at, at + end - first):
+                made = _spans(positions_of(v, queries, place_of(v, low).sequence))
+                call.put("grad_kv", first + low - at, high - low, keys._replace(name="d_kv", terms=made), low)
+            continue
+        terms: object = frozenset({WINDOW})
         low = first
-        if value.terms[1]:
-            made = ("before", value.terms[1])
-        elif at < row:  # the early chunk's keys, right before those of the late one
-            low = first + row - at
-            early = keys._replace(name="d_kv", terms=frozenset({FROM_LATE}))
+        if _hops(value):
+            terms = ("before", _hops(value))
+        elif at < row:  # keys of this rank, right before those of the queries
+            low = min(end, first + row - at)
+            before = FROM_LATE if place_of(v, row).first < row else FROM_PART
+            early = keys._replace(name="d_kv", terms=frozenset({before}))
             call.put("grad_kv", first, low - first, early, at)
-        call.put("grad_kv", low, end - low, keys._replace(name="d_kv", terms=made), at + low - first)
+        if low < end:
+            call.put("grad_kv", low, end - low, keys._replace(name="d_kv", terms=terms), at + low - first)
 
 
 def _spans(queries: list[tuple[int, int]]) -> Spans:
@@ -438,7 +475,11 @@ def pack(call: Call) -> None:
     rows = call.rows("qkv")
     wanted = inside(call.values, "qkv")
     value, first = rows[0].value, rows[0].row
-    part = value is not None and first > 0 and not window_of(call.values, value.layer)
+    window = 0 if value is None else window_of(call.values, value.layer)
+    part = first > 0 and not window
+    by_sequence = call.instruction.op == "kv.pack.sequence"
+    if by_sequence != (window > 0 and call.values.decisions.micro_batch > 1):
+        call.fault("a window's keys, and only these, are copied sequence by sequence")
     if len(rows) != 1 or value is None or value.name != wanted or part:
         if value is not None:
             call.wrong("qkv", value, first, f"all rows of {wanted}")
@@ -793,6 +834,7 @@ RULES: dict[str, Callable[[Call], None]] = {
     "attention.sink": sink,
     "attention.sink.bwd": sink_backward,
     "kv.pack": pack,
+    "kv.pack.sequence": pack,
     "qkv.split": split,
     "qkv.join": join,
     "grad.accumulate.halves": accumulate,
