@@ -37,6 +37,7 @@ from memo_sim.planning.stage_alone import StagesAlone, stands_alone
 from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses, least_chunk
 from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
+from memo_sim.planning.w_pass_bytes import waiting_bytes
 from memo_sim.planning.window_bytes import WindowBytes
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
@@ -233,7 +234,7 @@ class LowerBounds:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
         device, host = self._states(keep)
-        bound = LowerBound(0.0, device, host * self._local(keep))
+        bound = LowerBound(0.0, max(device, self._before_w_passes(keep)), host * self._local(keep))
         if not beside or self.shortfall_bytes(bound):
             return bound
         return replace(bound, step_s=self.beside_s(keep, beside, waits=waits))
@@ -275,10 +276,23 @@ class LowerBounds:
             device, host = self._in_window(decisions)
             return LowerBound(0.0, device if counts_device else self._states(decisions)[0], host)
         device, host = self._states(decisions)
+        waiting = self._before_w_passes(decisions)
         parts = self._layers(decisions)
         if counts_device:
             device += self._held_bytes(parts)
-        return LowerBound(0.0, device, (host + self._swapped_bytes(parts)) * self._local(decisions))
+        return LowerBound(0.0, max(device, waiting), (host + self._swapped_bytes(parts)) * self._local(decisions))
+
+    def _before_w_passes(self, decisions: Decisions) -> int:
+        """Return a lower bound of a device's bytes before the first W pass, under every policy; 0 where none is known.
+
+        An eager framework may need a little less than the program.
+        """
+        waiting = [] if decisions.memory_policy == "eager" else waiting_bytes(decisions)
+        if not waiting:
+            return 0
+        blocks, kinds = self._states_of_blocks(decisions)[0], decisions.model.layer_kinds
+        stages = zip(stages_of(decisions), waiting, strict=True)
+        return max(more + sum(blocks[kinds[layer]][0] for layer in stage.layers) for stage, more in stages)
 
     def _in_window(self, decisions: Decisions) -> tuple[int, int]:
         """Return lower bounds with an offload window: of the fullest device's bytes, and of those of a node's host.
