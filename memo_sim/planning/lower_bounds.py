@@ -43,7 +43,7 @@ from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.ir.work import PointToPoint
-from memo_sim.program.layers.activations import Activations, region
+from memo_sim.program.layers.activations import REBUILT_FROM_SHARED, Activations, region
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
@@ -263,6 +263,20 @@ class LowerBounds:
                     known_s[change] = self._step_s(keep, change.of(parts.whole), layers)
             found_s = min(found_s, max(known_s[change] for change in changes) / gain)
         return found_s
+
+    def unswapped_s(self, decisions: Decisions) -> float:
+        """Return a lower bound of the step seconds of a plan that ``rebuilds_all``, with any number of swapped rows.
+
+        It is that of the plan which swaps none. Swapping adds copies, of inputs between device and host and of rows
+        that stay beside them. It leaves no kernel and no collective out: every backward rebuilds its layer, whether or
+        not the layer's input is still in a rounding buffer (``Activations.resident_differs``).
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        whole = msgspec.structs.replace(decisions, swapped_tokens=0)
+        parts = self._parts(whole)
+        return self._step_s(whole, parts.whole, parts.layers, self._ends.of(whole))
 
     def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
@@ -647,6 +661,12 @@ class LowerBounds:
                 layers[-1] = _added_bytes(layers[-1], more)
         self._blocks[alike] = layers, ends
         return self._blocks[alike]
+
+
+def rebuilds_all(decisions: Decisions) -> bool:
+    """Return whether backward rebuilds every layer from its input, swapped or not, with no other buffers (``full``)."""
+    own = decisions.recompute in REBUILT_FROM_SHARED and decisions.recompute_layers == ALL
+    return own and not decisions.rounding_buffers and decisions.layout.subsequences == 1 and decisions.modules == "auto"
 
 
 def _added_bytes(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
