@@ -255,7 +255,9 @@ class _Search:
         for place, layout in enumerate(space.layouts):
             if lazily:
                 key = self._examination.bounds.least_key_of_layout(space, layout, waits=False)
-                heappush(self._findings.waiting, (key, (place, -1), BoundedLayout(layout)))
+                # Where nothing is known, waits tell nothing either.
+                bounded = BoundedLayout(layout, with_waits=key == LEAST)
+                heappush(self._findings.waiting, (key, (place, -1), bounded))
             else:
                 self._open(space, layout, place)
 
