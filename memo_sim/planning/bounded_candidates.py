@@ -6,10 +6,10 @@ unswapped    from a few layers of the plan that swaps nothing, where every backw
 pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
 layers       from a few of the plan's layers
 passes       from the passes of all stages, which wait for each other
-memory       from the buffers of the stage that is likely to need most memory
 wide, narrow from a few of the plan's layers, for each of some ranges of alpha
 alone        from one stage that is played by itself, against the best plans so far; where they are far off, again
              against longer and longer times, with other candidates in between
+memory       from the buffers of the stage that is likely to need most memory
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class CandidateBounds:
         ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
         if one.candidate.policy.alpha is not None:
             ranges = () if self._front else ("alone",)
-        order: tuple[NextBound, ...] = ("layers", "passes", "memory", *ranges, "")
+        order: tuple[NextBound, ...] = ("layers", "passes", *ranges, "memory", "")
         return order[order.index(one.next_bound) + 1]
 
     def _step_s(self, one: Bounded) -> float:

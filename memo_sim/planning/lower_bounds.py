@@ -30,6 +30,7 @@ from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.memory.huggingface import absent_states
 from memo_sim.planning.beside_kept import Change, has_waits, passes_beside
 from memo_sim.planning.few_layers import Held, Pass, Passes
+from memo_sim.planning.in_flight_bytes import in_flight_bytes
 from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.pricers import Pricers
@@ -53,6 +54,9 @@ from memo_sim.program.layout.stage_layers import layers_by_kind
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 from memo_sim.program.pipeline.stage_p2p import transfer_bytes
+
+MORE_ALONE = 1.03
+"""A stage that is played as a whole is seldom slower by more than its slices; of a range, it is then not played."""
 
 ALONE = (6, 8)
 """Layers of two models of which one has a window more, and which show what a layer of one kind adds."""
@@ -104,6 +108,7 @@ class LowerBounds:
         self._passes = StagePasses()
         self._pricers = Pricers(hardware, cluster)
         self._stage_bytes: dict[Decisions, int] = {}
+        self._in_flight_bytes: dict[Decisions, int] = {}
         self._blocks: dict[Decisions, tuple[list[tuple[int, int]], tuple[int, int]]] = {}
         """States of a layer of each kind and of the ends; splits into stages and policies share them."""
         self._not_repeated: set[Decisions] = set()
@@ -169,6 +174,13 @@ class LowerBounds:
         found_s = 0.0
         for stage in dict.fromkeys((of_stages.index(max(of_stages)), last)):
             before_s, after_s = around[stage].before_s / gain, around[stage].after_s / gain
+            kernels_s = self._alone.kernels_s(low, high, stage) if enough_s < inf else None
+            if kernels_s is not None:
+                found_s = max(found_s, before_s + kernels_s + after_s)
+                if found_s >= enough_s:
+                    break
+                if low != high and found_s * MORE_ALONE < enough_s:
+                    continue
             alone_s = self._alone.step_s(low, high, stage, before_s=before_s, after_s=after_s)
             found_s = max(found_s, alone_s or 0.0)
             if found_s >= enough_s:
@@ -508,6 +520,9 @@ class LowerBounds:
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
         kept = layout.pp > 1 and not decisions.offload_window
         in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
+        # With more swapped rows, nothing needs more.
+        if high not in self._in_flight_bytes:
+            self._in_flight_bytes[high] = in_flight_bytes(high)
         # Modules of a framework keep more than the program, but not all of what it keeps.
         written_over = self._written_over_bytes(decisions)
         found = [self._held(each) for each in dict.fromkeys((decisions, high))]
@@ -516,7 +531,7 @@ class LowerBounds:
         layer_bytes = min(added for _, added in found)
         return LowerBound(
             step_s=self._step_s(decisions, parts.whole, parts.layers, ends),
-            device_bytes=device + int(max(least, in_flight * layer_bytes)),
+            device_bytes=device + int(max(least, in_flight * layer_bytes, self._in_flight_bytes[high])),
             host_bytes_per_node=(host + min(held.host_bytes for held, _ in found)) * self._local(decisions),
         )
 
