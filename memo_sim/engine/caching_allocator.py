@@ -15,9 +15,10 @@ from functools import cached_property
 import numpy as np
 
 from memo_sim.contract.hardware import Hardware
+from memo_sim.engine.fast_replay import replay_fast
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.initial_states import Beginning, without_states
-from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs, replay
+from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs
 from memo_sim.program.analysis.columns import InstructionColumns, Ints
 from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.arena.requests import requests_of
@@ -82,10 +83,9 @@ def caching_memory(
     if beginning:
         lives = without_states(program, lives)
     return CachingMemory(
-        replay(
+        replay_fast(
             requests_of(program, columns, lives=lives, names=names),
-            capacity_bytes=capacity_bytes,
-            reserve_bytes=reserve_bytes,
+            limit_bytes=max(0, capacity_bytes - reserve_bytes),
             costs=allocation_costs(hardware),
             ahead=ahead,
             beginning=beginning,

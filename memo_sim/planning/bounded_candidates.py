@@ -2,6 +2,7 @@
 
 rough        from what candidates share, without a lowering
 beside       from the layout's plan that keeps everything, with its collectives and waits
+unswapped    from a few layers of the plan that swaps nothing, where every backward rebuilds its layer
 pipeline     from the kernels of each stage and their waits, once for all candidates of a layout
 layers       from a few of the plan's layers
 passes       from the passes of all stages, which wait for each other
@@ -25,7 +26,7 @@ from memo_sim.planning.alpha_ranges import WIDEST, edges_of
 from memo_sim.planning.alpha_ranges import least_step_s as least_step_s_of_alphas
 from memo_sim.planning.alpha_search import Grid, most_that_host_holds
 from memo_sim.planning.few_layers import Passes
-from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
+from memo_sim.planning.lower_bounds import LowerBound, LowerBounds, rebuilds_all
 from memo_sim.planning.outcome import Key, ranked_s
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.presets import FULL_SWAP, KEEP, Policy
@@ -45,7 +46,7 @@ FARTHER = 1.05
 LEAST_SHARED = 3
 """Least number of policies that are worth a lowering of the plan that keeps everything, where it is none of them."""
 
-NextBound = Literal["beside", "pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
+NextBound = Literal["beside", "unswapped", "pipeline", "layers", "passes", "wide", "narrow", "alone", "memory", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class CandidateBounds:
         candidate, bound = one.candidate, one.bound
         assert bound is not None
         try:
-            if one.next_bound in {"beside", "pipeline", "passes"}:
+            if one.next_bound in {"beside", "unswapped", "pipeline", "passes"}:
                 bound = replace(bound, step_s=max(bound.step_s, self._step_s(one)))
                 return replace(one, bound=bound, next_bound=self._after(one))
             if one.next_bound == "alone":
@@ -196,14 +197,16 @@ class CandidateBounds:
     def _after(self, one: Bounded) -> NextBound:
         """Return the bounds that come after those of ``one``; without stages, a few plays take no longer than they."""
         layout, policy = one.candidate.base.layout, one.candidate.policy
-        if one.next_bound in {"beside", "pipeline"}:
+        if one.next_bound == "beside" and policy.alpha != 0 and rebuilds_all(one.candidate.base):
+            return "unswapped"
+        if one.next_bound in {"beside", "unswapped", "pipeline"}:
             return "layers"
         if layout.pp == layout.subsequences == layout.metp == 1 and one.next_bound == "layers" and not self._front:
             return "alone" if policy.alpha is None and not policy.swaps_some else ""
         if layout.pp == 1 or layout.subsequences > 1:
             return ""
         ranges: tuple[NextBound, ...] = ("wide", "narrow") if self._front else ("wide", "alone")
-        if one.candidate.policy.alpha is not None:
+        if policy.alpha is not None:
             ranges = () if self._front else ("alone",)
         order: tuple[NextBound, ...] = ("layers", "passes", *ranges, "memory", "")
         return order[order.index(one.next_bound) + 1]
@@ -213,6 +216,8 @@ class CandidateBounds:
         base = one.candidate.base
         if one.next_bound == "beside":
             return self.of_plans.beside_s(kept(base), [Policy.of(base)], waits=True)
+        if one.next_bound == "unswapped":
+            return self.of_plans.unswapped_s(base)
         return self._least_s_of_layout(kept(base)) if one.next_bound == "pipeline" else self._of_passes(one.candidate)
 
     def _least_s_of_layout(self, keeping: Decisions) -> float:

@@ -38,12 +38,13 @@ from memo_sim.planning.stage_alone import StagesAlone, stands_alone
 from memo_sim.planning.stage_passes import SCHEDULES, ChunkSeconds, StagePasses, least_chunk
 from memo_sim.planning.step_ends import KEPT, StepEnd, StepEnds
 from memo_sim.planning.subsequences import part_prices
+from memo_sim.planning.w_pass_bytes import waiting_bytes
 from memo_sim.planning.window_bytes import WindowBytes
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind
 from memo_sim.program.ir.work import PointToPoint
-from memo_sim.program.layers.activations import Activations, region
+from memo_sim.program.layers.activations import REBUILT_FROM_SHARED, Activations, region
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.recomputed_layers import ALL, in_groups
@@ -247,7 +248,7 @@ class LowerBounds:
             Infeasible: when ``keep`` cannot be lowered, or the profile has not measured its work.
         """
         device, host = self._states(keep)
-        bound = LowerBound(0.0, device, host * self._local(keep))
+        bound = LowerBound(0.0, max(device, self._before_w_passes(keep)), host * self._local(keep))
         if not beside or self.shortfall_bytes(bound):
             return bound
         return replace(bound, step_s=self.beside_s(keep, beside, waits=waits))
@@ -277,6 +278,20 @@ class LowerBounds:
             found_s = min(found_s, max(known_s[change] for change in changes) / gain)
         return found_s
 
+    def unswapped_s(self, decisions: Decisions) -> float:
+        """Return a lower bound of the step seconds of a plan that ``rebuilds_all``, with any number of swapped rows.
+
+        It is that of the plan which swaps none. Swapping adds copies, of inputs between device and host and of rows
+        that stay beside them. It leaves no kernel and no collective out: every backward rebuilds its layer, whether or
+        not the layer's input is still in a rounding buffer (``Activations.resident_differs``).
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        whole = msgspec.structs.replace(decisions, swapped_tokens=0)
+        parts = self._parts(whole)
+        return self._step_s(whole, parts.whole, parts.layers, self._ends.of(whole))
+
     def memory(self, decisions: Decisions, *, any_alpha: bool = False, eager_too: bool = False) -> LowerBound:
         """Return lower bounds of memory alone, from states, kept and swapped tensors; nothing is lowered or priced.
 
@@ -289,10 +304,23 @@ class LowerBounds:
             device, host = self._in_window(decisions)
             return LowerBound(0.0, device if counts_device else self._states(decisions)[0], host)
         device, host = self._states(decisions)
+        waiting = self._before_w_passes(decisions)
         parts = self._layers(decisions)
         if counts_device:
             device += self._held_bytes(parts)
-        return LowerBound(0.0, device, (host + self._swapped_bytes(parts)) * self._local(decisions))
+        return LowerBound(0.0, max(device, waiting), (host + self._swapped_bytes(parts)) * self._local(decisions))
+
+    def _before_w_passes(self, decisions: Decisions) -> int:
+        """Return a lower bound of a device's bytes before the first W pass, under every policy; 0 where none is known.
+
+        An eager framework may need a little less than the program.
+        """
+        waiting = [] if decisions.memory_policy == "eager" else waiting_bytes(decisions)
+        if not waiting:
+            return 0
+        blocks, kinds = self._states_of_blocks(decisions)[0], decisions.model.layer_kinds
+        stages = zip(stages_of(decisions), waiting, strict=True)
+        return max(more + sum(blocks[kinds[layer]][0] for layer in stage.layers) for stage, more in stages)
 
     def _in_window(self, decisions: Decisions) -> tuple[int, int]:
         """Return lower bounds with an offload window: of the fullest device's bytes, and of those of a node's host.
@@ -650,6 +678,12 @@ class LowerBounds:
                 layers[-1] = _added_bytes(layers[-1], more)
         self._blocks[alike] = layers, ends
         return self._blocks[alike]
+
+
+def rebuilds_all(decisions: Decisions) -> bool:
+    """Return whether backward rebuilds every layer from its input, swapped or not, with no other buffers (``full``)."""
+    own = decisions.recompute in REBUILT_FROM_SHARED and decisions.recompute_layers == ALL
+    return own and not decisions.rounding_buffers and decisions.layout.subsequences == 1 and decisions.modules == "auto"
 
 
 def _added_bytes(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:

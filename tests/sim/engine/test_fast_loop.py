@@ -163,8 +163,8 @@ def test_where_no_folder_for_the_cache_can_be_written_simpy_plays(compiled: Loop
         "from numba.core import caching\n"
         "caching.CacheImpl._locator_classes = []\n"  # as where none of its folders can be written
         "from memo_sim.engine.fast_loop import FastLoop\n"
-        "loop = FastLoop()\nloop._import()\nprint(loop.compiled)"
+        "loop = FastLoop()\nloop.beside(compiled=True)\nprint(loop.compiled)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"], done.stderr
-    assert "SimPy plays everything" in done.stderr
+    assert "run is not compiled, because numba does not work" in done.stderr

@@ -1,0 +1,121 @@
+"""The compiled replay of PyTorch's allocator gives what the one in Python gives; without numba, Python replays."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+
+import pytest
+
+from memo_sim.contract.requests import Requests
+from memo_sim.contract.units import MIB
+from memo_sim.engine.fast_replay import FastReplay, Replaying
+from memo_sim.memory.initial_states import Beginning
+from memo_sim.memory.replay import AllocationCosts, Replay, RunAhead, replay
+from memo_sim.program.arena.requests import requests_of
+from memo_sim.program.lower import lower
+from tests.sim.small_programs import GPT, decide
+
+COSTS = AllocationCosts(malloc_s=1e-3, free_s=2e-3, malloc_s_per_gib=0.1, free_s_per_gib=0.2)
+SIZES = (0, 100, 5000, MIB // 2, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 33 * MIB)
+"""Bytes around every border between small and large requests, segments that are shared, and segments of their own."""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Replaying:
+    pytest.importorskip("numba")
+    from memo_sim.engine.compiled_replay import replay_compiled
+
+    return replay_compiled
+
+
+def some_requests(seed: random.Random, instants: int) -> Requests:
+    lives = [sorted(seed.sample(range(instants + 1), 2)) for _ in range(seed.randint(1, 120))]
+    lives = [[0, instants] if seed.random() < 0.1 else life for life in lives]
+    sizes = [seed.choice([*SIZES, seed.randrange(1, 60 * MIB)]) for _ in lives]
+    return Requests(
+        ids=[f"b{number}" for number in range(len(lives))],
+        lower=[low for low, _ in lives],
+        upper=[high for _, high in lives],
+        size_bytes=sizes,
+    )
+
+
+def some_waits(seed: random.Random, buffers: int, instants: int) -> RunAhead | None:
+    if seed.random() < 0.4:
+        return None
+    work = {stream: sorted(seed.sample(range(instants), seed.randint(0, instants))) for stream in (5, 7)}
+    done = [max(-1, instant - seed.randint(1, 8)) for instant in range(instants + 1)]
+    waiting = [buffer for buffer in range(buffers) if seed.random() < 0.4]
+    streams = {buffer: seed.choice([[5], [7], [5, 7]]) for buffer in waiting}
+    return RunAhead(streams=streams, work=work, done=[max(done[: at + 1]) for at in range(len(done))])
+
+
+def some_states(seed: random.Random) -> Beginning | None:
+    if seed.random() < 0.5:
+        return None
+    return Beginning(
+        *(tuple(seed.randrange(1, 30 * MIB) for _ in range(seed.randint(0, most))) for most in (6, 2, 4, 5))
+    )
+
+
+def in_python(
+    requests: Requests, limit_bytes: int, ahead: RunAhead | None = None, beginning: Beginning | None = None
+) -> Replay:
+    return replay(requests, capacity_bytes=limit_bytes, costs=COSTS, ahead=ahead, beginning=beginning)
+
+
+def test_both_replays_are_equal(compiled: Replaying) -> None:
+    seed, seen = random.Random(1), Counter[str]()
+    for _ in range(400):
+        instants = seed.randint(2, 60)
+        requests, states = some_requests(seed, instants), some_states(seed)
+        limit = seed.choice([50, 200, 500, 1000, 2000, 10**6]) * MIB
+        ahead = some_waits(seed, len(requests.ids), instants)
+        expected = in_python(requests, limit, ahead, states)
+        assert compiled(requests, limit, COSTS, ahead=ahead, beginning=states, iterations=3) == expected
+        failed = expected.out_of_memory
+        seen["retries"] += expected.allocation_retries > 0
+        seen["fits"] += failed is None
+        seen["fails before the first step"] += failed is not None and failed.iteration < 0
+        seen["fails later"] += failed is not None and failed.iteration >= 0
+        seen["waits"] += ahead is not None and bool(ahead.streams)
+    assert min(seen[each] for each in ("retries", "fits", "fails before the first step", "fails later", "waits")) > 20
+
+
+def test_nothing_is_requested(compiled: Replaying) -> None:
+    none = Requests(ids=[], lower=[], upper=[], size_bytes=[])
+    assert compiled(none, MIB, COSTS, ahead=None, beginning=None, iterations=3) == in_python(none, MIB)
+
+
+def test_a_program_is_replayed_alike(compiled: Replaying) -> None:
+    (program,) = lower(decide(GPT, global_batch=4))
+    requests = requests_of(program)
+    for limit in (10 * MIB, 10**12):
+        expected = in_python(requests, limit)
+        assert compiled(requests, limit, COSTS, ahead=None, beginning=None, iterations=3) == expected
+
+
+def replays(replaying: FastReplay, times: int) -> list[bool]:
+    """Return whether numba was imported after each of several replays of 10 requests in 3 iterations."""
+    requests = Requests(ids=[f"b{n}" for n in range(10)], lower=[0] * 10, upper=[1] * 10, size_bytes=[MIB] * 10)
+    found = []
+    for _ in range(times):
+        made = replaying(requests, limit_bytes=10**9, costs=COSTS, ahead=None, beginning=None)
+        assert made == in_python(requests, 10**9)
+        found.append(replaying.compiled)
+    return found
+
+
+@pytest.mark.usefixtures("compiled")
+def test_numba_is_imported_when_enough_was_replayed() -> None:
+    assert replays(FastReplay(first=60), 3) == [False, True, True]
+    assert replays(FastReplay(long=30), 1) == [True]
+    assert replays(FastReplay(), 1) == [False]
+
+
+def test_without_numba_python_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "memo_sim.engine.compiled_replay", raising=False)
+    assert replays(FastReplay(first=1), 2) == [False, False]
