@@ -45,17 +45,29 @@ def derive_edges(columns: Columns | FoldedColumns) -> Edges:
 
     Buffers of one set of operands are in no other. So what an equal repetition adds is the same, further on.
     """
-    found, uses = list[tuple[Ints, Ints]](), list[_Uses]()
+    found = _in_repetitions(columns)
+    found += _memory_edges(columns.lane, _Uses.joined([_uses(each, _shared(each)) for each in columns.operands]))
+    return _reduced(*_concatenated(found), columns.lane)
+
+
+def edges_of_rows(columns: Columns | FoldedColumns) -> Edges:
+    """Return the edges that follow from rows alone, as ``derive_edges`` does, without those of memory.
+
+    They hold for a part of a program, too, whose buffers have another birth and death in the whole.
+    """
+    return _reduced(*_concatenated(_in_repetitions(columns)), columns.lane)
+
+
+def _in_repetitions(columns: Columns | FoldedColumns) -> list[tuple[Ints, Ints]]:
+    """Return the producers and consumers of what two lanes do to the same rows, in all repetitions."""
+    found = list[tuple[Ints, Ints]]()
     for operands in columns.operands:
-        shared = _shared(operands)
-        edges = _conflicts(operands, shared)
+        edges = _conflicts(operands, _shared(operands))
         if edges and len(operands.starts) > 1:  # what one repetition implies, each of them does
             once = _reduced(*_concatenated(edges), operands.lane)
             edges = [(once.producer, once.consumer)]
         found += [(operands.instructions(producer), operands.instructions(consumer)) for producer, consumer in edges]
-        uses.append(_uses(operands, shared))
-    found += _memory_edges(columns.lane, _Uses.joined(uses))
-    return _reduced(*_concatenated(found), columns.lane)
+    return found
 
 
 def _concatenated(edges: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
