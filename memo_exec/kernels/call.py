@@ -26,6 +26,7 @@ from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.heads import divided_heads, shares
 from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.rowwise_blocks import routed_at_once
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.token_order import (
     Run,
@@ -108,9 +109,11 @@ class Context:
         self._ends: list[Ends] = [self._drawn_ends()] if self.decisions.documents else []
         """For each micro-batch of the step, where its documents end; the drawn ones until a step brings its own."""
         self._runs = self._order()
-        self.overflow = torch.zeros(3, dtype=torch.int64, device=self.device)
-        """With expert parallelism: dispatched rows that were dropped, the most rows that one layer sent to a rank, and
-        all dispatched rows, of all forwards so far."""
+        self.routed = sorted(set(routed_at_once(self.decisions)), reverse=True)
+        """How many tokens are routed at once: all, or those of a row block, of which the last may be shorter."""
+        self.overflow = torch.zeros(2 + len(self.routed), dtype=torch.int64, device=self.device)
+        """With expert parallelism: dispatched rows that were dropped, all dispatched rows, and for each number of
+        tokens that are routed at once the most rows that a layer sent to a rank, of all forwards so far."""
         self.fp8 = None if self.decisions.fp8 == "none" else Fp8Scales(self.device)
         """The scales of FP8 copies, and scratch of their kernels; None without FP8."""
         self._stage_layers = {layer: i for i, layer in enumerate(stages_of(self.decisions)[self.mesh.at("pp")].layers)}

@@ -53,7 +53,9 @@ def seats(call: Call) -> None:
 
 def _count(call: Call, rows: Tensor, capacity: int, number: Tensor) -> None:
     """Add to ``Context.overflow`` what the ranks' ``rows``, which are changed, say; ``number`` is scratch."""
-    dropped, most, every = torch.split(call.context.overflow, 1)
+    context = call.context
+    dropped, every, *each = torch.split(context.overflow, 1)
+    most = each[context.routed.index(len(call["seats"]))]
     torch.amax(rows, 0, keepdim=True, out=number)
     torch.maximum(most, number, out=most)
     every.add_(torch.sum(rows, 0, keepdim=True, out=number))

@@ -167,6 +167,11 @@ def places(call: Call) -> None:
     call.context.loads[call.layer].add_(every.copy_(fullest))
 
 
+def sum_ends(call: Call) -> None:
+    """``out``: the sum of all row blocks' ends in ``x``, which are those of all their rows."""
+    torch.sum(call["x"].view(-1, len(call["out"])), 0, dtype=torch.int32, out=call["out"])
+
+
 def route_backward(call: Call) -> None:
     """``out``: the gradient of the logits, from that of the probabilities and from the losses of the router.
 
@@ -174,7 +179,8 @@ def route_backward(call: Call) -> None:
     A token's probabilities are p = c * v / sum of v for the chosen scores v and the scale c, or c * v, so
     g = (c * d - sum of d * p) / sum of v there, or c * d. The loss of the log-sum-exp z adds factor * z * s.
 
-    ``loads``: the rows of each expert are added to it.
+    ``loads``: the rows of each expert are added to it. ``all_ends``: the ends of all tokens' rows, where ``ends`` has
+    those of one row block.
     """
     experts, scores, out = experts_of(call), call.matrix("scores"), call.matrix("out")
     grad, probs, chosen = call.matrix("grad"), call.matrix("probs"), call.matrix("experts")
@@ -183,11 +189,12 @@ def route_backward(call: Call) -> None:
     values, number = scratch.take(count, experts.per_token), scratch.take(count, 1)
     loads, z_factor = None, 2 * experts.z_loss / _tokens_of_step(call)
     if experts.balance or experts.selection_bias:
-        counts = scratch.take(experts.count, dtype=torch.int32)
-        counts.copy_(call["ends"])[1:].sub_(call["ends"][:-1])
-        loads = scratch.take(experts.count).copy_(counts)
+        counts, loads = scratch.take(experts.count, dtype=torch.int32), scratch.take(experts.count)
+        _loads_of(call["ends"], counts, loads)
     if loads is not None and (summed := call.get("loads")) is not None:  # none where the bias is frozen
         summed.add_(loads)
+    if loads is not None and (every := call.get("all_ends")) is not None:
+        _loads_of(every, counts, loads)
     for block in blocks_of(len(scores)):
         rows = block.stop - block.start
         given, sums = picked[:rows], number[:rows]
@@ -214,6 +221,12 @@ def route_backward(call: Call) -> None:
             target.add_(torch.mul(scores[block], call.matrix("lse")[block], out=whole), alpha=z_factor)
 
 
+def _loads_of(ends: Tensor, counts: Tensor, out: Tensor) -> None:
+    """Write the rows of each expert; ``counts`` is scratch of as many integers."""
+    counts.copy_(ends)[1:].sub_(ends[:-1])
+    out.copy_(counts)
+
+
 def _tokens_of_step(call: Call) -> int:
     """Return the tokens of the global batch, counted on every rank of tensor parallelism that routes the same ones.
 
@@ -229,7 +242,7 @@ def _balance_factor(call: Call, experts: Experts) -> float:
     The loss of T tokens is coefficient x experts / (per_token x T**2) x sum over experts of (rows of the expert x sum
     of its scores). It counts as much in the step as these tokens do among all tokens of the global batch.
     """
-    tokens = len(call["scores"])
+    tokens = call.context.decisions.routed_tokens
     return experts.balance * experts.count / (experts.per_token * tokens * _tokens_of_step(call))
 
 

@@ -10,6 +10,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import format_percent
 from memo_sim.program.layout.expert_load import capacity_rows
+from memo_sim.program.layout.rowwise_blocks import routed_at_once
 
 HUNDREDTHS = 100
 
@@ -21,22 +22,32 @@ class Overflow:
     dropped: int
     rows: int
     most: int
-    """The most rows of a layer that a rank had for one rank."""
+    """The most rows of ``unit`` that a rank had for one rank."""
     capacity: int
-    """Rows of a layer that a rank can send to one rank."""
+    """Rows of ``unit`` that a rank can send to one rank."""
     mean: float
-    """Rows of a layer that a rank sends to one rank on the average."""
+    """Rows of ``unit`` that a rank sends to one rank on the average."""
+    unit: str
+    """What is routed at once: a layer's tokens, or a row block of them."""
 
     @classmethod
     def of(cls, counts: Sequence[Sequence[float]], decisions: Decisions) -> Overflow | None:
-        """Return the sums of the ranks' counts (``Context.overflow``); None where every rank has all experts."""
+        """Return the sums of the ranks' counts (``Context.overflow``); None where every rank has all experts.
+
+        Where row blocks have several lengths, the figures are those of the length that needs the largest capacity.
+        """
         of, ep, alike = decisions.model.mixture, decisions.layout.ep, decisions.layout.expert_divided
         if ep == 1 or of is None:
             return None
-        rows = decisions.routed_tokens * of.per_token
+        dropped, every, *each = zip(*counts, strict=True)  # ranks that divide features count the same rows
+        parts = routed_at_once(decisions)
+        slots = [tokens * of.per_token for tokens in sorted(set(parts), reverse=True)]
+        most, rows = max(
+            ((int(max(found)), rows) for found, rows in zip(each, slots, strict=True)), key=lambda n: n[0] / n[1]
+        )
         capacity = capacity_rows(of, rows, decisions.expert_load, ep, decisions.expert_capacity)
-        dropped, most, every = zip(*counts, strict=True)  # ranks that divide features count the same rows
-        return cls(int(sum(dropped)) // alike, int(sum(every)) // alike, int(max(most)), capacity, rows / ep)
+        unit = "a layer" if len(parts) == 1 else f"a layer's row block of {rows // of.per_token:,} tokens"
+        return cls(int(sum(dropped)) // alike, int(sum(every)) // alike, most, capacity, rows / ep, unit)
 
     @property
     def enough(self) -> float:
@@ -46,7 +57,7 @@ class Overflow:
     def line(self) -> str:
         """Return what a run says about it at its end."""
         have = f"of the {self.capacity:,} that have a place ({self.capacity / self.mean:.2f} times the mean)"
-        most = f"a rank had at most {self.most:,} rows of a layer for another, {have}"
+        most = f"a rank had at most {self.most:,} rows of {self.unit} for another, {have}"
         if not self.dropped:
             return f"expert parallelism: no row was dropped; {most}"
         share = format_percent(self.dropped / self.rows)
@@ -60,7 +71,7 @@ class Overflow:
         return Infeasible(
             "a step has more rows for a rank's experts than the plan has places for; its update was not applied",
             where=f"step {step}",
-            got=f"{self.most:,} rows of a layer from one rank to another, of {self.capacity:,} places",
+            got=f"{self.most:,} rows of {self.unit} from one rank to another, of {self.capacity:,} places",
             wanted=f"a plan with --expert-capacity {self.enough:g}",
             hint=hint,
         )

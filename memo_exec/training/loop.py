@@ -139,7 +139,7 @@ class Training:
         self.attended += squares(batch.documents)
         scalars, documents = self._scalars(number, batch), self._documents(batch)
         record = self.interpreter.run_step(self._micro_batches(batch, documents), scalars, documents)
-        overflow = self.interpreter.context.overflow.tolist() if decisions.layout.ep > 1 else (0, 0, 0)
+        overflow = self.interpreter.context.overflow.tolist() if decisions.layout.ep > 1 else ()
         by_rank = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes, *overflow)
         self.overflow = Overflow.of([counts for _, _, _, *counts in by_rank], decisions)
         if decisions.expert_overflow == "refuse" and self.overflow is not None and self.overflow.dropped:

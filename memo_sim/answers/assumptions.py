@@ -17,6 +17,7 @@ from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.expert_load import MARGIN, capacity_rows, shown_load
 from memo_sim.program.layout.fp8 import played
 from memo_sim.program.layout.parameters import gradient_dtype
+from memo_sim.program.layout.rowwise_blocks import routed_at_once
 from memo_sim.program.layout.rules.recompute import swaps
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS, ROUNDED_KINDS, loss_tiles
@@ -177,17 +178,19 @@ def _experts(question: Question, decisions: Decisions) -> list[Assumption]:
     load, used = shown_load(decisions.expert_load), active_weights(decisions.model)
     value, option = f"load {load}, no row dropped; MFU counts what a token uses: {used}", "--expert-load"
     if layout.ep > 1:
-        rows = decisions.routed_tokens * of.per_token
+        parts = routed_at_once(decisions)
+        rows = parts[0] * of.per_token
         most = capacity_rows(of, rows, decisions.expert_load, layout.ep, decisions.expert_capacity)
         whence = "given" if decisions.expert_capacity else f"{MARGIN:g} times what the fullest rank is expected to get"
         beyond = {
             "drop": "rows beyond it count as zero, and memo-exec run reports them",
             "refuse": "a step with rows beyond it is not applied, and ends the run",
         }
+        unit = "a layer" if len(parts) == 1 else f"a layer's row block of {parts[0]:,} tokens"
         shard = "each rank of tp sends the rows of its own token shard; " if layout.whole_experts else ""
         value = (
             f"load {load}, dealt to {layout.ep} ranks with {of.count // layout.ep} of {of.count} experts each; {shard}"
-            f"a rank can send {most:,} rows of a layer to each, {most * layout.ep / rows:.3g} times the mean "
+            f"a rank can send {most:,} rows of {unit} to each, {most * layout.ep / rows:.3g} times the mean "
             f"({whence}); {beyond[decisions.expert_overflow]}; MFU counts what a token uses: {used}"
         )
         option = "--ep, --expert-load, --expert-capacity"

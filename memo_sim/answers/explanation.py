@@ -23,6 +23,7 @@ from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import format_percent
+from memo_sim.engine.fast_loop import run_fast
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.arena import arena_of
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
@@ -173,7 +174,7 @@ class _Explaining:
         if machine is None:
             return None
         cluster, hardware = machine
-        prediction = simulate(given.decisions, hardware, cluster).prediction
+        prediction = simulate(given.decisions, hardware, cluster, loop=run_fast).prediction
         return self._sensitivity(
             resource, f"+{format_percent(MORE - 1, 0)}", _evaluated(given.decisions, prediction), "fixed"
         )
@@ -194,7 +195,7 @@ class _Explaining:
         self._tell()
         given = self.given
         more = msgspec.structs.replace(given.decisions, global_batch=TWICE * given.decisions.global_batch)
-        prediction = simulate(more, given.hardware, given.cluster).prediction
+        prediction = simulate(more, given.hardware, given.cluster, loop=run_fast).prediction
         return self._sensitivity("batch", f"x{TWICE}", _evaluated(more, prediction), "fixed")
 
     def _twice_the_micro_batch(self, question: Question, best: Evaluated | None) -> Sensitivity | None:

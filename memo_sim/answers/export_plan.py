@@ -33,7 +33,7 @@ from memo_sim.planning.allocator_limits import may_gain, with_best_limit
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.presets import Policy, known_system
 from memo_sim.planning.question import Question
-from memo_sim.planning.search import play
+from memo_sim.planning.search import play, predict
 from memo_sim.views.export_page import lost_page
 
 LOST_PAGE = "lost.md"
@@ -244,7 +244,7 @@ def _with_best_limit(there: _There, cluster: Cluster, hardware: Hardware) -> _Th
     if there.decisions.allocator_limit_gib or not may_gain(one, capacity_bytes):
         return there
     question = there.priced.question(cluster, hardware, there.system)
-    best = with_best_limit(one, lambda own: play(question, own).prediction, capacity_bytes=capacity_bytes)
+    best = with_best_limit(one, lambda own: predict(question, own), capacity_bytes=capacity_bytes)
     played = play(question, best.decisions)
     memory = device_memory(played, played.prediction, planned_arena=False)
     return replace(there, decisions=best.decisions, prediction=played.prediction, memory=memory)

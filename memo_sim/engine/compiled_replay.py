@@ -110,8 +110,13 @@ class _Operations:
         states = [_ints(each) for each in _states(beginning)]
         bounds = buffers + np.cumsum([0, *map(len, states)])
         temporary, before, behind, later = (np.arange(*each) for each in pairwise(bounds.tolist()))
-        prelude = [(OF_STATE, temporary), (OF_STATE, before), (RELEASE, temporary), (OF_STATE, behind)]
-        prelude.append((OF_BUFFER, np.flatnonzero(lasting)))
+        prelude = [
+            (OF_STATE, temporary),
+            (OF_STATE, before),
+            (RELEASE, temporary),
+            (OF_STATE, behind),
+            (OF_BUFFER, np.flatnonzero(lasting)),
+        ]
 
         at = np.concatenate([upper[played], lower[played]])
         kind = np.repeat([RELEASE, OF_BUFFER], len(played))
@@ -119,23 +124,15 @@ class _Operations:
         instants, place = np.unique(at, return_inverse=True)
         kind, number, place = kind[order], np.concatenate([played, played])[order], place[order]
 
-        kinds, numbers, places, of_iteration = list[Ints](), list[Ints](), list[Ints](), list[Ints]()
-
-        def add(kind: Ints, number: Ints, place: Ints, iteration: int) -> None:
-            kinds.append(kind)
-            numbers.append(number)
-            places.append(place)
-            of_iteration.append(np.full(len(kind), iteration))
-
-        for each, some in prelude:
-            add(np.full(len(some), each), some, np.full(len(some), NONE), NONE)
+        parts = [(np.full(len(some), each), some, np.full(len(some), NONE), NONE) for each, some in prelude]
         for iteration in range(iterations):
-            add(kind, number, place + iteration * len(instants), iteration)
-            add(_ints([END_OF_STEP]), _ints([NONE]), _ints([NONE]), iteration)
+            parts.append((kind, number, place + iteration * len(instants), iteration))
+            parts.append((_ints([END_OF_STEP]), _ints([NONE]), _ints([NONE]), iteration))
             if not iteration:
-                add(np.full(len(later), OF_STATE), later, np.full(len(later), NONE), iteration)
-        every = (np.concatenate(each).astype(np.int64) for each in (kinds, numbers, places, of_iteration))
-        return cls(*every, instants, np.concatenate([sizes, *states]))
+                parts.append((np.full(len(later), OF_STATE), later, np.full(len(later), NONE), iteration))
+        kinds, numbers, places = (np.concatenate([part[at] for part in parts]).astype(np.int64) for at in range(3))
+        of_iteration = np.repeat(_ints([part[3] for part in parts]), [len(part[0]) for part in parts])
+        return cls(kinds, numbers, places, of_iteration, instants, np.concatenate([sizes, *states]))
 
 
 @dataclass(frozen=True)

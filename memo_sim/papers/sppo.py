@@ -40,7 +40,7 @@ from memo_sim.engine.simulate import simulate
 from memo_sim.papers.longest import last_that_fits
 from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy
 from memo_sim.planning.question import Pins, Question
-from memo_sim.planning.search import play, search
+from memo_sim.planning.search import predict, search
 from memo_sim.planning.space import candidates
 from memo_sim.planning.subsequences import PartPrices, swap_fraction
 from memo_sim.program.analysis.access import access_types, accesses
@@ -160,7 +160,7 @@ def cell(
     if policy.alpha is not None:
         base = swap_fraction(offered[0], policy.alpha)
         offered = [replace_struct(base, offload_window=n) for n in windows] if base.swapped_tokens else [base]
-    base, prediction = min(((each, play(question, each).prediction) for each in offered), key=_slower)
+    base, prediction = min(((each, predict(question, each)) for each in offered), key=_slower)
     how = f"{layout_label(base.layout)}, {policy.label}, alpha {base.alpha:.2f}"
     lags = f", copies span at most {base.offload_window} passes" if base.offload_window > 1 else ""
     return Cell(prediction, f"{how}{lags}")

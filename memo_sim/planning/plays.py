@@ -102,6 +102,11 @@ def _ranks_before(simulation: Simulation, other: Simulation) -> bool:
     return next(pair) < next(pair)
 
 
+def predict(question: Question, decisions: Decisions) -> Prediction:
+    """Return the prediction of one plan on the question's cluster, of which nothing else is shown."""
+    return simulate(decisions, question.hardware, question.cluster, loop=run_fast).prediction
+
+
 def play(question: Question, decisions: Decisions, found: SearchResult | None = None) -> Simulation:
     """Return one plan played on the question's cluster, as answers show it; a search may already have simulated it."""
     fastest = found.fastest if found else None

@@ -42,7 +42,7 @@ from memo_sim.planning.findings import Findings
 from memo_sim.planning.layouts import put_off
 from memo_sim.planning.offload_windows import with_best_window
 from memo_sim.planning.outcome import Evaluated, Key, SearchResult, as_good
-from memo_sim.planning.plays import play
+from memo_sim.planning.plays import play, predict
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.processes import current_team
 from memo_sim.planning.question import Question
@@ -50,7 +50,7 @@ from memo_sim.planning.ranking import Ranking
 from memo_sim.planning.rivals import Opened
 from memo_sim.planning.space import Candidate, Space, last_resorts, with_alpha
 
-__all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search", "search_beside"]
+__all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "predict", "search", "search_beside"]
 
 MOST_LAYOUTS_AT_ONCE = 256
 """More layouts are not all opened: each first gets lower bounds of its own, from states and the compute lane, and its
@@ -255,7 +255,9 @@ class _Search:
         for place, layout in enumerate(space.layouts):
             if lazily:
                 key = self._examination.bounds.least_key_of_layout(space, layout, waits=False)
-                heappush(self._findings.waiting, (key, (place, -1), BoundedLayout(layout)))
+                # Where nothing is known, waits tell nothing either.
+                bounded = BoundedLayout(layout, with_waits=key == LEAST)
+                heappush(self._findings.waiting, (key, (place, -1), bounded))
             else:
                 self._open(space, layout, place)
 

@@ -19,7 +19,7 @@ from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import SearchResult
 from memo_sim.planning.presets import KEEP, Policy
 from memo_sim.planning.question import Question
-from memo_sim.planning.search import play
+from memo_sim.planning.search import predict
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.operators.framework_kernels import library_of
@@ -98,7 +98,7 @@ def explain(
         *activations.rounded_swaps(simulation),
         *_fallback(question, alike),
         *runner_up(found),
-        *allocator_decides(found, lambda decisions: play(question, decisions).prediction),
+        *allocator_decides(found, lambda decisions: predict(question, decisions)),
         *ties(found),
         *closer_than_the_interval(close),
     ]

@@ -18,7 +18,7 @@ from memo_sim.engine.stalls import BUBBLE
 from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.question import Question
-from memo_sim.planning.search import play
+from memo_sim.planning.search import predict
 from memo_sim.planning.space import candidates
 from memo_sim.planning.sppo import Choice, allowed
 from memo_sim.planning.subsequences import hidden_tokens, most_held_bytes, part_prices, rounded
@@ -115,7 +115,7 @@ def _play(question: Question, found: SearchResult, choice: Choice) -> Prediction
     asked = repinned(question, tp=choice.sp, pp=choice.pp, subsequences=choice.subsequences, multiplexed=shared)
     known = {e.decisions: e.prediction for e in found.ranked}
     offered = [c.base for c in candidates(asked)[0] if c.policy.hides]
-    played = [known.get(base) or play(asked, base).prediction for base in offered]
+    played = [known.get(base) or predict(asked, base) for base in offered]
     return min(played, key=lambda one: inf if one.step_s is None else one.step_s, default=None)
 
 

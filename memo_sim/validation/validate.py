@@ -25,6 +25,7 @@ from memo_sim.contract.plan import Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import GIB, counted
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
+from memo_sim.engine.fast_loop import run_fast
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.processes import ended_by_errors, process_executor, without_main
@@ -151,7 +152,7 @@ def _with_enough_memory(question: Question, outcome: Evaluated) -> Prediction:
     """Return the prediction of a refused plan on devices that have enough memory for it."""
     device_bytes = int(ENOUGH * question.hardware.device_memory_bytes.value)
     cluster, hardware = with_memory(question.cluster, question.hardware, device_bytes=device_bytes, host_bytes=None)
-    return simulate(outcome.decisions, hardware, cluster).prediction
+    return simulate(outcome.decisions, hardware, cluster, loop=run_fast).prediction
 
 
 def _waits(prediction: Prediction) -> dict[str, float]:

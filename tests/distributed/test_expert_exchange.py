@@ -28,10 +28,14 @@ from memo_exec.verification.autograd_model import AutogradModel
 from memo_sim.contract.expert_load import MeasuredLoad
 from memo_sim.contract.experts import Experts
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Copy
 from memo_sim.program.layout.expert_load import capacity_rows
+from memo_sim.program.layout.rowwise_blocks import routed_at_once
 from memo_sim.program.lower import lower
 from tests.distributed import parity
 from tests.distributed.team import PATIENCE_S, Failed, Member, Team
+from tests.distributed.timing import held, in_program_order
 from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
 from tests.exec_cpu.small import EXPERT_MODELS, decide
 
@@ -90,7 +94,30 @@ CASES: dict[str, tuple[str, Layout, dict[str, Any]]] = {
         {"recompute": "mlp", "swapped_tokens": 0},
     ),
 }
-QUICK = {"tp", "biases, tp", "whole experts"}
+ROWWISE: dict[str, Any] = {"recompute": "rowwise", "mlp_chunk_tokens": 384}
+"""Two row blocks of a rank with 512 tokens, the second a third of the first; each has a capacity of its own."""
+CASES |= {
+    "row blocks": ("mixtral", Layout(dp=2, ep=2), ROWWISE),
+    "row blocks, ring": ("mixtral", Layout(cp=2, dp=2, ep=4), ROWWISE | {"seq_tokens": 1024}),
+    "row blocks, ulysses": ("qwen3-moe", Layout(ulysses=2, ep=2), ROWWISE | {"seq_tokens": 1024}),
+    "row blocks, tp": (
+        "gpt-oss",
+        Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1),
+        ROWWISE | {"seq_tokens": 1024, "mlp_chunk_tokens": 768},
+    ),
+    "row blocks, tp, whole tokens": ("qwen2-moe", Layout(tp=2, dp=2, ep=2), ROWWISE | {"overlap": "both"}),
+    "row blocks, stages": ("first layer dense", Layout(pp=2, dp=2, ep=2), ROWWISE),
+    "row blocks, zero 3": ("mixtral", Layout(dp=4, ep=2, zero=3), ROWWISE),
+    "row blocks, shared expert and selection bias": ("deepseek", Layout(dp=2, ep=2), ROWWISE),
+    "row blocks, whole experts": (
+        "qwen2-moe",
+        Layout(tp=2, dp=2, ep=4, zero=3, **WHOLE),
+        ROWWISE | {"seq_tokens": 1024, "mlp_chunk_tokens": 768},
+    ),
+    "row blocks, overlap": ("deepseek", Layout(dp=4, ep=4), ROWWISE | OVERLAP),
+    "row blocks, adapters": ("gpt-oss", Layout(dp=4, ep=2, zero=3), ROWWISE | LORA),
+}
+QUICK = {"tp", "biases, tp", "whole experts", "row blocks"}
 Gradients = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 SIZES: dict[str, Any] = {"seq_tokens": 512, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise"}
 
@@ -101,6 +128,52 @@ def test_layouts_have_the_gradients_of_one_process(team: Team, case: str) -> Non
     swapped = layout.tp * 128 if layout.sequence_parallel else 128
     sizes = SIZES | {"swapped_tokens": swapped, "expert_capacity": float(layout.ep)}
     check(team, decide(EXPERT_MODELS[name], layout=layout, **(sizes | fields)))
+
+
+LOSSES: dict[str, Layout] = {
+    "ring": Layout(cp=2, dp=2, ep=4),
+    "features divided": Layout(tp=2, sequence_parallel=True, dp=2, ep=2, zero=1),
+    "whole experts": Layout(tp=2, dp=2, ep=4, **WHOLE),
+}
+
+
+@pytest.mark.parametrize("case", ["ring", *(pytest.param(n, marks=pytest.mark.slow) for n in LOSSES if n != "ring")])
+def test_losses_of_the_router_are_those_of_a_layer_that_is_routed_at_once(team: Team, case: str) -> None:
+    """They are about the tokens that a rank routes, so the layout and the row blocks decide them.
+
+    Token-wise recompute with this alpha has the same row blocks, and routes all of them at once.
+    """
+    lossy = msgspec.structs.replace(EXPERT_MODELS["mixtral"].mixture, balance=0.3, z_loss=0.1)
+    model, layout = msgspec.structs.replace(EXPERT_MODELS["mixtral"], experts=lossy), LOSSES[case]
+    granule = 128 * (layout.tp if layout.sequence_parallel else 1)
+    sizes: dict[str, Any] = {"seq_tokens": 4 * granule * layout.cp, "micro_batch": 1, "global_batch": 2 * layout.dp}
+    sizes |= {"layout": layout, "expert_capacity": float(layout.ep), "swapped_tokens": 3 * granule}
+    at_once, blocks = ({"recompute": "tokenwise"}, {"recompute": "rowwise", "mlp_chunk_tokens": 3 * granule})
+    wanted, found = (team.play(parity.play, 4, decide(model, **sizes, **each), 1, {}) for each in (at_once, blocks))
+    for rank in range(4):
+        assert found[rank].losses == pytest.approx(wanted[rank].losses, rel=1e-6)
+        for (name, _, _, mine), (_, _, _, theirs) in zip(found[rank].gradients, wanted[rank].gradients, strict=True):
+            if theirs.numel():
+                assert (mine - theirs).abs().max() <= parity.TOLERANCE * theirs.abs().max(), name
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_row_blocks_hold_and_copy_what_the_program_says(team: Team, overlap: bool) -> None:
+    """So it is with losses of the router, or with exchanges beside products; no late lane makes a rank hold more."""
+    model = EXPERT_MODELS["deepseek" if overlap else "mixtral"]
+    if not overlap:
+        lossy = msgspec.structs.replace(model.mixture, balance=0.3, z_loss=0.1)
+        model = msgspec.structs.replace(model, experts=lossy)
+    sizes = SIZES | ROWWISE | {"swapped_tokens": 256, "global_batch": 2, "expert_overlap": overlap}
+    decisions = decide(model, layout=Layout(dp=2, ep=2, zero=1), **sizes)
+    found = team.play(held, 2, decisions, frozenset(), in_program_order)
+    assert [measured for measured, _ in found] == [wanted for _, wanted in found]
+    for measured, wanted in team.play(held, 2, decisions, frozenset({Lane.COMPUTE})):
+        assert measured <= wanted
+    copies = [i.work for _, i in lower(decisions)[0].walk() if isinstance(i.work, Copy)]
+    for played in team.play(parity.play, 2, decisions, 1, {}):
+        for direction in ("d2h", "h2d"):
+            assert getattr(played.moved, direction) == sum(c.bytes for c in copies if c.direction == direction) > 0
 
 
 @pytest.mark.slow
@@ -145,16 +218,27 @@ def overflowing(member: Member, decisions: Decisions) -> tuple[bool, list[int], 
         return changed, interpreter.context.overflow.tolist(), record.grad_norm, found
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("mixtral", {}),
+        ("gpt-oss", {}),
+        ("mixtral", ROWWISE | {"seq_tokens": 512}),
+        pytest.param("gpt-oss", ROWWISE | {"seq_tokens": 512}, marks=pytest.mark.slow),
+    ],
+    ids=["mixtral", "gpt-oss", "mixtral in row blocks", "gpt-oss in row blocks"],
+)
+def test_rows_beyond_the_capacity_count_as_zero_and_are_counted(team: Team, name: str, fields: dict[str, Any]) -> None:
     """A token loses all of that expert: of GPT-OSS also the bias of its second product."""
-    decisions = with_capacity(name)
+    decisions = with_capacity(name, **fields)
     ranks = team.play(overflowing, 2, decisions)
     model = reference(decisions)
     torch.autograd.backward(torch.stack([model.sum_of_losses(rank) for rank in (0, 1)]).sum() / 128)
-    assert [counts[0] for _, counts, _, _ in ranks] == model.dropped
-    assert all(changed and dropped > 0 for changed, (dropped, _, _), _, _ in ranks)
-    assert [counts[1:] for _, counts, _, _ in ranks] == [[most, 128] for most in model.most]
+    blocks = len(routed_at_once(decisions))
+    assert [counts[0] for _, counts, _, _ in ranks] == [sum(model.dropped[:blocks]), sum(model.dropped[blocks:])]
+    assert all(changed and counts[0] > 0 for changed, counts, _, _ in ranks)
+    rows = decisions.seq_tokens * decisions.model.mixture.per_token
+    assert [counts[1:] for _, counts, _, _ in ranks] == [[rows, *model.most[:blocks]], [rows, *model.most[blocks:]]]
     found: dict[str, Tensor] = {}
     for _, _, _, gradients in ranks:
         for key, offsets, whole, values in gradients:
@@ -218,6 +302,14 @@ def test_a_run_reports_or_refuses_overflow_and_resumes_on_other_ranks(team: Team
     assert any(re.search(dropped, text) for text in said)
     with pytest.raises(Failed, match=r"(?s)update was not applied.*wanted: a plan with --expert-capacity 1\.\d+"):
         team.play(run_plan, 2, refusing, {"steps": 1}, meets=False)
+    blocks = {"recompute": "rowwise", "mlp_chunk_tokens": 128}
+    whole, few = (plan(f"blocks-{part}", shared, expert_capacity=part, **blocks) for part in (2.0, 0.6))
+    for losses, said in team.play(run_plan, 2, whole, {"steps": 2, "debug": True}, meets=False):
+        assert losses == pytest.approx(wanted[:2], rel=1e-4)
+        assert not any("were dropped" in text for text in said)
+    (_, said), _ = team.play(run_plan, 2, few, {"steps": 1}, meets=False)
+    dropped = r"[\d,]+ of 6,144 rows .* were dropped; .* rows of a layer's row block of 128 tokens for another"
+    assert any(re.search(dropped, text) for text in said)
 
 
 @pytest.mark.slow
@@ -265,14 +357,15 @@ def test_adapters_beside_divided_experts_are_resumed_by_one_process(team: Team, 
 
 
 class Dropping(AutogradModel):
-    """Plain autograd in which each rank's rows beyond the capacity count as zero, the last tokens' first."""
+    """Plain autograd in which each rank's rows beyond the capacity count as zero, the last tokens' first.
+
+    ``dropped``, ``most``: of each row block of the first rank, then of the second.
+    """
 
     def __init__(self, decisions: Decisions, parameters: dict[str, Tensor]) -> None:
         super().__init__(decisions.model, parameters)
         of = decisions.model.mixture
         assert of is not None
-        rows = decisions.local_tokens * of.per_token
-        self.capacity = capacity_rows(of, rows, "balanced", decisions.layout.ep, decisions.expert_capacity)
         self.decisions, self.dropped, self.most = decisions, list[int](), list[int]()
 
     def sum_of_losses(self, rank: int) -> Tensor:
@@ -281,18 +374,23 @@ class Dropping(AutogradModel):
         return self.loss(ids.unsqueeze(0), labels.unsqueeze(0), 1.0)
 
     def _experts(self, x: Tensor, experts: Experts, at: str) -> Tensor:
-        """Return the sum of each token's experts that have a place for its row."""
+        """Return the sum of each token's experts that have a place for its row, block by block."""
+        return torch.cat([self._of_block(rows, experts, at) for rows in x.split(routed_at_once(self.decisions))])
+
+    def _of_block(self, x: Tensor, experts: Experts, at: str) -> Tensor:
+        given, ep = self.decisions.expert_capacity, self.decisions.layout.ep
+        capacity = capacity_rows(experts, len(x) * experts.per_token, "balanced", ep, given)
         probs, chosen = self._routed(x, experts, at)
         taken, out = [0, 0], torch.zeros_like(x)
         for expert in range(experts.count):
             tokens, place = torch.nonzero(chosen == expert, as_tuple=True)
             rank = expert * 2 // experts.count
-            free = max(0, self.capacity - taken[rank])
+            free = max(0, capacity - taken[rank])
             taken[rank] += len(tokens)
             tokens, place = tokens[:free], place[:free]
             part = self._expert(x[tokens], experts, expert, at) * probs[tokens, place, None]
             out = out.index_add(0, tokens, part)
-        self.dropped.append(sum(max(0, rows - self.capacity) for rows in taken))
+        self.dropped.append(sum(max(0, rows - capacity) for rows in taken))
         self.most.append(max(taken))
         return out
 

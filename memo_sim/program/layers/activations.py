@@ -255,9 +255,18 @@ class Activations:
         """
         if self._shared(tensor):
             return tensor.tokens
-        block = mlp.rows_at_once(tensor, self.decisions, shape, backward=backward)
-        block = min(block, rowwise.rows_at_once(tensor, self.decisions, shape, backward=backward))
-        return min(block, chunked_attention.rows_at_once(tensor, self.decisions, shape))
+        block = tensor.tokens
+        if not is_rowwise(self.decisions):
+            block = mlp.rows_at_once(tensor, self.decisions, shape, backward=backward)
+        elif not rowwise.is_whole(tensor, self.decisions, backward=backward):
+            block = self._rows_of_a_block[tensor.name]
+        block = min(block, chunked_attention.rows_at_once(tensor, self.decisions, shape))
+        return block * rowwise.blocks_at_once(tensor, self.decisions, shape, backward=backward)
+
+    @cached_property
+    def _rows_of_a_block(self) -> dict[str, int]:
+        """The rows of each skeletal tensor in a row block of row-wise recompute, by name."""
+        return {t.name: t.tokens for t in self._tensors(rowwise.of_a_block(self.decisions, self.shape))}
 
     def bind(self, builder: TemplateBuilder, families: Families, enters: str = "skeletal.x") -> None:
         """Add a slot for every skeletal tensor to a forward or backward template that does not have it yet.

@@ -7,16 +7,40 @@ has the bits that it has among all rows. Experts get fewer rows at a time, so th
     backward   norm2 router route sort places dispatch up act .b0 again, then experts' backward of that block | .b1
 
 Weight gradients, and the rows that each expert got (for a selection bias), are sums over blocks.
+
+Where ranks divide the experts (``expert_exchange.py``), each block has seats and exchanges of its own:
+
+    forward    ... seats [ends, gates] dispatch [rows] arrange up act down arrange [rows back] combine .b0 | .b1
+    backward   norm2 ... up act .b0 again, with the exchanges before them, then those of backward | .b1
+
+So a rank can send to each rank as many rows of a block as the capacity says, and rows beyond it have no seat.
+Recompute seats a block as forward did, because the router decides from the same bits.
+
+A loss of balance multiplies scores by the rows that experts get of all tokens. Forward sums these over blocks, a number
+for each expert, and keeps them for backward.
 """
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from memo_sim.contract.experts import Experts
-from memo_sim.program.ir.builder import Rows
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.builder import Rows, reads, writes
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.kinds import TemplateKind
+from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layers.expert_exchange import ExchangedExperts
 from memo_sim.program.layers.experts import ExpertMlp
+from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+COUNT = DTYPE_BYTES["int32"]
+ENDS, ALL_ENDS = "route_ends", "route_all_ends"
+"""Where the rows of each expert end: those of a row block, and those of all tokens."""
+
+
+def balanced(shape: Shape) -> bool:
+    """Return whether a layer's router has a loss of balance."""
+    return shape.experts is not None and shape.experts.balance > 0
 
 
 class ExpertBlocks:
@@ -24,16 +48,35 @@ class ExpertBlocks:
 
     def __init__(self, layer: OperatorWriter, experts: Experts, blocks: list[RowBlock]) -> None:
         self._layer = layer
-        self._of = {rows: ExpertMlp(_writer(layer, rows[1]), experts, first=rows[0]) for rows in blocks}
+        kind = ExchangedExperts if layer.shape.ep > 1 else ExpertMlp
+        suffixes = [f".b{number}" if len(blocks) > 1 else "" for number in range(len(blocks))]
+        self._of = {
+            rows: kind(_writer(layer, rows[1], suffix), experts, first=rows[0])
+            for rows, suffix in zip(blocks, suffixes, strict=True)
+        }
         """The experts of each row block, in buffers that the blocks share; the first block is the largest."""
+        self._last = blocks[-1]
+        self._summed = balanced(layer.shape) and layer.builder.kind is TemplateKind.FORWARD
+        """Whether the template sums the rows that experts get, so that each block's lie behind those of the others."""
         for number, mlp in enumerate(self._of.values()):
-            mlp.writer.suffix = f".b{number}" if len(blocks) > 1 else ""
+            mlp.ends_first = number * experts.count if self._summed else 0
+            mlp.all_ends = Rows(ALL_ENDS, 0, experts.count) if balanced(layer.shape) else None
 
     def first_product(self, rows: RowBlock) -> None:
         """Write the norm of a row block, its routing, and the first product of its dispatched rows."""
         at = (0, rows[1])
         self._of[rows].first_product(at)
         self._of[rows].inner([at], routed=False)
+        if self._summed and rows == self._last:
+            self._sum_ends()
+
+    def _sum_ends(self) -> None:
+        """Write where the rows of each expert end among those of all tokens: the sum of all blocks' ends."""
+        builder = self._layer.builder
+        every, out = builder.all(ENDS), builder.all(ALL_ENDS)
+        work = Rowwise("experts.ends.sum", every.tokens, COUNT * every.tokens, COUNT * out.tokens)
+        operands = {"x": reads(every), "out": writes(out)}
+        builder.emit("ends.sum", "experts.ends.sum", Lane.COMPUTE, work, **operands)
 
     def second_product(self, rows: RowBlock, out: str) -> None:
         """Write the second product of a row block, the sum over each token's experts, and the layer's output."""
@@ -47,8 +90,8 @@ class ExpertBlocks:
         self._of[rows].backward(grad_out)
 
 
-def _writer(layer: OperatorWriter, tokens: int) -> OperatorWriter:
-    """Return a writer of the same template with the sizes of a row block."""
-    shape = layer.shape
-    of_block = replace(shape, tokens=tokens, shard_tokens=shape.shard(tokens))
-    return OperatorWriter(layer.builder, layer.decisions, of_block, layer.block)
+def _writer(layer: OperatorWriter, tokens: int, suffix: str) -> OperatorWriter:
+    """Return a writer of the same template with the sizes of a row block; ``suffix`` ends names of instructions."""
+    writer = OperatorWriter(layer.builder, layer.decisions, layer.shape.of_rows(tokens), layer.block)
+    writer.suffix = suffix
+    return writer

@@ -68,9 +68,11 @@ BACKWARDS = (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
 class ExchangedExperts(ExpertMlp):
     """Writes experts that the ranks of ``ep`` share."""
 
-    def __init__(self, writer: OperatorWriter, experts: Experts) -> None:
-        super().__init__(writer, experts)
+    def __init__(self, writer: OperatorWriter, experts: Experts, *, first: int = 0) -> None:
+        super().__init__(writer, experts, first=first)
         shape = self.shape
+        self._suffix = writer.suffix
+        """End of the names of instructions of backward."""
         divided = writer.decisions.layout.expert_divided
         block = experts_block(writer.model, divided, shape.ep, experts, writer.decisions.lora)
         assert block is not None  # this class is for ep above 1
@@ -221,7 +223,7 @@ class ExchangedExperts(ExpertMlp):
         """Name instructions as those of backward, among those of recompute."""
         builder, writer = self.builder, self.writer
         phase, suffix = builder.phase, writer.suffix
-        builder.phase, writer.suffix = Phase.BACKWARD, ""
+        builder.phase, writer.suffix = Phase.BACKWARD, self._suffix
         yield
         builder.phase, writer.suffix = phase, suffix
 

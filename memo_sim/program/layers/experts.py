@@ -88,6 +88,10 @@ class ExpertMlp:
         self.block = first, writer.shape.tokens
         """These tokens in the layer's output and in the gradients of its output and of the residual."""
         self.builder = writer.builder
+        self.ends_first = 0
+        """The row of slot ``route_ends`` at which those of these tokens begin."""
+        self.all_ends: Rows | None = None
+        """With row-wise recompute and a loss of balance: where experts' rows end among those of all row blocks."""
         self.rows = self.shape.expert_rows
         """Number of dispatched rows; with expert parallelism, of rows that the rank can receive."""
         self.whole = self.shape.whole_experts
@@ -452,6 +456,7 @@ class ExpertMlp:
             scores=reads(self._tokens("route_scores")),
             experts=reads(self._tokens("route_experts")),
             ends=reads(self._all_ends),
+            all_ends=reads(self.all_ends) if self.all_ends else None,
             lse=reads(self._tokens("route_lse")) if self.experts.z_loss else None,
             out=writes(d_logits),
             loads=self.writer.grad(SELECTION_BIAS),
@@ -713,7 +718,7 @@ class ExpertMlp:
     @property
     def _all_ends(self) -> Rows:
         """Where the rows of each expert end, of all that the rank dispatches."""
-        return Rows("route_ends", 0, self.experts.count)
+        return Rows("route_ends", self.ends_first, self.experts.count)
 
     @property
     def _ends(self) -> Rows:

@@ -19,7 +19,7 @@ from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.layers import huggingface
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.metp import MetpLayer, metp_tensors
-from memo_sim.program.layers.rowwise import RowwiseLayer
+from memo_sim.program.layers.rowwise import RowwiseLayer, rowwise_tensors
 from memo_sim.program.layout import fp8
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.rowwise_blocks import is_rowwise
@@ -67,7 +67,7 @@ class LayerKind:
 
 LAYER_KINDS = [
     LayerKind("transformer", lambda _, __: True, LayerWriter),
-    LayerKind("rowwise", lambda decisions, _: is_rowwise(decisions), RowwiseLayer),
+    LayerKind("rowwise", lambda decisions, _: is_rowwise(decisions), RowwiseLayer, rowwise_tensors),
     LayerKind(
         "huggingface",
         lambda decisions, _: saves_of_modules(decisions),

@@ -36,6 +36,7 @@ again. Blocks replace the row blocks of a rank (``layout/token_order.py``), so g
 
 from __future__ import annotations
 
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import attention, shared_heads
 from memo_sim.program.attention.chunked import IN_CHUNKS
@@ -45,7 +46,7 @@ from memo_sim.program.attention.subsequence import KV
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
 from memo_sim.program.ir.kinds import Phase
-from memo_sim.program.layers.expert_blocks import ExpertBlocks
+from memo_sim.program.layers.expert_blocks import ALL_ENDS, ENDS, ExpertBlocks, balanced
 from memo_sim.program.layers.latents import Block as LatentBlock
 from memo_sim.program.layers.latents import Latents
 from memo_sim.program.layers.mlp import Mlp
@@ -53,16 +54,16 @@ from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.rowwise_blocks import is_rowwise, rows_of_a_block, rowwise_blocks
 from memo_sim.program.layout.shape import Shape
-from memo_sim.program.layout.skeletal import Skeletal
+from memo_sim.program.layout.skeletal import Fate, Skeletal, skeletal_tensors
 from memo_sim.program.operators import norms
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 from memo_sim.program.operators.positions import positions, positions_backward
 from memo_sim.program.operators.sinks import sink, sink_backward
 
-KEPT = frozenset({"x", "attn", "lse"})
+KEPT = frozenset({"x", "attn", "lse", ALL_ENDS})
 """The skeletal tensors that outlive a layer's forward."""
-WHOLE = KEPT | {"qkv", "q", "route_ends"}
-"""The skeletal tensors that exist whole in a layer's forward or backward; ``route_ends`` has a row for each expert."""
+WHOLE = KEPT | {"qkv", "q"}
+"""The skeletal tensors that exist whole in a layer's forward or backward."""
 FIRST_NORM = ("norm1", "norm1_stats")
 RAW = "qk_raw"
 """Input of the norm of query and key heads: backward needs it after attention's, so there it is whole."""
@@ -70,12 +71,31 @@ LATENTS = ("latent", "latent_stats", "q_latent", "kv_latent")
 """Latents before and after their norms. Backward needs them after attention's too, and they are narrow."""
 
 
-def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape, *, backward: bool) -> int:
-    """Return the rows of a skeletal tensor that exist at once: one block, or all; ``backward``: in that template."""
+def is_whole(tensor: Skeletal, decisions: Decisions, *, backward: bool) -> bool:
+    """Return whether a skeletal tensor exists whole, not for one row block; ``backward``: in that template."""
     chunked = in_chunks(decisions) and tensor.name in IN_CHUNKS  # chunked.py says of these how many rows there are
-    if not is_rowwise(decisions) or chunked or tensor.name in WHOLE or (backward and tensor.name in (RAW, *LATENTS)):
-        return tensor.tokens
-    return tensor.tokens * rows_of_a_block(decisions, shape.tokens) // shape.tokens
+    return chunked or tensor.name in WHOLE or (backward and tensor.name in (RAW, *LATENTS))
+
+
+def blocks_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape, *, backward: bool) -> int:
+    """Return of how many row blocks a tensor exists at once: of experts' ends all, where forward sums them."""
+    summed = is_rowwise(decisions) and balanced(shape) and tensor.name == ENDS and not backward
+    return len(rowwise_blocks(decisions, shape.tokens)) if summed else 1
+
+
+def rowwise_tensors(
+    model: Model, shape: Shape, dtype: str, *, scores: tuple[Skeletal, ...] = ()
+) -> tuple[Skeletal, ...]:
+    """Return the skeletal tensors of one layer; a loss of balance needs the rows that experts got of all tokens."""
+    tensors = skeletal_tensors(model, shape, dtype, scores=scores)
+    if shape.experts is None or not balanced(shape):
+        return tensors
+    return (*tensors, Skeletal(ALL_ENDS, shape.experts.count, 1, "int32", Fate.WHOLE))
+
+
+def of_a_block(decisions: Decisions, shape: Shape) -> Shape:
+    """Return the sizes in the largest row block, which its buffers have room for."""
+    return shape.of_rows(rows_of_a_block(decisions, shape.tokens))
 
 
 class RowwiseLayer(OperatorWriter):

@@ -26,3 +26,14 @@ def rowwise_blocks(decisions: Decisions, tokens: int) -> list[tuple[int, int]]:
     """Return (first row, rows) of the blocks in order; the last one may be shorter."""
     most = rows_of_a_block(decisions, tokens)
     return [(first, min(most, tokens - first)) for first in range(0, tokens, most)]
+
+
+def routed_at_once(decisions: Decisions) -> list[int]:
+    """Return the tokens whose experts a rank chooses at once, in order: all of a micro-batch, or those of each block.
+
+    With expert parallelism each has a capacity of its own.
+    """
+    if not is_rowwise(decisions):
+        return [decisions.routed_tokens]
+    total, tokens = decisions.routed_tokens, decisions.local_tokens
+    return [rows * total // tokens for _, rows in rowwise_blocks(decisions, tokens)]

@@ -103,6 +103,10 @@ class Shape(msgspec.Struct, frozen=True, gc=False):
             rope_theta=layer.rope_theta,
         )
 
+    def of_rows(self, tokens: int) -> Shape:
+        """Return the sizes in a row block of so many of the rank's tokens, outside of attention."""
+        return replace(self, tokens=tokens, shard_tokens=self.shard(tokens))
+
     @property
     def expert_width(self) -> int:
         """Features inside one expert, on one of the ranks that divide them."""
@@ -385,6 +389,8 @@ def _degree_divides(what: str, value: int, by: str, degree: int, more: str = "")
 
     ``more`` ends the hint.
     """
+    if value % degree == 0:
+        return
     fewer = [str(each) for each in range(degree - 1, 0, -1) if value % each == 0][:DEGREES_NAMED]
     _divides(what, value, by, degree, hint=f"{by} = {' or '.join(fewer)} divides {what}{more}")
 

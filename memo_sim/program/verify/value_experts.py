@@ -24,11 +24,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.parameters import SELECTION_BIAS
-from memo_sim.program.layout.rowwise_blocks import is_rowwise, rowwise_blocks
+from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_operands import Found, Wanted, add_gradient, agree, rowwise, weight
 from memo_sim.program.verify.value_rows import Value
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from memo_sim.program.verify.values import Values
 
 Rule = Callable[[Call], None]
+RowsOf = Callable[["Values", int], int]
+"""How many rows a tensor has of so many tokens that are routed at once."""
 
 PRODUCTS = {"dispatched": ("experts_up", "up"), "act": ("experts_down", "expert_out")}
 """By input: the weight's name and the result."""
@@ -116,66 +119,70 @@ def add_shared(call: Call, role: str, first: int, tokens: int, result: Value, ro
         call.put(role, low, high - low, result if sound else None, here)
 
 
-def _all(call: Call, role: str, count: int) -> Value | None:
-    """Return the one value of which an operand is all ``count`` rows; None after a fault, or where it is unknown."""
-    rows = call.rows(role)
-    if any(each.value is None for each in rows):
-        return None
-    value = rows[0].value
-    assert value is not None
-    if len(rows) != 1 or rows[0].row or call.tokens(role) != count:
-        call.fault(f"{role} is not all {count} rows of one tensor: {value}, rows [{rows[0].row}, ...)")
-        return None
-    return whole(call, role, value, 0, count)
+def _token_rows(v: Values, tokens: int) -> int:
+    """Return the rows, one of each token, of what is routed at once with ``tokens``."""
+    del v
+    return tokens
 
 
-def _routed(v: Values) -> list[tuple[int, int]]:
-    """Return (first token, tokens) of what is routed at once: all of a rank's tokens, or each row block by itself."""
-    if not is_rowwise(v.decisions):
-        return [(0, v.routed_tokens)]
-    return rowwise_blocks(v.decisions, v.routed_tokens)
+def _slot_rows(v: Values, tokens: int) -> int:
+    """Return its rows, one of each token and each of its experts."""
+    assert v.model.mixture is not None
+    return tokens * v.model.mixture.per_token
 
 
-def _rows_of(v: Values, total: int, number: int) -> tuple[int, int]:
-    """Return the first row and the rows of what is routed at once, of a tensor with ``total`` rows for all tokens."""
-    first, tokens = _routed(v)[number]
-    return first * total // v.routed_tokens, tokens * total // v.routed_tokens
+def _expert_rows(v: Values, tokens: int) -> int:
+    """Return its rows in the experts' tensors."""
+    return v.expert_rows(tokens)
 
 
-def _at_once(call: Call, role: str, total: int) -> tuple[Value | None, int]:
+def _ends_of_all(v: Values, tokens: int) -> int:
+    """Return its ends of rows, one of each expert."""
+    del tokens
+    assert v.model.mixture is not None
+    return v.model.mixture.count
+
+
+def _parts(v: Values, rows: RowsOf) -> list[tuple[int, int]]:
+    """Return (first row, rows) of each part of the tokens that is routed at once."""
+    every = [rows(v, tokens) for tokens in v.routed_at_once]
+    return list(zip(accumulate(every, initial=0), every, strict=False))
+
+
+def _rows_of(v: Values, rows: RowsOf, number: int) -> tuple[int, int]:
+    """Return the first row and the rows of part ``number``."""
+    return _parts(v, rows)[number]
+
+
+def _at_once(call: Call, role: str, count: RowsOf) -> tuple[Value | None, int]:
     """Return the value of which an operand is all rows that are routed at once, and which part of the tokens it is.
 
-    ``total``: the rows of the tensor for all tokens. No value after a fault, or where it is unknown.
+    No value after a fault, or where it is unknown.
     """
     rows, v = call.rows(role), call.values
     if any(each.value is None for each in rows):
         return None, 0
     value, row = rows[0].value, rows[0].row
     assert value is not None
-    parts = [_rows_of(v, total, number) for number in range(len(_routed(v)))]
+    parts = _parts(v, count)
     number = next((n for n, (first, _) in enumerate(parts) if first == row), 0)
-    first, count = parts[number]
-    if len(rows) != 1 or row != first or call.tokens(role) != count:
-        call.fault(f"{role} is not all {count} rows of one tensor: {value}, rows [{row}, ...)")
+    first, wanted = parts[number]
+    if len(rows) != 1 or row != first or call.tokens(role) != wanted:
+        call.fault(f"{role} is not all {wanted} rows of one tensor: {value}, rows [{row}, ...)")
         return None, 0
-    return whole(call, role, value, row, count), number
+    return whole(call, role, value, row, wanted), number
 
 
-def _number_of(call: Call, row: int, total: int) -> int:
-    """Return in which part of the tokens, of those that are routed at once, a row is of ``total`` rows."""
-    v = call.values
-    ends = [sum(_rows_of(v, total, number)) for number in range(len(_routed(v)))]
-    return bisect_right(ends, row)
+def _number_of(call: Call, row: int, rows: RowsOf) -> int:
+    """Return in which part of the tokens, of those that are routed at once, a row is."""
+    return bisect_right([first + count for first, count in _parts(call.values, rows)], row)
 
 
-def _decided(call: Call, role: str, wanted: Value, total: int, number: int = 0) -> None:
-    """Check that an operand is all of what the router of a layer decided, at once with part ``number`` of the tokens.
-
-    ``total``: the rows of the tensor for all tokens.
-    """
-    value, found = _at_once(call, role, total)
+def _decided(call: Call, role: str, wanted: Value, rows: RowsOf, number: int) -> None:
+    """Check that an operand is all that the router of a layer decided, at once with part ``number`` of the tokens."""
+    value, found = _at_once(call, role, rows)
     if value is not None and (value, found) != (wanted, number):
-        call.wrong(role, value, _rows_of(call.values, total, found)[0], str(wanted))
+        call.wrong(role, value, _rows_of(call.values, rows, found)[0], str(wanted))
 
 
 def _own(call: Call, role: str, wanted: Value, count: int, number: int) -> None:
@@ -194,7 +201,7 @@ def _ends(call: Call, value: Value, number: int) -> None:
     _own(call, "ends", Value(name, value.layer, value.micro_batch), experts.count // ep, number)
 
 
-def _all_ends(call: Call, value: Value, number: int = 0) -> None:
+def _all_ends(call: Call, value: Value, number: int) -> None:
     experts = call.values.model.mixture
     assert experts is not None
     _own(call, "ends", Value("route_ends", value.layer, value.micro_batch), experts.count, number)
@@ -231,12 +238,11 @@ def route(call: Call) -> None:
 
 def sort(call: Call) -> None:
     """Check the order of rows by expert, which needs the experts of all tokens."""
-    v = call.values
-    value, number = _at_once(call, "experts", v.routed_tokens)
+    value, number = _at_once(call, "experts", _token_rows)
     if value is not None and value.name != "route_experts":
         call.wrong("experts", value, 0, "route_experts")
         value = None
-    first = _rows_of(v, v.dispatched, number)[0]
+    first = _rows_of(call.values, _slot_rows, number)[0]
     for role, name in (("sorted", "by_expert"), ("order", "route_order")):
         call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name), first)
 
@@ -244,32 +250,31 @@ def sort(call: Call) -> None:
 def places(call: Call) -> None:
     """Check the places of rows, which need the order of all rows."""
     v = call.values
-    (order, number), (by_expert, other) = (_at_once(call, role, v.dispatched) for role in ("order", "sorted"))
+    (order, number), (by_expert, other) = (_at_once(call, role, _slot_rows) for role in ("order", "sorted"))
     if order is not None and by_expert is not None:
-        firsts = [_rows_of(v, v.dispatched, each)[0] for each in (number, other)]
+        firsts = [_rows_of(v, _slot_rows, each)[0] for each in (number, other)]
         both = list(zip((order, by_expert), firsts, strict=True))
         agree(call, {"order": "route_order", "sorted": "by_expert"}, both, call.tokens("order"))
-    for role, first in (("places", _routed(v)[number][0]), ("ends", number * call.tokens("ends"))):
+    for role, rows in (("places", _token_rows), ("ends", _ends_of_all)):
         value = None if order is None else order._replace(name=f"route_{role}")
-        call.put(role, 0, call.tokens(role), value, first)
+        call.put(role, 0, call.tokens(role), value, _rows_of(v, rows, number)[0])
 
 
 def dispatch(call: Call) -> None:
     """Check the copy of tokens' rows to dispatched rows."""
-    source, number = _at_once(call, "x", call.values.routed_tokens)
+    source, number = _at_once(call, "x", _token_rows)
     gathered = {f"{name}{call.values.routed_full}": made for name, made in COPIED.items()}
     made = gathered.get(source.name) if source is not None else None
     if source is not None and made is None:
         call.wrong("x", source, 0, " or ".join(gathered))
+    by, rows = ("route_sent", _expert_rows) if _exchanged(call) else ("route_order", _slot_rows)
     for first, tokens, [(order, row)] in call.pieces("order"):
         value = None
         if source is not None and made is not None and order is not None:
             name, after = made
             value = Value(name, source.layer - after, source.micro_batch)
-            by = "route_sent" if _exchanged(call) else "route_order"
             wanted = (by, value.layer, value.micro_batch, number)
-            part = 0 if _exchanged(call) else _number_of(call, row, call.values.dispatched)
-            if (order.name, order.layer, order.micro_batch, part) != wanted:
+            if (order.name, order.layer, order.micro_batch, _number_of(call, row, rows)) != wanted:
                 call.wrong("order", order, row, f"{by} of layer {value.layer}, micro-batch {value.micro_batch}")
                 value = None
             elif _exchanged(call):
@@ -279,7 +284,7 @@ def dispatch(call: Call) -> None:
 
 def combine(call: Call) -> None:
     """Check the sum of each token's dispatched rows."""
-    source, number = _at_once(call, "x", call.values.expert_rows)
+    source, number = _at_once(call, "x", _expert_rows)
     end, by = (".arrived", "route_seats") if _exchanged(call) else ("", "route_places")
     known = {f"{name}{end}": made for name, made in SUMMED.items()}
     name = known.get(source.name) if source is not None else None
@@ -288,7 +293,7 @@ def combine(call: Call) -> None:
     for first, tokens, [(found, row)] in call.pieces("places"):
         value = None
         if source is not None and name is not None and found is not None:
-            if (found, _number_of(call, row, call.values.routed_tokens)) != (source._replace(name=by), number):
+            if (found, _number_of(call, row, _token_rows)) != (source._replace(name=by), number):
                 call.wrong("places", found, row, f"{by} of layer {source.layer}")
             else:
                 value = source._replace(name=partial_sums(call.values, name)[0])
@@ -325,9 +330,8 @@ def _same_rows(call: Call, role: str, first: int, row: int) -> int:
 
     Returns which part of the tokens, of those that are routed at once, the rows are of.
     """
-    v, at = call.values, call.operands[role].first + first
-    number = _number_of(call, row, v.expert_rows)
-    if at != row - _rows_of(v, v.expert_rows, number)[0]:
+    at, number = call.operands[role].first + first, _number_of(call, row, _expert_rows)
+    if at != row - _rows_of(call.values, _expert_rows, number)[0]:
         call.fault(f"{role} has dispatched row {row} at row {at} of its buffer")
     return number
 
@@ -352,10 +356,9 @@ def activation(call: Call) -> None:
     if _exchanged(call):
         rowwise(call, {"x": "up", "gates": "gates"}, {"out": "act"})
         return
-    v = call.values
     for found in rowwise(call, {"x": "up", "order": "route_order"}, {"out": "act"}):
-        number = _number_of(call, found[3], v.dispatched)
-        _decided(call, "probs", Value("route_probs", found[0], found[1]), v.routed_tokens, number)
+        number = _number_of(call, found[3], _slot_rows)
+        _decided(call, "probs", Value("route_probs", found[0], found[1]), _token_rows, number)
 
 
 def activation_backward(call: Call) -> None:
@@ -366,10 +369,11 @@ def activation_backward(call: Call) -> None:
     every = rowwise(call, {"grad": "d_act", "x": "up", "order": "route_order"}, {"grad_x": "d_up"})
     value, first, v = None, 0, call.values
     for layer, micro_batch, _, row in every:
-        number = _number_of(call, row, v.dispatched)
-        _decided(call, "probs", Value("route_probs", layer, micro_batch), v.routed_tokens, number)
-        if len(every) == 1 and (row, call.tokens("grad")) == _rows_of(v, v.dispatched, number):
-            value, first = Value(partial_sums(v, "d_probs")[0], layer, micro_batch), _routed(v)[number][0]
+        number = _number_of(call, row, _slot_rows)
+        _decided(call, "probs", Value("route_probs", layer, micro_batch), _token_rows, number)
+        if len(every) == 1 and (row, call.tokens("grad")) == _rows_of(v, _slot_rows, number):
+            value = Value(partial_sums(v, "d_probs")[0], layer, micro_batch)
+            first = _rows_of(v, _token_rows, number)[0]
     call.put("grad_probs", 0, call.tokens("grad_probs"), value, first)
 
 
@@ -379,8 +383,34 @@ def route_backward(call: Call) -> None:
     wanted = {"grad": _partial(call, "d_probs"), **{name: f"route_{name}" for name in names}}
     tokens = call.tokens("grad")
     for found in rowwise(call, {**wanted}, {"out": _partial(call, "d_router")}):
-        _all_ends(call, Value("", found[0], found[1]), _number_of(call, found[3], call.values.routed_tokens))
+        _all_ends(call, Value("", found[0], found[1]), _number_of(call, found[3], _token_rows))
+        _ends_of_every_block(call, found)
         add_gradient(call, "loads", SELECTION_BIAS, found, tokens)
+
+
+def _ends_of_every_block(call: Call, found: Found) -> None:
+    """Check the ends of all tokens' rows, which a loss of balance needs where row blocks are routed by themselves."""
+    of = call.values.model.mixture
+    needed = of is not None and of.balance > 0 and is_rowwise(call.values.decisions)
+    if call.has("all_ends") != needed:
+        call.fault(f"all_ends {'is not given' if needed else 'should not be given'}")
+    elif of is not None and needed:
+        _own(call, "all_ends", Value("route_all_ends", found[0], found[1]), of.count, 0)
+
+
+def sum_ends(call: Call) -> None:
+    """Check the sum of all row blocks' ends."""
+    of, blocks = call.values.model.mixture, len(call.values.routed_at_once)
+    assert of is not None
+    value = None
+    for first, tokens, [(ends, row)] in call.pieces("x"):
+        if ends is not None and (ends.name != "route_ends" or row != first):
+            call.wrong("x", ends, row, f"route_ends of row block {first // of.count}")
+        elif ends is not None and tokens == blocks * of.count:
+            value = ends._replace(name="route_all_ends")
+        elif ends is not None:
+            call.fault(f"x is not the ends of {blocks} row blocks of one layer")
+    call.put("out", 0, call.tokens("out"), value)
 
 
 def router_dgrad(call: Call) -> None:
@@ -437,7 +467,8 @@ def _seated(call: Call) -> dict[str, Wanted]:
 def _sent(call: Call, found: Found) -> None:
     """Check the operand whose number of rows is the seat of a slot without one."""
     if _exchanged(call):
-        _decided(call, "sent", Value("route_sent", found[0], found[1]), call.values.expert_rows)
+        number = _number_of(call, found[3], _token_rows)
+        _decided(call, "sent", Value("route_sent", found[0], found[1]), _expert_rows, number)
 
 
 def out_bias_dgrad(call: Call) -> None:
@@ -466,64 +497,67 @@ def out_bias_wgrad(call: Call) -> None:
 
 def seats(call: Call) -> None:
     """Check the seats of slots among the rows that are sent, which need what the router decided for all tokens."""
-    v = call.values
-    value = _all(call, "experts", v.routed_tokens)
+    value, number = _at_once(call, "experts", _token_rows)
     if value is not None and value.name != "route_experts":
         call.wrong("experts", value, 0, "route_experts")
         value = None
     if value is not None:
-        _decided(call, "places", value._replace(name="route_places"), v.routed_tokens)
-        _decided(call, "order", value._replace(name="route_order"), v.dispatched)
-        _all_ends(call, value)
-    for role, name in (("seats", "route_seats"), ("sent", "route_sent"), ("sent_ends", "route_ends.sent")):
-        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name))
+        _decided(call, "places", value._replace(name="route_places"), _token_rows, number)
+        _decided(call, "order", value._replace(name="route_order"), _slot_rows, number)
+        _all_ends(call, value, number)
+    made = {"seats": ("route_seats", _token_rows), "sent": ("route_sent", _expert_rows)}
+    for role, (name, rows) in {**made, "sent_ends": ("route_ends.sent", _ends_of_all)}.items():
+        new = None if value is None else value._replace(name=name)
+        call.put(role, 0, call.tokens(role), new, _rows_of(call.values, rows, number)[0])
 
 
 def gates(call: Call) -> None:
     """Check the copy of probabilities to the rows that are sent."""
-    value = _all(call, "order", call.values.expert_rows)
+    value, number = _at_once(call, "order", _expert_rows)
     if value is not None and value.name != "route_sent":
         call.wrong("order", value, 0, "route_sent")
         value = None
     if value is not None:
-        _decided(call, "probs", value._replace(name="route_probs"), call.values.routed_tokens)
-    call.put("out", 0, call.tokens("out"), None if value is None else value._replace(name="gates.sent"))
+        _decided(call, "probs", value._replace(name="route_probs"), _token_rows, number)
+    made = None if value is None else value._replace(name="gates.sent")
+    call.put("out", 0, call.tokens("out"), made, _rows_of(call.values, _expert_rows, number)[0])
 
 
 def exchange(call: Call) -> None:
     """Check an exchange of rows between ranks that divide experts: all that are sent to them arrive."""
-    value = _all(call, "send", call.family("send").tokens)
+    held = call.rows("send")[0].value
+    rows = _ends_of_all if held is not None and held.name == "route_ends.sent" else _expert_rows
+    value, number = _at_once(call, "send", rows)
     if value is not None and not value.name.endswith(".sent"):
         call.wrong("send", value, 0, "rows in the order in which they are sent")
         value = None
     if call.tokens("recv") != call.tokens("send"):
         call.fault(f"sends {call.tokens('send')} rows and receives {call.tokens('recv')}")
     arrived = None if value is None else value._replace(name=value.name.removesuffix(".sent") + ".arrived")
-    call.put("recv", 0, call.tokens("recv"), arrived)
+    call.put("recv", 0, call.tokens("recv"), arrived, _rows_of(call.values, rows, number)[0])
 
 
 def arrivals(call: Call) -> None:
     """Check the order of arrived rows by expert, which needs the numbers of rows that every rank sends."""
-    experts = call.values.model.mixture
-    assert experts is not None
-    value = _all(call, "arrived_ends", experts.count)
+    value, number = _at_once(call, "arrived_ends", _ends_of_all)
     if value is not None and value.name != "route_ends.arrived":
         call.wrong("arrived_ends", value, 0, "route_ends.arrived")
         value = None
-    for role, name in (("order", "route_arrived"), ("ends", "route_own_ends")):
-        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name))
+    first, own = _rows_of(call.values, _expert_rows, number)[0], number * call.tokens("ends")
+    for role, name, row in (("order", "route_arrived", first), ("ends", "route_own_ends", own)):
+        call.put(role, 0, call.tokens(role), None if value is None else value._replace(name=name), row)
 
 
 def arrange(call: Call) -> None:
     """Check the copy of arrived rows to the order of experts."""
-    source = _all(call, "x", call.values.expert_rows)
+    source, number = _at_once(call, "x", _expert_rows)
     if source is not None and not source.name.endswith(".arrived"):
         call.wrong("x", source, 0, "rows that arrived")
         source = None
     for first, tokens, [(order, row)] in call.pieces("order"):
         value = None
         if source is not None and order is not None:
-            if order != source._replace(name="route_arrived"):
+            if (order, _number_of(call, row, _expert_rows)) != (source._replace(name="route_arrived"), number):
                 call.wrong("order", order, row, f"route_arrived of layer {source.layer}")
             else:
                 value = source._replace(name=source.name.removesuffix(".arrived"))
@@ -532,23 +566,23 @@ def arrange(call: Call) -> None:
 
 def arrange_back(call: Call) -> None:
     """Check the copy of experts' rows to the order in which they are sent back."""
-    source = _all(call, "x", call.values.expert_rows)
+    source, number = _at_once(call, "x", _expert_rows)
     if source is not None:
-        _decided(call, "order", source._replace(name="route_arrived"), call.values.expert_rows)
+        _decided(call, "order", source._replace(name="route_arrived"), _expert_rows, number)
     sent = None if source is None else source._replace(name=f"{source.name}.sent")
-    call.put("out", 0, call.tokens("out"), sent)
+    call.put("out", 0, call.tokens("out"), sent, _rows_of(call.values, _expert_rows, number)[0])
 
 
 def gates_backward(call: Call) -> None:
     """Check the gradients of probabilities, which come back from the experts of every slot."""
-    value = _all(call, "x", call.values.expert_rows)
+    value, number = _at_once(call, "x", _expert_rows)
     if value is not None and value.name != "d_gates.arrived":
         call.wrong("x", value, 0, "d_gates.arrived")
         value = None
     if value is not None:
-        _decided(call, "seats", value._replace(name="route_seats"), call.values.routed_tokens)
+        _decided(call, "seats", value._replace(name="route_seats"), _token_rows, number)
     made = None if value is None else value._replace(name=partial_sums(call.values, "d_probs")[0])
-    call.put("out", 0, call.tokens("out"), made)
+    call.put("out", 0, call.tokens("out"), made, _rows_of(call.values, _token_rows, number)[0])
 
 
 def shared_gate(call: Call) -> None:
@@ -610,6 +644,7 @@ RULES: dict[str, Rule] = {
     "experts.route.bwd": route_backward,
     "experts.sort": sort,
     "experts.places": places,
+    "experts.ends.sum": sum_ends,
     "experts.dispatch": dispatch,
     "experts.combine": combine,
     "experts.linear": linear,

@@ -45,6 +45,7 @@ from memo_sim.program.layout.expert_load import capacity_rows
 from memo_sim.program.layout.fp8 import narrow_elements
 from memo_sim.program.layout.parameters import Block, Parameter, embed_block, experts_block, head_block, layer_block
 from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.rowwise_blocks import routed_at_once
 from memo_sim.program.verify.value_call import Call
 from memo_sim.program.verify.value_experts import ROUTED
 from memo_sim.program.verify.value_rows import Held, ParameterKey, Sum, Value
@@ -108,19 +109,17 @@ class Values:
         self.sent_chunks, self.tp_rank = _own_chunks(program)
         self._begin()
 
-    @property
-    def dispatched(self) -> int:
-        """Rows that go to experts; 0 without experts."""
-        return self.routed_tokens * self.model.mixture.per_token if self.model.mixture else 0
+    def expert_rows(self, tokens: int) -> int:
+        """Return the rows of the experts' tensors for ``tokens`` that are routed at once.
 
-    @property
-    def expert_rows(self) -> int:
-        """Rows of the experts' tensors: dispatched rows, or with ``ep`` as many as all its ranks can send here."""
+        They are dispatched rows, or with ``ep`` as many as all its ranks can send here.
+        """
         of, layout, decisions = self.model.mixture, self.layout, self.decisions
+        dispatched = tokens * of.per_token if of else 0
         if of is None or layout.ep == 1:
-            return self.dispatched
+            return dispatched
         given = decisions.expert_capacity
-        return layout.ep * capacity_rows(of, self.dispatched, decisions.expert_load, layout.ep, given)
+        return layout.ep * capacity_rows(of, dispatched, decisions.expert_load, layout.ep, given)
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer of the model has experts in place of an MLP."""
@@ -137,6 +136,8 @@ class Values:
         self.shard_tokens = self.tokens // self.tp if self.gathered else self.tokens
         self.routed_tokens = self.shard_tokens if layout.whole_experts else self.tokens
         """Rows of which this rank chooses the experts."""
+        self.routed_at_once = routed_at_once(decisions)
+        """Those of them that are routed at once: all, or those of each row block of row-wise recompute."""
         self.routed_full = "" if layout.whole_experts else self.full
         """End of the name of a tensor as the router reads it."""
         self.vocab = -(-model.vocab // self.tp)
@@ -365,7 +366,7 @@ class Values:
         if name in ROUTED:
             tokens = self.routed_tokens
         elif name.startswith("experts_"):
-            tokens = self.expert_rows
+            tokens = sum(map(self.expert_rows, self.routed_at_once))
         if name == "sinks":
             tokens = self.attended
         for micro_batch in range(self.program.micro_batches):

@@ -1,6 +1,6 @@
 """Comparisons for tests of full recompute: gradients with autograd's, and recomputed results with forward's."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,15 +17,22 @@ TOLERANCE = 1e-5
 """Largest allowed error, relative to the largest entry of a tensor."""
 
 
-def assert_gradients_equal_autograds(decisions: Decisions) -> None:
+def plain(decisions: Decisions, parameters: dict[str, torch.Tensor]) -> AutogradModel:
+    """Return the plan's model with these parameters."""
+    return AutogradModel(decisions.model, parameters)
+
+
+def assert_gradients_equal_autograds(
+    decisions: Decisions, of: Callable[[Decisions, dict[str, torch.Tensor]], AutogradModel] = plain
+) -> None:
     """Play a step on one rank and compare every gradient with plain autograd's.
 
-    The drawn tokens are in the order of the rank's rows; autograd gets whole sequences.
+    The drawn tokens are in the order of the rank's rows; autograd gets whole sequences. ``of``: makes autograd's model.
     """
     batches = batch(decisions, ignored=0.2)
     rows = torch.argsort(tokens_of(token_runs(decisions)))
     with play(decisions) as interpreter:
-        reference = AutogradModel(decisions.model, weights.named_parameters(interpreter))
+        reference = of(decisions, weights.named_parameters(interpreter))
         interpreter.run_step(batches, scalars(batches, lr=0.0))
         found = gradients(interpreter)
     for drawn in batches:

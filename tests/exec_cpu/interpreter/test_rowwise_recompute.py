@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from memo_exec.kernels import KERNELS
+from memo_exec.verification.autograd_model import AutogradModel
+from memo_sim.contract.experts import Experts
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from tests.exec_cpu.interpreter.programs_bytes import assert_copies_are_the_programs, assert_peak_is_the_programs
 from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds, replayed
@@ -141,3 +144,60 @@ def test_memory_and_copies_with_experts_are_the_programs() -> None:
     record, _ = one_step(decisions)
     assert_peak_is_the_programs(record, decisions)
     assert_copies_are_the_programs(record, decisions)
+
+
+def with_losses(name: str) -> Model:
+    """Return a model whose router has both losses."""
+    model = EXPERT_MODELS[name]
+    lossy = {
+        shape: msgspec.structs.replace(
+            shape, experts=shape.experts and msgspec.structs.replace(shape.experts, balance=0.3, z_loss=0.1)
+        )
+        for shape in model.layer_shapes
+    }
+    return model.of_layers([lossy[model.layer(number)] for number in range(model.layers)])
+
+
+class WithLosses(AutogradModel):
+    """Plain autograd with the losses of every router: of balance, and of the log-sum-exp (``contract/experts.py``)."""
+
+    def __init__(self, decisions: Decisions, parameters: dict[str, torch.Tensor]) -> None:
+        super().__init__(decisions.model, parameters)
+        self.tokens_of_step = decisions.global_batch * decisions.seq_tokens
+        self.losses: list[torch.Tensor] = []
+
+    def _routed(self, x: torch.Tensor, experts: Experts, at: str) -> tuple[torch.Tensor, torch.Tensor]:
+        probs, chosen = super()._routed(x, experts, at)
+        logits = self._linear(x, f"{at}router")
+        rows = torch.bincount(chosen.flatten(), minlength=experts.count)
+        share = experts.count / (experts.per_token * len(x) * self.tokens_of_step)
+        self.losses.append(experts.balance * share * (rows * logits.softmax(-1).sum(0)).sum())
+        self.losses.append(experts.z_loss / self.tokens_of_step * logits.logsumexp(-1).square().sum())
+        return probs, chosen
+
+    def loss(self, *given: Any) -> torch.Tensor:
+        self.losses.clear()
+        return super().loss(*given) + torch.stack(self.losses).sum()
+
+
+@pytest.mark.parametrize("fields", [{}, {"swapped_tokens": 256}, {"recompute": "none", "mlp_chunk_tokens": 0}], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("first layer dense", marks=pytest.mark.slow)])
+def test_losses_of_the_router_are_about_all_tokens(name: str, fields: dict[str, Any]) -> None:
+    """Of a block, the loss of balance needs the rows that experts get of all blocks."""
+    decisions = msgspec.structs.replace(rowwise(name, **fields), model=with_losses(name))
+    assert_gradients_equal_autograds(decisions, WithLosses)
+
+
+def test_one_block_with_losses_of_the_router_is_keep_bit_for_bit() -> None:
+    decisions = msgspec.structs.replace(rowwise("mixtral", mlp_chunk_tokens=0), model=with_losses("mixtral"))
+    _, wanted = one_step(msgspec.structs.replace(decisions, recompute="none"))
+    _, found = one_step(msgspec.structs.replace(decisions, swapped_tokens=128), debug=True)
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+
+
+def test_memory_and_copies_with_losses_of_the_router_are_the_programs() -> None:
+    for swapped in (128, 320):
+        decisions = msgspec.structs.replace(rowwise("mixtral", swapped_tokens=swapped), model=with_losses("mixtral"))
+        record, _ = one_step(decisions)
+        assert_peak_is_the_programs(record, decisions)
+        assert_copies_are_the_programs(record, decisions)

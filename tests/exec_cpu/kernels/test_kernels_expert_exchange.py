@@ -24,7 +24,8 @@ MODEL = llama(experts=Experts(count=COUNT, per_token=CHOSEN, hidden=16))
 
 def play(op: str, scratch: int, *, phase: Phase = Phase.FORWARD, **tensors: Tensor) -> Context:
     """Play an op of one rank of four; return the context, which counts overflow."""
-    context = Context(decide(MODEL, layout=Layout(dp=RANKS, ep=RANKS), global_batch=2 * RANKS), torch.device("cpu"))
+    chosen = decide(MODEL, layout=Layout(dp=RANKS, ep=RANKS), seq_tokens=TOKENS, micro_batch=1, global_batch=RANKS)
+    context = Context(chosen, torch.device("cpu"))
     instruction = Instruction(op, op, Lane.COMPUTE, Rowwise(op, 1, 0, 0), (), phase)
     given: dict[str, Any] = dict(tensors)
     given["workspace"] = torch.empty(scratch, dtype=torch.uint8)
@@ -67,7 +68,7 @@ def test_seats_are_in_the_order_of_experts_and_rows_beyond_the_capacity_have_non
         counts = [sum(owner <= rank * OWN + own for owner in owners) for own in range(OWN)]
         assert made["sent_ends"].tolist()[rank * OWN :][:OWN] == counts
     dropped = sum(max(0, len(slots) - capacity) for slots in waiting)
-    assert context.overflow.tolist() == [dropped, max(map(len, waiting)), SLOTS]
+    assert context.overflow.tolist() == [dropped, SLOTS, max(map(len, waiting))]
 
 
 def test_recompute_counts_no_row_again() -> None:

@@ -91,6 +91,7 @@ def test_the_table_knows_every_word_of_the_knobs() -> None:
         ),
         (("attention-chunks", "recompute-tokenwise"), False, "attention in chunks needs full or row-wise"),
         (("attention-chunks", "recompute-rowwise"), True, "attention-chunks goes with: recompute-rowwise."),
+        (("ep", "recompute-rowwise"), True, "ep goes with: recompute-rowwise."),
         (("latents", "windows"), False, "latent attention has no windows"),
         (("zero-1", "zero-3"), False, "both are values of --zero"),
         (("multiplexed", "rounding-buffers"), False, "a helper stage plays rows of a layer in buffers of its own"),

@@ -122,8 +122,7 @@ def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
 )
 def test_no_plan_with_experts_is_below_its_lower_bound(name: str, layout: Layout) -> None:
     model = msgspec.structs.replace(load_model(name), layers=4)
-    left_out = ("operators",) if layout.ep == 1 else ("operators", "rowwise")
-    check_bounds(model, layout, [each for each in POLICIES if each[0] not in left_out])
+    check_bounds(model, layout, [each for each in POLICIES if each[0] != "operators"])
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,13 @@ from memo_sim.answers.left_out import left_out
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.experts import Experts
 from memo_sim.contract.hardware import GroupedGemmTable, Source
 from memo_sim.contract.result import Result
 from memo_sim.planning.layouts import layouts
+from memo_sim.planning.presets import ROWWISE_KEPT, ROWWISE_PARTLY_SWAPPED, ROWWISE_SWAPPED
 from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.space import candidates
 
 
 @lru_cache(maxsize=1)
@@ -95,6 +98,24 @@ def test_expert_parallelism_says_its_capacity_and_what_the_fullest_rank_costs() 
     assert "over 8 ranks, those of experts over 1" in states.value
 
 
+def test_row_blocks_have_a_capacity_each() -> None:
+    """A block of 4,096 tokens has 8,192 rows, a quarter of a rank's: as do the capacity and the fullest rank's rows."""
+    blocks = {"recompute": "rowwise", "mlp_chunk_tokens": 4096}
+    even, uneven = (what_if(asked(load, zero=1, ep=8, **blocks)).result for load in ("balanced", "zipf-1"))
+    (assumption,) = [each for each in uneven.summary.assumptions if each.name == "experts"]
+    assert "a rank can send 3,768 rows of a layer's row block of 4,096 tokens to each" in assumption.value
+    (line,) = [each for each in uneven.why if each.startswith("Experts:")]
+    assert re.search(r"the fullest rank gets [\d,]+ rows of a row block, 2\.94 times the mean of 8,192", line)
+    assert re.search(r"its products take \S+ m?s longer than balanced ones", line)
+    assert line.endswith("more of a block's tensors (--expert-capacity).")
+    (line,) = [each for each in even.why if each.startswith("Experts:")]
+    assert "its products take 0 us longer than balanced ones" in line
+    (line,) = [each for each in what_if(asked(**blocks)).result.why if each.startswith("Experts:")]
+    assert "Every expert is assumed to get 1,024 rows of a row block" in line
+    (line,) = [each for each in what_if(asked("zipf-1", **blocks)).result.why if each.startswith("Experts:")]
+    assert re.search(r"the products take \S+ m?s longer than with balanced experts", line)
+
+
 def test_a_capacity_without_expert_parallelism_is_refused() -> None:
     with pytest.raises(UsageError, match="--expert-capacity has no effect without expert parallelism"):
         what_if(replace(asked(), expert_capacity=2.0))
@@ -113,6 +134,14 @@ def test_the_largest_degrees_of_expert_parallelism_are_searched() -> None:
         "the default search tries it too"
     )
     assert {layout.ep for layout in layouts(replace(question, system="memo"))} == {1}
+
+
+def test_row_wise_recompute_is_searched_with_expert_parallelism_and_a_loss_of_balance() -> None:
+    question = asked(dp=None, cp=8, zero=None, recompute=None, ep=8)
+    lossy = msgspec.structs.replace(question.model, experts=Experts(count=8, per_token=2, hidden=14336, balance=0.01))
+    tried = replace(question, model=lossy, system="any", seq_tokens=1 << 18, global_batch=1)
+    found = {each.policy for each in candidates(tried)[0] if each.base.layout.ep == 8}
+    assert {ROWWISE_KEPT, ROWWISE_SWAPPED, ROWWISE_PARTLY_SWAPPED} <= found
 
 
 def test_what_does_not_go_with_experts_is_refused_by_name() -> None:

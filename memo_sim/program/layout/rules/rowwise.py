@@ -5,7 +5,7 @@ from __future__ import annotations
 from memo_sim.program.layout.rowwise_blocks import is_rowwise
 from memo_sim.program.layout.rules.feature import Feature
 from memo_sim.program.layout.rules.pipeline_stages import staged
-from memo_sim.program.layout.rules.rule import Rule, Test
+from memo_sim.program.layout.rules.rule import Rule
 
 _ROWWISE = Feature(
     name="row-wise recompute",
@@ -16,41 +16,15 @@ _ROWWISE = Feature(
 )
 
 
-def _not_beside(name: str, chosen: Test, *, what: str, wanted: str, because: str) -> Rule:
-    """Return the rule that row-wise recompute has no lowering beside a feature of the model or the layout."""
-    return Rule(
-        name=f"{_ROWWISE.name}: {name}",
-        breaks=lambda d: is_rowwise(d) and chosen(d),
-        what=f"row-wise recompute has no lowering beside {what}",
-        where="decisions.recompute",
-        got=f"rowwise with {what}",
-        wanted=wanted,
-        hint=f"{because}; --recompute full or tokenwise",
-    )
-
-
-_OTHERS = "none, selective, norms, mlp, full or tokenwise"
 ROWWISE_RECOMPUTE = (
-    _not_beside(
-        "expert parallelism",
-        lambda d: d.layout.ep > 1,
-        what="expert parallelism",
-        wanted=_OTHERS,
-        because="each row block would have a capacity, and drop rows, by itself; without --ep experts go with it",
-    ),
-    _not_beside(
-        "balance of experts",
-        lambda d: d.model.mixture is not None and d.model.mixture.balance > 0,
-        what="a balance loss of experts",
-        wanted=_OTHERS,
-        because="that loss multiplies scores by the rows that experts get of all tokens, not of one row block",
-    ),
-    _not_beside(
-        "metp",
-        lambda d: d.layout.metp > 1,
-        what="METP",
+    Rule(
+        name="row-wise recompute: metp",
+        breaks=lambda d: is_rowwise(d) and d.layout.metp > 1,
+        what="row-wise recompute has no lowering beside METP",
+        where="decisions.recompute",
+        got="rowwise with METP",
         wanted="none, full or tokenwise",
-        because="METP cuts the MLP by features, not by rows",
+        hint="METP cuts the MLP by features, not by rows; --recompute full or tokenwise",
     ),
     _ROWWISE.allows("layout.multiplexed", False, because="helper stages would divide its row blocks once more"),
     _ROWWISE.allows(

@@ -164,6 +164,41 @@ def test_what_needs_no_rows_under_way_stands_beside_their_exchange() -> None:
     ]
 
 
+LOSSY = msgspec.structs.replace(EXPERTS, experts=Experts(count=8, per_token=2, hidden=192, balance=0.01, z_loss=0.001))
+ROW_BLOCKS: dict[str, tuple[Model, Layout, dict[str, Any]]] = {
+    **{name: (EXPERTS, layout, fields) for name, (layout, _, fields) in LAYOUTS.items()},
+    "layers without experts": (MIXED, Layout(cp=2, pp=2, dp=2, zero=1, ep=2), {"global_batch": 8}),
+    "biases": (BIASED, BIASED_LAYOUTS["tp"][0], {}),
+    "biases, whole tokens": (BIASED, BIASED_LAYOUTS["whole tokens, zero 3"][0], {}),
+    "whole experts": (*WHOLE_LAYOUTS["plain"][:2], {}),
+    "whole experts, shared expert": (*WHOLE_LAYOUTS["shared expert"][:2], {}),
+    "whole experts, gate, frozen": (
+        *WHOLE_LAYOUTS["gate"][:2],
+        {"adapters": "r=4,alpha=8,targets=q+k+v+proj", "global_batch": 4},
+    ),
+    "overlap": (GATED, Layout(tp=2, sequence_parallel=True, dp=2, ep=2), {"expert_overlap": True}),
+    "overlap, whole experts": (SHARED, Layout(tp=2, dp=2, ep=4, **WHOLE), {"expert_overlap": True}),
+    "fp8": (GATED, Layout(tp=2, sequence_parallel=True, dp=2, ep=2), {"fp8": "block", "fp8_experts": True}),
+    "attention in chunks": (EXPERTS, Layout(dp=2, ep=2), {"attention_chunk_tokens": 768}),
+    "losses": (LOSSY, Layout(dp=2, ep=2), {"swap_dtype": "fp8"}),
+    "losses, whole experts": (LOSSY, Layout(tp=2, dp=2, ep=4, zero=3, **WHOLE), {}),
+    "losses, interleaved": (
+        LOSSY,
+        Layout(dp=2, ep=2, pp=2, virtual_stages=2, schedule="interleaved"),
+        {"global_batch": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROW_BLOCKS)
+def test_row_wise_recompute_passes_the_checkers(name: str) -> None:
+    """Two row blocks, each with seats and exchanges of its own; the second is a third of the first."""
+    model, layout, fields = ROW_BLOCKS[name]
+    cut = {"seq_tokens": 1024 * layout.cp * layout.ulysses, "mlp_chunk_tokens": 768}
+    alpha = 1.0 if "attention_chunk_tokens" in fields else 0.5
+    assert faults_of(decide(model, layout, ("rowwise", alpha), **(cut | fields))) == []
+
+
 def test_overlap_shortens_a_step_and_takes_memory() -> None:
     cluster, hardware = load_cluster("h100-2x8")
     whole = load_model("deepseek-v3")
@@ -222,9 +257,20 @@ MOVES = ("experts.seats", "experts.gates", "experts.all_to_all", "experts.arriva
 BACK = ("experts.arrange.back", "experts.gates.bwd")
 
 
-@pytest.mark.parametrize("op", [*MOVES, *BACK])
-def test_a_kernel_left_out_is_found(op: str) -> None:
-    decisions = decide(EXPERTS, Layout(dp=2, ep=2), global_batch=2, seq_tokens=256)
+BLOCKS = {"seq_tokens": 1024, "mlp_chunk_tokens": 768}
+
+
+@pytest.mark.parametrize(
+    ("op", "policy"),
+    [
+        *((op, ("none", 0.0)) for op in (*MOVES, *BACK)),
+        *((op, ("rowwise", 0.5)) for op in (*MOVES, *BACK, "experts.ends.sum")),
+    ],
+    ids=str,
+)
+def test_a_kernel_left_out_is_found(op: str, policy: tuple[str, float]) -> None:
+    cut = BLOCKS if policy[0] == "rowwise" else {"seq_tokens": 256}
+    decisions = decide(LOSSY, Layout(dp=2, ep=2), policy, global_batch=2, **cut)
     (program,) = lower(decisions)
     names = {i.name for t in program.templates for i in t.instructions if i.op == op}
     assert names
@@ -235,6 +281,68 @@ def test_a_kernel_left_out_is_found(op: str) -> None:
 
         less = planted.without(program, planted.places(program, chosen)[0], chosen)
         assert check_values(less, expand(less), decisions), name
+
+
+@pytest.mark.parametrize(
+    ("op", "role"),
+    [
+        ("experts.seats", "order"),
+        ("experts.arrange", "order"),
+        ("experts.arrange.back", "order"),
+        ("experts.all_to_all", "send"),
+        ("experts.combine", "places"),
+        ("experts.linear", "x"),
+        ("experts.gates.bwd", "seats"),
+    ],
+)
+def test_rows_of_another_block_are_found(op: str, role: str) -> None:
+    """The last rows of the first block are left where the second one is shorter."""
+    (program,) = lower(decisions := decide(EXPERTS, Layout(dp=2, ep=2), ("rowwise", 0.0), global_batch=2, **BLOCKS))
+
+    def second(each: Instruction) -> bool:
+        return each.op == op and each.name.endswith(".b1")
+
+    def later(each: Instruction) -> Instruction:
+        moved = (msgspec.structs.replace(o, first=o.first + o.tokens) if o.role == role else o for o in each.operands)
+        return msgspec.structs.replace(each, operands=tuple(moved))
+
+    wrong = planted.replaced(program, planted.places(program, second)[0], second, later)
+    assert check_values(wrong, expand(wrong), decisions)
+
+
+@pytest.mark.parametrize("op", ["experts.route.bwd", "experts.ends.sum"])
+def test_ends_of_one_block_do_not_serve_a_loss_of_balance(op: str) -> None:
+    (program,) = lower(decisions := decide(LOSSY, Layout(dp=2, ep=2), ("rowwise", 0.0), global_batch=2, **BLOCKS))
+
+    def fewer(each: Instruction) -> Instruction:
+        slot = next(o.slot for o in each.operands if o.role in {"ends", "x"})
+        operands = (
+            msgspec.structs.replace(o, slot=slot, first=0, tokens=8) if o.role in {"all_ends", "x"} else o
+            for o in each.operands
+        )
+        return msgspec.structs.replace(each, operands=tuple(operands))
+
+    def chosen(each: Instruction) -> bool:
+        return each.op == op
+
+    wrong = planted.replaced(program, planted.places(program, chosen)[0], chosen, fewer)
+    assert any("ends" in fault for fault in check_values(wrong, expand(wrong), decisions))
+
+
+def test_bytes_of_the_all_to_alls_of_row_blocks_by_hand() -> None:
+    """Blocks of 768 and 256 of 1,024 tokens, two rows each: a rank can send 960 and 320 rows to each of two."""
+    (program,) = lower(decide(EXPERTS, Layout(dp=2, ep=2), ("rowwise", 0.0), global_batch=2, **BLOCKS))
+    sent = {
+        i.name: i.work.bytes
+        for t in program.templates
+        for i in t.instructions
+        if i.op == "experts.all_to_all" and isinstance(i.work, Collective)
+    }
+    for block, rows in enumerate((2 * 960, 2 * 320)):
+        wide = [n for n, size in sent.items() if n.endswith(f".b{block}") and size == rows * 256 * 2]
+        ways = ("fwd/dispatch", "fwd/combine", "rec/dispatch", "bwd/dispatch.grad", "bwd/dispatch.bwd")
+        assert wide == [f"{way}.exchange.b{block}" for way in ways]
+        assert sent[f"fwd/gates.exchange.b{block}"] == sent[f"bwd/d_gates.exchange.b{block}"] == rows * 4
 
 
 def test_bytes_of_the_all_to_alls_by_hand() -> None:

@@ -19,7 +19,6 @@ from tests.sim.small_programs import GPT, LATENT, LLAMA
 
 UNEVEN = GPT.of_layers([LayerShape(ffn_hidden=width) for width in (128, 256, 128, 256)])
 EXPERTS = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64))
-BALANCED_EXPERTS = msgspec.structs.replace(LLAMA, experts=Experts(count=4, per_token=2, hidden=64, balance=0.01))
 SEVERAL_EXPERTS = LLAMA.of_layers(
     [LayerShape(ffn_hidden=640, experts=Experts(count=count, per_token=2, hidden=64)) for count in (4, 8)]
 )
@@ -240,11 +239,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         multiplexed(pp=4),
         {"model": WINDOW, "seq_tokens": 4096},
         "true with a window of 256 tokens",
-    ),
-    "windows: micro_batch": (
-        Layout(cp=2),
-        {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
-        "2 with a window of 256 tokens",
     ),
     "windows: cp": (Layout(cp=8), {"model": WINDOW}, "cp 8, chunks of 128 tokens, a window of 256"),
     "sinks: cp_exchange": (Layout(cp=2, cp_exchange="rsa"), {"model": SINKS}, "rsa with a model with sinks"),
@@ -626,17 +620,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"rounding_buffers": True, "recompute": "full", "swapped_tokens": 2048, "offload_window": 1},
         "1 with rounding buffers",
     ),
-    "subsequences: micro_batch": (
-        Layout(subsequences=2),
-        {"model": WINDOW, "micro_batch": 2, "global_batch": 2},
-        "2 with 2 subsequences and a window",
-    ),
-    "subsequences with cp: micro_batch": (
-        Layout(subsequences=2, cp=2),
-        {"micro_batch": 2, "global_batch": 2},
-        "2 with 2 subsequences and cp 2",
-    ),
-    "subsequences with cp: cp": (Layout(subsequences=2, cp=2), {"model": WINDOW}, "2 with 2 subsequences and cp 2"),
     "subsequences with cp: multiplexed": (multiplexed(cp=2), {}, "true with 8 subsequences and cp 2"),
     "subsequences with cp: memory_policy": (
         Layout(subsequences=2, cp=2),
@@ -690,16 +673,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(dp=2, zero=3),
         {"global_batch": 2, "recompute": "full", "recompute_layers": "groups-2"},
         "3 with recompute_layers groups-2",
-    ),
-    "row-wise recompute: expert parallelism": (
-        Layout(dp=2, ep=2),
-        {"model": EXPERTS, "recompute": "rowwise", "global_batch": 2},
-        "rowwise with expert parallelism",
-    ),
-    "row-wise recompute: balance of experts": (
-        Layout(),
-        {"model": BALANCED_EXPERTS, "recompute": "rowwise"},
-        "rowwise with a balance loss of experts",
     ),
     "row-wise recompute: metp": (Layout(metp=2), {"recompute": "rowwise"}, "rowwise with METP"),
     "row-wise recompute: multiplexed": (
