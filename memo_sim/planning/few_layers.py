@@ -26,7 +26,15 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.pricers import Pricers
 from memo_sim.planning.recent import Recent
-from memo_sim.planning.short_rings import SHORT, steps_repeat, with_ring
+from memo_sim.planning.short_rings import (
+    SHORT,
+    SHORT_PARTS,
+    of_many_parts,
+    parts_repeat,
+    steps_repeat,
+    with_parts,
+    with_ring,
+)
 from memo_sim.program.analysis.columns import Flags, FoldedColumns, Ints, fold
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.analysis.liveness import liveness, living
@@ -196,23 +204,29 @@ class Passes:
     def waited(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return the pass of ``of``, but of a long ring only the compute lane's part, unless the others are known.
 
+        So of METP on many ranks.
+
         Raises:
             Infeasible: see ``of``.
         """
         _, question = self._few(decisions, layers)
-        known = not steps_repeat(question[0]) or question in self._lanes
+        repeats = steps_repeat(question[0]) or parts_repeat(question[0])
+        known = not repeats or question in self._lanes
         return self.of(decisions, layers) if known else self.computed(decisions, layers)
 
     def computed(self, decisions: Decisions, layers: Sequence[LayerShape]) -> Pass:
         """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
 
-        A long ring is not lowered where two short ones tell its kernels (``short_rings.py``). Parameters that are
-        gathered change no kernel.
+        A long ring is not lowered where two short ones tell its kernels, nor METP on many ranks where three with fewer
+        do (``short_rings.py``). Parameters that are gathered change no kernel.
 
         Raises:
             Infeasible: see ``of``.
         """
         times, (alone, middle) = self._few(decisions, layers, gathered=False)
+        if parts_repeat(alone):
+            some = [self._of_kernels((with_parts(alone, ranks), middle), times) for ranks in SHORT_PARTS]
+            return _of_compute(of_many_parts(some, alone.layout.metp))
         if not steps_repeat(alone):
             return _of_compute(self._of_kernels((alone, middle), times))
         few, many = (self._of_kernels((with_ring(alone, cp), middle), times) for cp in SHORT)
